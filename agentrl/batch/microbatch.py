@@ -1,0 +1,59 @@
+"""What a learner is given. Legend: ``R`` packed bins, ``L`` tokens a bin.
+
+A token's mask, advantage and log-probability stand at the token's own position; it is predicted from the position
+before it. The driver has fixed every denominator already: a loss is the plain sum ``Σ weight · loss(token)``, so
+neither packing nor the number of ranks changes the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from agentrl.types import RowKey
+
+
+@dataclass(slots=True, eq=False)
+class MicroBatch:
+    """Rows packed into ``R`` bins of ``L`` tokens. All tensors are on the CPU and shaped ``[R, L]``."""
+
+    token_ids_R_L: torch.Tensor
+    """int64; padding holds the pad token."""
+    position_ids_R_L: torch.Tensor
+    """int64; starts at 0 in every row. Padding counts as a row of its own, so attention never crosses into it."""
+    row_R_L: torch.Tensor
+    """int32 index into ``keys``; -1 is padding."""
+    mask_R_L: torch.Tensor
+    """bool loss mask; never set on a row's first token."""
+    weight_R_L: torch.Tensor
+    """float32; 0 where the mask is 0, else the token's share of the global batch."""
+    advantages_R_L: torch.Tensor
+    """float32; 0 where the mask is 0. Zeros in supervised batches."""
+    logprobs_R_L: torch.Tensor
+    """float32 log-probabilities from the sampler; 0 where not sampled."""
+    provenance_R_L: torch.Tensor
+    """uint8 `Provenance`."""
+    versions_R_L: torch.Tensor
+    """int32 policy version; -1 where not sampled."""
+    requests_R_L: torch.Tensor
+    """int32 request index; -1 where not sampled."""
+    keys: tuple[RowKey, ...]
+    """The rows packed here."""
+
+
+@dataclass(slots=True, eq=False)
+class GlobalBatch:
+    """One optimizer step: the same number of micro-batches for every data-parallel rank."""
+
+    micro: tuple[tuple[MicroBatch, ...], ...]
+    """``micro[rank][i]``."""
+    kind: Literal["rl", "sft"] = "rl"
+    """In ``rl`` mask 1 implies sampled; in ``sft`` the mask may hold demonstrated and observed tokens."""
+    temperature: float = 1.0
+    """The sampling temperature; log-probabilities of the learner are taken at the same."""
+    lr_scale: float = 1.0
+    """The schedule's factor on the learning rate for this step."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Figures of the batch, such as tokens and padding, to log with the step."""

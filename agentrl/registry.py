@@ -1,0 +1,148 @@
+"""Names for environments, tools, tasksets and models, from entry points or from the process itself.
+
+agentrl imports none of them by itself: its own environments register through the same entry points as anybody's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from agentrl.env import Env
+from agentrl.errors import ConfigError, UnknownNameError, unknown_name
+from agentrl.task import TaskSet
+from agentrl.tool import ToolService
+
+E = TypeVar("E", bound=type[Env])
+
+ENVS = "agentrl.envs"
+TOOLS = "agentrl.tools"
+TASKS = "agentrl.tasks"
+MODELS = "agentrl.models"
+
+_registered: dict[str, dict[str, Any]] = {ENVS: {}, TOOLS: {}, TASKS: {}, MODELS: {}}
+
+
+def register_env(name: str) -> Callable[[E], E]:
+    """Register an environment class under ``name`` for this process; use as a decorator.
+
+    Raises:
+        ConfigError: another class has the name.
+    """
+
+    def wrap(cls: E) -> E:
+        other = _registered[ENVS].get(name)
+        if other is not None and other.__qualname__ != cls.__qualname__:
+            raise ConfigError(f"environment name {name!r} is taken by {other.__module__}.{other.__qualname__}")
+        _registered[ENVS][name] = cls
+        return cls
+
+    return wrap
+
+
+def names(group: str) -> list[str]:
+    """Return all registered names of a group, such as ``agentrl.envs``."""
+    return sorted({*_registered[group], *(point.name for point in entry_points(group=group))})
+
+
+def _lookup(group: str, name: str, what: str, key: str) -> Any:
+    if name in _registered[group]:
+        return _registered[group][name]
+    found = [point for point in entry_points(group=group) if point.name == name]
+    if not found:
+        raise unknown_name(what, name, names(group), key)
+    return found[0].load()
+
+
+def env_class(name: str, key: str = "--env") -> type[Env]:
+    """Return the environment class of a registered name or of ``path/to/file.py:Class``.
+
+    Raises:
+        UnknownNameError: nothing has that name.
+        ConfigError: the file, or the class in it, does not exist or is no environment.
+    """
+    if ".py:" in name:
+        cls = load_object(name, key)
+        if not (inspect.isclass(cls) and issubclass(cls, Env)):
+            raise ConfigError(f"{name} ({key}) is no subclass of agentrl.Env")
+        return cls
+    cls = _lookup(ENVS, name, "environment", key)
+    assert issubclass(cls, Env), f"entry point {name!r} is no subclass of agentrl.Env"
+    return cls
+
+
+def make_env(name: str, options: Mapping[str, Any] | None = None) -> Env:
+    """Build an environment by name; ``options`` are its constructor's keyword arguments.
+
+    Raises:
+        ConfigError: the constructor does not take one of the options.
+    """
+    return _build(env_class(name), options, "env.options")
+
+
+def tool_service(name: str) -> ToolService:
+    """Return the tool service registered under ``name``."""
+    service = _lookup(TOOLS, name, "tool", f"tools.{name}")
+    return service() if inspect.isclass(service) else service  # type: ignore[no-any-return]
+
+
+def make_tasks(name: str, options: Mapping[str, Any] | None = None) -> TaskSet:
+    """Build a taskset by its registered name (or ``file.py:Class``) with ``tasks.options``."""
+    cls = load_object(name, "tasks.name") if ".py:" in name else _lookup(TASKS, name, "taskset", "tasks.name")
+    return _build(cls, options, "tasks.options")
+
+
+def model_folder(name: str) -> Path | None:
+    """Return the folder of a shipped model, or None where no model is registered under ``name``."""
+    try:
+        return Path(_lookup(MODELS, name, "model", "model.path"))
+    except UnknownNameError:
+        return None
+
+
+def _build(cls: Callable[..., Any], options: Mapping[str, Any] | None, key: str) -> Any:
+    try:
+        inspect.signature(cls).bind(**(options or {}))
+    except TypeError as error:
+        known = [name for name in inspect.signature(cls).parameters if name != "self"]
+        raise ConfigError(f"{key}: {error}; {getattr(cls, '__name__', cls)} takes: {', '.join(known) or 'nothing'}") from None
+    return cls(**(options or {}))
+
+
+def load_object(reference: str, key: str) -> Any:
+    """Return what ``path/to/file.py:name`` refers to.
+
+    Raises:
+        ConfigError: the file does not exist, or has no such name; the message says what was tried.
+    """
+    file, _, attribute = reference.rpartition(":")
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"{key}={reference}: there is no file {path}")
+    module = _load_file(path)
+    if not hasattr(module, attribute):
+        public = [name for name, value in vars(module).items() if inspect.isclass(value) or inspect.isfunction(value)]
+        raise ConfigError(f"{key}={reference}: {path.name} has no {attribute!r}; it has: {', '.join(public) or 'nothing'}")
+    return getattr(module, attribute)
+
+
+def _load_file(path: Path) -> ModuleType:
+    name = f"agentrl_user_{path.stem}_{abs(hash(str(path))):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,123 @@
+"""What a tool is: a coroutine with a JSON Schema, or a service with a server of its own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import inspect
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jsonschema
+from pydantic import TypeAdapter
+
+from agentrl.types import ToolCall, ToolResult, ToolStatus
+
+if TYPE_CHECKING:
+    from agentrl.protocols import ToolClient
+    from agentrl.task import TaskSet
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that runs where the runner runs. Made by `tool`."""
+
+    name: str
+    """What the policy calls it."""
+    description: str
+    """The docstring's first paragraph; part of what the policy reads."""
+    parameters: Mapping[str, Any]
+    """JSON Schema of the arguments."""
+    function: Callable[..., Awaitable[str | ToolResult]]
+    """The coroutine."""
+    timeout_s: float
+    """Seconds before a call counts as timed out."""
+
+    async def run(self, call: ToolCall) -> ToolResult:
+        """Check the arguments and run. Whatever happens comes back as a result with a status; nothing is raised."""
+        try:
+            jsonschema.validate(dict(call.arguments), dict(self.parameters))
+        except jsonschema.ValidationError as error:
+            return ToolResult(call.id, ToolStatus.INVALID, f"{self.name}: {error.message}")
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                answer = await self.function(**call.arguments)
+        except TimeoutError:
+            return ToolResult(call.id, ToolStatus.TIMEOUT, f"{self.name} did not answer in {self.timeout_s:g} s")
+        except Exception as error:
+            return ToolResult(call.id, ToolStatus.ERROR, f"{type(error).__name__}: {error}")
+        return answer if isinstance(answer, ToolResult) else ToolResult(call.id, ToolStatus.OK, str(answer))
+
+
+def tool(
+    *, timeout_s: float = 30.0, name: str | None = None, parameters: Mapping[str, Any] | None = None
+) -> Callable[[Callable[..., Awaitable[str | ToolResult]]], Tool]:
+    """Turn a coroutine into a `Tool`; the JSON Schema comes from its type hints, or from ``parameters``.
+
+    Example::
+
+        @tool(timeout_s=5)
+        async def add(a: int, b: int) -> str:
+            "Add two numbers."
+            return str(a + b)
+
+    Raises:
+        TypeError: the function is no coroutine, or a parameter has no type hint.
+    """
+
+    def wrap(function: Callable[..., Awaitable[str | ToolResult]]) -> Tool:
+        if not inspect.iscoroutinefunction(function):
+            raise TypeError(f"@tool wants a coroutine (async def), {function.__name__} is not one")
+        schema = dict(parameters) if parameters is not None else _schema_from_hints(function)
+        doc = inspect.getdoc(function) or ""
+        return Tool(name or function.__name__, doc.split("\n\n")[0], schema, function, timeout_s)
+
+    return wrap
+
+
+def _schema_from_hints(function: Callable[..., Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(function)
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name not in hints:
+            raise TypeError(f"{function.__name__}: parameter {parameter.name!r} has no type hint")
+        properties[parameter.name] = TypeAdapter(hints[parameter.name]).json_schema()
+        if parameter.default is inspect.Parameter.empty:
+            required.append(parameter.name)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+class ToolService(ABC):
+    """A tool with a server of its own, registered under the entry-point group ``agentrl.tools``.
+
+    ``agentrl tools serve NAME`` runs `serve`; ``agentrl train`` starts the same in a process of its own when
+    ``tools.NAME.url`` is not set, waits for ``GET /health`` to answer 200, and speaks to it through `client`.
+    """
+
+    name: ClassVar[str]
+    """The registered name, and the name in `ToolCall`."""
+
+    @abstractmethod
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the server's own options; ``--host`` and ``--port`` are there already."""
+
+    @abstractmethod
+    def serve(self, arguments: argparse.Namespace) -> None:
+        """Serve until told to stop."""
+
+    @abstractmethod
+    def launch_arguments(self, options: Mapping[str, Any], tasks: TaskSet, folder: Path) -> Sequence[str]:
+        """Prepare what the server needs under ``folder`` and return the options for ``agentrl tools serve NAME``.
+
+        Raises:
+            ConfigError: the options lack something, by key.
+        """
+
+    @abstractmethod
+    def client(self, url: str, options: Mapping[str, Any]) -> ToolClient:
+        """Return a client for the server at ``url``."""
