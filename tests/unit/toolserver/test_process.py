@@ -1,0 +1,100 @@
+"""A child ends when told, and when its parent dies by SIGKILL."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import ToolServerError
+from agentrl.process import ChildProcess, free_port
+
+SLEEPER = "from agentrl.process import exit_with_parent; exit_with_parent(); import time; time.sleep(60)"
+
+
+def start(code: str, folder: Path) -> ChildProcess:
+    return ChildProcess.start([sys.executable, "-c", code], log=folder / "log.txt", name="child", error=ToolServerError)
+
+
+def gone(pid: int, within_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_stop_ends_the_whole_group(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time\n"
+        "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    child = start(code, tmp_path)
+    while not child.log_tail().strip():
+        child.check()
+        time.sleep(0.02)
+    grandchild = int(child.log_tail())
+    assert child.alive()
+    child.stop()
+    child.stop()
+    assert not child.alive()
+    assert child.exit_code() == -signal.SIGTERM
+    assert gone(grandchild)
+
+
+def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    code = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('on', flush=True)\ntime.sleep(60)"
+    with start(code, tmp_path) as child:
+        while "on" not in child.log_tail():
+            child.check()
+            time.sleep(0.02)
+        child.stop(timeout_s=0.2)
+        assert child.exit_code() == -signal.SIGKILL
+
+
+def test_a_child_that_dies_at_once_is_told_with_its_last_words(tmp_path: Path) -> None:
+    with (
+        start("import sys; print('no such corpus'); sys.exit(2)", tmp_path) as child,
+        pytest.raises(ToolServerError, match=r"(?s)exit status 2.*no such corpus"),
+    ):
+        child.wait_healthy(f"http://127.0.0.1:{free_port()}/health", timeout_s=20)
+
+
+def test_a_child_that_stays_silent_is_stopped(tmp_path: Path) -> None:
+    with start(SLEEPER, tmp_path) as child:
+        with pytest.raises(ToolServerError, match=r"does not answer at .* after 0\.2 s"):
+            child.wait_healthy(f"http://127.0.0.1:{free_port()}/health", timeout_s=0.2)
+        assert not child.alive()
+
+
+def test_a_program_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(ToolServerError, match="child does not start"):
+        ChildProcess.start(["/no/such/program"], log=tmp_path / "log", name="child", error=ToolServerError)
+
+
+def test_the_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    parent_code = (
+        "import pathlib, sys, time\n"
+        "from agentrl.process import ChildProcess\n"
+        f"child = ChildProcess.start([sys.executable, '-c', {SLEEPER!r}], log=pathlib.Path({str(tmp_path / 'log')!r}), "
+        "name='child')\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", parent_code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    os.kill(pid, 0)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert gone(pid)
