@@ -1,0 +1,63 @@
+"""How weights are learned: the ``learner`` section, shared by reinforcement learning and supervised fine-tuning."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from agentrl.config.base import Section
+
+
+class OptimizerConfig(Section):
+    """How a gradient becomes a step."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """``muon`` orthogonalises the steps of the layers' matrices; embeddings, head, norms and biases get AdamW."""
+    lr: PositiveFloat = 3e-4
+    """Learning rate after warm-up; Muon's is scaled to match AdamW's root mean square."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate grows linearly to ``lr``."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's term against division by zero."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Muon's momentum."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients with a larger norm over all weights are scaled down to this one."""
+
+    @model_validator(mode="after")
+    def _betas_below_one(self) -> OptimizerConfig:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas}: set learner.optimizer.betas to two numbers from 0 to below 1")
+        return self
+
+
+class LearnerConfig(Section):
+    """Where and how the policy is trained."""
+
+    backend: Literal["fsdp"] = "fsdp"
+    """The implementation: PyTorch's FSDP2 on the Hugging Face model."""
+    workers: PositiveInt = 1
+    """Data-parallel ranks, one process each; on GPUs one GPU each."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; ``auto`` takes GPUs where there are any."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of a rank; 0 shares the machine's cores among the ranks."""
+    autocast: Literal["none", "bfloat16"] = "none"
+    """Precision of matrix products; weights, gradients and log-probabilities stay float32."""
+    reshard_after_forward: bool = False
+    """Drop gathered weights after each layer's forward pass: less memory, twice the communication."""
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass: less memory, a third more computation."""
+    logits_chunk: PositiveInt = 1024
+    """Trained tokens whose logits are held at the same time."""
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """The optimizer."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Seconds the ranks may take to load the model."""
+    step_timeout_s: PositiveFloat = 1800.0
+    """Seconds one call to the ranks, such as an optimizer step or a checkpoint, may take."""
