@@ -1,0 +1,56 @@
+# make train   set up .venv and train the shipped policy to search
+# make test    set up .venv and run the tests
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The first interpreter that is Python 3.11 or 3.12 (a name on the PATH need not be one that starts).
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
+TORCH_CPU := torch==2.13.0+cpu
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+export HF_HUB_OFFLINE ?= 1
+export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
+
+.PHONY: install train test test-long lint policies docs clean
+
+install: $(VENV)/.installed
+
+# Without a GPU torch comes as the CPU build: plainly where a local wheel is configured, else from PyTorch's own index.
+$(VENV)/.installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "agentrl needs Python 3.11 or 3.12; set PYTHON=/path/to/python"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	@if nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install --quiet torch; else \
+	  $(BIN)/pip install --quiet "$(TORCH_CPU)" 2>/dev/null \
+	  || $(BIN)/pip install --quiet "$(TORCH_CPU)" --index-url $(TORCH_CPU_INDEX) --extra-index-url https://pypi.org/simple; fi
+	$(BIN)/pip install --quiet -e '.[dev]'
+	@touch $@
+
+train: install
+	$(BIN)/agentrl train --env search_r1
+
+test: install
+	$(BIN)/python -m pytest tests -m "not long"
+
+# Long learning runs: three seeds of the main job with their controls, and the hard case.
+test-long: install
+	$(BIN)/python -m pytest tests -m long -s
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Makes the shipped policies again: minutes on a GPU, about an hour on two cores.
+policies: install
+	$(BIN)/python -m agentrl_tasks.multihop.make_tokenizer .policies/tokenizer
+	$(BIN)/agentrl sft --config search_r1/sft_base
+	$(BIN)/agentrl sft --config search_r1/sft_warm
+	$(BIN)/agentrl sft --config search_r1/sft_discover
+
+docs: install
+	$(BIN)/python -m agentrl.config.reference > docs/configuration.md
+
+clean:
+	rm -rf $(VENV) build *.egg-info

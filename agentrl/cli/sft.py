@@ -1,0 +1,28 @@
+"""``agentrl sft``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rich.console import Console
+
+from agentrl.cli.options import add_config_arguments, resolve_config
+from agentrl.config.load import dump
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    add_config_arguments(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the configuration that would run, and stop")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Fine-tune on demonstrations."""
+    config = resolve_config(arguments)
+    if arguments.dry_run:
+        sys.stdout.write(dump(config))
+        return
+    from agentrl.sft import sft
+
+    sft(config, console=Console())

@@ -1,0 +1,56 @@
+"""The configuration of a run, whole."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from agentrl.config.algo import AlgoConfig
+from agentrl.config.base import Section
+from agentrl.config.learner import LearnerConfig
+from agentrl.config.sections import (
+    EnvConfig,
+    EvalConfig,
+    ModelConfig,
+    ObsConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplerConfig,
+    TasksConfig,
+    ToolConfig,
+    TrainConfig,
+    WeightsConfig,
+)
+from agentrl.config.sft import SftConfig
+
+
+class Config(Section):
+    """Everything a run is made of."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    """Where the run lies, and its seed."""
+    env: EnvConfig = Field(default_factory=EnvConfig)
+    """The environment."""
+    tasks: TasksConfig = Field(default_factory=TasksConfig)
+    """The problems."""
+    tools: dict[str, ToolConfig] = Field(default_factory=dict)
+    """Tool servers, by the tool's name."""
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    """The policy."""
+    sampler: SamplerConfig = Field(default_factory=SamplerConfig)
+    """The engine and how it samples."""
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    """The episodes."""
+    algo: AlgoConfig = Field(default_factory=AlgoConfig)
+    """The algorithm."""
+    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    """The learner."""
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    """The way of new weights to the engine."""
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    """Length, checkpoints and evaluation of training."""
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    """What an evaluation is."""
+    sft: SftConfig = Field(default_factory=SftConfig)
+    """Supervised fine-tuning, for ``agentrl sft``."""
+    obs: ObsConfig = Field(default_factory=ObsConfig)
+    """What is shown and recorded."""

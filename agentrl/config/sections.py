@@ -1,0 +1,183 @@
+"""The sections of a run's configuration that belong to no other part. The docstring of a field is its documentation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from agentrl.config.base import Section
+from agentrl.config.failure import FailureConfig
+
+
+class EnvConfig(Section):
+    """Which environment, and how it is built."""
+
+    name: str = "search_r1"
+    """A registered environment, or ``path/to/file.py:Class``; ``--env`` sets it."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the environment's constructor."""
+
+
+class TasksConfig(Section):
+    """Which problems to train and evaluate on."""
+
+    name: str | None = None
+    """A registered taskset, or ``path/to/file.py:Class``; without one the environment's own ``tasks()`` are taken."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the taskset's constructor."""
+    train_split: str = "train"
+    """The split to train on."""
+    eval_split: str = "eval"
+    """The split to evaluate on."""
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = "multihop-warm"
+    """A local Hugging Face folder, a shipped model's name, or a hub id."""
+
+
+class EmbeddedConfig(Section):
+    """The engine that agentrl brings: a torch model behind SGLang's endpoints."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of weights and KV cache in the engine."""
+    slots: PositiveInt = 256
+    """Sequences whose KV cache is kept at the same time."""
+    context: PositiveInt = 1024
+    """Tokens a sequence may have in the engine."""
+    threads: PositiveInt = 2
+    """CPU threads of the engine."""
+
+
+class SamplerConfig(Section):
+    """Where tokens are sampled, and how."""
+
+    backend: Literal["embedded", "sglang"] = "embedded"
+    """``embedded`` runs anywhere; ``sglang`` wants SGLang and a GPU."""
+    url: str | None = None
+    """A running engine's address; without one the run starts its own."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the engine that the run starts; 0 takes a free one."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature in training."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling in training; see ``allow_unnormalised``."""
+    top_k: int = -1
+    """Top-k sampling in training; see ``allow_unnormalised``."""
+    allow_unnormalised: bool = False
+    """Train with top-p or top-k although the engine's log-probabilities are then not those of what was sampled."""
+    max_new_tokens: PositiveInt = 64
+    """Tokens a turn may have."""
+    request_timeout_s: PositiveFloat = 300.0
+    """Seconds before a generation counts as lost."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Seconds an engine may take to become healthy."""
+    embedded: EmbeddedConfig = Field(default_factory=EmbeddedConfig)
+    """Options of the embedded engine."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """Options of ``sglang.launch_server``, passed through: ``mem_fraction_static: 0.5`` becomes ``--mem-fraction-static 0.5``."""
+
+    @model_validator(mode="after")
+    def _normalised(self) -> SamplerConfig:
+        if (self.top_p < 1 or self.top_k > 0) and not self.allow_unnormalised:
+            raise ValueError(
+                f"top_p={self.top_p:g}, top_k={self.top_k}: the engine's log-probabilities are not renormalised, so the "
+                "policy gradient would be wrong; set sampler.top_p=1 sampler.top_k=-1, or accept it with "
+                "sampler.allow_unnormalised=true"
+            )
+        if self.temperature == 0:
+            raise ValueError("temperature=0: greedy samples of a group are all the same; set sampler.temperature above 0")
+        return self
+
+
+class RolloutConfig(Section):
+    """How episodes are run."""
+
+    batch_size: PositiveInt = 32
+    """Prompts a step (slime's ``rollout_batch_size``)."""
+    n_samples_per_prompt: PositiveInt = 8
+    """Episodes a prompt: the group that advantages are computed over."""
+    max_turns: PositiveInt = 8
+    """Turns an episode may have."""
+    max_tokens: PositiveInt = 1024
+    """Tokens an episode may have, prompt and observations included."""
+    max_seconds: PositiveFloat = 300.0
+    """Seconds an episode may take."""
+    concurrency: PositiveInt = 256
+    """Episodes that run at the same time."""
+    failure: FailureConfig = Field(default_factory=FailureConfig)
+    """What follows when an episode fails, by where the error arose."""
+
+
+class WeightsConfig(Section):
+    """How new weights reach the engine."""
+
+    transport: Literal["tensor", "disk"] = "tensor"
+    """``tensor`` sends them in the request, ``disk`` through a folder that both can read."""
+    bucket_mib: PositiveInt = 512
+    """Size of one bucket, MiB."""
+
+
+class TrainConfig(Section):
+    """How long to train, and what to keep."""
+
+    steps: int = Field(default=100, ge=0)
+    """Optimizer steps; 0 only evaluates."""
+    minutes: PositiveFloat | None = None
+    """Stop after the step that passes this many minutes of training, evaluations not counted."""
+    eval_every: int = Field(default=10, ge=0)
+    """Evaluate every so many steps; 0 only after the last."""
+    eval_first: bool = True
+    """Evaluate before the first step too."""
+    save_every: int = Field(default=10, ge=0)
+    """Write a checkpoint every so many steps; 0 only after the last."""
+    keep: PositiveInt = 2
+    """Checkpoints to keep."""
+    stop_at: dict[str, float] = Field(default_factory=dict)
+    """End the run once an evaluation reaches all of these, such as ``{exact_match: 0.98}``."""
+
+
+class EvalConfig(Section):
+    """How to evaluate."""
+
+    size: PositiveInt = 300
+    """Tasks, from the start of the split."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    by: str | None = None
+    """A key of the tasks' metadata to report figures by, such as ``hops``."""
+
+
+class ToolConfig(Section):
+    """One tool server."""
+
+    url: str | None = None
+    """A running server's address; without one the run starts its own."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the server that the run starts; 0 takes a free one."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the tool, see its README."""
+
+
+class RunConfig(Section):
+    """Where a run lies, and what makes it repeatable."""
+
+    dir: Path | None = None
+    """The run's folder; without one, ``runs/<environment>-<time>``."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of data order, episodes and sampling."""
+
+
+class ObsConfig(Section):
+    """What a run shows and records."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files beside ``metrics.jsonl``."""
+    rollouts: Literal["all", "first", "none"] = "first"
+    """Which of a step's rollouts to write to ``rollouts/``: all, the first group of each step, or none."""
+    progress: Literal["auto", "live", "plain"] = "auto"
+    """A live table, plain lines, or whichever fits the output."""

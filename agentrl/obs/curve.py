@@ -1,0 +1,34 @@
+"""The learning curve as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentrl.obs.metrics import read_metrics
+
+
+def plot_curve(metrics: Path, out: Path, keys: Sequence[str]) -> Path | None:
+    """Draw the ``keys`` of a ``metrics.jsonl`` over steps into the PNG ``out``; None where no step has any of them.
+
+    Keys that start with ``eval/`` are points joined by a line, the others a line.
+    """
+    rows = read_metrics(metrics)
+    series = {key: [(row["step"], row[key]) for row in rows if key in row] for key in keys}
+    series = {key: points for key, points in series.items() if points}
+    if not series:
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for key, points in series.items():
+        style = {"marker": "o", "linewidth": 2.0} if key.startswith("eval/") else {"linewidth": 1.0, "alpha": 0.7}
+        axes.plot([step for step, _ in points], [value for _, value in points], label=key, **style)
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best", fontsize=8)
+    figure.savefig(out)
+    return out

@@ -1,0 +1,133 @@
+"""What a person sees while a run goes on."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Literal
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("reward", "train/reward", "{:.3f}"),
+    ("exact match", "rollout/exact_match", "{:.3f}"),
+    ("searches", "rollout/searches", "{:.2f}"),
+    ("valid", "rollout/valid_format", "{:.0%}"),
+    ("flat groups", "train/flat_groups", "{:.0%}"),
+    ("tokens/s", "time/tokens_per_s", "{:,.0f}"),
+    ("step s", "time/step_s", "{:.1f}"),
+)
+"""Title, metric and format of the columns beside the step. ``flat groups`` is the share of groups without variance."""
+
+SHOWN_STEPS = 12
+
+
+def format_left(seconds: float) -> str:
+    """Return seconds as ``4m05s``."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+class ProgressView:
+    """A live table in a terminal; plain lines where the output is no terminal or ``mode`` asks for them."""
+
+    def __init__(self, console: Console, total_steps: int, mode: Literal["auto", "live", "plain"] = "auto") -> None:
+        self.console = console
+        self._total = total_steps
+        self._rows: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=SHOWN_STEPS)
+        self._durations: deque[float] = deque(maxlen=8)
+        self._phase = "starting"
+        self._done = 0
+        live = mode == "live" or (mode == "auto" and console.is_terminal)
+        self._live = Live(self._table(), console=console, refresh_per_second=4, transient=False) if live else None
+
+    def __enter__(self) -> ProgressView:
+        """Start the live view."""
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End the live view; the last state stays on screen."""
+        if self._live:
+            self._live.update(self._table(), refresh=True)
+            self._live.stop()
+
+    def phase(self, name: str) -> None:
+        """Say what the run does now."""
+        self._phase = name
+        if self._live:
+            self._live.update(self._table())
+
+    def note(self, what: RenderableType) -> None:
+        """Print something that stays."""
+        self.console.print(what)
+
+    def step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Show a finished step."""
+        self._done = step
+        self._rows.append((step, figures))
+        self._durations.append(figures.get("time/step_s", 0.0))
+        if self._live:
+            self._live.update(self._table())
+        else:
+            cells = "  ".join(f"{title} {text}" for title, text in self._cells(figures))
+            self.console.print(f"step {step}/{self._total}  {cells}  left {self._left()}", highlight=False)
+
+    def _cells(self, figures: Mapping[str, float]) -> list[tuple[str, str]]:
+        return [(title, form.format(figures[key]) if key in figures else "–") for title, key, form in COLUMNS]
+
+    def _left(self) -> str:
+        if not self._durations:
+            return "–"
+        mean = sum(self._durations) / len(self._durations)
+        return format_left(mean * (self._total - self._done))
+
+    def _table(self) -> RenderableType:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column("step", justify="right")
+        for title, _, _ in COLUMNS:
+            table.add_column(title, justify="right")
+        for step, figures in self._rows:
+            table.add_row(str(step), *(text for _, text in self._cells(figures)))
+        status = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=max(1, self._total), completed=self._done, width=30)
+        status.add_row(bar, Text(f"{self._done}/{self._total}"), Text(self._phase, "bold blue"), Text(f"left {self._left()}"))
+        return Group(table, status)
+
+
+class Stopwatch:
+    """Seconds by phase: ``with watch("rollout"): …`` adds to ``time/rollout_s``."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._name = ""
+        self._start = 0.0
+
+    def __call__(self, name: str) -> Stopwatch:
+        """Name the phase that the next ``with`` measures."""
+        self._name = name
+        return self
+
+    def __enter__(self) -> None:
+        """Start."""
+        self._start = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Add what passed."""
+        spent = time.perf_counter() - self._start
+        self.seconds[self._name] = self.seconds.get(self._name, 0.0) + spent
+
+    def figures(self) -> dict[str, float]:
+        """Return the phases as metrics."""
+        return {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
