@@ -8,6 +8,7 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
 import socket
@@ -200,6 +201,6 @@ def _answers(url: str) -> bool:
     try:
         with _OPENER.open(url, timeout=1.0) as answer:
             return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
+    except (urllib.error.URLError, http.client.HTTPException, OSError):
         # Not listening yet, or not ready (an HTTP error status): the caller asks again.
         return False
