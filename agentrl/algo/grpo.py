@@ -1,0 +1,75 @@
+"""GRPO: group-relative advantages and PPO's clipped objective a token."""
+
+from __future__ import annotations
+
+import torch
+
+from agentrl.algo.advantages import group_relative
+from agentrl.algo.loss import LossMetrics, Selected
+from agentrl.config.algo import GrpoConfig
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios beyond this are held here in the metrics, where one token must not make the mean infinite."""
+
+
+class Grpo:
+    """Group relative policy optimisation (DeepSeekMath, arXiv:2402.03300), without a reference policy."""
+
+    def __init__(self, config: GrpoConfig) -> None:
+        self.config = config
+
+    def advantages(self, rewards_N: torch.Tensor, groups_N: torch.Tensor) -> torch.Tensor:
+        """See `agentrl.algo.advantages.group_relative`."""
+        return group_relative(
+            rewards_N, groups_N, std_normalise=self.config.std_normalise, eps=self.config.std_eps
+        )
+
+    def loss(self, logprobs_N: torch.Tensor, selected: Selected) -> tuple[torch.Tensor, LossMetrics]:
+        """Return ``Σ weight · clipped policy loss``, see `clipped_policy_loss`, and its metrics."""
+        on_policy = self.config.old_logprobs == "learner"
+        old_N = logprobs_N.detach() if on_policy else selected.logprobs_N
+        loss_N, clipped_N = clipped_policy_loss(
+            logprobs_N, old_N, selected.advantages_N, self.config.clip_low, self.config.clip_high
+        )
+        return (selected.weight_N * loss_N).sum(), _metrics(logprobs_N.detach(), old_N, clipped_N, selected)
+
+
+def clipped_policy_loss(
+    logprobs_N: torch.Tensor, old_N: torch.Tensor, advantages_N: torch.Tensor, clip_low: float, clip_high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return PPO's loss ``-min(ρA, clip(ρ, 1 - low, 1 + high)A)`` with ``ρ = exp(logprob - old)``, and where it clips.
+
+    Source: Schulman et al., arXiv:1707.06347, equation 7; the two bounds apart as in DAPO, arXiv:2503.14476, equation 8.
+
+    Returns:
+        loss ``[N]`` with gradient to ``logprobs_N``, and bool ``[N]``: true where clipping takes the gradient away.
+    """
+    ratio_N = (logprobs_N - old_N).exp()
+    plain_N = ratio_N * advantages_N
+    clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
+    return -torch.minimum(plain_N, clipped_N), (clipped_N < plain_N).detach()
+
+
+@torch.no_grad()
+def _metrics(
+    logprobs_N: torch.Tensor, old_N: torch.Tensor, clipped_N: torch.Tensor, selected: Selected
+) -> LossMetrics:
+    """Ratio and clipping, and how far the sampler's distribution lies from the learner's.
+
+    ``sampler_kl`` is the estimator k3 of KL(sampler ‖ learner), ``r - 1 - log r`` with ``r`` learner over sampler
+    (Schulman, "Approximating KL Divergence"): never negative, 0 where both agree on every token.
+    """
+    ratio_N = (logprobs_N - old_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    gap_N = (logprobs_N - selected.logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    zero = ratio_N.new_zeros(1)
+    return LossMetrics(
+        sums={
+            "ratio_mean": ratio_N.sum(),
+            "clip_fraction": clipped_N.sum().float(),
+            "sampler_kl": (gap_N.expm1() - gap_N).sum(),
+        },
+        maxima={
+            "ratio_max": torch.cat([ratio_N, zero]).max(),
+            "sampler_gap_max": torch.cat([gap_N.abs(), zero]).max(),
+        },
+    )

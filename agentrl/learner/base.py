@@ -1,0 +1,83 @@
+"""What one rank of a learner does, whatever backend it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.types import RowKey
+
+if TYPE_CHECKING:
+    import torch
+
+    from agentrl.batch.microbatch import GlobalBatch, MicroBatch
+
+RowLogprobs = dict[RowKey, NDArray[np.float32]]
+"""By row: float32 ``[T]``, each token's log-probability given those before it; 0 for the first."""
+
+
+@dataclass(slots=True, eq=False)
+class RankBatch:
+    """One data-parallel rank's share of a `GlobalBatch`; the fields mean what they mean there."""
+
+    micro: tuple[MicroBatch, ...]
+    """The micro-batches, equally many on every rank."""
+    kind: Literal["rl", "sft"] = "rl"
+    """What the mask may hold, and which loss is taken."""
+    temperature: float = 1.0
+    """Log-probabilities are those of the distribution at this temperature."""
+    lr_scale: float = 1.0
+    """The schedule's factor on the learning rate."""
+
+
+def split(batch: GlobalBatch, ranks: int) -> list[RankBatch]:
+    """Return each rank's share of ``batch``."""
+    counts = {len(micro) for micro in batch.micro}
+    assert len(batch.micro) == ranks, f"a batch for {len(batch.micro)} ranks came to a learner of {ranks}"
+    assert len(counts) == 1, f"ranks have different numbers of micro-batches: {sorted(counts)}"
+    return [RankBatch(micro, batch.kind, batch.temperature, batch.lr_scale) for micro in batch.micro]
+
+
+class LearnerRank(Protocol):
+    """One rank. All ranks are called in the same order with the same arguments but for their share of the batch."""
+
+    def train_step(self, batch: RankBatch) -> dict[str, float]:
+        """Take one optimizer step; return metrics of the global batch, the same on every rank.
+
+        Raises:
+            ProvenanceError: the batch would train on a token that nobody sampled.
+            LearnerError: the gradient is not finite; weights and optimizer are as before.
+        """
+        ...
+
+    def logprobs(self, batch: RankBatch) -> RowLogprobs:
+        """Return the log-probabilities of this rank's rows."""
+        ...
+
+    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Iterate over whole tensors by Hugging Face name, tied ones once, in buckets; valid until the next bucket.
+
+        Every rank must take every bucket, as gathering a tensor is collective.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write ``folder``, which appears whole or not at all."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote, on any number of ranks.
+
+        Raises:
+            CheckpointError: the folder is not whole, or of another model or optimizer.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the process group."""
+        ...
