@@ -43,7 +43,7 @@ def check_run(config: Config) -> list[str]:
     for key, split in ((config.tasks.train_split, train), (config.tasks.eval_split, evals)):
         if len(split) == 0:
             raise ConfigError(f"tasks.name={config.tasks.name}: the split {key!r} is empty")
-    if config.eval.size > len(evals):
+    if config.eval.size is not None and config.eval.size > len(evals):
         raise ConfigError(
             f"eval.size={config.eval.size}, but the split {config.tasks.eval_split!r} has {len(evals)} tasks; lower eval.size"
         )
@@ -52,7 +52,7 @@ def check_run(config: Config) -> list[str]:
     episodes = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     return [
         f"environment  {config.env.name}",
-        f"tasks        {config.tasks.name or 'of the environment'}: {len(train)} to train on, {config.eval.size} to evaluate",
+        f"tasks        {config.tasks.name or 'of the environment'}: {len(train)} to train on, {config.eval.size or len(evals)} to evaluate",
         f"model        {config.model.path} ({model})",
         f"engine       {config.sampler.url or config.sampler.backend}",
         f"step         {config.rollout.batch_size} prompts x {config.rollout.n_samples_per_prompt} = {episodes} episodes",

@@ -8,6 +8,7 @@ from agentrl.config.algo import AlgoConfig
 from agentrl.config.base import Section
 from agentrl.config.learner import LearnerConfig
 from agentrl.config.sections import (
+    BatchConfig,
     EnvConfig,
     EvalConfig,
     ModelConfig,
@@ -42,6 +43,8 @@ class Config(Section):
     """The episodes."""
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
     """The algorithm."""
+    batch: BatchConfig = Field(default_factory=BatchConfig)
+    """From rollouts to batches."""
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     """The learner."""
     weights: WeightsConfig = Field(default_factory=WeightsConfig)

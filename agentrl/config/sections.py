@@ -113,6 +113,17 @@ class RolloutConfig(Section):
     """What follows when an episode fails, by where the error arose."""
 
 
+class BatchConfig(Section):
+    """How rollouts become batches."""
+
+    aggregation: Literal["token_mean", "rollout_mean"] = "token_mean"
+    """``token_mean``: every sampled token weighs the same (DAPO, arXiv:2503.14476); ``rollout_mean``: every rollout does."""
+    tokens_per_bin: PositiveInt = 1024
+    """Rows are packed into bins of this many tokens; a longer row gets a bin of its own."""
+    tokens_per_micro: PositiveInt = 8192
+    """Tokens a rank computes at the same time."""
+
+
 class WeightsConfig(Section):
     """How new weights reach the engine."""
 
@@ -144,8 +155,8 @@ class TrainConfig(Section):
 class EvalConfig(Section):
     """How to evaluate."""
 
-    size: PositiveInt = 300
-    """Tasks, from the start of the split."""
+    size: PositiveInt | None = None
+    """Tasks, from the start of the split; without a number all of them."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     by: str | None = None

@@ -1,0 +1,33 @@
+"""What follows when an episode fails."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt
+
+from agentrl.config.base import Section
+
+FailureAction = Literal["train", "drop", "retry", "stop"]
+"""``train`` on the episode with the reward it has, ``drop`` it, ``retry`` it from its start, or ``stop`` the run."""
+
+
+class FailureConfig(Section):
+    """What follows when an episode fails, by where the error arose: train, drop, retry or stop."""
+
+    policy: FailureAction = "train"
+    """The policy did something that no environment could accept."""
+    sampler: FailureAction = "retry"
+    """The engine, or the way to it, failed."""
+    environment: FailureAction = "drop"
+    """The environment's own code raised."""
+    tool: FailureAction = "retry"
+    """A tool or its server failed for reasons of its own."""
+    sandbox: FailureAction = "retry"
+    """A sandbox failed for reasons of its own."""
+    task: FailureAction = "drop"
+    """The task itself is unusable, such as a prompt longer than ``rollout.max_tokens``."""
+    max_retries: NonNegativeInt = 2
+    """Further attempts at an episode whose action is ``retry``; after the last one it is dropped."""
+    max_failed_share: float = Field(default=0.5, ge=0, le=1)
+    """Stop the run when a larger share of a step's episodes is dropped: the fault is then no single episode's."""

@@ -1,0 +1,153 @@
+"""The running parts that sample: engine, tool servers, runner. Started together, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from agentrl.config.schema import Config
+from agentrl.env import Env
+from agentrl.episode.failure import FailurePolicy
+from agentrl.episode.limits import Limits
+from agentrl.episode.runner import EpisodeRunner
+from agentrl.errors import ConfigError
+from agentrl.models.load import load_tokenizer
+from agentrl.protocols import ToolClient
+from agentrl.registry import env_class, make_env, tool_service
+from agentrl.render.template import ChatTemplateRenderer
+from agentrl.sampler.client import SGLangClient
+from agentrl.sampler.launch import EngineProcess, launch_embedded, launch_sglang
+from agentrl.task import TaskSet
+from agentrl.toolserver.launch import ToolServerProcess, launch_tool
+from agentrl.types import SamplingParams
+
+
+@dataclass(slots=True)
+class Stack:
+    """What `open_stack` gives."""
+
+    config: Config
+    client: SGLangClient
+    renderer: ChatTemplateRenderer
+    tools: Mapping[str, ToolClient]
+    engine: EngineProcess | None
+    """None where ``sampler.url`` points at somebody else's."""
+    servers: Mapping[str, ToolServerProcess]
+
+    def runner(self, *, temperature: float | None = None) -> EpisodeRunner:
+        """Return a runner that samples as in training, or at another ``temperature`` without top-p and top-k."""
+        rollout, sampler = self.config.rollout, self.config.sampler
+        cls = env_class(self.config.env.name)
+        sampling = SamplingParams(
+            max_new_tokens=sampler.max_new_tokens,
+            temperature=sampler.temperature if temperature is None else temperature,
+            top_p=sampler.top_p if temperature is None else 1.0,
+            top_k=sampler.top_k if temperature is None else -1,
+            stop=cls.stop,
+        )
+        limits = Limits(
+            max_turns=rollout.max_turns,
+            max_tokens=rollout.max_tokens,
+            max_seconds=rollout.max_seconds,
+            max_new_tokens=sampler.max_new_tokens,
+        )
+        make: Callable[[], Env] = partial(make_env, self.config.env.name, self.config.env.options)
+        return EpisodeRunner(
+            env_factory=make,
+            renderer=self.renderer,
+            sampler=self.client,
+            tool_clients=self.tools,
+            limits=limits,
+            sampling=sampling,
+            failure=FailurePolicy(rollout.failure),
+            max_concurrency=rollout.concurrency,
+        )
+
+    def check(self) -> None:
+        """Raise the error of any of our servers that has died, with its last log lines."""
+        if self.engine is not None:
+            self.engine.check()
+        for server in self.servers.values():
+            server.check()
+
+
+@asynccontextmanager
+async def open_stack(config: Config, tasks: TaskSet, model: Path, folder: Path, seed: int) -> AsyncIterator[Stack]:
+    """Start engine and tool servers side by side, wait until all are healthy, and end them on the way out.
+
+    Raises:
+        EngineError, ToolServerError: one does not start; the message has its last log lines.
+    """
+    logs = folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    async with AsyncExitStack() as exits:
+        engine_start = asyncio.to_thread(_start_engine, config, model, logs, seed)
+        names = env_class(config.env.name).tool_names
+        tool_starts = [asyncio.to_thread(_start_tool, config, name, tasks, folder, logs) for name in names]
+        results = await asyncio.gather(engine_start, *tool_starts, return_exceptions=True)
+        for started in results:
+            if isinstance(started, EngineProcess | ToolServerProcess):
+                exits.callback(started.stop)
+        for started in results:
+            if isinstance(started, BaseException):
+                raise started
+        engine = results[0]
+        assert engine is None or isinstance(engine, EngineProcess)
+        servers: dict[str, ToolServerProcess] = {}
+        tools: dict[str, ToolClient] = {}
+        for name, server in zip(names, results[1:], strict=True):
+            url = tool_url(config, name)
+            if isinstance(server, ToolServerProcess):
+                servers[name], url = server, server.url
+            assert url is not None
+            options = config.tools[name].options if name in config.tools else {}
+            tools[name] = tool_service(name).client(url, options)
+            exits.push_async_callback(tools[name].aclose)
+        engine_url = engine.url if engine is not None else config.sampler.url
+        assert engine_url is not None
+        client = SGLangClient(engine_url, timeout_s=config.sampler.request_timeout_s)
+        exits.push_async_callback(client.aclose)
+        if not await client.healthy():
+            raise ConfigError(f"sampler.url={engine_url}: no healthy engine answers there")
+        renderer = ChatTemplateRenderer(load_tokenizer(model))
+        yield Stack(config, client, renderer, tools, engine, servers)
+
+
+def tool_url(config: Config, name: str) -> str | None:
+    """Return the address of a running tool server, where the configuration names one."""
+    return config.tools[name].url if name in config.tools else None
+
+
+def _start_engine(config: Config, model: Path, logs: Path, seed: int) -> EngineProcess | None:
+    sampler = config.sampler
+    if sampler.url is not None:
+        return None
+    log = logs / "engine.log"
+    if sampler.backend == "sglang":
+        return launch_sglang(
+            model, log=log, port=sampler.port, seed=seed, options=sampler.sglang, timeout_s=sampler.start_timeout_s
+        )
+    embedded = sampler.embedded
+    return launch_embedded(
+        model,
+        log=log,
+        port=sampler.port,
+        seed=seed,
+        dtype=embedded.dtype,
+        slots=embedded.slots,
+        context=embedded.context,
+        threads=embedded.threads,
+        timeout_s=sampler.start_timeout_s,
+    )
+
+
+def _start_tool(config: Config, name: str, tasks: TaskSet, folder: Path, logs: Path) -> ToolServerProcess | None:
+    if tool_url(config, name) is not None:
+        return None
+    tool = config.tools.get(name)
+    arguments = tool_service(name).launch_arguments(tool.options if tool else {}, tasks, folder / "tools" / name)
+    return launch_tool(name, arguments, log=logs / f"{name}.log", port=tool.port if tool else 0)

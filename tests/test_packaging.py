@@ -1,0 +1,41 @@
+"""What pyproject.toml says of packages is what lies on disk."""
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+MAPPED = {"agentrl_envs": "envs", "agentrl_tools": "tools", "agentrl_tasks": "tasks", "agentrl_configs": "configs"}
+
+
+def folders(top: str) -> set[str]:
+    return {
+        ".".join(init.parent.relative_to(ROOT).parts)
+        for init in (ROOT / top).rglob("__init__.py")
+        if "__pycache__" not in init.parts
+    }
+
+
+def test_every_package_is_listed() -> None:
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    expected = folders("agentrl")
+    for name, folder in MAPPED.items():
+        expected |= {package.replace(folder, name, 1) for package in folders(folder)}
+    assert set(setup["packages"]) == expected
+    assert setup["package-dir"] == MAPPED
+
+
+def test_python_and_torch_ranges() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == ">=3.11,<3.13"
+    assert "torch>=2.11" in project["dependencies"]
+    assert {"sglang", "megatron", "dev"} <= set(project["optional-dependencies"])
+
+
+def test_public_names() -> None:
+    import agentrl
+
+    assert set(agentrl.__all__) == {
+        "AsyncEnv", "Env", "Message", "StopReason", "Task", "TaskSet", "Tool", "ToolCall", "ToolCalls", "ToolResult",
+        "ToolResults", "ToolService", "ToolStatus", "make_env", "register_env", "tool",
+    }  # fmt: skip
+    assert all(hasattr(agentrl, name) for name in agentrl.__all__)
