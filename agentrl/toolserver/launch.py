@@ -4,79 +4,25 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from agentrl.errors import ConfigError, PortInUseError, ToolServerError
 from agentrl.process import ChildProcess, free_port
-from agentrl.task import TaskSet
-from agentrl.tool import ToolService
 
 _USER_ERROR = 2
 """Exit status of ``agentrl`` for the user's mistakes."""
 
 
 class ToolServerProcess:
-    """A running tool server. Made by `start`; ends with `stop`, with its context, or with this process."""
+    """A running tool server, made by `launch_tool`. Ends with `stop`, with its context, or with this process."""
 
     def __init__(self, child: ChildProcess, url: str) -> None:
         """Take over a child that answers at ``url``."""
         self._child = child
         self.url = url
-
-    @classmethod
-    def start(
-        cls,
-        service: ToolService,
-        options: Mapping[str, Any],
-        tasks: TaskSet,
-        folder: Path,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        timeout_s: float = 300.0,
-    ) -> Self:
-        """Start ``agentrl tools serve NAME`` and wait until ``GET /health`` answers 200.
-
-        Args:
-            service: the tool.
-            options: ``tools.NAME.options``.
-            tasks: the run's tasks, which may bring documents.
-            folder: the server's files and its log ``NAME.log`` come to lie here.
-            host: where it listens.
-            port: ``tools.NAME.port``; 0 takes a free one.
-            timeout_s: how long it may take to answer; building an index counts.
-
-        Raises:
-            ConfigError: the options, or the files they name, cannot be used.
-            PortInUseError: something else listens on the port.
-            ToolServerError: the server died or stayed silent; with the end of its log.
-        """
-        name = service.name
-        if port:
-            _check_free(host, port, name)
-        arguments = service.launch_arguments(options, tasks, folder / name)
-        port = port or free_port(host)
-        child = ChildProcess.start(
-            [sys.executable, "-m", "agentrl.cli.main", "tools", "serve", name]
-            + [f"--host={host}", f"--port={port}", *arguments],
-            log=folder / f"{name}.log",
-            name=f"tool server {name!r}",
-            error=ToolServerError,
-        )
-        url = f"http://{host}:{port}"
-        try:
-            child.wait_healthy(f"{url}/health", timeout_s)
-        except ToolServerError as error:
-            if child.exit_code() == _USER_ERROR:
-                raise ConfigError(str(error)) from None
-            raise
-        except BaseException:
-            child.stop()  # Ctrl-C while it starts
-            raise
-        return cls(child, url)
 
     @property
     def pid(self) -> int:
@@ -108,6 +54,53 @@ class ToolServerProcess:
     ) -> None:
         """Stop the server."""
         self.stop()
+
+
+def launch_tool(
+    name: str,
+    arguments: Sequence[str],
+    *,
+    log: Path,
+    port: int = 0,
+    host: str = "127.0.0.1",
+    timeout_s: float = 300.0,
+) -> ToolServerProcess:
+    """Start ``agentrl tools serve NAME`` and block until ``GET /health`` answers 200.
+
+    Args:
+        name: the tool's registered name.
+        arguments: what `ToolService.launch_arguments` returned.
+        log: what the server prints is appended here.
+        port: ``tools.NAME.port``; 0 takes a free one.
+        host: where it listens.
+        timeout_s: how long it may take to answer; building an index counts.
+
+    Raises:
+        PortInUseError: something else listens on the port.
+        ConfigError: the server refused its options or the files they name.
+        ToolServerError: the server died or stayed silent; with the end of its log.
+    """
+    if port:
+        _check_free(host, port, name)
+    port = port or free_port(host)
+    serve = [sys.executable, "-m", "agentrl.cli.main", "tools", "serve", name]
+    child = ChildProcess.start(
+        [*serve, f"--host={host}", f"--port={port}", *arguments],
+        log=log,
+        name=f"tool server {name!r}",
+        error=ToolServerError,
+    )
+    url = f"http://{host}:{port}"
+    try:
+        child.wait_healthy(f"{url}/health", timeout_s)
+    except ToolServerError as error:
+        if child.exit_code() == _USER_ERROR:
+            raise ConfigError(str(error)) from None
+        raise
+    except BaseException:
+        child.stop()  # Ctrl-C while it starts
+        raise
+    return ToolServerProcess(child, url)
 
 
 def _check_free(host: str, port: int, name: str) -> None:

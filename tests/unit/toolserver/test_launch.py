@@ -1,0 +1,53 @@
+"""The real search server, started as a run starts it."""
+
+import json
+import os
+import signal
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import ConfigError, PortInUseError, ToolServerError
+from agentrl.toolserver import launch_tool
+
+DOCUMENTS = [{"id": "1", "contents": '"Sadova"\nSadova lies in Remu Land.'}]
+
+
+def corpus(folder: Path, lines: list[str] | None = None) -> Path:
+    path = folder / "corpus.jsonl"
+    path.write_text("\n".join(lines or [json.dumps(row) for row in DOCUMENTS]))
+    return path
+
+
+def test_a_server_answers_and_ends(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "search.log"
+    with launch_tool("search", [f"--corpus={corpus(tmp_path)}"], log=log, timeout_s=60) as server:
+        server.check()
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        health = json.load(opener.open(f"{server.url}/health", timeout=10))
+        assert health == {"status": "ok", "corpora": {"default": 1}, "searched": 0}
+        os.kill(server.pid, signal.SIGKILL)
+        while server.alive():
+            pass
+        with pytest.raises(
+            ToolServerError, match=r"(?s)tool server 'search' ended \(signal SIGKILL\).*search serves 1"
+        ):
+            server.check()
+    server.stop()
+
+
+def test_a_corpus_that_cannot_be_read_is_the_users_mistake(tmp_path: Path) -> None:
+    path = corpus(tmp_path, ['{"id": "1", "contents": "\\"A\\"\\na"}', '{"id": "2", "text": "b"}'])
+    with pytest.raises(ConfigError, match=r"(?s)line 2 has no.*'contents'"):
+        launch_tool("search", [f"--corpus={path}"], log=tmp_path / "log", timeout_s=60)
+
+
+def test_a_port_in_use_names_the_key(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUseError, match=rf"port {port} .*tools\.search\.port"):
+            launch_tool("search", [f"--corpus={corpus(tmp_path)}"], log=tmp_path / "log", port=port)
