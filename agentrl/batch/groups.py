@@ -1,0 +1,58 @@
+"""The rollouts of a step by task. Legend: ``N`` rollouts, ``G`` groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.types import Rollout, Row
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroups:
+    """Rollouts that may be trained on, those of one task side by side. Groups may differ in size."""
+
+    rollouts_N: tuple[Rollout, ...]
+    """All rollouts that were not dropped."""
+    groups_N: NDArray[np.int64]
+    """``[N]`` the group of each rollout, numbered from 0."""
+    prompt_ids_G: tuple[str, ...]
+    """The task of each group."""
+    dropped: int = 0
+    """Rollouts that the failure policy keeps out."""
+
+    @property
+    def rewards_N(self) -> NDArray[np.float32]:
+        """``[N]`` reward of each rollout."""
+        return np.array([rollout.reward for rollout in self.rollouts_N], np.float32)
+
+    @property
+    def rows(self) -> list[Row]:
+        """All training rows."""
+        return [row for rollout in self.rollouts_N for row in rollout.rows]
+
+    @property
+    def flat_share(self) -> float:
+        """Share of groups whose rewards are all equal: nothing can be learned from them relative to each other."""
+        if not self.prompt_ids_G:
+            return 0.0
+        rewards_N = self.rewards_N
+        flat = [np.ptp(rewards_N[self.groups_N == group]) == 0 for group in range(len(self.prompt_ids_G))]
+        return float(np.mean(flat))
+
+
+def group_rollouts(rollouts: Iterable[Rollout]) -> RolloutGroups:
+    """Return rollouts grouped by ``prompt_id`` (never by position: a group may have lost some), without dropped ones."""
+    groups: dict[str, list[Rollout]] = {}
+    dropped = 0
+    for rollout in rollouts:
+        if rollout.dropped:
+            dropped += 1
+        else:
+            groups.setdefault(rollout.prompt_id, []).append(rollout)
+    numbers = [number for number, group in enumerate(groups.values()) for _ in group]
+    kept = tuple(rollout for group in groups.values() for rollout in group)
+    return RolloutGroups(kept, np.array(numbers, np.int64), tuple(groups), dropped)

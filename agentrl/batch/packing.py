@@ -1,0 +1,199 @@
+"""Rows of any length as packed tensors, with every loss weight fixed. Legend: ``R`` bins, ``L`` tokens a bin.
+
+First-fit-decreasing fills bins; bins of similar length make micro-batches, so that padding stays small; every rank gets
+the same number of them. Weights are shares of the *global* batch, so how rows were packed, or on how many ranks, does
+not change the gradient.
+
+Layout of one bin with rows ``a``, ``b`` and padding ``.``::
+
+    token     a0 a1 a2 b0 b1 .  .  .
+    position   0  1  2  0  1 0  1  2
+    row        0  0  0  1  1 -1 -1 -1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from agentrl.batch.microbatch import GlobalBatch, MicroBatch
+from agentrl.batch.weights import Aggregation, row_weights
+from agentrl.types import Row, RowKey
+
+MULTIPLE = 8
+"""Lengths of bins are multiples of this."""
+
+_Bin = list[int]  # indices of rows
+
+
+def pack(
+    rows: Sequence[Row],
+    advantages: Mapping[RowKey, float | NDArray[np.float32]] | Mapping[str, float] | None = None,
+    *,
+    ranks: int,
+    tokens_per_bin: int,
+    tokens_per_micro: int,
+    pad_id: int,
+    aggregation: Aggregation = "token_mean",
+    kind: Literal["rl", "sft"] = "rl",
+    temperature: float = 1.0,
+    context_weight: float = 0.0,
+    lr_scale: float = 1.0,
+) -> GlobalBatch:
+    """Return one optimizer step's batch. Rows without any token to train on are left out.
+
+    Args:
+        rows: of all rollouts of the step, in any order: the weights do not depend on it.
+        advantages: of every row by its key (one number, or ``[T]`` numbers), or of every rollout by ``rollout_id``.
+            None is zeros, for supervised batches.
+        ranks: data-parallel ranks.
+        tokens_per_bin: bins are filled up to this; a longer row gets a bin of its own length.
+        tokens_per_micro: padded tokens a rank computes at once; one bin at least.
+        pad_id: fills bins.
+        aggregation: see `row_weights`.
+        kind: ``sft`` may train on demonstrated and, with ``context_weight``, observed tokens.
+        temperature: at which the rows were sampled.
+        context_weight: see `row_weights`.
+        lr_scale: the schedule's factor for this step.
+
+    Raises:
+        KeyError: a row to train on has no advantage.
+        ValueError: ``context_weight`` outside a supervised batch, or a limit below 1.
+    """
+    if context_weight and kind != "sft":
+        raise ValueError(f"context_weight={context_weight:g} trains on observed tokens; only kind='sft' may")
+    if min(ranks, tokens_per_bin, tokens_per_micro) < 1:
+        raise ValueError(f"{ranks=}, {tokens_per_bin=} and {tokens_per_micro=} must be at least 1")
+    weights = row_weights(rows, aggregation, context_weight)
+    # Sorting by length, then key, makes the batch a function of the set of rows.
+    chosen = sorted(
+        (i for i, weight in enumerate(weights) if weight.any()), key=lambda i: (-len(rows[i].token_ids), rows[i].key)
+    )
+    bins = _first_fit([len(rows[i].token_ids) for i in chosen], tokens_per_bin)
+    groups = _micro_batches([[chosen[i] for i in group] for group in bins], rows, ranks, tokens_per_micro)
+    micro = [_tensors(group, rows, weights, advantages, pad_id) for group in groups]
+    batch = GlobalBatch(tuple(tuple(micro[rank::ranks]) for rank in range(ranks)), kind, temperature, lr_scale)
+    batch.metrics = _metrics(rows, chosen, micro)
+    return batch
+
+
+def _first_fit(lengths: Sequence[int], size: int) -> list[_Bin]:
+    """Put lengths, longest first, each into the first bin that has room."""
+    bins: list[_Bin] = []
+    room = np.zeros(len(lengths), np.int64)
+    for index, length in enumerate(lengths):
+        fits = room[: len(bins)] >= length
+        first = int(fits.argmax()) if len(bins) else 0
+        if not bins or not fits[first]:
+            first = len(bins)
+            bins.append([])
+            room[first] = max(size, length)
+        bins[first].append(index)
+        room[first] -= length
+    return bins
+
+
+def _padded(group: Sequence[int], rows: Sequence[Row]) -> int:
+    used = sum(len(rows[i].token_ids) for i in group)
+    return -(-used // MULTIPLE) * MULTIPLE
+
+
+def _micro_batches(bins: list[_Bin], rows: Sequence[Row], ranks: int, tokens: int) -> list[list[_Bin]]:
+    """Cut bins, longest first, into a multiple of ``ranks`` groups of at most ``tokens`` padded tokens, or one bin.
+
+    Neighbours in the returned list are of similar size; rank ``r`` gets every ``ranks``-th, so ranks that work in
+    lockstep wait little for each other. Groups may be empty.
+    """
+    bins = sorted(bins, key=lambda group: -_padded(group, rows))
+    lengths = [_padded(group, rows) for group in bins]
+    count = max(1, len(_cut(lengths, tokens)))
+    count = -(-count // ranks) * ranks
+    # The rounding up is spread: as few bins a group as `count` groups allow, instead of full groups and empty ones.
+    low, high = max(lengths, default=1), max([tokens, *lengths])
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_cut(lengths, middle)) <= count else (middle + 1, high)
+    cuts = _cut(lengths, low)
+    return [[bins[i] for i in group] for group in cuts] + [[] for _ in range(count - len(cuts))]
+
+
+def _cut(lengths: Sequence[int], tokens: int) -> list[range]:
+    """Cut lengths, longest first, into runs of at most ``tokens`` when padded to each run's longest."""
+    runs: list[range] = []
+    start = 0
+    while start < len(lengths):
+        stop = min(len(lengths), start + max(1, tokens // lengths[start]))
+        runs.append(range(start, stop))
+        start = stop
+    return runs
+
+
+def _tensors(
+    group: Sequence[_Bin],
+    rows: Sequence[Row],
+    weights: Sequence[NDArray[np.float32]],
+    advantages: Mapping[RowKey, float | NDArray[np.float32]] | Mapping[str, float] | None,
+    pad_id: int,
+) -> MicroBatch:
+    """Lay rows out; an empty group becomes one bin of padding."""
+    shape = (max(1, len(group)), max([MULTIPLE, *(_padded(bin_, rows) for bin_ in group)]))
+    token_ids, positions = np.full(shape, pad_id, np.int64), np.zeros(shape, np.int64)
+    row, versions, requests = (np.full(shape, -1, np.int32) for _ in range(3))
+    provenance = np.zeros(shape, np.uint8)
+    weight, advantage, logprobs = (np.zeros(shape, np.float32) for _ in range(3))
+    keys: list[RowKey] = []
+    for number, bin_ in enumerate(group):
+        start = 0
+        for index in bin_:
+            source = rows[index]
+            here = (number, slice(start, start + len(source.token_ids)))
+            start += len(source.token_ids)
+            token_ids[here] = source.token_ids
+            positions[here] = np.arange(len(source.token_ids))
+            row[here] = len(keys)
+            provenance[here] = source.provenance
+            versions[here] = source.versions
+            requests[here] = source.requests
+            logprobs[here] = source.logprobs
+            weight[here] = weights[index]
+            if advantages is not None:
+                advantage[here] = _advantage(advantages, source.key)
+            keys.append(source.key)
+        positions[number, start:] = np.arange(shape[1] - start)
+    mask = weight > 0
+    return MicroBatch(
+        token_ids_R_L=torch.from_numpy(token_ids),
+        position_ids_R_L=torch.from_numpy(positions),
+        row_R_L=torch.from_numpy(row),
+        mask_R_L=torch.from_numpy(mask),
+        weight_R_L=torch.from_numpy(weight),
+        advantages_R_L=torch.from_numpy(advantage * mask),
+        logprobs_R_L=torch.from_numpy(logprobs),
+        provenance_R_L=torch.from_numpy(provenance),
+        versions_R_L=torch.from_numpy(versions),
+        requests_R_L=torch.from_numpy(requests),
+        keys=tuple(keys),
+    )
+
+
+def _advantage(
+    advantages: Mapping[RowKey, float | NDArray[np.float32]] | Mapping[str, float], key: RowKey
+) -> float | NDArray[np.float32]:
+    found: Mapping[RowKey | str, float | NDArray[np.float32]] = advantages  # type: ignore[assignment]
+    return found[key] if key in found else found[key.rollout_id]
+
+
+def _metrics(rows: Sequence[Row], chosen: Sequence[int], micro: Sequence[MicroBatch]) -> dict[str, float]:
+    tokens = sum(len(rows[i].token_ids) for i in chosen)
+    padded = sum(batch.token_ids_R_L.numel() for batch in micro)
+    return {
+        "batch/rows": float(len(chosen)),
+        "batch/tokens": float(tokens),
+        "batch/trained_tokens": float(sum(int(batch.mask_R_L.sum()) for batch in micro)),
+        "batch/padding_share": 1 - tokens / padded,
+        "batch/micro_batches": float(len(micro)),
+    }

@@ -1,0 +1,80 @@
+"""Text that stays text: what a document says must never become a special token.
+
+A retrieved page that holds ``<|im_end|>`` would otherwise end the turn. Special tokens in *content* are encoded as the
+characters they are; those that the chat template itself writes become tokens. Added tokens that are not special, such
+as ``<search>``, are tokens everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+# A character of Unicode's private use area opens an escape, another closes it. The opening one is itself escaped
+# where content holds it, so escaping loses nothing.
+_OPEN, _CLOSE = "\ue000", "\ue001"
+_ESCAPE = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
+
+
+class LiteralEncoder:
+    """Encodes content and rendered templates with one tokenizer; repeated strings come from a cache.
+
+    Args:
+        tokenizer: any Hugging Face tokenizer.
+        cache: strings to remember.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, cache: int = 8192) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self.special_ids: Mapping[str, int] = {token.content: index for index, token in added.items() if token.special}
+        """Text of every special token, and its id."""
+        self._escaped = (_OPEN, *self.special_ids)
+        self._numbers = {text: number for number, text in enumerate(self._escaped)}
+        longest_first = sorted(self._escaped, key=len, reverse=True)
+        self._in_content = re.compile("|".join(re.escape(text) for text in longest_first))
+        specials = [re.escape(text) for text in longest_first if text != _OPEN]
+        self._in_template = re.compile(f"({'|'.join(specials)})") if specials else None
+        self.content = lru_cache(maxsize=cache)(self._content)
+        """``content(text)`` returns the ids of text in which no special token is meant, as a tuple."""
+        self.template = lru_cache(maxsize=cache)(self._template)
+        """``template(text)`` returns the ids of a rendered template whose contents went through `escape`."""
+
+    def escape(self, text: str) -> str:
+        """Return content in a form that survives the template and is told from the template's own special tokens."""
+        return self._in_content.sub(lambda match: f"{_OPEN}{self._numbers[match[0]]}{_CLOSE}", text)
+
+    def escape_json(self, value: Any) -> Any:
+        """Return a JSON-able value with every string in it escaped."""
+        if isinstance(value, str):
+            return self.escape(value)
+        if isinstance(value, Mapping):
+            return {self.escape(str(key)): self.escape_json(item) for key, item in value.items()}
+        if isinstance(value, Sequence):
+            return [self.escape_json(item) for item in value]
+        return value
+
+    def unescape(self, text: str) -> str:
+        """Return what `escape` was given."""
+        return _ESCAPE.sub(lambda match: self._escaped[int(match[1])], text)
+
+    def _content(self, text: str) -> tuple[int, ...]:
+        if self._in_content.search(text) is None:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+    def _template(self, text: str) -> tuple[int, ...]:
+        if _OPEN not in text:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        pieces = self._in_template.split(text) if self._in_template is not None else [text]
+        ids: list[int] = []
+        for number, piece in enumerate(pieces):
+            if number % 2:
+                ids.append(self.special_ids[piece])
+            elif piece:
+                ids.extend(self._content(self.unescape(piece)))
+        return tuple(ids)
