@@ -64,6 +64,7 @@ class Env(gymnasium.Env[Observation, Action]):
 
         Raises:
             NotImplementedError: the environment has none.
+
         """
         raise NotImplementedError(f"{cls.__name__} defines no tasks(split, seed)")
 

@@ -24,6 +24,7 @@ def checkpoint_model(name: str) -> str:
 
     Raises:
         ConfigError: the folder holds none of them.
+
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -54,7 +55,10 @@ async def evaluate_policy(config: Config, console: Console) -> dict[str, float]:
     check_run(config)
     tasks = open_tasks(config)
     model = resolve_model(config.model.path)
-    with tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder, console.status("starting engine and tools") as status:
+    with (
+        tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder,
+        console.status("starting engine and tools") as status,
+    ):
         async with open_stack(config, tasks, model, Path(folder), config.run.seed) as stack:
             status.update(f"evaluating at temperature {config.eval.temperature:g}")
             return await evaluate(config, tasks, stack.runner(temperature=config.eval.temperature))

@@ -46,6 +46,7 @@ class Interrupt:
 
         Raises:
             RunStopped: a signal came first.
+
         """
         task = asyncio.ensure_future(work)
         waiter = asyncio.ensure_future(self.requested.wait())

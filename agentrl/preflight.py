@@ -18,6 +18,7 @@ def open_tasks(config: Config) -> TaskSet:
 
     Raises:
         ConfigError, UnknownNameError: there is none, or its options do not fit.
+
     """
     if config.tasks.name is not None:
         return make_tasks(config.tasks.name, config.tasks.options)
@@ -34,6 +35,7 @@ def check_run(config: Config) -> list[str]:
 
     Raises:
         UserError: with the value and the key to change.
+
     """
     make_env(config.env.name, config.env.options)
     for name in env_class(config.env.name).tool_names:

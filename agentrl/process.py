@@ -95,6 +95,7 @@ class ChildProcess:
             name: what messages call the child.
             env: variables added to this process's environment.
             error: raised by this object's methods.
+
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         reading, writing = os.pipe()
@@ -154,6 +155,7 @@ class ChildProcess:
 
         Raises:
             AgentrlError: of the class given to `start`: the child died or stayed silent; it is stopped then.
+
         """
         deadline = time.monotonic() + timeout_s
         while not _answers(url):

@@ -28,6 +28,7 @@ class Sampler(Protocol):
 
         Raises:
             SamplerError: the engine refused, failed or could not be reached.
+
         """
         ...
 
@@ -93,7 +94,8 @@ class Renderer(Protocol):
         self, previous: Prompt, sampled_ids: Sequence[int], new: Sequence[Message], tools: Sequence[Tool] = ()
     ) -> Prompt | None:
         """Return ``previous + sampled_ids + the new messages' tokens + the opener``, or None where no proof exists
-        that this is what the template would say; the caller then renders anew and forks."""
+        that this is what the template would say; the caller then renders anew and forks.
+        """
         ...
 
     def parse(self, sampled_ids: Sequence[int]) -> Message:
@@ -113,6 +115,7 @@ class ToolClient(Protocol):
 
         Raises:
             ToolFailure: the server failed or could not be reached, after all retries.
+
         """
         ...
 
@@ -133,6 +136,7 @@ class LearnerGroup(Protocol):
 
         Raises:
             LearnerError: a rank failed; `ProvenanceError` where the batch may not be trained on.
+
         """
         ...
 
@@ -153,6 +157,7 @@ class LearnerGroup(Protocol):
 
         Raises:
             CheckpointError: the folder is not whole, or of another model.
+
         """
         ...
 

@@ -34,6 +34,7 @@ def register_env(name: str) -> Callable[[E], E]:
 
     Raises:
         ConfigError: another class has the name.
+
     """
 
     def wrap(cls: E) -> E:
@@ -66,6 +67,7 @@ def env_class(name: str, key: str = "--env") -> type[Env]:
     Raises:
         UnknownNameError: nothing has that name.
         ConfigError: the file, or the class in it, does not exist or is no environment.
+
     """
     if ".py:" in name:
         cls = load_object(name, key)
@@ -82,6 +84,7 @@ def make_env(name: str, options: Mapping[str, Any] | None = None) -> Env:
 
     Raises:
         ConfigError: the constructor does not take one of the options.
+
     """
     return _build(env_class(name), options, "env.options")
 
@@ -111,7 +114,9 @@ def _build(cls: Callable[..., Any], options: Mapping[str, Any] | None, key: str)
         inspect.signature(cls).bind(**(options or {}))
     except TypeError as error:
         known = [name for name in inspect.signature(cls).parameters if name != "self"]
-        raise ConfigError(f"{key}: {error}; {getattr(cls, '__name__', cls)} takes: {', '.join(known) or 'nothing'}") from None
+        raise ConfigError(
+            f"{key}: {error}; {getattr(cls, '__name__', cls)} takes: {', '.join(known) or 'nothing'}"
+        ) from None
     return cls(**(options or {}))
 
 
@@ -120,6 +125,7 @@ def load_object(reference: str, key: str) -> Any:
 
     Raises:
         ConfigError: the file does not exist, or has no such name; the message says what was tried.
+
     """
     file, _, attribute = reference.rpartition(":")
     path = Path(file).expanduser().resolve()
@@ -128,7 +134,9 @@ def load_object(reference: str, key: str) -> Any:
     module = _load_file(path)
     if not hasattr(module, attribute):
         public = [name for name, value in vars(module).items() if inspect.isclass(value) or inspect.isfunction(value)]
-        raise ConfigError(f"{key}={reference}: {path.name} has no {attribute!r}; it has: {', '.join(public) or 'nothing'}")
+        raise ConfigError(
+            f"{key}={reference}: {path.name} has no {attribute!r}; it has: {', '.join(public) or 'nothing'}"
+        )
     return getattr(module, attribute)
 
 

@@ -81,6 +81,7 @@ async def open_stack(config: Config, tasks: TaskSet, model: Path, folder: Path, 
 
     Raises:
         EngineError, ToolServerError: one does not start; the message has its last log lines.
+
     """
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)

@@ -53,6 +53,7 @@ class TaskSet(ABC):
 
         Raises:
             UnknownNameError: there is no such split.
+
         """
 
     def corpora(self) -> Mapping[str, Iterable[Mapping[str, str]]]:

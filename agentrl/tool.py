@@ -67,6 +67,7 @@ def tool(
 
     Raises:
         TypeError: the function is no coroutine, or a parameter has no type hint.
+
     """
 
     def wrap(function: Callable[..., Awaitable[str | ToolResult]]) -> Tool:
@@ -116,6 +117,7 @@ class ToolService(ABC):
 
         Raises:
             ConfigError: the options lack something, by key.
+
         """
 
     @abstractmethod

@@ -4,35 +4,162 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
-
-from agentrl.algo import group_advantages
-from agentrl.batch.groups import RolloutGroups
-from agentrl.batch.packing import pack
-from agentrl.cluster.learners import start_learners
+from agentrl.batch.groups import RolloutGroups, group_rollouts
+from agentrl.collect import rollout_figures, train_batch
 from agentrl.config.schema import Config
 from agentrl.episode.recorder import RolloutRecorder
-from agentrl.episode.runner import Job
-from agentrl.errors import AgentrlError, CheckpointError, RunStopped
+from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.errors import AgentrlError
 from agentrl.eval import evaluate
-from agentrl.evaluation import mean, rollout_means
 from agentrl.interrupt import Interrupt
 from agentrl.learner.checkpoints import Checkpoints
-from agentrl.models.resolve import resolve_model
-from agentrl.obs.curve import plot_curve
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.obs.show import rollout_panel
-from agentrl.preflight import open_tasks
 from agentrl.protocols import LearnerGroup, WeightSync
-from agentrl.runfolder import choose_folder, prepare_folder
-from agentrl.stack import Stack, open_stack
+from agentrl.stack import Stack
 from agentrl.task import TaskSet
 from agentrl.tasksource import TaskOrder, episode_seed
 from agentrl.types import Rollout
-from agentrl.weights import make_sync
+
+
+@dataclass(slots=True)
+class Trainer:
+    """One run in progress; `agentrl.session` builds it."""
+
+    config: Config
+    tasks: TaskSet
+    stack: Stack
+    learner: LearnerGroup
+    sync: WeightSync
+    checkpoints: Checkpoints
+    metrics: MetricsLog
+    recorder: RolloutRecorder
+    view: ProgressView
+    interrupt: Interrupt
+    step: int = 0
+    """Finished optimizer steps; also the policy version."""
+    position: int = 0
+    """Tasks taken from the order since the run's start."""
+    saved: int = -1
+    """The step of the newest checkpoint."""
+    spent_s: float = 0.0
+    """Seconds in training steps, evaluations left out."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """The newest evaluation."""
+
+    async def run(self) -> None:
+        """Train to the end. Whatever ends it earlier, the last finished step is saved first."""
+        try:
+            await self._loop()
+        except (AgentrlError, asyncio.CancelledError) as error:
+            self._save_after(error)
+            raise
+        self._save()
+
+    async def _loop(self) -> None:
+        plan = self.config.train
+        await self._sync(Stopwatch())
+        order = TaskOrder(self.tasks.split(self.config.tasks.train_split), self.config.run.seed)
+        runner = self.stack.runner()
+        if plan.eval_first and self.step == 0:
+            await self._evaluate()
+        while self.step < plan.steps and not self._out_of_time():
+            watch, start = Stopwatch(), time.perf_counter()
+            with watch("rollout"):
+                rollouts = await self._collect(runner, order)
+            groups = group_rollouts(rollouts)
+            learned = await self._learn(groups, watch)
+            self.step += 1
+            self.position += self.config.rollout.batch_size
+            await self._sync(watch)
+            self.spent_s += time.perf_counter() - start
+            times = watch.figures() | {"time/step_s": time.perf_counter() - start}
+            self._log(rollout_figures(rollouts, groups, times["time/rollout_s"]) | learned | times)
+            last = self.step == plan.steps or self._out_of_time()
+            if last or (plan.eval_every and self.step % plan.eval_every == 0):
+                await self._evaluate()
+                if plan.stop_at and all(
+                    self.figures.get(f"eval/{key}", 0.0) >= aim for key, aim in plan.stop_at.items()
+                ):
+                    break
+            if plan.save_every and self.step % plan.save_every == 0:
+                self._save()
+
+    async def _collect(self, runner: EpisodeRunner, order: TaskOrder) -> list[Rollout]:
+        self.view.phase("rollout")
+        jobs = []
+        seed = self.config.run.seed
+        for offset, task in enumerate(order.take(self.position, self.config.rollout.batch_size)):
+            for sample in range(self.config.rollout.n_samples_per_prompt):
+                rollout_id = f"{self.step + 1}/{offset}/{sample}"
+                jobs.append(Job(task, episode_seed(seed, self.position + offset, sample), rollout_id))
+        try:
+            rollouts = await self.interrupt.guard(runner.run_many(jobs))
+        except AgentrlError:
+            self.stack.check()
+            raise
+        self.recorder.write(self.step + 1, rollouts)
+        if self.step == 0:
+            best = max(rollouts, key=lambda rollout: (rollout.reward, len(rollout.turns)))
+            self.view.note(rollout_panel(best, f"a rollout of step 1, task {best.prompt_id}"))
+        return rollouts
+
+    async def _learn(self, groups: RolloutGroups, watch: Stopwatch) -> dict[str, float]:
+        self.view.phase("learn")
+        batch = train_batch(self.config, groups, self.stack.renderer.pad_token_id)
+        if batch is None:
+            return {"train/skipped": 1.0}
+        with watch("train"):
+            learned = await asyncio.to_thread(self.learner.train_step, batch)
+        return batch.metrics | learned
+
+    async def _sync(self, watch: Stopwatch) -> None:
+        self.view.phase("weights")
+        with watch("sync"):
+            await self.sync.push(self.learner, [self.stack.client], self.step)
+
+    async def _evaluate(self) -> None:
+        self.view.phase("evaluate")
+        start = time.perf_counter()
+        runner = self.stack.runner(temperature=self.config.eval.temperature)
+        try:
+            self.figures = await self.interrupt.guard(evaluate(self.config, self.tasks, runner))
+        except AgentrlError:
+            self.stack.check()
+            raise
+        self.figures["time/eval_s"] = time.perf_counter() - start
+        self.metrics.write(self.step, self.figures)
+        shown = "  ".join(f"{key.removeprefix('eval/')} {value:.3f}" for key, value in self.figures.items())
+        self.view.note(f"evaluation after step {self.step}: {shown}")
+
+    def _log(self, figures: Mapping[str, float]) -> None:
+        row = {**figures, "train/version": float(self.step)}
+        self.metrics.write(self.step, row)
+        self.view.step(self.step, row)
+
+    def _out_of_time(self) -> bool:
+        minutes = self.config.train.minutes
+        return minutes is not None and self.spent_s >= 60 * minutes
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside the learner's own state."""
+        return {"step": self.step, "position": self.position, "spent_s": self.spent_s, "seed": self.config.run.seed}
+
+    def _save(self) -> None:
+        if self.saved == self.step:
+            return
+        self.view.phase("save")
+        self.checkpoints.save(self.step, self.learner, self.state())
+        self.saved = self.step
+
+    def _save_after(self, error: BaseException) -> None:
+        """Save on the way out; where the learner itself failed, the checkpoint before stands."""
+        try:
+            self._save()
+        except AgentrlError as second:
+            self.view.note(f"could not save step {self.step} after {type(error).__name__}: {second}")

@@ -87,12 +87,26 @@ def test_only_the_cluster_imports_ray() -> None:
 def test_light_parts_import_nothing_heavy() -> None:
     for path in FILES:
         if part_of(path) in LIGHT_PARTS:
-            heavy = {module for module, typing_only in imports(path) if module.split(".")[0] in HEAVY and not typing_only}
+            heavy = {
+                module for module, typing_only in imports(path) if module.split(".")[0] in HEAVY and not typing_only
+            }
             assert not heavy, f"{path} imports {heavy}"
 
 
 def test_plugins_import_only_the_contracts() -> None:
-    allowed = {"env", "errors", "process", "registry", "spaces", "task", "testing", "tool", "toolserver", "types", "protocols"}
+    allowed = {
+        "env",
+        "errors",
+        "process",
+        "registry",
+        "spaces",
+        "task",
+        "testing",
+        "tool",
+        "toolserver",
+        "types",
+        "protocols",
+    }
     for folder in ("envs", "tools", "tasks"):
         for path in (ROOT / folder).rglob("*.py"):
             for module, _ in imports(path):

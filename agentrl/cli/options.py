@@ -32,6 +32,7 @@ def resolve_config(arguments: argparse.Namespace, extra: Tree | None = None) -> 
 
     Raises:
         ConfigError, UnknownNameError: as in `load_config`; the environment is looked up too.
+
     """
     if arguments.config:
         file = find_config(arguments.config)

@@ -29,9 +29,9 @@ def run(arguments: argparse.Namespace) -> None:
         sys.stdout.write(dump(config))
         Console(stderr=True).print("\n".join(plan), highlight=False)
         return
-    from agentrl.train import train
+    from agentrl.session import run_training
 
-    asyncio.run(train(config, resume=arguments.resume, console=Console(), command=_resume_command()))
+    asyncio.run(run_training(config, resume=arguments.resume, console=Console(), command=_resume_command()))
 
 
 def _resume_command() -> str:

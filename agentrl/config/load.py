@@ -23,6 +23,7 @@ def load_config(file: Path | None, overrides: Sequence[str] = (), base: Tree | N
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value does not fit.
+
     """
     tree = merge(base or {}, read_yaml(file) if file else {})
     for override in overrides:
@@ -35,6 +36,7 @@ def read_yaml(file: Path) -> Tree:
 
     Raises:
         ConfigError: there is no such file, it does not parse, or holds no mapping.
+
     """
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -54,6 +56,7 @@ def parse_override(text: str) -> Tree:
 
     Raises:
         ConfigError: there is no ``=``, or the value is no YAML.
+
     """
     key, equals, value = text.partition("=")
     if not equals or not key:
@@ -94,6 +97,7 @@ def validate(tree: Mapping[str, Any]) -> Config:
 
     Raises:
         ConfigError: one line for every fault, each with its key.
+
     """
     try:
         return Config.model_validate(dict(tree))

@@ -22,7 +22,14 @@ def reference() -> str:
     for title, model in _walk("", Config):
         rows = [(name, info) for name, info in model.model_fields.items() if not list(_sections(info.annotation))]
         if rows:
-            lines += ["", f"## `{title}`", "", (model.__doc__ or "").strip().split("\n")[0], "", "| key | type | default | |"]
+            lines += [
+                "",
+                f"## `{title}`",
+                "",
+                (model.__doc__ or "").strip().split("\n")[0],
+                "",
+                "| key | type | default | |",
+            ]
             lines += ["|---|---|---|---|"]
             lines += [_row(f"{title}.{name}", info) for name, info in rows]
     return "\n".join(lines) + "\n"

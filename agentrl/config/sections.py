@@ -90,7 +90,9 @@ class SamplerConfig(Section):
                 "sampler.allow_unnormalised=true"
             )
         if self.temperature == 0:
-            raise ValueError("temperature=0: greedy samples of a group are all the same; set sampler.temperature above 0")
+            raise ValueError(
+                "temperature=0: greedy samples of a group are all the same; set sampler.temperature above 0"
+            )
         return self
 
 

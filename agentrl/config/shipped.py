@@ -20,6 +20,7 @@ def find_config(name: str) -> Path:
 
     Raises:
         ConfigError: neither exists; the message lists what is shipped.
+
     """
     path = Path(name).expanduser()
     if path.is_file():
@@ -29,7 +30,9 @@ def find_config(name: str) -> Path:
         if candidate.is_file():
             return candidate
     known = sorted(str(file.relative_to(folder).with_suffix("")) for file in folder.rglob("*.yaml"))
-    raise ConfigError(f"--config {name}: no such file, and no shipped configuration of that name; shipped: {', '.join(known)}")
+    raise ConfigError(
+        f"--config {name}: no such file, and no shipped configuration of that name; shipped: {', '.join(known)}"
+    )
 
 
 def default_config(env: str, *, gpu: bool) -> Path | None:

@@ -100,7 +100,9 @@ class ProgressView:
             table.add_row(str(step), *(text for _, text in self._cells(figures)))
         status = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=max(1, self._total), completed=self._done, width=30)
-        status.add_row(bar, Text(f"{self._done}/{self._total}"), Text(self._phase, "bold blue"), Text(f"left {self._left()}"))
+        status.add_row(
+            bar, Text(f"{self._done}/{self._total}"), Text(self._phase, "bold blue"), Text(f"left {self._left()}")
+        )
         return Group(table, status)
 
 

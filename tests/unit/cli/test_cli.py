@@ -1,0 +1,71 @@
+"""The command line as a user types it; nothing here starts a server."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agentrl.cli.main import COMMANDS, main
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main(words)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_dry_run_prints_a_configuration_that_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "train", "--env", "search_r1", "--dry-run", "train.steps=7")
+    assert status == 0
+    assert yaml.safe_load(out)["train"]["steps"] == 7
+    assert yaml.safe_load(out)["tasks"]["name"] == "multihop", "the shipped cpu configuration is taken"
+    assert "search_r1" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("train", "--env", "serch_r1"), "'search_r1'"),
+        (("train", "--env", "nothing.py:Env"), "nothing.py"),
+        (("train", "rollout.bacth_size=3"), "rollout.batch_size"),
+        (("train", "model.path=/no/such/model"), "model.path"),
+        (("train", "env.options={topkk: 2}"), "env.options"),
+        (("train", "tasks.name=multihopp"), "multihop"),
+        (("train", "sampler.top_p=0.5"), "sampler.allow_unnormalised"),
+        (("train", "--config", "none.yaml"), "none.yaml"),
+        (("train", "rollout.max_tokens=100000"), "sampler.embedded.context"),
+        (("train", "eval.size=100000000"), "eval.size"),
+        (("train", "sampler.backend=sglang"), "sampler.backend"),
+        (("env", "check", "nope"), "search_r1"),
+        (("eval", "--checkpoint", "."), "--checkpoint"),
+    ],
+)
+def test_mistakes_exit_with_two_and_name_the_key(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+) -> None:
+    status, _, err = run(capsys, *words)
+    assert status == 2
+    assert message in err
+
+
+def test_env_list_and_check(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "env", "list")
+    assert status == 0
+    assert "search_r1" in out
+    assert run(capsys, "env", "check", "search_r1")[0] == 0
+
+
+def test_resume_without_a_run_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, err = run(capsys, "train", "--resume")
+    assert status == 2
+    assert "run.dir" in err
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in COMMANDS:
+        with pytest.raises(SystemExit) as stop:
+            main((command, "--help"))
+        assert stop.value.code == 0

@@ -1,0 +1,73 @@
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from agentrl.obs.curve import plot_curve
+from agentrl.obs.metrics import MetricsLog, read_metrics
+from agentrl.obs.progress import ProgressView, Stopwatch, format_left
+from agentrl.obs.show import rollout_panel
+from agentrl.types import FinishReason, Rollout, StopReason, Turn
+
+
+def test_a_step_is_on_disk_before_the_next(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.write(1, {"train/reward": 0.5})
+        assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "train/reward": 0.5}]
+
+
+def test_resume_drops_the_steps_after_the_checkpoint_and_a_torn_line(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "train/reward": step / 10}) for step in range(1, 6)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 6, "tra')
+    with MetricsLog(tmp_path, tensorboard=True, resume_after=3) as log:
+        log.write(4, {"train/reward": 1.0})
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["train/reward"] == 1.0
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_curve_is_a_png(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.write(0, {"eval/exact_match": 0.2})
+        log.write(1, {"train/reward": 0.5})
+    out = plot_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png", ["train/reward", "eval/exact_match"])
+    assert out is not None
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert plot_curve(tmp_path / "metrics.jsonl", tmp_path / "none.png", ["no/such"]) is None
+
+
+def test_progress_shows_every_figure_in_a_terminal_and_in_a_log() -> None:
+    figures = {
+        "train/reward": 0.25, "rollout/exact_match": 0.3, "rollout/searches": 1.5, "rollout/valid_format": 0.9,
+        "train/flat_groups": 0.4, "time/tokens_per_s": 1234.0, "time/step_s": 30.0,
+    }  # fmt: skip
+    for mode in ("live", "plain"):
+        out = io.StringIO()
+        with ProgressView(Console(file=out, width=120, force_terminal=mode == "live"), 10, mode) as view:
+            view.phase("rollout")
+            view.step(8, figures)
+        text = out.getvalue()
+        for expected in ("0.250", "0.300", "1.50", "90%", "40%", "1,234", "1m00s"):
+            assert expected in text, (mode, expected)
+
+
+def test_rollout_panel_colours_by_who_made_the_text() -> None:
+    turns = [Turn("<search>x</search>", "found [b]y[/b]", FinishReason.STOP)]
+    rollout = Rollout("p", "r", [], 1.0, StopReason.TERMINATED, {"exact_match": 1.0}, turns, "the prompt")
+    out = io.StringIO()
+    Console(file=out, width=100, force_terminal=True, color_system="standard").print(rollout_panel(rollout, "one"))
+    text = out.getvalue()
+    assert "found [b]y[/b]" in text
+    assert "\x1b[1;32m<search>" in text
+    assert "terminated" in text
+
+
+def test_stopwatch_adds_up() -> None:
+    watch = Stopwatch()
+    for _ in range(2):
+        with watch("rollout"):
+            pass
+    assert set(watch.figures()) == {"time/rollout_s"}
+    assert format_left(3725) == "1h02m"
