@@ -131,6 +131,8 @@ class SearchR1Env(Env):
     def _text(self, result: ToolResult) -> str:
         if result.status is not ToolStatus.OK:
             return f"The search failed ({result.status.value}): {result.content}"
+        if result.data is None:
+            return result.content
         hits = list(result.data)
         if not hits:
             return "No document matches the query."

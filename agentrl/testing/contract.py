@@ -1,0 +1,15 @@
+"""The error of all contract checks."""
+
+from __future__ import annotations
+
+from agentrl.errors import UserError
+
+
+class ContractError(UserError, AssertionError):
+    """A plugin breaks a contract; the message says what it does and what it should."""
+
+
+def require(holds: bool, message: str, cause: BaseException | None = None) -> None:
+    """Raise `ContractError` unless ``holds``."""
+    if not holds:
+        raise ContractError(message) from cause

@@ -1,0 +1,203 @@
+"""The contract of environments, for their authors' tests: Gymnasium's own check, and what agentrl asks beyond it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from gymnasium.utils.env_checker import check_env as gymnasium_check_env
+
+from agentrl.env import Env, Step
+from agentrl.errors import AgentrlError
+from agentrl.task import Task
+from agentrl.testing.contract import require
+from agentrl.types import Action, Info, Message, Observation, ToolCall, ToolCalls, ToolResult, ToolResults, ToolStatus
+
+Respond = Callable[[ToolCall], ToolResult]
+"""Runs a tool call, such as ``SearchService.local(…)``."""
+
+_EPISODES = 6
+_STEPS = 12
+
+
+def refuse(call: ToolCall) -> ToolResult:
+    """Answer a call as a tool does that is out of order."""
+    return ToolResult(call.id, ToolStatus.ERROR, f"{call.name} is out of order")
+
+
+def check_env(env_factory: Callable[[], Env], *, task: Task | None = None, respond: Respond = refuse) -> None:
+    """Check that an environment keeps Gymnasium's contract and agentrl's. Takes well under a second.
+
+    Short episodes are played with random texts, and with texts in the tags that the environment's stop strings close.
+
+    - Gymnasium's ``check_env`` passes.
+    - Observations lie in the space, rewards are finite floats, ``info`` is JSON-able, metrics are floats, call ids are
+      unique in an episode.
+    - Randomness comes from ``self.np_random`` alone: episodes that run beside each other replay what each gave alone.
+    - ``get_state`` is JSON-able, and ``set_state`` on a fresh environment replays the rest bit for bit.
+
+    Args:
+        env_factory: builds the environment; the class itself where it needs no arguments.
+        task: the task to play; without one, ``example_task``.
+        respond: answers the tool calls that the environment asks for; by default every tool fails.
+
+    Raises:
+        ContractError: what the environment does, and what it should.
+    """
+    env = env_factory()
+    require(isinstance(env, Env), f"{type(env).__name__} must be a subclass of agentrl.Env")
+    name = type(env).__name__
+    try:
+        gymnasium_check_env(env, skip_render_check=True)
+    except (AssertionError, TypeError, ValueError, AttributeError, AgentrlError) as error:
+        require(False, f"{name} fails gymnasium.utils.env_checker.check_env: {error}", error)
+    for attribute in ("stop", "tool_names"):
+        value = getattr(env, attribute)
+        fits = isinstance(value, tuple) and all(isinstance(item, str) and item for item in value)
+        require(fits, f"{name}.{attribute} must be a tuple of strings that are not empty, it is {value!r}")
+    task = task or env.example_task()
+    before = _global_random_state()
+    records = [_Record(env_factory, task, seed, respond) for seed in range(_EPISODES)]
+    for record in records:
+        record.play()
+    _check_beside_each_other(records)
+    for record in records:
+        record.check_state()
+    require(before == _global_random_state(), f"{name} draws from the global random generators; take self.np_random")
+
+
+def _global_random_state() -> tuple[Any, ...]:
+    _, words, position, *_ = np.random.get_state(legacy=True)
+    return random.getstate(), bytes(words), position
+
+
+def _action(env: Env, rng: np.random.Generator) -> Message:
+    """Return random text, bare or between the tags that one of the environment's stop strings closes."""
+    env.action_space.seed(int(rng.integers(2**31)))
+    said: Message = env.action_space.sample()
+    closing = ["", *env.stop]
+    tag = closing[int(rng.integers(len(closing)))]
+    opening = "<" + tag[2:] if tag.startswith("</") else ""
+    return Message("assistant", f"{opening}{said.content}{tag}")
+
+
+class _Record:
+    """One episode as it was played alone: what was done, what came of it, and the state before each step."""
+
+    def __init__(self, factory: Callable[[], Env], task: Task, seed: int, respond: Respond) -> None:
+        self.factory = factory
+        self.task = task
+        self.seed = seed
+        self.respond = respond
+        self.first: tuple[Observation, Info] | None = None
+        self.actions: list[Action] = []
+        self.steps: list[Step] = []
+        self.states: list[str] = []
+
+    def start(self, seed: int) -> tuple[Env, tuple[Observation, Info]]:
+        env = self.factory()
+        return env, env.reset(seed=seed, options={"task": self.task})
+
+    def play(self) -> None:
+        """Play and check every step."""
+        rng = np.random.default_rng(self.seed)
+        env, self.first = self.start(self.seed)
+        observation, info = self.first
+        self._check_said(env, observation, info, set())
+        known_calls: set[str] = set()
+        for _ in range(_STEPS):
+            self.states.append(self._state(env))
+            action: Action = _action(env, rng)
+            if isinstance(observation, ToolCalls):
+                action = ToolResults(tuple(self.respond(call) for call in observation.calls))
+            self.actions.append(action)
+            self.steps.append(env.step(action))
+            observation, reward, terminated, truncated, info = self.steps[-1]
+            name = type(env).__name__
+            finite = isinstance(reward, float | int) and math.isfinite(reward)
+            require(finite, f"{name}.step must give a finite float as reward, it gave {reward!r}")
+            for what, value in (("terminated", terminated), ("truncated", truncated)):
+                require(isinstance(value, bool), f"{name}.step must give {what} as bool, it gave {value!r}")
+            self._check_said(env, observation, info, known_calls)
+            if terminated or truncated:
+                require(not isinstance(observation, ToolCalls), f"{name} ends an episode and asks for tools to be run")
+                break
+        env.close()
+
+    def _state(self, env: Env) -> str:
+        state = env.get_state()
+        try:
+            text = json.dumps(state)
+        except TypeError as error:
+            require(False, f"{type(env).__name__}.get_state must be JSON-able: {error}", error)
+        require(
+            json.loads(text) == state, f"{type(env).__name__}.get_state changes when it goes through JSON: {state!r}"
+        )
+        return text
+
+    def _check_said(self, env: Env, observation: Observation, info: Info, known_calls: set[str]) -> None:
+        name = type(env).__name__
+        require(
+            env.observation_space.contains(observation),
+            f"{name} must give a tuple of Messages or ToolCalls, it gave {observation!r}",
+        )
+        if isinstance(observation, ToolCalls):
+            require(bool(observation.calls), f"{name} asks for tools to be run and names none")
+            for call in observation.calls:
+                require(call.id not in known_calls, f"{name} uses the call id {call.id!r} twice in an episode")
+                known_calls.add(call.id)
+                require(call.name in env.tool_names, f"{name} calls {call.name!r}, which is not in its tool_names")
+                _require_json(call.arguments, f"{name}: the arguments of a call to {call.name!r}")
+        metrics = info.get("metrics", {})
+        fits = isinstance(metrics, dict) and all(
+            isinstance(key, str) and type(value) is float and math.isfinite(value) for key, value in metrics.items()
+        )
+        require(fits, f"{name}: info['metrics'] must be a dict of finite floats by name, it is {metrics!r}")
+        _require_json(info, f"{name}: info")
+
+    def replay(self) -> Iterator[None]:
+        """Play the same again, one step a time."""
+        env, first = self.start(self.seed)
+        self._require_same("reset", self.first, first)
+        for index, action in enumerate(self.actions):
+            yield
+            self._require_same(f"step {index}", self.steps[index], env.step(action))
+        env.close()
+
+    def check_state(self) -> None:
+        """Go on from every state in a fresh environment that was seeded otherwise."""
+        for cut, state in enumerate(self.states):
+            env, _ = self.start(self.seed + 1000)
+            env.set_state(json.loads(state))
+            require(
+                json.loads(json.dumps(env.get_state())) == json.loads(state),
+                f"{type(env).__name__}.set_state does not bring back the state of step {cut}",
+            )
+            for index in range(cut, len(self.actions)):
+                where = f"step {index} after set_state of step {cut}"
+                self._require_same(where, self.steps[index], env.step(self.actions[index]))
+            env.close()
+
+    def _require_same(self, where: str, expected: Any, got: Any) -> None:
+        require(
+            expected == got,
+            f"an episode does not replay ({where}, seed {self.seed}): first {expected!r}, then {got!r}",
+        )
+
+
+def _check_beside_each_other(records: list[_Record]) -> None:
+    running = [record.replay() for record in records]
+    while running:
+        # A round drops the episodes that are over; the others take a step each, in turn.
+        running = [episode for episode in running if next(episode, StopIteration) is not StopIteration]
+
+
+def _require_json(value: Any, what: str) -> None:
+    try:
+        json.dumps(value)
+    except TypeError as error:
+        require(False, f"{what} must be JSON-able: {error}", error)

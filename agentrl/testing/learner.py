@@ -1,0 +1,89 @@
+"""A learner that learns nothing and remembers everything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import CheckpointError, LearnerError
+
+if TYPE_CHECKING:
+    import torch
+
+    from agentrl.batch.microbatch import GlobalBatch
+
+_FILE = "fake_learner.json"
+
+
+class FakeLearner:
+    """Implements `agentrl.protocols.LearnerGroup`. Its log-probabilities are the sampler's own."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        fail_at: int | None = None,
+    ) -> None:
+        """Serve ``weights`` by Hugging Face name; give ``metrics`` at every step; fail at step ``fail_at`` (from 0)."""
+        self.batches: list[GlobalBatch] = []
+        self.steps = 0
+        self.closed = False
+        self._weights = dict(weights or {})
+        self._metrics = dict(metrics or {"loss": 0.0})
+        self._fail_at = fail_at
+
+    def train_step(self, batch: GlobalBatch) -> dict[str, float]:
+        """Remember the batch in ``batches``.
+
+        Raises:
+            LearnerError: this is the step at which it was told to fail.
+        """
+        if self.steps == self._fail_at:
+            raise LearnerError(f"fails at step {self.steps}, as told to")
+        self.batches.append(batch)
+        self.steps += 1
+        return dict(self._metrics)
+
+    def logprobs(self, batch: GlobalBatch) -> dict[str, Any]:
+        """Return by row key the float32 log-probabilities ``[T]`` that the batch brought from the sampler."""
+        return {
+            key: micro.logprobs_R_L[micro.row_R_L == index].clone()  # type: ignore[misc]
+            for rank in batch.micro
+            for micro in rank
+            for index, key in enumerate(micro.keys)
+        }
+
+    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Iterate over the weights in buckets of at most ``bucket_bytes``, one tensor at least."""
+        bucket: list[tuple[str, torch.Tensor]] = []
+        size = 0
+        for name, tensor in self._weights.items():
+            if bucket and size + tensor.nbytes > bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append((name, tensor))
+            size += tensor.nbytes
+        if bucket:
+            yield bucket
+
+    def save(self, folder: Path) -> None:
+        """Write the number of steps; ``folder/model`` stays empty."""
+        (folder / "model").mkdir(parents=True, exist_ok=True)
+        (folder / _FILE).write_text(json.dumps({"steps": self.steps}))
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote.
+
+        Raises:
+            CheckpointError: no `FakeLearner` saved there.
+        """
+        if not (folder / _FILE).is_file():
+            raise CheckpointError(f"{folder} holds no checkpoint of a FakeLearner")
+        self.steps = int(json.loads((folder / _FILE).read_text())["steps"])
+
+    def close(self) -> None:
+        """Note that it was closed."""
+        self.closed = True
