@@ -32,7 +32,7 @@ class Env(gymnasium.Env[Observation, Action]):
 
     observation_space: gymnasium.Space[Any] = MessageSpace()
     action_space: gymnasium.Space[Any] = ActionSpace()
-    metadata: dict[str, Any] = {"render_modes": []}
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]
 
     stop: ClassVar[tuple[str, ...]] = ()
     """Strings that end the policy's turn; they stay in what it said."""

@@ -41,6 +41,7 @@ def check_run(config: Config) -> list[str]:
     for name in env_class(config.env.name).tool_names:
         tool_service(name)
     tasks = open_tasks(config)
+    task_name = config.tasks.name or "of the environment"
     train, evals = tasks.split(config.tasks.train_split), tasks.split(config.tasks.eval_split)
     for key, split in ((config.tasks.train_split, train), (config.tasks.eval_split, evals)):
         if len(split) == 0:
@@ -54,7 +55,7 @@ def check_run(config: Config) -> list[str]:
     episodes = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     return [
         f"environment  {config.env.name}",
-        f"tasks        {config.tasks.name or 'of the environment'}: {len(train)} to train on, {config.eval.size or len(evals)} to evaluate",
+        f"tasks        {task_name}: {len(train)} to train on, {config.eval.size or len(evals)} to evaluate",
         f"model        {config.model.path} ({model})",
         f"engine       {config.sampler.url or config.sampler.backend}",
         f"step         {config.rollout.batch_size} prompts x {config.rollout.n_samples_per_prompt} = {episodes} episodes",

@@ -75,6 +75,7 @@ def env_class(name: str, key: str = "--env") -> type[Env]:
             raise ConfigError(f"{name} ({key}) is no subclass of agentrl.Env")
         return cls
     cls = _lookup(ENVS, name, "environment", key)
+    assert inspect.isclass(cls), f"entry point {name!r} is no class"
     assert issubclass(cls, Env), f"entry point {name!r} is no subclass of agentrl.Env"
     return cls
 
@@ -86,19 +87,25 @@ def make_env(name: str, options: Mapping[str, Any] | None = None) -> Env:
         ConfigError: the constructor does not take one of the options.
 
     """
-    return _build(env_class(name), options, "env.options")
+    env = _build(env_class(name), options, "env.options")
+    assert isinstance(env, Env)
+    return env
 
 
 def tool_service(name: str) -> ToolService:
     """Return the tool service registered under ``name``."""
     service = _lookup(TOOLS, name, "tool", f"tools.{name}")
-    return service() if inspect.isclass(service) else service  # type: ignore[no-any-return]
+    built = service() if inspect.isclass(service) else service
+    assert isinstance(built, ToolService), f"entry point {name!r} is no agentrl.ToolService"
+    return built
 
 
 def make_tasks(name: str, options: Mapping[str, Any] | None = None) -> TaskSet:
     """Build a taskset by its registered name (or ``file.py:Class``) with ``tasks.options``."""
     cls = load_object(name, "tasks.name") if ".py:" in name else _lookup(TASKS, name, "taskset", "tasks.name")
-    return _build(cls, options, "tasks.options")
+    tasks = _build(cls, options, "tasks.options")
+    assert isinstance(tasks, TaskSet), f"{name} is no agentrl.TaskSet"
+    return tasks
 
 
 def model_folder(name: str) -> Path | None:
@@ -145,7 +152,8 @@ def _load_file(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

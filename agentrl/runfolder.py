@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from agentrl.config.load import dump
 from agentrl.config.schema import Config
 from agentrl.errors import ConfigError
-from agentrl.learner.checkpoints import latest_checkpoint
 
 RUNS = Path("runs")
 
@@ -36,10 +34,3 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
             )
         return runs[-1]
     return RUNS / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def prepare_folder(config: Config, folder: Path) -> Path | None:
-    """Make the folder, write ``config.yaml`` into it, and return its newest whole checkpoint, if there is one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
-    return latest_checkpoint(folder / "checkpoints")

@@ -6,6 +6,7 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -108,7 +109,7 @@ def _trainer(
     view: ProgressView,
     interrupt: Interrupt,
 ) -> Trainer:
-    state = read_state(checkpoint) if checkpoint else {"step": 0, "position": 0, "spent_s": 0.0}
+    state: dict[str, Any] = read_state(checkpoint) if checkpoint else {"step": 0, "position": 0, "spent_s": 0.0}
     return Trainer(
         config=config,
         tasks=tasks,

@@ -57,7 +57,7 @@ class TaskSet(ABC):
         """
 
     def corpora(self) -> Mapping[str, Iterable[Mapping[str, str]]]:
-        """Return documents for a search tool, by corpus name: rows ``{"id", "contents"}``, contents ``"title"\\ntext``."""
+        r"""Return documents for a search tool, by corpus name: rows ``{"id", "contents"}``, contents ``"title"\ntext``."""
         return {}
 
     def demonstrator(self, task: Task, rng: np.random.Generator) -> Demonstrator:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +22,7 @@ Info = dict[str, Any]
 (a ``dict[str, float]``), logged as ``rollout/<key>`` in training and ``eval/<key>`` in evaluation."""
 
 
-class ToolStatus(str, Enum):
+class ToolStatus(StrEnum):
     """How a tool call ended. Everything but ``OK`` is answered to the policy as text that names the fault."""
 
     OK = "ok"
@@ -102,7 +102,7 @@ Action = Message | ToolResults
 """What an environment receives: what the policy said, or the results of the calls it asked for."""
 
 
-class StopReason(str, Enum):
+class StopReason(StrEnum):
     """Why an episode ended."""
 
     TERMINATED = "terminated"
@@ -121,7 +121,7 @@ class StopReason(str, Enum):
     """An error ended it; ``Rollout.error`` says which, the failure policy what follows."""
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why one generation ended."""
 
     STOP = "stop"
@@ -160,7 +160,7 @@ class MaskReason(IntEnum):
     """Its group was filtered out."""
 
 
-class FailureKind(str, Enum):
+class FailureKind(StrEnum):
     """Where a failure arose. The run's failure policy says for each kind what happens to the episode."""
 
     POLICY = "policy"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from agentrl.config.load import Tree, load_config
@@ -34,6 +35,7 @@ def resolve_config(arguments: argparse.Namespace, extra: Tree | None = None) -> 
         ConfigError, UnknownNameError: as in `load_config`; the environment is looked up too.
 
     """
+    file: Path | None
     if arguments.config:
         file = find_config(arguments.config)
     else:

@@ -11,7 +11,8 @@ from agentrl.errors import ConfigError
 def shipped_folder() -> Path:
     """Return the folder that holds the shipped YAML files."""
     spec = find_spec("agentrl_configs")
-    assert spec is not None and spec.submodule_search_locations, "agentrl_configs is part of the distribution"
+    assert spec is not None, "agentrl_configs is part of the distribution"
+    assert spec.submodule_search_locations
     return Path(next(iter(spec.submodule_search_locations)))
 
 

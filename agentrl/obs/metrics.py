@@ -27,7 +27,7 @@ class MetricsLog:
             from torch.utils.tensorboard import SummaryWriter
 
             purge = None if resume_after is None else resume_after + 1
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=5)  # type: ignore[no-untyped-call]
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=5)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Record the figures of one step."""

@@ -1,0 +1,75 @@
+"""Starts the command line as a user would, in a fresh directory, and ends what it started."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+SMALL = ["rollout.batch_size=16", "eval.size=48", "obs.progress=plain", "obs.tensorboard=false"]
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "agentrl.cli.main", *words]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
+
+
+def agentrl(*words: str, cwd: Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*words), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+class Running:
+    """A run in the background, in a process group of its own."""
+
+    def __init__(self, *words: str, cwd: Path) -> None:
+        self._log = (cwd / "output.txt").open("a+")
+        self.process = subprocess.Popen(
+            command(*words), cwd=cwd, env=environment(), stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def output(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float = 180) -> None:
+        end = time.monotonic() + timeout
+        while not condition():
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < end, self.output()
+            time.sleep(0.05)
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def finish(self, timeout: float = 240) -> int:
+        return self.process.wait(timeout)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self._log.close()
+
+
+def gone(processes: list[psutil.Process], timeout: float = 30) -> list[psutil.Process]:
+    """Wait for processes to end and return those that have not."""
+    _, alive = psutil.wait_procs(processes, timeout=timeout)
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
