@@ -45,7 +45,7 @@ class RolloutGroups:
 
 
 def group_rollouts(rollouts: Iterable[Rollout]) -> RolloutGroups:
-    """Return rollouts grouped by ``prompt_id`` (never by position: a group may have lost some), without dropped ones."""
+    """Return rollouts by ``prompt_id`` (never by position: a group may have lost some), without dropped ones."""
     groups: dict[str, list[Rollout]] = {}
     dropped = 0
     for rollout in rollouts:
