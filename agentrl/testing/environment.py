@@ -72,7 +72,7 @@ def check_env(env_factory: Callable[[], Env], *, task: Task | None = None, respo
 
 def _global_random_state() -> tuple[Any, ...]:
     _, words, position, *_ = np.random.get_state(legacy=True)
-    return random.getstate(), bytes(words), position
+    return random.getstate(), np.asarray(words).tobytes(), position
 
 
 def _action(env: Env, rng: np.random.Generator) -> Message:

@@ -148,7 +148,7 @@ class SearchR1Env(Env):
 
     def _accepted(self) -> Sequence[Any]:
         answer = self.task.answer
-        return [answer] if isinstance(answer, str) else list(answer or ())
+        return [answer] if isinstance(answer, str) and answer else list(answer or ())
 
     def _info(self) -> Info:
         """Return the figures so far: they must be right whenever the runner cuts the episode."""
