@@ -1,0 +1,154 @@
+"""The taskset: questions of one, two and three hops over a training world and a held-out world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from random import Random
+from typing import overload
+
+import numpy as np
+
+from agentrl.errors import ConfigError, unknown_name
+from agentrl.task import Task, TaskSet
+from agentrl.types import Message
+
+from .demonstrator import FAULTS, Expert
+from .world import Question, World
+
+
+class Questions(Sequence[Task]):
+    """The tasks of a split, each made from its own seed when it is asked for."""
+
+    def __init__(self, world: World, split: str, size: int, hops: Sequence[int]) -> None:
+        """Ask about ``world``; task ``i`` has ``hops[i % len(hops)]`` hops."""
+        self._world = world
+        self._split = split
+        self._size = size
+        self._hops = tuple(hops)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        if isinstance(index, slice):
+            return [self._task(i) for i in range(*index.indices(self._size))]
+        if not -self._size <= index < self._size:
+            raise IndexError(f"task {index} of {self._size} in split {self._split!r}")
+        return self._task(index % self._size)
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self._task(i) for i in range(self._size))
+
+    def _task(self, index: int) -> Task:
+        hops = self._hops[index % len(self._hops)]
+        question = self._world.question(Random(f"{self._world.seed}/{self._split}/{index}"), hops)
+        return Task(
+            id=f"multihop/{self._split}/{index}",
+            prompt=(Message("user", question.text),),
+            answer=[question.answer],
+            metadata={
+                "hops": hops,
+                "corpus": "heldout" if self._world.held_out else "train",
+                "relations": list(question.relations),
+                "path": list(question.path),
+            },
+        )
+
+
+class Multihop(TaskSet):
+    """Questions such as "What is the mayor of the birthplace of Tamo Rilek?", answered by searching.
+
+    Splits: ``train``, and ``validation`` over the same world; ``eval`` over held-out entities, whose every word is
+    foreign to every training world. Corpora: ``train`` and ``heldout``, named in a task's metadata, so that training
+    cannot retrieve a held-out entity.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        eval_seed: int = 0,
+        scale: float = 1.0,
+        hops: Sequence[int] = (1, 2, 3),
+        train_size: int = 100_000,
+        eval_size: int = 384,
+        shuffle_titles: bool = False,
+        faults: Mapping[str, float] | None = None,
+    ) -> None:
+        """Name the worlds; they are generated when first needed.
+
+        Args:
+            seed: draws the training world and its questions.
+            eval_seed: draws the held-out world and its questions.
+            scale: size of both worlds; 1 has 980 documents.
+            hops: numbers of hops, taken in turn by the tasks of a split.
+            train_size: questions in ``train``.
+            eval_size: questions in ``eval`` and in ``validation``.
+            shuffle_titles: a control: what the documents say is shuffled among their titles, answers stay.
+            faults: probability of each of `FAULTS` in a demonstration; the rest are clean.
+
+        Raises:
+            ConfigError: an option is out of range, or a fault unknown.
+
+        """
+        self._faults = dict(faults or {})
+        self._check(hops, scale, train_size, eval_size)
+        self._seed, self._eval_seed, self._scale = seed, eval_seed, scale
+        self._hops = tuple(hops)
+        self._train_size, self._eval_size = train_size, eval_size
+        self._shuffle_titles = shuffle_titles
+
+    @cached_property
+    def train_world(self) -> World:
+        """The world of ``train`` and ``validation``."""
+        return World(self._seed, held_out=False, scale=self._scale)
+
+    @cached_property
+    def held_out_world(self) -> World:
+        """The world of ``eval``."""
+        return World(self._eval_seed, held_out=True, scale=self._scale)
+
+    def split(self, name: str) -> Sequence[Task]:
+        """Return the tasks of ``train``, ``validation`` or ``eval``."""
+        if name == "train":
+            return Questions(self.train_world, name, self._train_size, self._hops)
+        if name == "validation":
+            return Questions(self.train_world, name, self._eval_size, self._hops)
+        if name == "eval":
+            return Questions(self.held_out_world, name, self._eval_size, self._hops)
+        raise unknown_name("split", name, ("train", "validation", "eval"), "tasks.split")
+
+    def corpora(self) -> Mapping[str, Iterable[Mapping[str, str]]]:
+        """Return the documents of both worlds."""
+        return {"train": self._rows(self.train_world), "heldout": self._rows(self.held_out_world)}
+
+    def demonstrator(self, task: Task, rng: np.random.Generator) -> Expert:
+        """Return an expert for ``task`` with a fault drawn by the option ``faults``."""
+        world = self.held_out_world if task.metadata["corpus"] == "heldout" else self.train_world
+        question = Question(tuple(task.metadata["relations"]), tuple(task.metadata["path"]))
+        draw, fault = float(rng.random()), None
+        for name, probability in self._faults.items():
+            if draw < probability:
+                fault = name
+                break
+            draw -= probability
+        return Expert(world, question, fault, rng)
+
+    def _rows(self, world: World) -> list[dict[str, str]]:
+        documents = world.mismatched() if self._shuffle_titles else world.documents
+        return [{"id": str(i), "contents": f'"{d.title}"\n{d.text}'} for i, d in enumerate(documents)]
+
+    def _check(self, hops: Sequence[int], scale: float, train_size: int, eval_size: int) -> None:
+        for name in self._faults:
+            if name not in FAULTS:
+                raise unknown_name("fault", name, FAULTS, "tasks.options.faults")
+        if any(p < 0 for p in self._faults.values()) or sum(self._faults.values()) > 1 + 1e-9:
+            raise ConfigError(f"tasks.options.faults={self._faults}: probabilities are ≥ 0 and sum to at most 1")
+        if not hops or not set(hops) <= {1, 2, 3}:
+            raise ConfigError(f"tasks.options.hops={list(hops)}: name some of 1, 2 and 3")
+        if scale <= 0 or train_size < 1 or eval_size < 1:
+            raise ConfigError(f"tasks.options: {scale=}, {train_size=} and {eval_size=} must be greater than 0")

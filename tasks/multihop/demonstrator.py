@@ -1,0 +1,121 @@
+"""Scripted experts that solve questions by searching, with the faults that a warm start is to have."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from agentrl.types import Message
+
+from .world import RELATIONS_OF, Question, World
+
+FAULTS = ("early", "relation", "document", "format", "query", "walk")
+"""What an expert may do wrong, at most one in an episode.
+
+early: answers before the last hop is looked up. relation: follows another relation at one hop. document: reads the
+wrong one of the documents found. format: forgets the tags once, then goes on. query: searches for half a name once,
+then goes on. walk: follows random relations for at most as many hops as the question has; questions of one hop are
+solved rightly even then.
+"""
+
+_TITLE = re.compile(r"\(Title: \"([^\"]*)\"\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """One turn of a plan."""
+
+    thought: str
+    """The relation to resolve next, or ``answer``."""
+    tag: str
+    """``search``, ``answer``, or nothing where the expert forgets it."""
+    content: str
+    """A query or an answer."""
+
+    @property
+    def text(self) -> str:
+        """The turn as the policy would say it."""
+        opened, closed = (f"<{self.tag}> ", f" </{self.tag}>") if self.tag else (" ", "")
+        return f"<think> {self.thought} </think>{opened}{self.content}{closed}"
+
+
+class Expert:
+    """Says a plan turn by turn. The plan is made at the start: what the documents say is known from the world."""
+
+    def __init__(self, world: World, question: Question, fault: str | None, rng: np.random.Generator) -> None:
+        """Plan an episode with the ``fault``, one of `FAULTS`, or without."""
+        self._world = world
+        self._question = question
+        self._rng = rng
+        self._misreads = fault == "document"
+        self._plan = self._with_fault(fault)
+
+    def act(self, observation: tuple[Message, ...]) -> str:
+        """Return the next turn; one without a closing tag wants the template's end token after it."""
+        say = self._plan.pop(0)
+        if say.tag == "answer" and self._misreads:
+            titles = [title for title in _TITLE.findall(observation[-1].content) if title != self._question.path[-2]]
+            if titles:
+                say = Say(say.thought, say.tag, self._misread(self._choice(titles)))
+        return say.text
+
+    def _with_fault(self, fault: str | None) -> list[Say]:
+        question, hops = self._question, len(self._question.relations)
+        if fault == "early":
+            return _plan(question.relations[: self._below(hops)], question.path)
+        if fault == "relation":
+            return _plan(*self._stray(self._below(hops)))
+        if fault == "walk" and hops > 1:
+            return _plan(*self._walk(1 + self._below(hops)))
+        plan = _plan(question.relations, question.path)
+        if fault == "format":
+            at = self._below(len(plan))
+            plan.insert(at, Say(plan[at].thought, "", plan[at].content))
+        elif fault == "query":
+            at = self._below(hops)
+            name, _, rest = plan[at].content.partition(" ")
+            plan.insert(at, Say(plan[at].thought, "search", name if rest else plan[at].thought))
+        return plan
+
+    def _stray(self, at: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Take another relation at hop ``at``, then go on with the question's as far as they apply."""
+        taken, path = list(self._question.relations[:at]), list(self._question.path[: at + 1])
+        wrong = [name for name in self._known(path[-1]) if name != self._question.relations[at]]
+        for relation in (self._choice(wrong), *self._question.relations[at + 1 :]):
+            if relation not in self._known(path[-1]):
+                break
+            taken.append(relation)
+            path.append(self._world.facts[path[-1], relation])
+        return tuple(taken), tuple(path)
+
+    def _walk(self, hops: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        taken: list[str] = []
+        path = [self._question.path[0]]
+        while len(taken) < hops and (known := self._known(path[-1])):
+            taken.append(self._choice(known))
+            path.append(self._world.facts[path[-1], taken[-1]])
+        return tuple(taken), tuple(path)
+
+    def _misread(self, title: str) -> str:
+        """Return what the page ``title`` says, of the relation asked for where it has that one."""
+        known, asked = self._known(title), self._question.relations[-1]
+        if not known:
+            return title
+        return self._world.facts[title, asked if asked in known else self._choice(known)]
+
+    def _known(self, name: str) -> tuple[str, ...]:
+        return RELATIONS_OF[self._world.kinds[name]]
+
+    def _choice(self, items: tuple[str, ...] | list[str]) -> str:
+        return items[self._below(len(items))]
+
+    def _below(self, high: int) -> int:
+        return int(self._rng.integers(high))
+
+
+def _plan(relations: tuple[str, ...], path: tuple[str, ...]) -> list[Say]:
+    """Search for each name on the way, then answer with the one after the last relation."""
+    searches = [Say(relation, "search", name) for relation, name in zip(relations, path, strict=False)]
+    return [*searches, Say("answer", "answer", path[len(relations)])]
