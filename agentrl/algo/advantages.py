@@ -24,6 +24,7 @@ def group_relative(
 
     Raises:
         ValueError: the shapes differ, or a reward is not finite.
+
     """
     if rewards_N.shape != groups_N.shape or rewards_N.dim() != 1:
         raise ValueError(f"rewards {tuple(rewards_N.shape)} and groups {tuple(groups_N.shape)} must be [N] both")

@@ -20,9 +20,7 @@ class Grpo:
 
     def advantages(self, rewards_N: torch.Tensor, groups_N: torch.Tensor) -> torch.Tensor:
         """See `agentrl.algo.advantages.group_relative`."""
-        return group_relative(
-            rewards_N, groups_N, std_normalise=self.config.std_normalise, eps=self.config.std_eps
-        )
+        return group_relative(rewards_N, groups_N, std_normalise=self.config.std_normalise, eps=self.config.std_eps)
 
     def loss(self, logprobs_N: torch.Tensor, selected: Selected) -> tuple[torch.Tensor, LossMetrics]:
         """Return ``Σ weight · clipped policy loss``, see `clipped_policy_loss`, and its metrics."""
@@ -39,10 +37,11 @@ def clipped_policy_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return PPO's loss ``-min(ρA, clip(ρ, 1 - low, 1 + high)A)`` with ``ρ = exp(logprob - old)``, and where it clips.
 
-    Source: Schulman et al., arXiv:1707.06347, equation 7; the two bounds apart as in DAPO, arXiv:2503.14476, equation 8.
+    Source: Schulman et al., arXiv:1707.06347, equation 7; two bounds as in DAPO, arXiv:2503.14476, equation 8.
 
     Returns:
         loss ``[N]`` with gradient to ``logprobs_N``, and bool ``[N]``: true where clipping takes the gradient away.
+
     """
     ratio_N = (logprobs_N - old_N).exp()
     plain_N = ratio_N * advantages_N
@@ -51,9 +50,7 @@ def clipped_policy_loss(
 
 
 @torch.no_grad()
-def _metrics(
-    logprobs_N: torch.Tensor, old_N: torch.Tensor, clipped_N: torch.Tensor, selected: Selected
-) -> LossMetrics:
+def _metrics(logprobs_N: torch.Tensor, old_N: torch.Tensor, clipped_N: torch.Tensor, selected: Selected) -> LossMetrics:
     """Ratio and clipping, and how far the sampler's distribution lies from the learner's.
 
     ``sampler_kl`` is the estimator k3 of KL(sampler ‖ learner), ``r - 1 - log r`` with ``r`` learner over sampler

@@ -52,6 +52,7 @@ class LearnerRank(Protocol):
         Raises:
             ProvenanceError: the batch would train on a token that nobody sampled.
             LearnerError: the gradient is not finite; weights and optimizer are as before.
+
         """
         ...
 
@@ -75,6 +76,7 @@ class LearnerRank(Protocol):
 
         Raises:
             CheckpointError: the folder is not whole, or of another model or optimizer.
+
         """
         ...
 

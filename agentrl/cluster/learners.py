@@ -1,0 +1,180 @@
+"""The driver's side of a learner whose ranks are Ray actors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from agentrl.batch.microbatch import GlobalBatch
+from agentrl.batch.provenance import check_batch
+from agentrl.cluster.actor import LearnerActor, RankSpec
+from agentrl.cluster.ray_runtime import STORE_BYTES, RayRuntime
+from agentrl.cluster.transfer import pack_batch, unpack_weights
+from agentrl.config.algo import AlgoConfig
+from agentrl.config.learner import LearnerConfig
+from agentrl.errors import AgentrlError, LearnerError
+from agentrl.learner.base import RowLogprobs, split
+from agentrl.learner.device import resolve_device
+
+GRACE_S = 5.0
+"""After one rank failed, the others get this long to fail of the same cause; then they are taken to wait for it."""
+
+
+def start_learners(
+    model_folder: Path, learner: LearnerConfig, algo: AlgoConfig, *, seed: int, run_dir: Path
+) -> RayLearnerGroup:
+    """Start Ray if none runs, and the ranks in it. Returns before they have loaded the model: see `ready`.
+
+    Args:
+        model_folder: a Hugging Face folder that every rank can read.
+        learner: its ``workers`` are the ranks.
+        algo: the loss.
+        seed: of random states.
+        run_dir: a failed rank's traceback is appended to ``learner.log`` there.
+
+    Raises:
+        ConfigError: ``learner.device`` asks for what is not there.
+        LearnerError: Ray does not start.
+
+    """
+    device = resolve_device(learner)
+    size = sum(file.stat().st_size for file in model_folder.glob("*.safetensors"))
+    runtime = RayRuntime(cpus=learner.workers, store_bytes=max(STORE_BYTES, 4 * size))
+    runtime.start()
+    spec = RankSpec(model_folder, learner, algo, seed, device)
+    try:
+        return RayLearnerGroup(runtime, spec, run_dir / "learner.log")
+    except BaseException:
+        runtime.stop()
+        raise
+
+
+class RayLearnerGroup:
+    """Implements `agentrl.protocols.LearnerGroup`. When a rank is lost or hangs, all are ended: the group is over."""
+
+    def __init__(self, runtime: RayRuntime, spec: RankSpec, log: Path) -> None:
+        self._runtime = runtime
+        self._spec = spec
+        self._log = log
+        self._over: str | None = None
+        self._is_ready = False
+        ranks = spec.learner.workers
+        actor: Any = ray.remote(num_cpus=1, num_gpus=int(spec.device == "cuda"), max_restarts=0)(LearnerActor)
+        self._actors: list[Any] = [actor.remote(rank, ranks) for rank in range(ranks)]
+        # Imports take seconds: the actors begin them now, while the caller starts engines.
+        self._nodes = [actor.node.remote() for actor in self._actors]
+
+    def ready(self) -> None:
+        """Wait until every rank has loaded the model. Other calls do this themselves; a second one returns at once.
+
+        Raises:
+            ModelError: the model cannot be loaded.
+            LearnerError: a rank failed, or took longer than ``learner.start_timeout_s``.
+
+        """
+        if self._is_ready:
+            return
+        limit = time.monotonic() + self._spec.learner.start_timeout_s
+        nodes = self._gather(self._nodes, "start", limit, "learner.start_timeout_s")
+        same = len(set(nodes)) == 1
+        host = "127.0.0.1" if same else nodes[0]
+        store = [self._actors[0].open_store.remote(host)]
+        [port] = self._gather(store, "start", limit, "learner.start_timeout_s")
+        refs = [actor.set_up.remote(self._spec, host, port, same) for actor in self._actors]
+        self._gather(refs, "loading the model", limit, "learner.start_timeout_s")
+        self._is_ready = True
+
+    def train_step(self, batch: GlobalBatch) -> dict[str, float]:
+        """Take one optimizer step; see `LearnerGroup.train_step`. Ranks that a refused batch never reached stay usable."""
+        check_batch(batch)
+        figures: dict[str, float] = self._call("train_step", self._shares(batch))[0]
+        return figures
+
+    def logprobs(self, batch: GlobalBatch) -> RowLogprobs:
+        """Return log-probabilities by row; see `LearnerGroup.logprobs`."""
+        found: RowLogprobs = {}
+        for share in self._call("logprobs", self._shares(batch)):
+            found |= share
+        return found
+
+    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Iterate over the weights, on the CPU; see `LearnerGroup.weights`. Stopping early is allowed."""
+        bucket = self._call("first_weights", [(bucket_bytes,)] * len(self._actors))[0]
+        while bucket is not None:
+            yield unpack_weights(bucket)
+            bucket = self._call("next_weights")[0]
+
+    def save(self, folder: Path) -> None:
+        """Write the state; see `LearnerGroup.save`."""
+        self._call("save", [(folder.absolute(),)] * len(self._actors))
+
+    def load(self, folder: Path) -> None:
+        """Read the state; see `LearnerGroup.load`."""
+        self._call("load", [(folder.absolute(),)] * len(self._actors))
+
+    def close(self) -> None:
+        """End the ranks, and Ray if it was started for them. Safe to call again."""
+        if self._actors:
+            self._end("it was closed")
+            self._actors = []
+            self._runtime.stop()
+
+    def _shares(self, batch: GlobalBatch) -> list[tuple[Any, ...]]:
+        return [(pack_batch(share),) for share in split(batch, len(self._actors))]
+
+    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Call a method on every rank and return their results by rank."""
+        self.ready()
+        self._check_over()
+        arguments = arguments or [()] * len(self._actors)
+        refs = [getattr(actor, method).remote(*args) for actor, args in zip(self._actors, arguments, strict=True)]
+        limit = time.monotonic() + self._spec.learner.step_timeout_s
+        return self._gather(refs, method, limit, "learner.step_timeout_s")
+
+    def _check_over(self) -> None:
+        if self._over is not None:
+            raise LearnerError(f"the learner has ended: {self._over}")
+
+    def _gather(self, refs: Sequence[Any], phase: str, limit: float, key: str) -> list[Any]:
+        """Return all results. The first failure is raised; ranks that then still wait for the failed one are ended."""
+        self._check_over()
+        waiting = list(refs)
+        while waiting:
+            done, waiting = ray.wait(waiting, timeout=max(0.0, limit - time.monotonic()))
+            if not done:
+                late = sorted(refs.index(ref) for ref in waiting)
+                self._end(f"{phase} took longer than {key}")
+                raise LearnerError(f"{phase}: rank {late} gave no answer in time; {key} can be raised")
+            try:
+                ray.get(done)
+            except RayError as error:
+                raise self._failure(error, refs.index(done[0]), waiting, phase) from None
+        return list(ray.get(list(refs)))
+
+    def _failure(self, error: RayError, rank: int, waiting: list[Any], phase: str) -> AgentrlError:
+        """Return what to raise for a failed rank, and end the others where they are lost without it."""
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        text = str(cause).strip().splitlines()
+        summary = f"{type(cause).__name__}: {text[0] if text else 'no message'}"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("a", encoding="utf-8") as log:
+            log.write(f"rank {rank}, {phase}\n{error}\n")
+        if isinstance(error, RayActorError) or (
+            waiting and ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_S)[1]
+        ):
+            self._end(f"rank {rank} failed in {phase}: {summary}")
+        if isinstance(cause, AgentrlError):
+            return cause
+        return LearnerError(f"rank {rank} of {len(self._actors)} failed in {phase}: {summary} (see {self._log})")
+
+    def _end(self, why: str) -> None:
+        """Kill all ranks; later calls say why."""
+        self._over = self._over or why
+        for actor in self._actors:
+            ray.kill(actor)

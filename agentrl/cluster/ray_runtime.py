@@ -1,0 +1,95 @@
+"""Ray for one run: joined where one runs, else started, small and quiet, and ended with the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from agentrl.errors import LearnerError
+
+STORE_BYTES = 256 << 20
+"""Least size of the object store. Batches and weights pass through it; pages that nothing wrote cost no memory."""
+JOIN_TIMEOUT_S = 1.0
+
+
+class RayRuntime:
+    """A connection to Ray. Ray's processes die with the thread that started them, so a thread of its own holds it.
+
+    Args:
+        cpus: CPUs of a Ray that is started here; it keeps as many workers at hand. One that is joined has its own.
+        store_bytes: size of the object store of a Ray that is started here.
+
+    """
+
+    def __init__(self, *, cpus: int, store_bytes: int = STORE_BYTES) -> None:
+        self._options = _options(cpus, store_bytes)
+        self._up = threading.Event()
+        self._end = threading.Event()
+        self._fault: Exception | None = None
+        self._thread = threading.Thread(target=self._hold, name="ray", daemon=True)
+
+    def start(self) -> None:
+        """Join or start Ray; returns once it is usable.
+
+        Raises:
+            LearnerError: Ray does not start, or the one that ``RAY_ADDRESS`` names does not answer.
+
+        """
+        self._thread.start()
+        self._up.wait()
+        if self._fault is not None:
+            raise LearnerError(f"Ray does not start: {self._fault}") from self._fault
+
+    def stop(self) -> None:
+        """Leave Ray; one that was started here ends."""
+        self._end.set()
+        self._thread.join()
+
+    def _hold(self) -> None:
+        try:
+            ray.init(**self._options)
+        except Exception as error:  # handed to the thread that waits in `start`
+            self._fault = error
+        finally:
+            self._up.set()
+        if self._fault is None:
+            self._end.wait()
+            ray.shutdown()
+
+
+def _options(cpus: int, store_bytes: int) -> dict[str, Any]:
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": True}
+    # Ray must not hide the GPUs from actors that reserve none, and prints a warning until it is told so.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    address = running_address()
+    if address is not None:
+        return quiet | {"address": address}
+    own = {"address": "local", "num_cpus": cpus, "object_store_memory": max(store_bytes, STORE_BYTES)}
+    return quiet | own | {"include_dashboard": False}
+
+
+def running_address() -> str | None:
+    """Return the address of a Ray to join: ``RAY_ADDRESS``, or what ``ray start`` left on this machine if it answers.
+
+    A Ray that belongs to another run is never joined: it would end with that run.
+    """
+    named = os.environ.get("RAY_ADDRESS")
+    if named:
+        return named
+    note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+    if not note.is_file():
+        return None
+    address = note.read_text(encoding="utf-8").strip()
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), JOIN_TIMEOUT_S).close()
+    except (OSError, ValueError):
+        return None
+    return address

@@ -1,0 +1,126 @@
+"""The checkpoints of a run: which there are, which to keep, and how one appears whole or not at all.
+
+::
+
+    checkpoints/
+      step_000020/
+        model/ optimizer/ random/ learner.json   what the learner's `save` wrote
+        state.json                               the driver's state
+      step_000030.partial/                       still being written, or left behind by a kill
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from agentrl.errors import CheckpointError
+from agentrl.learner.files import PARTIAL, partial_path, publish
+from agentrl.protocols import LearnerGroup
+
+STATE = "state.json"
+_NAME = re.compile(r"step_(\d{6,})")
+
+
+class Checkpoints:
+    """Writes checkpoints of one run and keeps the newest.
+
+    Args:
+        folder: made when the first is written.
+        keep: how many stay.
+
+    """
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def save(self, step: int, learner: LearnerGroup, state: dict[str, Any]) -> Path:
+        """Write the checkpoint of ``step`` and return its folder. A kill at any moment leaves all older ones whole.
+
+        Args:
+            step: finished optimizer steps.
+            learner: saves itself into the folder.
+            state: JSON-able; the driver's random states are added under ``random``.
+
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        target = self.folder / f"step_{step:06d}"
+        part = partial_path(target)
+        shutil.rmtree(part, ignore_errors=True)
+        learner.save(part)
+        (part / STATE).write_text(json.dumps(state | {"random": random_states()}), encoding="utf-8")
+        publish(part, target)
+        self._drop_old()
+        return target
+
+    def _drop_old(self) -> None:
+        for folder in whole_checkpoints(self.folder)[: -self.keep]:
+            doomed = partial_path(folder)
+            os.replace(
+                folder, doomed
+            )  # a kill while deleting must not leave half a checkpoint under a whole one's name
+            shutil.rmtree(doomed)
+
+
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in ``folder``, oldest first; those half written are not among them."""
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if (path / STATE).is_file()]
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest whole checkpoint in ``folder``, or None."""
+    found = whole_checkpoints(folder)
+    return found[-1] if found else None
+
+
+def clear_partial(folder: Path) -> None:
+    """Delete what a kill left half written. Call it when no other process writes there."""
+    for path in folder.glob(f"*{PARTIAL}"):
+        shutil.rmtree(path)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the driver's state of a checkpoint and restore its random states.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+
+    """
+    try:
+        state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        restore_random(state["random"])
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{checkpoint} is no whole checkpoint: {STATE}: {error!r}") from error
+    return state
+
+
+def random_states() -> dict[str, Any]:
+    """Return this process's torch, NumPy and Python random states as JSON-able data."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, numbers, next_gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss],
+        "python": [version, list(numbers), next_gauss],
+    }
+
+
+def restore_random(states: dict[str, Any]) -> None:
+    """Restore what `random_states` returned."""
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8))
+    kind, keys, position, has_gauss, gauss = states["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, gauss))
+    version, numbers, next_gauss = states["python"]
+    random.setstate((version, tuple(numbers), next_gauss))

@@ -1,0 +1,50 @@
+"""Where a rank computes."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from agentrl.config.learner import LearnerConfig
+from agentrl.errors import ConfigError
+
+
+def pick_device(config: LearnerConfig, *, local_rank: int) -> torch.device:
+    """Return this rank's device and set its CPU threads.
+
+    Args:
+        config: ``device`` and ``threads`` are read.
+        local_rank: which of the GPUs that this process sees.
+
+    Raises:
+        ConfigError: ``learner.device=cuda`` without a GPU.
+
+    """
+    kind = resolve_device(config)
+    if kind == "cuda":
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    torch.set_num_threads(config.threads or max(1, _cores() // config.workers))
+    return torch.device("cpu")
+
+
+def resolve_device(config: LearnerConfig) -> str:
+    """Return ``cpu`` or ``cuda`` for ``learner.device``.
+
+    Raises:
+        ConfigError: ``learner.device=cuda`` without a GPU.
+
+    """
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("learner.device=cuda, but torch finds no GPU; set learner.device=cpu")
+    return config.device
+
+
+def _cores() -> int:
+    """Return the cores that this process may use; not every system can say which those are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,38 @@
+"""Folders that appear whole or not at all: written beside their place, then renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+PARTIAL = ".partial"
+"""Suffix of a folder still being written, or left behind by a kill."""
+
+
+def partial_path(folder: Path) -> Path:
+    """Return where to write what will become ``folder``: beside it, so that renaming is atomic."""
+    return folder.with_name(folder.name + PARTIAL)
+
+
+def publish(part: Path, folder: Path) -> None:
+    """Bring ``part`` to the disk and rename it to ``folder``; an older ``folder`` is replaced."""
+    for path in [*part.rglob("*"), part]:
+        _sync(path)
+    if folder.exists():
+        old = folder.with_name(folder.name + ".old" + PARTIAL)
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(folder, old)
+        os.replace(part, folder)
+        shutil.rmtree(old)
+    else:
+        os.replace(part, folder)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,130 @@
+"""A Hugging Face causal model as the learner sees it: packed tokens in, log-probabilities at chosen positions out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from agentrl.config.learner import LearnerConfig
+from agentrl.errors import ModelError
+from agentrl.learner.fsdp.attention import IMPLEMENTATION, PackedRows, packed_rows
+from agentrl.models.load import load_model
+
+
+class PolicyModel(nn.Module):
+    """Wraps the model so that one ``forward``, and with it one set of FSDP hooks, covers body and head.
+
+    Logits exist only where they are asked for, and only ``logits_chunk`` of them at a time.
+    """
+
+    def __init__(self, model: Any, logits_chunk: int) -> None:
+        super().__init__()
+        self.hf = model
+        self.logits_chunk = logits_chunk
+
+    def forward(
+        self,
+        token_ids_R_L: torch.Tensor,
+        position_ids_R_L: torch.Tensor,
+        packed: PackedRows,
+        at_N: torch.Tensor,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Score the tokens at ``at_N`` given those before them in their row.
+
+        Args:
+            token_ids_R_L: int64.
+            position_ids_R_L: int64, from 0 in every row.
+            packed: where the rows lie.
+            at_N: int64, flat positions of the tokens to score, none a row's first.
+            temperature: logits are divided by it.
+
+        Returns:
+            float32 ``[N]`` log-probabilities, and entropies (nats, no gradient) of the distributions they are from.
+
+        """
+        hidden = self.hf.base_model(
+            input_ids=token_ids_R_L, position_ids=position_ids_R_L, use_cache=False, packed=packed
+        ).last_hidden_state
+        hidden_N_H = hidden.flatten(0, 1).index_select(0, at_N - 1)
+        targets_N = token_ids_R_L.flatten().index_select(0, at_N)
+        if len(targets_N) <= self.logits_chunk:
+            return self._score(hidden_N_H, targets_N, temperature)
+        parts = [
+            checkpoint(self._score, hidden, targets, temperature, use_reentrant=False, preserve_rng_state=False)
+            for hidden, targets in zip(
+                torch.split(hidden_N_H, self.logits_chunk), torch.split(targets_N, self.logits_chunk), strict=True
+            )
+        ]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    def _score(
+        self, hidden_N_H: torch.Tensor, targets_N: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probabilities and entropies; softmax in float32 at least, whatever the head computes in."""
+        logits_N_V = self.hf.get_output_embeddings()(hidden_N_H)
+        logits_N_V = logits_N_V.to(torch.promote_types(logits_N_V.dtype, torch.float32))
+        log_N_V = torch.log_softmax(logits_N_V / temperature, -1)
+        with torch.no_grad():
+            entropy_N = -(log_N_V.exp() * log_N_V).sum(-1)
+        return -F.nll_loss(log_N_V, targets_N, reduction="none"), entropy_N
+
+
+def load_policy(folder: Path, config: LearnerConfig) -> PolicyModel:
+    """Load ``folder`` in float32 on the CPU, with packed attention, and prove that its logits are what we compute.
+
+    Raises:
+        ModelError: the folder cannot be loaded, or the architecture does more than a head on hidden states.
+
+    """
+    model: Any = load_model(folder, torch.float32, IMPLEMENTATION)
+    model.train()
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = PolicyModel(model, config.logits_chunk)
+    _check_head(policy, folder)
+    return policy
+
+
+@torch.no_grad()
+def _check_head(policy: PolicyModel, folder: Path) -> None:
+    """Some architectures scale or cap logits after the head; training on others than the engine's would be wrong."""
+    ids = torch.arange(1, 5)[None]
+    positions = torch.arange(4)[None]
+    packed = packed_rows(positions, torch.zeros_like(positions))
+    logits = policy.hf(input_ids=ids, position_ids=positions, use_cache=False, packed=packed).logits[0]
+    expected = logits.float().log_softmax(-1)[torch.arange(3), ids[0, 1:]]
+    found, _ = policy(ids, positions, packed, torch.arange(1, 4), 1.0)
+    if not torch.allclose(found, expected, atol=1e-4, rtol=1e-4):
+        raise ModelError(
+            f"{folder}: {type(policy.hf).__name__} changes logits after its head, which the fsdp learner lacks; "
+            "choose another model.path"
+        )
+
+
+def shard(policy: PolicyModel, mesh: DeviceMesh, config: LearnerConfig) -> FSDPModule:
+    """Shard the parameters over ``mesh``, a unit a decoder layer and one for the rest. Gradients add up over ranks.
+
+    Returns:
+        ``policy`` itself, which ``fully_shard`` has given FSDP's methods.
+
+    """
+    blocks = set(getattr(policy.hf, "_no_split_modules", None) or ())
+    layers = [module for module in policy.modules() if type(module).__name__ in blocks]
+    assert layers, f"{type(policy.hf).__name__} names no decoder layer in _no_split_modules"
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=config.reshard_after_forward)
+    fully_shard(policy, mesh=mesh, reshard_after_forward=False)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            # A loss is a plain sum with its denominator in the weights: averaging over ranks would shrink it.
+            module.set_gradient_divide_factor(1.0)
+    assert isinstance(policy, FSDPModule)
+    return policy

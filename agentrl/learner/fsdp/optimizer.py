@@ -1,0 +1,47 @@
+"""Optimizers over sharded parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from agentrl.config.learner import OptimizerConfig
+
+
+def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+    """Return AdamW over everything, or Muon over the layers' matrices and AdamW over the rest.
+
+    Args:
+        model: its parameters are trained.
+        head: the output head; with the embeddings it is left to AdamW.
+        config: names and rates.
+
+    """
+    if config.name == "adamw":
+        return [_adamw(list(model.parameters()), config)]
+    outer = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    outer |= {id(p) for p in head.parameters()}
+    matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in outer]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    muon = torch.optim.Muon(
+        matrices,
+        lr=config.lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return [muon, _adamw(rest, config)]
+
+
+def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
+    return torch.optim.AdamW(parameters, lr=config.lr, fused=True, **options)
+
+
+def learning_rate(config: OptimizerConfig, step: int, scale: float) -> float:
+    """Return the rate of the step after ``step`` finished ones: linear warm-up, times the batch's factor."""
+    warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    return config.lr * warm * scale

@@ -1,0 +1,155 @@
+"""A rank's state on disk.
+
+::
+
+    folder/
+      model/         Hugging Face folder: float32 safetensors, configuration, the tokenizer's files
+      optimizer/     torch.distributed.checkpoint: loads on any number of ranks
+      random/        one file a rank: torch, CUDA, NumPy and Python states
+      learner.json   finished steps, optimizer, number of ranks, shapes of all weights; written last
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+
+from agentrl.errors import CheckpointError
+from agentrl.learner.files import partial_path, publish
+
+if TYPE_CHECKING:
+    from agentrl.learner.fsdp.rank import FsdpRank
+
+ALL_IN_ONE_BUCKET = 1 << 62
+COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+"""What a model folder holds beside weights: configuration, tokenizer and chat template."""
+NOT_COPIED = ("model.safetensors.index.json", "config.json")
+
+
+def save_state(rank: FsdpRank, folder: Path) -> None:
+    """Write ``folder`` beside its place and move it there once whole. Collective."""
+    part = partial_path(folder)
+    if dist.get_rank() == 0:
+        shutil.rmtree(part, ignore_errors=True)
+        (part / "random").mkdir(parents=True)
+        (part / "model").mkdir()
+    dist.barrier()
+    [tensors] = rank.weights(ALL_IN_ONE_BUCKET)
+    if dist.get_rank() == 0:
+        _write_model(rank, tensors, part / "model")
+    torch.save(_random_states(rank.device), part / "random" / f"rank_{dist.get_rank():05d}.pt")
+    save_sharded(_optimizer_states(rank), checkpoint_id=part / "optimizer")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (part / "learner.json").write_text(json.dumps(_description(rank), indent=1), encoding="utf-8")
+        publish(part, folder)
+    dist.barrier()
+
+
+def load_state(rank: FsdpRank, folder: Path) -> None:
+    """Take over weights, optimizer and random states. Collective.
+
+    Raises:
+        CheckpointError: see `LearnerRank.load`.
+
+    """
+    found = _read_description(folder)
+    expected = _description(rank)
+    for key in ("optimizer", "shapes"):
+        if found[key] != expected[key]:
+            raise CheckpointError(f"{folder} was written with another {key}: {_difference(found[key], expected[key])}")
+    try:
+        weights = load_file(folder / "model" / "model.safetensors")
+        full = StateDictOptions(full_state_dict=True, strict=False)
+        set_model_state_dict(rank.model, {f"hf.{name}": value for name, value in weights.items()}, options=full)
+        states = _optimizer_states(rank)
+        load_sharded(states, checkpoint_id=folder / "optimizer")
+    except Exception as error:  # torch.distributed.checkpoint and safetensors raise errors of many kinds
+        raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {error}") from error
+    for index, optimizer in enumerate(rank.optimizers):
+        set_optimizer_state_dict(rank.model, optimizer, states[str(index)])
+    rank.step = int(found["step"])
+    _restore_random(folder / "random" / f"rank_{dist.get_rank():05d}.pt", rank.device)
+
+
+def _write_model(rank: FsdpRank, tensors: list[tuple[str, torch.Tensor]], folder: Path) -> None:
+    for pattern in COPIED:
+        for file in rank.source.glob(pattern):
+            if file.name not in NOT_COPIED:
+                shutil.copyfile(file, folder / file.name)
+    model: Any = rank.model.hf
+    model.config.dtype = torch.float32
+    model.config.save_pretrained(folder)
+    state = {name: tensor.cpu().contiguous() for name, tensor in tensors}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _optimizer_states(rank: FsdpRank) -> dict[str, Any]:
+    """Return each optimizer's state by parameter name, sharded; zeros where no step has been taken yet."""
+    return {str(i): get_optimizer_state_dict(rank.model, optimizer) for i, optimizer in enumerate(rank.optimizers)}
+
+
+def _description(rank: FsdpRank) -> dict[str, Any]:
+    return {
+        "step": rank.step,
+        "optimizer": rank.config.optimizer.name,
+        "ranks": dist.get_world_size(),
+        "shapes": {name: list(parameter.shape) for name, parameter in rank.model.hf.named_parameters()},
+    }
+
+
+def _read_description(folder: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder / "learner.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} is no whole checkpoint: learner.json: {error}") from error
+    return found
+
+
+def _difference(found: Any, expected: Any) -> str:
+    if not isinstance(found, dict):
+        return f"{found!r}, this run has {expected!r} (learner.optimizer.name)"
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            return f"{name} is {found.get(name)}, in this run's model {expected.get(name)} (model.path)"
+    return "the order of weights"
+
+
+def _random_states(device: torch.device) -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "python": random.getstate(),
+    }
+
+
+def _restore_random(file: Path, device: torch.device) -> None:
+    """Restore this rank's states; a rank that the writing run did not have keeps those of its seed."""
+    if not file.is_file():
+        return
+    states = torch.load(file, weights_only=True)
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))

@@ -1,0 +1,67 @@
+"""A learner in the calling process: one rank, no Ray. For tests, tools and debugging; training runs use the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from agentrl.config.algo import AlgoConfig
+from agentrl.config.learner import LearnerConfig
+from agentrl.learner.base import LearnerRank, RowLogprobs, split
+from agentrl.learner.device import pick_device
+
+if TYPE_CHECKING:
+    from agentrl.batch.microbatch import GlobalBatch
+
+
+def make_rank(folder: Path, config: LearnerConfig, algo: AlgoConfig, *, device: torch.device, seed: int) -> LearnerRank:
+    """Return this process's rank of the backend that ``learner.backend`` names; the process group must exist."""
+    from agentrl.learner.fsdp.rank import FsdpRank
+
+    backends: dict[str, type[FsdpRank]] = {"fsdp": FsdpRank}
+    return backends[config.backend](folder, config, algo, device=device, seed=seed)
+
+
+class LocalLearnerGroup:
+    """Implements `agentrl.protocols.LearnerGroup` with one rank in this process."""
+
+    def __init__(self, folder: Path, config: LearnerConfig, algo: AlgoConfig, *, seed: int) -> None:
+        device = pick_device(config, local_rank=0)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(seconds=config.step_timeout_s)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        try:
+            self.rank = make_rank(folder, config, algo, device=device, seed=seed)
+        except BaseException:
+            dist.destroy_process_group()
+            raise
+
+    def train_step(self, batch: GlobalBatch) -> dict[str, float]:
+        """Take one optimizer step; see `LearnerGroup.train_step`."""
+        return self.rank.train_step(split(batch, 1)[0])
+
+    def logprobs(self, batch: GlobalBatch) -> RowLogprobs:
+        """Return log-probabilities by row; see `LearnerGroup.logprobs`."""
+        return self.rank.logprobs(split(batch, 1)[0])
+
+    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Iterate over the weights; see `LearnerGroup.weights`."""
+        return self.rank.weights(bucket_bytes)
+
+    def save(self, folder: Path) -> None:
+        """Write the state; see `LearnerGroup.save`."""
+        self.rank.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Read the state; see `LearnerGroup.load`."""
+        self.rank.load(folder)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self.rank.close()
