@@ -126,5 +126,6 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, config: LearnerConfig) -> FSDPM
         if isinstance(module, FSDPModule):
             # A loss is a plain sum with its denominator in the weights: averaging over ranks would shrink it.
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo lacks the scaled sum taken otherwise
     assert isinstance(policy, FSDPModule)
     return policy
