@@ -51,6 +51,7 @@ def check_env(env_factory: Callable[[], Env], *, task: Task | None = None, respo
     env = env_factory()
     require(isinstance(env, Env), f"{type(env).__name__} must be a subclass of agentrl.Env")
     name = type(env).__name__
+    before = _global_random_state()
     try:
         gymnasium_check_env(env, skip_render_check=True)
     except (AssertionError, TypeError, ValueError, AttributeError, AgentrlError) as error:
@@ -60,7 +61,6 @@ def check_env(env_factory: Callable[[], Env], *, task: Task | None = None, respo
         fits = isinstance(value, tuple) and all(isinstance(item, str) and item for item in value)
         require(fits, f"{name}.{attribute} must be a tuple of strings that are not empty, it is {value!r}")
     task = task or env.example_task()
-    before = _global_random_state()
     records = [_Record(env_factory, task, seed, respond) for seed in range(_EPISODES)]
     for record in records:
         record.play()

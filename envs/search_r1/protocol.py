@@ -59,7 +59,7 @@ def parse(said: str) -> Parsed:
 
 
 def document(index: int, contents: str) -> str:
-    """Return one retrieved document, ``contents`` being ``"title"\\ntext``, as line ``index`` of the information."""
+    r"""Return one retrieved document, ``contents`` being ``"title"\ntext``, as line ``index`` of the information."""
     title, _, text = contents.partition("\n")
     return f"Doc {index}(Title: {title}) {text}\n"
 

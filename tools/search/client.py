@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any, NamedTuple
 
 import httpx
@@ -52,6 +53,7 @@ class SearchClient:
 
         Raises:
             ToolFailure: the server failed or could not be reached, after all retries.
+
         """
         asked = parse_call(call, self._options.topk)
         if isinstance(asked, ToolResult):
@@ -69,7 +71,7 @@ class SearchClient:
         if len(batch) == 1:
             task = asyncio.create_task(self._flush(batch, key))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(partial(self._ended, batch))
         elif len(batch) == BATCH:
             del self._waiting[key]
         return answer
@@ -78,22 +80,20 @@ class SearchClient:
         await asyncio.sleep(WINDOW_S)
         if self._waiting.get(key) is batch:
             del self._waiting[key]
-        try:
-            found = await self._post(batch, *key)
-        except (ToolFailure, _Refused) as error:
-            for waiting in batch:
-                if not waiting.answer.done():
-                    waiting.answer.set_exception(type(error)(*error.args))
-            return
-        except asyncio.CancelledError:
-            # A future's `cancel` would look to each caller as if it had been cancelled itself.
-            for waiting in batch:
-                if not waiting.answer.done():
-                    waiting.answer.set_exception(ToolFailure("the search client was closed during the call"))
-            raise
+        found = await self._post(batch, *key)
         for waiting, hits in zip(batch, found, strict=True):
             if not waiting.answer.done():
                 waiting.answer.set_result(hits)
+
+    def _ended(self, batch: list[_Waiting], task: asyncio.Task[None]) -> None:
+        """Leave no caller waiting when the request failed, or the client was closed before it was even sent."""
+        self._tasks.discard(task)
+        closed = ToolFailure("the search client was closed during the call")
+        fault = closed if task.cancelled() else task.exception()
+        for waiting in batch:
+            if fault is not None and not waiting.answer.done():
+                # Each caller raises an error of its own: a shared one would gather everybody's traceback.
+                waiting.answer.set_exception(type(fault)(*fault.args))
 
     async def _post(self, batch: list[_Waiting], topk: int, corpus: str | None) -> list[list[Hit]]:
         body: dict[str, Any] = {

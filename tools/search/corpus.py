@@ -1,4 +1,4 @@
-"""Corpora on disk: JSONL files of ``{"id", "contents"}``, contents being ``"title"\\ntext``."""
+r"""Corpora on disk: JSONL files of ``{"id", "contents"}``, contents being ``"title"\ntext``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def read_corpus(path: Path, key: str) -> Iterator[Document]:
 
     Raises:
         ConfigError: there is no such file, or a line is not a document; with file, line and field.
+
     """
     if not path.is_file():
         raise ConfigError(f"{key}: there is no file {path}")

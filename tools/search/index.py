@@ -33,6 +33,7 @@ class Index:
 
         Raises:
             ConfigError: there is none, or none has a word in it.
+
         """
         self._documents = [{"id": row["id"], "contents": row["contents"]} for row in documents]
         words = _words([row["contents"] for row in self._documents])
@@ -70,6 +71,7 @@ class Corpora:
 
         Raises:
             ConfigError: there is none, or one is empty.
+
         """
         if not documents:
             raise ConfigError(f"{key}: no corpus given")
@@ -80,6 +82,7 @@ class Corpora:
 
         Raises:
             UnknownNameError: there is no such corpus, or no name was given and there are several.
+
         """
         if corpus is None and len(self.indexes) == 1:
             return next(iter(self.indexes.values())).search(queries, topk)

@@ -34,6 +34,7 @@ class SearchOptions(BaseModel):
 
         Raises:
             ConfigError: an unknown option or a value that does not fit, by key.
+
         """
         try:
             return cls(**options)

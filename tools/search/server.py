@@ -53,6 +53,7 @@ def parse_request(body: Any, topk: int) -> Retrieval:
 
     Raises:
         ValueError: a field that is missing or does not fit.
+
     """
     if not isinstance(body, Mapping):
         raise ValueError(f"expected an object with 'queries' or 'query', found {type(body).__name__}")
@@ -90,6 +91,7 @@ class Retriever:
 
         Raises:
             UnknownNameError: there is no such corpus.
+
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._retrieve, asked)
 
@@ -151,6 +153,7 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         PortInUseError: something else does.
         ConfigError: the address is not this machine's.
+
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
@@ -174,6 +177,7 @@ def serve(corpora: Sequence[str], *, host: str, port: int, topk: int) -> None:
     Raises:
         ConfigError: a corpus that cannot be read, or two of one name.
         PortInUseError: something else listens on ``port``.
+
     """
     exit_with_parent()
     if not 1 <= topk <= MAX_TOPK:

@@ -42,6 +42,7 @@ class SearchService(ToolService):
         Raises:
             ConfigError: a corpus that cannot be read.
             PortInUseError: something else listens on ``--port``.
+
         """
         from .server import serve
 

@@ -1,0 +1,121 @@
+"""The contract check finds each fault that it says it looks for."""
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentrl import Env, Message, Task, ToolCall, ToolCalls, ToolResults
+from agentrl.env import Step
+from agentrl.testing import ContractError, check_env
+from agentrl.types import Action
+
+
+class Guess(Env):
+    """Ends after three turns; says a random number each time; searches when told to."""
+
+    stop = ("</search>",)
+    tool_names = ("search",)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.turn = 0
+        self.calls = 0
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Action) -> Step:
+        if isinstance(action, Message) and action.content.startswith("<search>"):
+            self.calls += 1
+            return ToolCalls((ToolCall(self.call_id(), "search", {"query": "x"}),)), 0.0, False, False, {}
+        self.turn += 1
+        heard = action.results[0].content if isinstance(action, ToolResults) else ""
+        said = Message("user", f"{heard}{self.number()}")
+        return (said,), self.reward(), self.turn == 3, False, {"metrics": self.metrics()}
+
+    def call_id(self) -> str:
+        return f"c{self.calls}"
+
+    def number(self) -> int:
+        return int(self.np_random.integers(1000))
+
+    def reward(self) -> float:
+        return 1.0
+
+    def metrics(self) -> Any:
+        return {"turns": float(self.turn)}
+
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "turn": self.turn, "calls": self.calls}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state(state)
+        self.turn, self.calls = state["turn"], state["calls"]
+
+
+def broken(**methods: Callable[..., Any] | Any) -> type[Env]:
+    return type("Broken", (Guess,), methods)
+
+
+shared: list[int] = []
+
+
+def drawn_from_the_class(self: Guess) -> int:
+    shared.append(1)
+    return len(shared)
+
+
+def test_a_good_environment_passes() -> None:
+    check_env(Guess)
+    check_env(Guess, task=Task("other", (Message("user", "Other?"),)))
+
+
+def test_all_the_calls_are_answered_by_what_was_given() -> None:
+    seen: list[str] = []
+
+    def respond(call: ToolCall) -> Any:
+        from agentrl import ToolResult, ToolStatus
+
+        seen.append(call.name)
+        return ToolResult(call.id, ToolStatus.OK, "found")
+
+    check_env(Guess, respond=respond)
+    assert set(seen) == {"search"}
+
+
+@pytest.mark.parametrize(
+    ("methods", "fault"),
+    [
+        ({"number": lambda self: random.randrange(1000)}, r"episode does not replay|gymnasium"),
+        ({"number": lambda self: int(np.random.randint(2))}, r"does not replay|global random|gymnasium"),
+        ({"number": lambda self: int(0 * random.random())}, r"global random generators"),
+        ({"number": drawn_from_the_class}, r"does not replay|gymnasium"),
+        ({"reward": lambda self: float("nan")}, r"finite float|gymnasium"),
+        ({"metrics": lambda self: {"turns": 1}}, r"dict of finite floats by name"),
+        ({"metrics": lambda self: {"turns": float("inf")}}, r"dict of finite floats by name"),
+        ({"call_id": lambda self: "same"}, r"uses the call id 'same' twice"),
+        ({"tool_names": ()}, r"calls 'search', which is not in its tool_names"),
+        ({"tool_names": ["search"]}, r"tool_names must be a tuple of strings"),
+        ({"stop": ("",)}, r"stop must be a tuple of strings that are not empty"),
+        ({"get_state": lambda self: {"turn": object()}}, r"get_state must be JSON-able"),
+        ({"get_state": lambda self: {**Guess.get_state(self), 1: 2}}, r"get_state changes when it goes through JSON"),
+        ({"set_state": lambda self, state: Env.set_state(self, state)}, r"does not bring back the state"),
+        ({"get_state": Env.get_state, "set_state": Env.set_state}, r"after set_state of step"),
+        ({"step": lambda self, action: ("text", 0.0, False, False, {})}, r"tuple of Messages|gymnasium"),
+    ],
+)
+def test_a_fault_is_named(methods: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ContractError, match=fault):
+        check_env(broken(**methods))
+
+
+def test_what_is_no_environment_is_refused() -> None:
+    with pytest.raises(ContractError, match="dict must be a subclass"):
+        check_env(dict)  # type: ignore[arg-type]
+
+
+def test_the_states_go_through_json() -> None:
+    env = Guess()
+    env.reset(seed=1)
+    assert json.loads(json.dumps(env.get_state())) == env.get_state()

@@ -1,0 +1,167 @@
+"""Ranking, ties, corpora on disk, and the search in the process."""
+
+from pathlib import Path
+
+import pytest
+from agentrl_tools.search import SearchService
+from agentrl_tools.search.corpus import parse_corpus_option, read_corpus, write_corpus
+from agentrl_tools.search.index import Corpora, Index
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl import Task, TaskSet, ToolCall, ToolStatus
+from agentrl.errors import ConfigError, UnknownNameError
+
+
+def rows(*contents: str) -> list[dict[str, str]]:
+    return [{"id": str(index), "contents": text} for index, text in enumerate(contents)]
+
+
+PLACES = rows('"Sadova"\nSadova is a town.', '"Remu"\nRemu is a land near Sadova.', '"Tamo Rilek"\nBorn in Remu.')
+
+
+def ids(hits: list[dict[str, object]]) -> list[str]:
+    return [hit["document"]["id"] for hit in hits]  # type: ignore[index]
+
+
+def test_the_best_comes_first_and_strangers_not_at_all() -> None:
+    sadova, tamo, nobody, empty = Index(PLACES).search(["SADOVA", "tamo, rilek!", "Xyzzy", " ?"], topk=3)
+    assert ids(sadova) == ["0", "1"]
+    assert sadova[0]["score"] > sadova[1]["score"] > 0
+    assert ids(tamo) == ["2"]
+    assert nobody == empty == []
+
+
+def test_ties_go_to_the_first_in_the_corpus() -> None:
+    index = Index(rows(*(f"same words {'x' if i == 7 else 'y'}" for i in range(20))))
+    (hits,) = index.search(["same x"], topk=4)
+    assert ids(hits) == ["7", "0", "1", "2"]
+
+
+@given(st.lists(st.text("abc ", min_size=1), min_size=1, max_size=8), st.text("abc "), st.integers(1, 10))
+def test_a_smaller_topk_is_a_prefix(contents: list[str], query: str, topk: int) -> None:
+    index = Index([*rows(*contents), {"id": "last", "contents": "a b c"}])
+    (some,), (everything,) = index.search([query], topk), index.search([query], 100)
+    assert some == everything[:topk]
+    scores = [hit["score"] for hit in everything]
+    assert scores == sorted(scores, reverse=True)
+    assert bool(everything) == any(word in text.split() for word in query.split() for text in [*contents, "a b c"])
+
+
+@given(st.text())
+def test_any_text_can_be_asked(query: str) -> None:
+    (hits,) = Index(PLACES).search([query], topk=2)
+    assert len(hits) <= 2
+
+
+def test_corpora_by_name() -> None:
+    corpora = Corpora({"train": PLACES, "eval": rows("another Sadova")})
+    assert len(corpora.search(["sadova"], 3, "train")[0]) == 2
+    assert len(corpora.search(["sadova"], 3, "eval")[0]) == 1
+    with pytest.raises(UnknownNameError, match="Did you mean 'train'"):
+        corpora.search(["sadova"], 3, "trian")
+    with pytest.raises(UnknownNameError, match="several: eval, train"):
+        corpora.search(["sadova"], 3)
+    assert Corpora({"only": PLACES}).search(["tamo"], 3) == Index(PLACES).search(["tamo"], 3)
+
+
+@pytest.mark.parametrize("documents", [[], rows("?!")])
+def test_a_corpus_without_words_is_refused(documents: list[dict[str, str]]) -> None:
+    with pytest.raises(ConfigError, match="--corpus train: the corpus holds no document"):
+        Corpora({"train": documents})
+
+
+def test_a_corpus_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "corpus.jsonl"
+    write_corpus(PLACES, path)
+    assert list(read_corpus(path, "--corpus")) == PLACES
+    path.write_text('{"id": 7, "contents": "x", "more": 1}\n\n')
+    assert list(read_corpus(path, "--corpus")) == [{"id": "7", "contents": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("{", "line 2 is no JSON"),
+        ("[1]", "line 2: expected an object .* found list"),
+        ('{"id": "1", "text": "x"}', "line 2 has no 'contents'; it has: 'id', 'text'"),
+        ('{"contents": "x"}', "line 2 has no 'id'"),
+        ('{"id": "1", "contents": null}', "line 2: 'contents' must be a string, it is None"),
+    ],
+)
+def test_a_bad_line_is_told_with_file_and_line(tmp_path: Path, line: str, fault: str) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"id": "0", "contents": "x"}\n' + line)
+    with pytest.raises(ConfigError, match=rf"--corpus: .*corpus\.jsonl, {fault}"):
+        list(read_corpus(path, "--corpus"))
+
+
+def test_a_corpus_file_that_does_not_exist() -> None:
+    with pytest.raises(ConfigError, match=r"--corpus: there is no file nowhere\.jsonl"):
+        list(read_corpus(Path("nowhere.jsonl"), "--corpus"))
+
+
+def test_corpus_options() -> None:
+    assert parse_corpus_option("a.jsonl") == ("default", Path("a.jsonl"))
+    assert parse_corpus_option("train=/x/a=b.jsonl") == ("train", Path("/x/a=b.jsonl"))
+    assert parse_corpus_option("/x/a=b.jsonl") == ("default", Path("/x/a=b.jsonl"))
+
+
+def test_local_search_answers_as_the_server_does() -> None:
+    search = SearchService.local({"train": PLACES}, {"topk": 1})
+    found = search(ToolCall("c", "search", {"query": "sadova"}))
+    assert (found.call_id, found.status, found.content) == ("c", ToolStatus.OK, '"Sadova"\nSadova is a town.')
+    assert ids(found.data) == ["0"]
+    assert len(search(ToolCall("c", "search", {"query": "sadova", "topk": 2})).data) == 2
+    nothing = search(ToolCall("c", "search", {"query": "xyzzy"}))
+    assert (nothing.status, nothing.content, nothing.data) == (ToolStatus.OK, "No document matches the query.", [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ({}, "'query' is a required property"),
+        ({"query": 1}, "is not of type 'string'"),
+        ({"query": "x", "topk": 0}, "less than the minimum"),
+        ({"query": "x", "corpus": "other"}, "unknown corpus 'other'"),
+        ({"query": "x", "k": 1}, "'k' was unexpected"),
+    ],
+)
+def test_a_bad_call_is_a_result(arguments: dict[str, object], fault: str) -> None:
+    result = SearchService.local({"train": PLACES})(ToolCall("c", "search", arguments))
+    assert (result.call_id, result.status) == ("c", ToolStatus.INVALID)
+    assert fault in result.content
+
+
+class Tasks(TaskSet):
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def split(self, name: str) -> list[Task]:
+        return []
+
+    def corpora(self) -> dict[str, list[dict[str, str]]]:
+        return dict.fromkeys(self.names, PLACES)
+
+
+def test_launch_arguments(tmp_path: Path) -> None:
+    service = SearchService()
+    arguments = service.launch_arguments({"topk": 2}, Tasks("train", "eval"), tmp_path)
+    assert arguments == [f"--corpus={name}={tmp_path / name}.jsonl" for name in ("train", "eval")] + ["--topk=2"]
+    assert list(read_corpus(tmp_path / "eval.jsonl", "")) == PLACES
+    given_file = service.launch_arguments({"corpus": str(tmp_path / "train.jsonl")}, Tasks(), tmp_path)
+    assert given_file[0] == f"--corpus=default={tmp_path / 'train.jsonl'}"
+    named = service.launch_arguments({"corpus": {"x": str(tmp_path / "train.jsonl")}}, Tasks("train"), tmp_path)
+    assert named[0] == f"--corpus=x={tmp_path / 'train.jsonl'}"
+
+
+def test_launch_options_at_fault_name_their_key(tmp_path: Path) -> None:
+    service = SearchService()
+    with pytest.raises(ConfigError, match=r"tools\.search\.options\.corpus is not set, and Tasks brings no documents"):
+        service.launch_arguments({}, Tasks(), tmp_path)
+    with pytest.raises(ConfigError, match=r"tools\.search\.options\.corpus: there is no file"):
+        service.launch_arguments({"corpus": "nowhere.jsonl"}, Tasks(), tmp_path)
+    with pytest.raises(ConfigError, match=r"tools\.search\.options\.topk=0: .*"):
+        service.launch_arguments({"topk": 0}, Tasks("train"), tmp_path)
+    with pytest.raises(ConfigError, match=r"tools\.search\.options\.top_k=5: Extra .*\(options: topk, timeout_s"):
+        service.launch_arguments({"top_k": 5}, Tasks("train"), tmp_path)
