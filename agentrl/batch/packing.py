@@ -113,7 +113,7 @@ def _micro_batches(bins: list[_Bin], rows: Sequence[Row], ranks: int, tokens: in
     count = max(1, len(_cut(lengths, tokens)))
     count = -(-count // ranks) * ranks
     # The rounding up is spread: as few bins a group as `count` groups allow, instead of full groups and empty ones.
-    low, high = max(lengths, default=1), max([tokens, *lengths])
+    low, high = 1, tokens
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if len(_cut(lengths, middle)) <= count else (middle + 1, high)
@@ -146,7 +146,7 @@ def _tensors(
     provenance = np.zeros(shape, np.uint8)
     weight, advantage, logprobs = (np.zeros(shape, np.float32) for _ in range(3))
     keys: list[RowKey] = []
-    for number, bin_ in enumerate(group):
+    for number, bin_ in enumerate(group or [[]]):
         start = 0
         for index in bin_:
             source = rows[index]

@@ -128,6 +128,7 @@ class Trajectory:
         nodes = [
             {
                 "parent": node.parent,
+                "end": node.end,
                 "provenance": int(node.provenance),
                 "token_ids": node.token_ids.tolist(),
                 "logprobs": node.logprobs.tolist(),
@@ -143,10 +144,17 @@ class Trajectory:
         """Return the graph that `to_state` wrote."""
         graph = cls()
         for node in state["nodes"]:
-            graph._tip = node["parent"]
-            logprobs, versions = np.array(node["logprobs"], np.float32), np.array(node["versions"], np.int32)
-            graph._add(Provenance(node["provenance"]), np.array(node["token_ids"], np.int32), logprobs, versions,
-                       node["request_id"])  # fmt: skip
+            graph.nodes.append(
+                Node(
+                    node["parent"],
+                    node["end"],
+                    Provenance(node["provenance"]),
+                    np.array(node["token_ids"], np.int32),
+                    np.array(node["logprobs"], np.float32),
+                    np.array(node["versions"], np.int32),
+                    node["request_id"],
+                )
+            )
         graph._tip = state["tip"]
         graph._path = tuple(index for node in graph._nodes_to(graph._tip) for index in node.token_ids.tolist())
         return graph

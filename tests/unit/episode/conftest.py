@@ -1,0 +1,43 @@
+import hypothesis
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from agentrl.render.template import ChatTemplateRenderer
+
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repeatable")
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FORGETS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ '…' if m.role == 'assistant' and not loop.last else m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Leaves out what the policy said before, so every turn must be rendered anew."""
+
+
+def _renderer(template: str) -> ChatTemplateRenderer:
+    vocabulary = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    base = Tokenizer(models.BPE(vocabulary, []))
+    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    base.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="<|im_end|>", pad_token="<|pad|>")
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]}, replace_extra_special_tokens=False)
+    made.chat_template = template
+    return ChatTemplateRenderer(made)
+
+
+@pytest.fixture(scope="session")
+def renderer() -> ChatTemplateRenderer:
+    """One token a byte, and a template that leaves earlier turns alone."""
+    return _renderer(CHATML)
+
+
+@pytest.fixture(scope="session")
+def forgetful() -> ChatTemplateRenderer:
+    """One token a byte, and a template that changes earlier turns."""
+    return _renderer(FORGETS)

@@ -1,0 +1,37 @@
+import pytest
+
+from agentrl.config.failure import FailureConfig
+from agentrl.episode.failure import FailurePolicy
+from agentrl.episode.limits import Limits
+from agentrl.types import Failure, FailureKind
+
+
+@pytest.mark.parametrize(("prompt", "room"), [(10, 20), (80, 20), (90, 10), (100, 0), (101, -1)])
+def test_room(prompt, room):
+    assert Limits(max_turns=1, max_tokens=100, max_seconds=1, max_new_tokens=20).room(prompt) == room
+
+
+@pytest.mark.parametrize("name", ["max_turns", "max_tokens", "max_seconds", "max_new_tokens"])
+def test_limits_that_allow_nothing_are_refused(name):
+    given = {"max_turns": 1, "max_tokens": 1, "max_seconds": 1.0, "max_new_tokens": 1} | {name: 0}
+    with pytest.raises(ValueError, match=f"{name}=0"):
+        Limits(**given)
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_every_kind_of_failure_has_a_key(kind):
+    policy = FailurePolicy(FailureConfig(**{kind.value: "stop"}))
+    for other in FailureKind:
+        action = policy.decide(Failure(other, "E", "m"), 0)
+        assert (action == "stop") == (other is kind)
+
+
+def test_retries_end_in_dropping():
+    policy = FailurePolicy(FailureConfig(tool="retry", max_retries=2))
+    failure = Failure(FailureKind.TOOL, "ToolFailure", "gone")
+    assert [policy.decide(failure, attempt) for attempt in range(4)] == ["retry", "retry", "drop", "drop"]
+
+
+@pytest.mark.parametrize(("share", "dropped", "stops"), [(0.5, 2, False), (0.5, 3, True), (0, 1, True), (1, 4, False)])
+def test_too_many(share, dropped, stops):
+    assert FailurePolicy(FailureConfig(max_failed_share=share)).too_many(dropped, 4) == stops

@@ -1,0 +1,464 @@
+import asyncio
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from agentrl.batch.provenance import check_rows
+from agentrl.config.failure import FailureConfig
+from agentrl.env import AsyncEnv, Env
+from agentrl.episode.bench import bench_rollout
+from agentrl.episode.failure import FailurePolicy
+from agentrl.episode.limits import Limits
+from agentrl.episode.play import Episode
+from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.episode.state import EpisodeState
+from agentrl.errors import ConfigError, RunStopped, SamplerError, ToolFailure
+from agentrl.task import Task
+from agentrl.testing import ScriptedSampler
+from agentrl.tool import tool
+from agentrl.types import (
+    FailureKind,
+    Message,
+    Provenance,
+    SamplingParams,
+    StopReason,
+    ToolCall,
+    ToolCalls,
+    ToolResult,
+    ToolResults,
+    ToolStatus,
+)
+
+
+class Guess(Env):
+    """Answers every word with a number drawn from ``np_random``; ``done`` ends it, ``raise`` breaks it."""
+
+    def reset(self, *, seed=None, options=None):
+        observation, info = super().reset(seed=seed, options=options)
+        self.words = 0
+        return observation, info
+
+    def step(self, action):
+        self.words += 1
+        if action.content == "raise":
+            raise ZeroDivisionError("by zero")
+        info = {"metrics": {"words": float(self.words)}}
+        number = int(self.np_random.integers(1000))
+        return (Message("user", f"n{number}"),), 0.5, action.content == "done", action.content == "cut", info
+
+    def get_state(self):
+        return {**super().get_state(), "words": self.words}
+
+    def set_state(self, state):
+        super().set_state(state)
+        self.words = state["words"]
+
+
+class Searcher(Env):
+    """Every word but ``done`` is looked up, twice at once."""
+
+    stop = ("!",)
+    tool_names = ("search",)
+
+    def step(self, action):
+        if isinstance(action, ToolResults):
+            said = "".join(f"[{result.status.value}:{result.content}]" for result in action.results)
+            return (Message("user", said, inline=True),), 1.0, False, False, {}
+        if action.content.startswith("done"):
+            return (), 0.0, True, False, {}
+        calls = tuple(ToolCall(f"{action.content}-{n}", self.tool_names[0], {"query": n}) for n in range(2))
+        return ToolCalls(calls), 0.25, False, False, {}
+
+
+class Client:
+    """A tool client that answers with the query; ``error`` is raised in its place."""
+
+    def __init__(self, error=None, status=ToolStatus.OK):
+        self.error, self.status = error, status
+        self.running = self.most_running = 0
+        self.closed = []
+
+    async def call(self, call, *, episode_id):
+        self.running += 1
+        self.most_running = max(self.running, self.most_running)
+        await asyncio.sleep(0.001)
+        self.running -= 1
+        if self.error is not None:
+            raise self.error
+        return ToolResult(call.id, self.status, f"{episode_id}:{call.arguments['query']}")
+
+    async def close_session(self, episode_id):
+        self.closed.append(episode_id)
+
+    async def aclose(self):
+        """Nothing to close."""
+
+
+def task(number=0):
+    return Task(f"t{number}", (Message("user", f"task {number}"),), metadata={"number": number})
+
+
+def build(
+    renderer,
+    script,
+    env=Guess,
+    *,
+    clients=None,
+    failure=None,
+    sampling=None,
+    concurrency=8,
+    cls=ScriptedSampler,
+    gate=None,
+    **limits,
+):
+    sampler = cls(script, encode=renderer.encode, end_token_id=renderer.end_token_id, version=7, gate=gate)
+    given = {"max_turns": 8, "max_tokens": 4096, "max_seconds": 30.0, "max_new_tokens": 128} | limits
+    runner = EpisodeRunner(
+        env_factory=env,
+        renderer=renderer,
+        sampler=sampler,
+        tool_clients=clients or {},
+        limits=Limits(**given),
+        sampling=sampling or SamplingParams(max_new_tokens=128),
+        failure=FailurePolicy(failure or FailureConfig()),
+        max_concurrency=concurrency,
+    )
+    return runner, sampler
+
+
+def play(renderer, script, env=Guess, **options):
+    runner, sampler = build(renderer, script, env, **options)
+    return asyncio.run(runner.run(task(), 1, "e")), sampler
+
+
+def sampled_text(renderer, row):
+    return renderer.decode(row.token_ids[row.mask == 1].tolist())
+
+
+def test_an_episode_from_prompt_to_reward(renderer):
+    """prompt | a<|im_end|> | \\n user n… opener | done<|im_end|>"""
+    rollout, sampler = play(renderer, ["a", "done"])
+    assert rollout.stop_reason is StopReason.TERMINATED
+    assert rollout.reward == 1.0
+    assert rollout.metrics == {"words": 2.0}
+    assert rollout.metadata == {"number": 0}
+    assert [turn.action for turn in rollout.turns] == ["a", "done"]
+    (row,) = rollout.rows
+    check_rows([row])
+    assert sampled_text(renderer, row) == "a<|im_end|>done<|im_end|>"
+    assert set(row.versions[row.mask == 1].tolist()) == {7}
+    assert row.request_ids == ("e/0", "e/1")
+    assert rollout.sampled_tokens == int(row.mask.sum()) == 7
+    first, second = sampler.asked
+    assert second.prompt.token_ids[: len(first.prompt.token_ids)] == first.prompt.token_ids
+    assert tuple(row.token_ids[: len(second.prompt.token_ids)].tolist()) == second.prompt.token_ids
+    assert renderer.decode(first.prompt.token_ids) == rollout.prompt
+    assert {asked.session_id for asked in sampler.asked} == {"e"}
+    assert sampler.closed == ["e"]
+
+
+def test_a_template_that_changes_the_past_forks_and_trains_each_turn_once(forgetful):
+    rollout, _ = play(forgetful, ["a", "b", "done"])
+    check_rows(rollout.rows)
+    assert len(rollout.rows) == 3
+    assert [sampled_text(forgetful, row) for row in rollout.rows] == [f"{w}<|im_end|>" for w in ("a", "b", "done")]
+
+
+def test_truncation_by_the_environment(renderer):
+    rollout, _ = play(renderer, ["cut"])
+    assert rollout.stop_reason is StopReason.TRUNCATED
+
+
+def test_max_turns_keeps_the_latest_metrics(renderer):
+    rollout, _ = play(renderer, ["a"] * 3, max_turns=3)
+    assert rollout.stop_reason is StopReason.MAX_TURNS
+    assert rollout.metrics == {"words": 3.0}
+    assert rollout.reward == 1.5
+
+
+def test_max_tokens_shrinks_the_last_turn(renderer):
+    size = len(renderer.render(task().prompt).token_ids)
+    rollout, sampler = play(renderer, ["abcdefgh"], max_tokens=size + 3)
+    assert sampler.asked[0].params.max_new_tokens == 3
+    assert rollout.stop_reason is StopReason.MAX_TOKENS
+    assert [turn.action for turn in rollout.turns] == ["abc"]  # cut by the length, and stepped all the same
+    assert rollout.metrics == {"words": 1.0}
+    assert len(rollout.rows[0].token_ids) == size + 3
+
+
+def test_a_prompt_that_leaves_no_room_is_the_tasks_fault(renderer):
+    rollout, _ = play(renderer, ["a"], max_tokens=10)
+    assert rollout.failure is not None
+    assert rollout.failure.kind is FailureKind.TASK
+    assert "rollout.max_tokens=10" in rollout.failure.message
+    assert rollout.dropped
+    assert rollout.rows == []
+
+
+def test_max_seconds_aborts_the_request_and_keeps_earlier_turns(renderer):
+    class Slow(ScriptedSampler):
+        aborted = ()
+
+        async def generate(self, prompt, params, **names):
+            if len(self.asked) == 1:
+                await asyncio.sleep(60)
+            return await super().generate(prompt, params, **names)
+
+        async def abort(self, request_id):
+            self.aborted += (request_id,)
+
+    rollout, sampler = play(renderer, ["a"], cls=Slow, max_seconds=0.2)
+    assert rollout.stop_reason is StopReason.MAX_TIME
+    assert sampler.aborted == ("e/1",)
+    assert sampler.closed == ["e"]
+    assert sampled_text(renderer, rollout.rows[0]) == "a<|im_end|>"
+    assert rollout.metrics == {"words": 1.0}
+
+
+def test_stop_strings_and_the_end_token_end_turns(renderer):
+    rollout, sampler = play(renderer, ["x!", "done!"], Searcher, clients={"search": Client()})
+    params = sampler.asked[0].params
+    assert params.stop == ("!",)
+    assert params.stop_token_ids == (renderer.end_token_id,)
+    assert rollout.stop_reason is StopReason.TERMINATED
+
+
+def test_calls_of_a_turn_run_at_once_and_their_answers_are_inline(renderer):
+    client = Client()
+    rollout, sampler = play(renderer, ["x!", "done!"], Searcher, clients={"search": client})
+    assert client.most_running == 2
+    assert client.closed == ["e"]
+    assert rollout.reward == 1.25
+    assert rollout.turns[0].observation == "[ok:e:0][ok:e:1]"
+    assert rollout.turns[0].reward == 1.25
+    asked = sampler.asked[1].prompt.token_ids
+    assert renderer.decode(asked).endswith("assistant\nx![ok:e:0][ok:e:1]")
+
+
+def test_an_unknown_tool_is_answered(renderer):
+    rollout, _ = play(renderer, ["x!", "done!"], Searcher, clients={"calculator": Client()})
+    assert "[invalid:there is no tool 'search'; there are: calculator]" in rollout.turns[0].observation
+
+
+@pytest.mark.parametrize("client", [Client(ToolFailure("gone")), Client(status=ToolStatus.UNAVAILABLE)])
+def test_a_tool_server_that_fails_is_retried_then_dropped(renderer, client):
+    rollout, sampler = play(renderer, ["x!", "done!"], Searcher, clients={"search": client})
+    assert rollout.failure is not None
+    assert rollout.failure.kind is FailureKind.TOOL
+    assert rollout.dropped
+    assert [asked.request_id for asked in sampler.asked] == ["e/0", "e~1/0", "e~2/0"]
+    assert client.closed == sampler.closed == ["e", "e~1", "e~2"]
+
+
+def test_the_environments_own_tools_are_run_for_the_policy(renderer):
+    @tool(timeout_s=1)
+    async def double(number: int) -> str:
+        """Double it."""
+        return str(2 * number)
+
+    class WithTools(Guess):
+        tools = (double,)
+
+    calls = ['<tool_call>{"name": "double", "arguments": {"number": 4}}</tool_call>', "<tool_call>oops</tool_call>"]
+    wrong = '<tool_call>{"name": "treble", "arguments": {}}</tool_call>'
+    rollout, sampler = play(renderer, [calls[0], calls[1], wrong, "done"], WithTools)
+    assert rollout.turns[0].observation == "8"
+    assert rollout.turns[1].observation.startswith("n")  # malformed: the environment hears it as text
+    assert rollout.turns[2].observation == "there is no tool 'treble'; there are: double"
+    assert rollout.metrics == {"words": 2.0}
+    assert "<|im_start|>tool\n8<|im_end|>" in renderer.decode(sampler.asked[1].prompt.token_ids)
+    assert len(rollout.rows) == 1
+
+
+@pytest.mark.parametrize("action", ["train", "drop", "retry", "stop"])
+def test_the_failure_policy_decides(renderer, action):
+    failure = FailureConfig(environment=action, max_retries=1)
+    if action == "stop":
+        with pytest.raises(RunStopped, match=r"failure\.environment=stop: EnvironmentFailure: Guess\.step.*by zero"):
+            play(renderer, ["a", "raise"], failure=failure)
+        return
+    rollout, sampler = play(renderer, ["a", "raise"], failure=failure)
+    assert rollout.stop_reason is StopReason.FAILED
+    assert rollout.failure is not None
+    assert rollout.failure.message == "Guess.step raised ZeroDivisionError: by zero"
+    assert rollout.dropped == (action != "train")
+    assert len(sampler.asked) == (4 if action == "retry" else 2)
+    assert rollout.reward == 0.5
+    assert rollout.metrics == {"words": 1.0}
+
+
+def test_a_retry_that_works_leaves_no_trace_of_the_failure(renderer):
+    def script(asked):
+        return SamplerError("engine is away") if "~" not in asked.session_id else "done"
+
+    rollout, _ = play(renderer, script)
+    assert rollout.failure is None
+    assert not rollout.dropped
+    assert rollout.stop_reason is StopReason.TERMINATED
+    assert rollout.rollout_id == rollout.rows[0].key.rollout_id == "e"
+    assert rollout.rows[0].request_ids == ("e~1/0",)
+
+
+def test_the_users_mistakes_end_the_run(renderer):
+    class Misbuilt(Guess):
+        def reset(self, *, seed=None, options=None):
+            raise ConfigError("env options lack corpus")
+
+    with pytest.raises(ConfigError, match="env options lack corpus"):
+        play(renderer, ["a"], Misbuilt)
+
+
+def test_too_many_dropped_episodes_stop_the_run(renderer):
+    runner, _ = build(renderer, lambda asked: "raise" if asked.session_id < "e3" else "done")
+    jobs = [Job(task(i), i, f"e{i}") for i in range(6)]
+    assert sum(rollout.dropped for rollout in asyncio.run(runner.run_many(jobs))) == 3
+    with pytest.raises(RunStopped, match=r"3 of 5 episodes .*max_failed_share=0\.5; 3 of them with: Environ.*by zero"):
+        asyncio.run(runner.run_many(jobs[:5]))
+
+
+def test_an_aborted_episode_is_dropped(renderer):
+    async def run():
+        gate = asyncio.Event()
+        runner, sampler = build(renderer, ["abcd"], gate=gate)
+        running = asyncio.ensure_future(runner.run(task(), 1, "e"))
+        while not sampler.running:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await sampler.abort("e/0")
+        return await running
+
+    rollout = asyncio.run(run())
+    assert rollout.stop_reason is StopReason.ABORTED
+    assert rollout.dropped
+    assert rollout.sampled_tokens == 2
+
+
+def test_concurrency_is_bounded_and_order_kept(renderer):
+    done = []
+    runner, sampler = build(renderer, lambda asked: "done" if asked.turn else "a", concurrency=5)
+    jobs = [Job(task(i), i, f"e{i}") for i in range(40)]
+    rollouts = asyncio.run(runner.run_many(jobs, done.append))
+    assert [rollout.rollout_id for rollout in rollouts] == [job.rollout_id for job in jobs]
+    assert sorted(map(id, done)) == sorted(map(id, rollouts))
+    assert 1 < sampler.most_running <= 5
+
+
+def test_cancelling_aborts_requests_and_closes_sessions(renderer):
+    class Noting(ScriptedSampler):
+        aborted = ()
+
+        async def abort(self, request_id):
+            self.aborted += (request_id,)
+
+    async def run():
+        runner, sampler = build(renderer, ["a"], cls=Noting, gate=asyncio.Event())
+        running = asyncio.ensure_future(runner.run_many([Job(task(i), i, f"e{i}") for i in range(20)]))
+        while sampler.running < 8:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        return sampler
+
+    sampler = asyncio.run(run())
+    assert sorted(sampler.aborted) == [f"e{i}/0" for i in range(8)]
+    assert sorted(sampler.closed) == [f"e{i}" for i in range(8)]
+    assert sampler.running == 0
+
+
+def test_episodes_beside_each_other_replay_bit_for_bit(renderer):
+    def script(asked):
+        return ["a", "bb", "ccc", "done"][asked.turn]
+
+    jobs = [Job(task(i), i, f"e{i}") for i in range(12)]
+    alone = asyncio.run(build(renderer, script, concurrency=1)[0].run_many(jobs))
+    beside = asyncio.run(build(renderer, script, concurrency=12)[0].run_many(jobs))
+    for one, other in zip(alone, beside, strict=True):
+        assert one.turns == other.turns
+        np.testing.assert_array_equal(one.rows[0].token_ids, other.rows[0].token_ids)
+        np.testing.assert_array_equal(one.rows[0].logprobs, other.rows[0].logprobs)
+    assert len({rollout.turns[0].observation for rollout in alone}) > 6
+
+
+def test_request_seeds_depend_on_the_request_alone(renderer):
+    def seeds(run_seed, concurrency):
+        sampling = SamplingParams(max_new_tokens=8, seed=run_seed)
+        runner, sampler = build(renderer, ["a", "done"], sampling=sampling, concurrency=concurrency)
+        asyncio.run(runner.run_many([Job(task(i), i, f"e{i}") for i in range(4)]))
+        return {asked.request_id: asked.params.seed for asked in sampler.asked}
+
+    first = seeds(0, 4)
+    assert first == seeds(0, 1)
+    assert len(set(first.values())) == 8
+    assert first["e0/0"] != seeds(1, 4)["e0/0"]
+
+
+def test_plain_environments_do_not_block_the_loop(renderer):
+    class Blocking(Guess):
+        barrier = threading.Barrier(4, timeout=10)
+
+        def step(self, action):
+            self.barrier.wait()  # passes only if four episodes step at the same time
+            return super().step(action)
+
+    runner, _ = build(renderer, ["done"], Blocking, concurrency=4)
+    rollouts = asyncio.run(runner.run_many([Job(task(i), i, f"e{i}") for i in range(4)]))
+    assert all(rollout.stop_reason is StopReason.TERMINATED for rollout in rollouts)
+
+
+def test_async_environments_are_awaited(renderer):
+    class Waiting(AsyncEnv):
+        async def astep(self, action):
+            await asyncio.sleep(0)
+            return (Message("user", threading.current_thread().name),), 1.0, action.content == "done", False, {}
+
+    rollout, _ = play(renderer, ["a", "done"], Waiting)
+    assert rollout.turns[0].observation == "MainThread"
+    assert rollout.reward == 2.0
+
+
+def test_an_environments_close_is_called(renderer):
+    closed = []
+
+    class Closing(Guess):
+        def close(self):
+            closed.append(self.words)
+
+    play(renderer, ["a", "done"], Closing)
+    assert closed == [2]
+
+
+def test_an_episode_goes_on_from_its_state(renderer):
+    """Two turns, through JSON, then the rest: the same as in one go."""
+    script = ["a", "bb", "ccc", "done"]
+    whole, _ = play(renderer, script)
+
+    async def run():
+        first, _ = build(renderer, script[:2], max_turns=2)
+        episode = Episode(first._services, task(), EpisodeState("e", 1))
+        assert await episode.play() is StopReason.MAX_TURNS
+        saved = json.loads(json.dumps(await episode.snapshot()))
+        state, env_state = EpisodeState.from_dict(saved)
+        rest, sampler = build(renderer, script)
+        sampler._turns["e"] = 2
+        assert await Episode(rest._services, task(), state, env_state).play() is StopReason.TERMINATED
+        return state
+
+    state = asyncio.run(run())
+    (row,), (expected,) = state.trajectory.rows("t0", "e"), whole.rows
+    assert state.turns == whole.turns
+    assert state.reward == whole.reward
+    assert state.metrics == whole.metrics
+    assert row.request_ids == expected.request_ids
+    np.testing.assert_array_equal(row.token_ids, expected.token_ids)
+    np.testing.assert_array_equal(row.logprobs, expected.logprobs)
+    np.testing.assert_array_equal(row.provenance == Provenance.SAMPLED, expected.mask == 1)
+
+
+def test_the_runners_own_cpu_time_a_turn(renderer):
+    """The target is 1 ms; the bound is wider, for a busy machine."""
+    runner, sampler = build(renderer, lambda asked: "done" if asked.turn == 3 else "word " * 8, concurrency=64)
+    figures = asyncio.run(bench_rollout(runner, [Job(task(i), i, f"e{i}") for i in range(64)]))
+    assert figures.turns == len(sampler.asked) == 256
+    assert 0 < figures.loop_ms_per_turn <= figures.cpu_ms_per_turn < 4
