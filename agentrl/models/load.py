@@ -1,0 +1,71 @@
+"""Loading tokenizers and models from Hugging Face folders, with errors that say what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from agentrl.errors import ModelError
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that lies in ``folder``.
+
+    Raises:
+        ModelError: there is none, or it cannot be read.
+    """
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # transformers raises whatever its readers do
+        raise ModelError(f"model.path={folder}: its tokenizer cannot be loaded: {_words(error)}") from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def load_model(
+    folder: Path, dtype: torch.dtype | str = torch.float32, attn_implementation: str = "sdpa"
+) -> PreTrainedModel:
+    """Return the causal language model in ``folder``, on the CPU and in evaluation mode.
+
+    Args:
+        folder: a Hugging Face model folder.
+        dtype: of the weights, such as ``torch.float32`` or ``"bfloat16"``.
+        attn_implementation: transformers' name of an attention.
+
+    Raises:
+        ModelError: the folder holds no causal model, lacks weights, or the attention is unknown.
+    """
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            dtype=as_dtype(dtype),
+            attn_implementation=attn_implementation,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # transformers raises whatever its readers do
+        raise ModelError(f"model.path={folder}: the model cannot be loaded: {_words(error)}") from error
+    model, report = loaded
+    # transformers fills what a checkpoint lacks with random numbers and only warns.
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(f"model.path={folder}: {len(missing)} weights are missing, such as {missing[0]!r}")
+    assert isinstance(model, PreTrainedModel)
+    return model.eval()
+
+
+def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Return the torch dtype of a name such as ``"bfloat16"``."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise ModelError(f"{dtype!r} is no torch dtype; float32 and bfloat16 are")
+    return found
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

@@ -1,0 +1,284 @@
+"""The client of every engine that speaks SGLang's protocol: sampling, and steering the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from agentrl.errors import EngineError, SamplerError
+from agentrl.sampler.parts import Part, join, read_part, version_number
+from agentrl.sampler.transport import Refused, Transport
+from agentrl.types import FinishReason, Generation, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+
+_ABORT_AGAIN_S = 0.2
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A generation under way."""
+
+    rid: str
+    sent: str = ""
+    """Id of the engine's request now."""
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Its caller asked to stop it."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """`SGLangClient.generate` is leaving."""
+    pause: str | None = None
+    """The engine was paused in this mode while the request was under way."""
+    spans: bool = False
+    """Weights changed while the engine held it paused."""
+
+
+class SGLangClient:
+    """A `Sampler` and an `EngineControl` for one engine, or for a router before several.
+
+    While the engine is paused through this client, generations wait here. One that a pause with mode ``abort`` cut off
+    keeps its tokens and goes on with a second request after `resume`, so that the version of every token is known.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 300.0) -> None:
+        """Remember the engine's address; ``timeout_s`` is how long a generation may take."""
+        self.url = url
+        self._transport = Transport(url, timeout_s)
+        self._flights: dict[str, _Flight] = {}
+        self._open: asyncio.Event | None = None
+        """Cleared while the engine is paused; None: never has been."""
+        self._in_update = False
+        self._brackets = True
+        """The engine has /begin_weight_update, as far as is known."""
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._transport.aclose()
+
+    # Sampler
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams, *, session_id: str, request_id: str, policy: str = "main"
+    ) -> Generation:
+        """Sample one turn; see `agentrl.protocols.Sampler`.
+
+        Raises:
+            SamplerError: the engine refused (with its words), failed or could not be reached; or ``policy`` is another
+                than ``main``.
+        """
+        if policy != "main":
+            raise SamplerError(f"policy={policy!r}: this engine serves one policy, 'main'")
+        if request_id in self._flights:
+            raise SamplerError(f"request_id={request_id!r} is under way already")
+        flight = _Flight(request_id)
+        self._flights[request_id] = flight
+        try:
+            whole = await self._parts(prompt, params, session_id, flight)
+        except Refused as error:
+            raise SamplerError(f"the engine at {self.url} refuses request {request_id}: {error}") from error
+        except httpx.HTTPError as error:
+            raise SamplerError(f"the engine at {self.url} does not answer: {type(error).__name__} {error}") from error
+        finally:
+            flight.ended.set()
+            del self._flights[request_id]
+        return Generation(
+            token_ids=tuple(whole.token_ids),
+            logprobs=tuple(whole.logprobs),
+            finish_reason=whole.finish,
+            versions=whole.versions,
+            cached_tokens=whole.cached_tokens,
+            request_id=request_id,
+        )
+
+    async def _parts(self, prompt: Prompt, params: SamplingParams, session_id: str, flight: _Flight) -> Part:
+        whole: Part | None = None
+        ids, left = list(prompt.token_ids), params.max_new_tokens
+        for number in itertools.count():
+            await self._opened_or_aborted(flight)
+            if flight.aborted.is_set():
+                return whole or Part([], [], FinishReason.ABORT, (), 0, "", [], True)
+            flight.pause, flight.spans = None, False
+            # SGLang aborts every request whose id starts with the one given: an end mark keeps r1 from aborting r10.
+            flight.sent = f"{flight.rid}:{number}"
+            body = _body(ids, params, left, flight.sent, texts=number > 0)
+            part = read_part(await self._transport.post("/generate", body, key=session_id))
+            if flight.spans and not part.exact:
+                raise SamplerError(
+                    f"request {flight.rid} was sampled by more than one version of the weights, and the engine reports "
+                    "one: pause it with mode='abort' before an update"
+                )
+            whole = part if whole is None else join([whole, part], params.stop)
+            if whole.finish is not FinishReason.ABORT or flight.pause != "abort":
+                return whole
+            ids, left = ids + part.token_ids, left - len(part.token_ids)
+        raise AssertionError("count() does not end")
+
+    async def _opened_or_aborted(self, flight: _Flight) -> None:
+        """Wait while the engine is paused, unless the caller stops the flight."""
+        if self._open is None or self._open.is_set():
+            return
+        waits = [asyncio.ensure_future(self._open.wait()), asyncio.ensure_future(flight.aborted.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request and wait until its `generate` ends; one that is not under way is left alone."""
+        flight = self._flights.get(request_id)
+        if flight is None:
+            return
+        flight.aborted.set()
+        while not flight.ended.is_set():
+            try:
+                await self._transport.post("/abort_request", {"rid": flight.sent})
+            except (Refused, httpx.HTTPError) as error:
+                raise SamplerError(f"the engine at {self.url} does not abort {request_id}: {error}") from error
+            # The abort may have overtaken the request on another connection; then it is sent again.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(flight.ended.wait(), _ABORT_AGAIN_S)
+
+    async def close_session(self, session_id: str) -> None:
+        """Do nothing: engines drop what was not used for the longest time."""
+
+    # EngineControl
+
+    async def healthy(self) -> bool:
+        """Return whether the engine answers."""
+        try:
+            await self._transport.get("/health")
+        except (Refused, httpx.HTTPError):
+            return False
+        return True
+
+    async def pause(self, mode: str = "retract") -> None:
+        """Stop sampling; see `agentrl.protocols.EngineControl`."""
+        self._opened().clear()
+        for flight in self._flights.values():
+            flight.pause = mode
+        try:
+            await self._control("/pause_generation", {"mode": mode})
+        except EngineError:
+            self._opened().set()
+            raise
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        await self._control("/continue_generation", {})
+        self._opened().set()
+
+    async def update_from_disk(self, folder: Path, version: int) -> None:
+        """Load a Hugging Face folder's weights."""
+        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+        await self._control("/update_weights_from_disk", body)
+        self._mark_spans()
+
+    async def update_from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
+        """Take one bucket of weights."""
+        if not self._in_update:
+            await self._begin()
+        body: dict[str, Any] = {"serialized_named_tensors": [_pickled(named)], "flush_cache": last}
+        if last:
+            body["weight_version"] = str(version)
+        try:
+            await self._control("/update_weights_from_tensor", body)
+        except EngineError:
+            await self._end()
+            raise
+        if last:
+            await self._end()
+            self._mark_spans()
+
+    async def version(self) -> int:
+        """Return the policy version that samples now."""
+        info = await self._control("/model_info", None)
+        try:
+            return version_number(info["weight_version"])
+        except (KeyError, TypeError, SamplerError) as error:
+            raise EngineError(f"the engine at {self.url} tells no version: {error}") from error
+
+    async def flush(self) -> None:
+        """Drop the prefix cache."""
+        await self._control("/flush_cache", {})
+
+    async def _begin(self) -> None:
+        if self._brackets:
+            try:
+                await self._transport.post("/begin_weight_update", {})
+            except Refused as error:
+                if error.status != 404:
+                    raise EngineError(
+                        f"the engine at {self.url} refuses /begin_weight_update: {error.words}"
+                    ) from error
+                self._brackets = False  # SGLang before 0.5.23
+            except httpx.HTTPError as error:
+                raise EngineError(f"the engine at {self.url} does not answer: {error}") from error
+        self._in_update = True
+
+    async def _end(self) -> None:
+        self._in_update = False
+        if self._brackets:
+            await self._control("/end_weight_update", {})
+
+    async def _control(self, path: str, body: dict[str, Any] | None) -> Any:
+        """Send a control request; ``body`` None means GET."""
+        try:
+            reply = await (self._transport.get(path) if body is None else self._transport.post(path, body))
+        except Refused as error:
+            raise EngineError(f"the engine at {self.url} refuses {path}: {error.words}") from error
+        except httpx.HTTPError as error:
+            raise EngineError(
+                f"the engine at {self.url} does not answer {path}: {type(error).__name__} {error}"
+            ) from error
+        if isinstance(reply, dict) and reply.get("success") is False:
+            raise EngineError(f"the engine at {self.url} refuses {path}: {reply.get('message')}")
+        return reply
+
+    def _opened(self) -> asyncio.Event:
+        if self._open is None:
+            self._open = asyncio.Event()
+            self._open.set()
+        return self._open
+
+    def _mark_spans(self) -> None:
+        for flight in self._flights.values():
+            flight.spans = flight.spans or flight.pause in ("retract", "in_place")
+
+
+def _body(ids: list[int], params: SamplingParams, max_new_tokens: int, rid: str, *, texts: bool) -> dict[str, Any]:
+    sampling: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "no_stop_trim": True,
+        # The text must be that in which the engine looks for stop strings.
+        "skip_special_tokens": False,
+    }
+    if params.stop:
+        sampling["stop"] = list(params.stop)
+    if params.stop_token_ids:
+        sampling["stop_token_ids"] = list(params.stop_token_ids)
+    if params.seed is not None:
+        sampling["sampling_seed"] = params.seed
+    body: dict[str, Any] = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "rid": rid}
+    if texts and params.stop:
+        body["return_text_in_logprobs"] = True
+    return body
+
+
+def _pickled(named: Sequence[tuple[str, torch.Tensor]]) -> str:
+    # By value: sharing a CPU tensor by file descriptor crashes SGLang's scheduler. A view would carry its whole storage.
+    pairs = [(name, tensor.detach().cpu().contiguous().clone()) for name, tensor in named]
+    return base64.b64encode(pickle.dumps(pairs)).decode()

@@ -1,0 +1,72 @@
+"""``python -m agentrl.sampler.embedded --model DIR``: serve a model until told to end."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from agentrl.process import exit_with_parent
+
+
+def main() -> int:
+    """Serve; the exit status is 1 where the engine failed."""
+    exit_with_parent()
+    arguments = _parser().parse_args()
+
+    import torch
+    import uvicorn
+    from transformers.utils import logging
+
+    from agentrl.errors import AgentrlError
+    from agentrl.models.load import as_dtype, load_tokenizer
+    from agentrl.sampler.embedded.app import build_app
+    from agentrl.sampler.embedded.model import Model
+    from agentrl.sampler.embedded.scheduler import Scheduler
+    from agentrl.sampler.embedded.stops import StopMatcher
+
+    torch.set_num_threads(arguments.threads)
+    logging.disable_progress_bar()
+    try:
+        model = Model(arguments.model, as_dtype(arguments.dtype), arguments.max_slots, arguments.max_context)
+        stops = StopMatcher(load_tokenizer(arguments.model), model.vocabulary)
+    except AgentrlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    scheduler = Scheduler(model, stops, arguments.max_slots, arguments.seed, arguments.weight_version)
+    failed: list[bool] = []
+
+    def fail() -> None:
+        failed.append(True)
+        server.should_exit = True
+
+    app = build_app(scheduler, fail)
+    config = uvicorn.Config(
+        app,
+        host=arguments.host,
+        port=arguments.port,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=2,
+    )
+    server = uvicorn.Server(config)
+    server.run()
+    return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m agentrl.sampler.embedded", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder of a causal model")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--dtype", default="float32", help="of weights and KV cache: float32 or bfloat16")
+    parser.add_argument("--max-slots", type=int, default=256, help="sequences whose KV cache is kept")
+    parser.add_argument("--max-context", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of torch")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling")
+    parser.add_argument("--weight-version", default="0", help="name of the weights in the folder")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""HTTP to an engine: JSON in and out, retries where the connection fails."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from typing import Any
+
+import httpx
+import orjson
+
+_RETRIES = 4
+_BACKOFF_S = 0.1
+_SHARDS = 16
+
+
+class Refused(Exception):
+    """The engine answered with another status than 200."""
+
+    def __init__(self, status: int, words: str) -> None:
+        """Keep the status and what the engine said."""
+        super().__init__(f"HTTP {status}: {words}")
+        self.status = status
+        self.words = words
+
+
+class Transport:
+    """Requests to one engine.
+
+    httpx looks through all connections of a client for every request, which at hundreds of connections costs more than
+    the request. So sessions are spread over several clients, each with few connections.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        """Remember where the engine is; nothing is sent yet."""
+        self.url = url.rstrip("/")
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0)
+        timeout = httpx.Timeout(timeout_s, connect=10.0)
+        # An engine is never behind the environment's proxy.
+        self._clients = [
+            httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, verify=self.url.startswith("https"))
+            for _ in range(_SHARDS)
+        ]
+
+    async def post(self, path: str, body: Any, *, key: str = "") -> Any:
+        """Send ``body`` and return the reply's JSON (None where it has none); ``key`` picks the connections.
+
+        Raises:
+            Refused: another status than 200.
+            httpx.HTTPError: no answer after all retries.
+        """
+        return _content(await self._send("POST", path, orjson.dumps(body), key))
+
+    async def get(self, path: str) -> Any:
+        """As `post`, by GET."""
+        return _content(await self._send("GET", path, None, ""))
+
+    async def _send(self, method: str, path: str, content: bytes | None, key: str) -> httpx.Response:
+        client = self._clients[zlib.crc32(key.encode()) % _SHARDS]
+        headers = {"content-type": "application/json"}
+        for attempt in range(_RETRIES + 1):
+            try:
+                return await client.request(method, self.url + path, content=content, headers=headers)
+            except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                if attempt == _RETRIES:
+                    raise
+                await asyncio.sleep(_BACKOFF_S * 2**attempt)
+        raise AssertionError("the loop returns or raises")
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await asyncio.gather(*(client.aclose() for client in self._clients))
+
+
+def _content(reply: httpx.Response) -> Any:
+    if reply.status_code != 200:
+        raise Refused(reply.status_code, _words(reply))
+    if reply.headers.get("content-type", "").startswith("application/json") and reply.content:
+        return orjson.loads(reply.content)
+    return None
+
+
+def _words(reply: httpx.Response) -> str:
+    """Return what the engine says of a refusal, out of whichever field it put it."""
+    try:
+        body = orjson.loads(reply.content)
+    except orjson.JSONDecodeError:
+        return reply.text[:500]
+    found = body
+    for name in ("error", "message"):
+        found = found.get(name, found) if isinstance(found, dict) else found
+    return str(found)[:500]
