@@ -4,6 +4,9 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -51,3 +54,28 @@ def test_a_port_in_use_names_the_key(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(PortInUseError, match=rf"port {port} .*tools\.search\.port"):
             launch_tool("search", [f"--corpus={corpus(tmp_path)}"], log=tmp_path / "log", port=port)
+
+
+def test_the_server_dies_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    run = (
+        "import pathlib, time\n"
+        "from agentrl.toolserver import launch_tool\n"
+        f"log = pathlib.Path({str(tmp_path / 'log')!r})\n"
+        f"print(launch_tool('search', ['--corpus={corpus(tmp_path)}'], log=log, timeout_s=60).url, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", run], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    port = int(parent.stdout.readline().strip().rpartition(":")[2])
+    parent.stdout.close()
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while listens(port):
+        assert time.monotonic() < deadline, "the server outlives the run"
+        time.sleep(0.02)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
