@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agentrl.types import Generation, Message, Prompt, SamplingParams, ToolCall, ToolResult
+from agentrl.types import Generation, Message, Prompt, RowKey, SamplingParams, ToolCall, ToolResult
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +140,7 @@ class LearnerGroup(Protocol):
         """
         ...
 
-    def logprobs(self, batch: GlobalBatch) -> dict[str, Any]:
+    def logprobs(self, batch: GlobalBatch) -> dict[RowKey, Any]:
         """Return, by row key, float32 log-probabilities ``[T]`` of each token given those before it (0 for the first)."""
         ...
 

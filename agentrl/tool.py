@@ -7,7 +7,7 @@ import asyncio
 import inspect
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -123,3 +123,15 @@ class ToolService(ABC):
     @abstractmethod
     def client(self, url: str, options: Mapping[str, Any]) -> ToolClient:
         """Return a client for the server at ``url``."""
+
+    @classmethod
+    def local(
+        cls, corpora: Mapping[str, Iterable[Mapping[str, str]]], options: Mapping[str, Any] | None = None
+    ) -> Callable[[ToolCall], ToolResult]:
+        """Return the tool as a plain function over a taskset's ``corpora``, without a server: for demonstrations.
+
+        Raises:
+            NotImplementedError: the tool cannot run without its server.
+
+        """
+        raise NotImplementedError(f"tool {cls.name!r} has no local(): it runs in its server only")

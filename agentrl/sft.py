@@ -1,0 +1,158 @@
+"""Supervised fine-tuning on scripted experts: demonstrate, pack, step."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from torch.utils.data import DataLoader
+
+from agentrl.batch.microbatch import GlobalBatch
+from agentrl.batch.packing import pack
+from agentrl.cluster.learners import start_learners
+from agentrl.config.load import dump
+from agentrl.config.schema import Config
+from agentrl.episode.demonstrations import Demonstrated, Demonstrations
+from agentrl.errors import RunStopped
+from agentrl.models.load import load_model, load_tokenizer
+from agentrl.models.resolve import resolve_model
+from agentrl.obs.metrics import MetricsLog
+from agentrl.protocols import LearnerGroup
+from agentrl.render.template import ChatTemplateRenderer
+from agentrl.runfolder import choose_folder
+
+SHOWN_EVERY = 50
+"""Steps between two lines on the console; ``metrics.jsonl`` has them all."""
+
+
+def sft(config: Config, *, console: Console) -> Path:
+    """Fine-tune ``model.path`` on demonstrations and return the folder of the finished policy.
+
+    Raises:
+        RunStopped: Ctrl-C; the policy so far is written first.
+        UserError: a configuration that does not fit.
+        LearnerError: a learner rank failed.
+
+    """
+    model = resolve_model(config.model.path)
+    data = Demonstrations(config, RendererOf(model))
+    folder = choose_folder(config, resume=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+    out = config.sft.out or folder / "model"
+    console.print(f"run {folder}: {config.sft.steps} steps of {config.sft.batch_size} demonstrations", highlight=False)
+    learner = start_learners(model, config.learner, config.algo, seed=config.run.seed, run_dir=folder)
+    try:
+        with MetricsLog(folder, tensorboard=config.obs.tensorboard) as metrics:
+            step, interrupted = _train(config, learner, data, metrics, console)
+        learner.save(folder / "checkpoint")
+    finally:
+        learner.close()
+    write_policy(folder / "checkpoint" / "model", model, out, config.sft.dtype)
+    console.print(f"policy {out}", highlight=False)
+    if interrupted:
+        raise RunStopped(f"interrupted after {step} of {config.sft.steps} steps; the policy so far lies in {out}")
+    return out
+
+
+def _train(
+    config: Config, learner: LearnerGroup, data: Demonstrations, metrics: MetricsLog, console: Console
+) -> tuple[int, bool]:
+    """Take the steps; return how many, and whether Ctrl-C ended them."""
+    step, start = 0, time.perf_counter()
+    try:
+        for batch in batches(config, data):
+            begin = time.perf_counter()
+            share = max(step / config.sft.steps, (begin - start) / 60 / (config.sft.minutes or float("inf")))
+            if share >= 1:
+                break
+            batch.lr_scale = 1 - (1 - config.sft.lr_end) * share
+            figures = batch.metrics | learner.train_step(batch)
+            step += 1
+            spent = time.perf_counter() - start
+            figures |= {"time/step_s": time.perf_counter() - begin, "time/spent_s": spent}
+            metrics.write(step, figures)
+            if step % SHOWN_EVERY == 0 or step == config.sft.steps:
+                console.print(_line(config, step, spent, figures), highlight=False)
+    except KeyboardInterrupt:
+        console.print(f"interrupted after step {step}: saving", highlight=False)
+        return step, True
+    return step, False
+
+
+def _line(config: Config, step: int, spent: float, figures: dict[str, float]) -> str:
+    return (
+        f"step {step}/{config.sft.steps}  loss {figures['train/loss']:.4f}  expert's reward {figures['sft/reward']:.3f}  "
+        f"tokens/s {figures['batch/tokens'] / figures['time/step_s']:,.0f}  {spent:.0f} s"
+    )
+
+
+def batches(config: Config, data: Demonstrations) -> Iterator[GlobalBatch]:
+    """Yield the packed batch of every step in order, made ahead of time by ``sft.workers`` processes."""
+    workers = config.sft.workers
+    loader: DataLoader[bytes] = DataLoader(
+        data,  # type: ignore[arg-type]
+        batch_size=None,
+        collate_fn=Packer(config, data.renderer.pad_token_id),
+        num_workers=workers,
+        # Ray has threads by now: a forked process could hang in a lock that one of them held.
+        multiprocessing_context="forkserver" if workers else None,
+        worker_init_fn=_leave_interrupts_to_the_driver if workers else None,
+    )
+    for packed in loader:
+        yield from pickle.loads(packed)
+
+
+def _leave_interrupts_to_the_driver(worker: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@dataclass(frozen=True, slots=True)
+class RendererOf:
+    """Builds the renderer of a model folder, in whichever process calls it."""
+
+    folder: Path
+
+    def __call__(self) -> ChatTemplateRenderer:
+        """Return a new renderer."""
+        return ChatTemplateRenderer(load_tokenizer(self.folder))
+
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """Turns the demonstrations of some steps into one batch a step; runs in the workers."""
+
+    config: Config
+    pad_id: int
+
+    def __call__(self, steps: list[Demonstrated]) -> bytes:
+        """Return the pickled batches: as plain bytes they need no shared memory file a tensor."""
+        return pickle.dumps([self._pack(step) for step in steps])
+
+    def _pack(self, step: Demonstrated) -> GlobalBatch:
+        batch = pack(
+            step.rows,
+            ranks=self.config.learner.workers,
+            tokens_per_bin=self.config.batch.tokens_per_bin,
+            tokens_per_micro=self.config.batch.tokens_per_micro,
+            pad_id=self.pad_id,
+            kind="sft",
+            context_weight=self.config.sft.context_weight,
+        )
+        batch.metrics["sft/reward"] = step.reward
+        return batch
+
+
+def write_policy(trained: Path, source: Path, out: Path, dtype: str) -> None:
+    """Write the model in ``trained`` to ``out`` in ``dtype``, with tokenizer and chat template as ``source`` has them."""
+    out.mkdir(parents=True, exist_ok=True)
+    load_model(trained, dtype).save_pretrained(out)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
