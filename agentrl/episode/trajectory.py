@@ -61,12 +61,14 @@ class Trajectory:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self._tip = _NONE
-        self._path: tuple[int, ...] = ()
+        # Tokens up to the tip, in two parts: joining them costs a copy, which grows with the episode.
+        self._before: tuple[int, ...] = ()
+        self._since: tuple[int, ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """All tokens from the root to the tip."""
-        return self._path
+        return self._before + self._since
 
     @property
     def sampled_tokens(self) -> int:
@@ -106,11 +108,12 @@ class Trajectory:
         start with all tokens up to the tip forks the graph.
         """
         prompt_ids = tuple(prompt_ids)
-        known = len(self._path)
-        if prompt_ids[:known] != self._path:  # not the usual case of a bridged prompt
-            known = self._fork(np.array(prompt_ids, np.int32))
-            self._path = prompt_ids[:known]
-        self.append_observed(prompt_ids[known:])
+        middle, known = len(self._before), len(self._before) + len(self._since)
+        if prompt_ids[:middle] != self._before or prompt_ids[middle:known] != self._since:
+            known = self._fork(np.array(prompt_ids, np.int32))  # else it was bridged, the usual case
+        if known < len(prompt_ids):
+            self._add(Provenance.OBSERVED, np.array(prompt_ids[known:], np.int32), _NO_LOGPROBS, _NO_VERSIONS, "")
+        self._before, self._since = prompt_ids, ()
         return known
 
     def rows(self, prompt_id: str, rollout_id: str, agent_id: str = "main") -> list[Row]:
@@ -156,7 +159,7 @@ class Trajectory:
                 )
             )
         graph._tip = state["tip"]
-        graph._path = tuple(index for node in graph._nodes_to(graph._tip) for index in node.token_ids.tolist())
+        graph._before = tuple(index for node in graph._nodes_to(graph._tip) for index in node.token_ids.tolist())
         return graph
 
     def _append(
@@ -169,7 +172,7 @@ class Trajectory:
     ) -> None:
         if len(token_ids):
             self._add(provenance, np.array(token_ids, np.int32), logprobs, versions, request_id)
-            self._path += tuple(token_ids)
+            self._since += tuple(token_ids)
 
     def _add(
         self,

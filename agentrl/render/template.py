@@ -86,15 +86,14 @@ class ChatTemplateRenderer:
         None where dummy conversations show that the template changes earlier turns before messages of these roles, or
         where the policy ended its turn with another special token than the template's.
         """
-        kept = (*previous.token_ids, *sampled_ids)
         inline = 0
         while inline < len(new) and new[inline].inline:
-            kept += self.encode(new[inline].content)
             inline += 1
+        added = tuple(sampled_ids) + tuple(index for message in new[:inline] for index in self.encode(message.content))
         rest = tuple(new[inline:])
         if not rest:
-            return Prompt(kept)
-        if any(message.inline for message in rest) or not self._proven(kept, rest, tuple(tools)):
+            return Prompt(previous.token_ids + added)
+        if any(message.inline for message in rest) or not self._proven(previous, added, rest, tuple(tools)):
             return None
         boundary = self._boundary(_Key(rest, tuple(tools)))
         if boundary is None:
@@ -103,7 +102,7 @@ class ChatTemplateRenderer:
             if sampled_ids[-1] != boundary[0]:
                 return None
             boundary = boundary[1:]
-        return Prompt(kept + boundary)
+        return Prompt(previous.token_ids + (added + boundary))
 
     def parse(self, sampled_ids: Sequence[int]) -> Message:
         """Return what the policy said as an assistant message, its end token left out. Never raises.
@@ -157,10 +156,12 @@ class ChatTemplateRenderer:
         function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
         return {"type": "function", "function": self._encoder.escape_json(function)}
 
-    def _proven(self, kept: tuple[int, ...], new: tuple[Message, ...], tools: tuple[Tool, ...]) -> bool:
+    def _proven(
+        self, previous: Prompt, added: tuple[int, ...], new: tuple[Message, ...], tools: tuple[Tool, ...]
+    ) -> bool:
         proof = self._prove(tuple(message.role for message in new), _Key((), tools))
         if proof.preserves and not proof.preserves_reasoning:
-            return _THINK_END not in self.decode(kept)
+            return _THINK_END not in self.decode(previous.token_ids + added)
         return proof.preserves
 
     def _prove_uncached(self, roles: tuple[str, ...], key: _Key) -> Proof:
