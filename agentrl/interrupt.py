@@ -48,6 +48,9 @@ class Interrupt:
             RunStopped: a signal came first.
 
         """
+        if self.requested.is_set():
+            work.close()
+            raise RunStopped("interrupted")
         task = asyncio.ensure_future(work)
         waiter = asyncio.ensure_future(self.requested.wait())
         try:

@@ -16,7 +16,7 @@ from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner
 from agentrl.errors import ConfigError
 from agentrl.models.load import load_tokenizer
-from agentrl.protocols import ToolClient
+from agentrl.protocols import Sampler, ToolClient
 from agentrl.registry import env_class, make_env, tool_service
 from agentrl.render.template import ChatTemplateRenderer
 from agentrl.sampler.client import SGLangClient
@@ -38,28 +38,28 @@ class Stack:
     """None where ``sampler.url`` points at somebody else's."""
     servers: Mapping[str, ToolServerProcess]
 
-    def runner(self, *, temperature: float | None = None) -> EpisodeRunner:
+    def runner(self, *, temperature: float | None = None, sampler: Sampler | None = None) -> EpisodeRunner:
         """Return a runner that samples as in training, or at another ``temperature`` without top-p and top-k."""
-        rollout, sampler = self.config.rollout, self.config.sampler
+        rollout, options = self.config.rollout, self.config.sampler
         cls = env_class(self.config.env.name)
         sampling = SamplingParams(
-            max_new_tokens=sampler.max_new_tokens,
-            temperature=sampler.temperature if temperature is None else temperature,
-            top_p=sampler.top_p if temperature is None else 1.0,
-            top_k=sampler.top_k if temperature is None else -1,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature if temperature is None else temperature,
+            top_p=options.top_p if temperature is None else 1.0,
+            top_k=options.top_k if temperature is None else -1,
             stop=cls.stop,
         )
         limits = Limits(
             max_turns=rollout.max_turns,
             max_tokens=rollout.max_tokens,
             max_seconds=rollout.max_seconds,
-            max_new_tokens=sampler.max_new_tokens,
+            max_new_tokens=options.max_new_tokens,
         )
         make: Callable[[], Env] = partial(make_env, self.config.env.name, self.config.env.options)
         return EpisodeRunner(
             env_factory=make,
             renderer=self.renderer,
-            sampler=self.client,
+            sampler=sampler or self.client,
             tool_clients=self.tools,
             limits=limits,
             sampling=sampling,

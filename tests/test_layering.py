@@ -18,7 +18,20 @@ LEVELS = [
     {"episode", "batch", "algo"},
     {"learner", "weights", "sampler", "toolserver"},
     {"cluster"},
-    {"interrupt", "evaluation", "tasksource", "preflight", "runfolder", "stack", "train", "eval", "sft", "bench"},
+    {
+        "interrupt",
+        "evaluation",
+        "tasksource",
+        "collect",
+        "session",
+        "preflight",
+        "runfolder",
+        "stack",
+        "train",
+        "eval",
+        "sft",
+        "bench",
+    },
     {"cli"},
 ]
 """From the bottom to the top: a part imports only parts below it. Parts of one level meet through protocols."""

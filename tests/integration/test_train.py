@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,13 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     cwd = tmp_path_factory.mktemp("trained")
-    done = agentrl("train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=12", "train.save_every=6", cwd=cwd)
+    done = agentrl(
+        "train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=12", "train.save_every=6", cwd=cwd
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    yield cwd / "run", done.stdout
+    return cwd / "run", done.stdout
 
 
 def test_reward_rises(trained: tuple[Path, str]) -> None:
@@ -82,7 +83,9 @@ def test_kill_then_resume_goes_on_from_the_last_checkpoint(tmp_path: Path) -> No
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
-    run = Running("train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=50", "train.save_every=0", cwd=tmp_path)
+    run = Running(
+        "train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=50", "train.save_every=0", cwd=tmp_path
+    )
     try:
         run.wait_for(lambda: len([row for row in metrics(tmp_path / "run") if "train/reward" in row]) >= 1)
         children = run.descendants()
@@ -97,7 +100,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 def test_a_tool_server_that_dies_stops_the_run_with_nothing_lost(tmp_path: Path) -> None:
-    run = Running("train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=50", "train.save_every=0", cwd=tmp_path)
+    run = Running(
+        "train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=50", "train.save_every=0", cwd=tmp_path
+    )
     try:
         run.wait_for(lambda: len([row for row in metrics(tmp_path / "run") if "train/reward" in row]) >= 1)
         [server] = [child for child in run.descendants() if {"tools", "serve", "search"} <= set(child.cmdline())]

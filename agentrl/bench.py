@@ -1,0 +1,101 @@
+"""What ``agentrl bench`` measures, assembled from the parts' own benchmarks."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from agentrl.batch.bench import MaskFigures, bench_masks
+from agentrl.config.schema import Config
+from agentrl.episode.bench import RolloutFigures, bench_rollout, synthetic_rows
+from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.models.resolve import resolve_model
+from agentrl.preflight import open_tasks
+from agentrl.protocols import Sampler
+from agentrl.stack import open_stack
+from agentrl.task import TaskSet
+from agentrl.tasksource import TaskOrder, episode_seed
+from agentrl.types import Generation, Prompt, Row, SamplingParams
+
+
+class Replay:
+    """A sampler that gives again, at once, what another sampler gave: the runner's cost without an engine's."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._recorded: dict[str, list[Generation]] = {}
+        self._turns: dict[str, int] = {}
+        self.recording = True
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams, *, session_id: str, request_id: str, policy: str = "main"
+    ) -> Generation:
+        """Sample and remember, or give what was remembered for this turn of this session."""
+        if self.recording:
+            sampled = await self._sampler.generate(
+                prompt, params, session_id=session_id, request_id=request_id, policy=policy
+            )
+            self._recorded.setdefault(session_id, []).append(sampled)
+            return sampled
+        turn = self._turns.get(session_id, 0)
+        self._turns[session_id] = turn + 1
+        return self._recorded[session_id][turn]
+
+    async def abort(self, request_id: str) -> None:
+        """Abort at the sampler that is recorded."""
+        await self._sampler.abort(request_id)
+
+    async def close_session(self, session_id: str) -> None:
+        """Close at the sampler that is recorded, and begin the session's replay anew."""
+        self._turns.pop(session_id, None)
+        if self.recording:
+            await self._sampler.close_session(session_id)
+
+
+def jobs_of(config: Config, tasks: TaskSet, episodes: int) -> list[Job]:
+    """Return ``episodes`` jobs in groups, as a training step has them."""
+    order = TaskOrder(tasks.split(config.tasks.train_split), config.run.seed)
+    samples = config.rollout.n_samples_per_prompt
+    return [Job(order[i // samples], episode_seed(config.run.seed, i), f"bench/{i}") for i in range(episodes)]
+
+
+async def measure_rollout(config: Config, episodes: int) -> dict[str, RolloutFigures]:
+    """Run the same episodes with the real engine and tools, then with the engine's answers replayed in the process.
+
+    The difference in this process's CPU a turn is what the HTTP client costs.
+    """
+    tasks = open_tasks(config)
+    model = resolve_model(config.model.path)
+    with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder:
+        async with open_stack(config, tasks, model, Path(folder), config.run.seed) as stack:
+            replay = Replay(stack.client)
+            runner: EpisodeRunner = stack.runner(sampler=replay)
+            jobs = jobs_of(config, tasks, episodes)
+            await bench_rollout(stack.runner(), jobs[: min(64, len(jobs))])
+            await stack.client.flush()
+            engine = await bench_rollout(runner, jobs)
+            replay.recording = False
+            await bench_rollout(runner, jobs)
+            return {"engine": engine, "replayed": await bench_rollout(runner, jobs)}
+
+
+MASK_CASES = {
+    "256 episodes x 4 turns x 100 tokens": (256, 4, 100),
+    "16 episodes x 128 turns x 250 tokens": (16, 128, 250),
+}
+
+
+def measure_masks(config: Config) -> Iterator[tuple[str, MaskFigures]]:
+    """Build, pack and check synthetic episodes of two shapes."""
+    for name, (episodes, turns, tokens) in MASK_CASES.items():
+
+        def build(episodes: int = episodes, turns: int = turns, tokens: int = tokens) -> list[Row]:
+            return synthetic_rows(episodes, turns, tokens)
+
+        yield (
+            name,
+            bench_masks(
+                build, tokens_per_bin=config.batch.tokens_per_bin, tokens_per_micro=config.batch.tokens_per_micro
+            ),
+        )

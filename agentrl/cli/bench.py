@@ -1,0 +1,64 @@
+"""``agentrl bench``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from rich.console import Console
+from rich.table import Table
+
+from agentrl.cli.options import add_config_arguments, resolve_config
+from agentrl.config.schema import Config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="WHAT")
+    rollout = actions.add_parser(
+        "rollout", help="episodes, tokens and CPU a turn: real engine, and replayed in the process"
+    )
+    rollout.add_argument("--episodes", type=int, default=256, help="episodes to run")
+    add_config_arguments(rollout)
+    masks = actions.add_parser("masks", help="tokens/s of building rows, packing and checking them, on one core")
+    add_config_arguments(masks)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and print."""
+    config = resolve_config(arguments)
+    if arguments.action == "rollout":
+        _rollout(arguments, config, Console())
+    else:
+        _masks(config, Console())
+
+
+def _rollout(arguments: argparse.Namespace, config: Config, console: Console) -> None:
+    from agentrl.bench import measure_rollout
+
+    with console.status("running episodes"):
+        figures = asyncio.run(measure_rollout(config, arguments.episodes))
+    table = Table("sampler", "episodes/s", "sampled tokens/s", "turns", "runner CPU ms/turn", "of that event loop")
+    for name, figure in figures.items():
+        table.add_row(
+            name,
+            f"{figure.episodes_per_s:.1f}",
+            f"{figure.tokens_per_s:,.0f}",
+            str(figure.turns),
+            f"{figure.cpu_ms_per_turn:.3f}",
+            f"{figure.loop_ms_per_turn:.3f}",
+        )
+    console.print(table)
+    runner = figures["replayed"].cpu_ms_per_turn
+    client = figures["engine"].cpu_ms_per_turn - runner
+    console.print(f"runner with tools {runner:.3f} ms a turn (target under 1); HTTP client {client:.3f} ms beside it")
+
+
+def _masks(config: Config, console: Console) -> None:
+    from agentrl.bench import measure_masks
+
+    table = Table("episodes", "tokens", "rows tokens/s", "packing tokens/s", "check tokens/s", "all tokens/s")
+    for name, figure in measure_masks(config):
+        rates = (figure.build_tokens_per_s, figure.pack_tokens_per_s, figure.check_tokens_per_s, figure.tokens_per_s)
+        table.add_row(name, f"{figure.tokens:,}", *(f"{rate:,.0f}" for rate in rates))
+    console.print(table)

@@ -1,0 +1,77 @@
+"""Tiny random models and batches for the learner's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.batch.microbatch import GlobalBatch
+from agentrl.batch.packing import pack
+from agentrl.types import MaskReason, Provenance, Row, RowKey
+
+VOCAB = 96
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+MODELS = {
+    "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True, **more)),
+    "qwen2": lambda **more: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True, **more)),
+    "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False, **more)),
+}
+
+
+def make_model(folder: Path, family: str = "qwen3", **more: object) -> Path:
+    """Save a random model with something beside weights to copy."""
+    torch.manual_seed(7)
+    MODELS[family](**more).save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def make_rows(lengths: Sequence[int], seed: int = 0) -> list[Row]:
+    """Rows whose middle third was sampled, at log-probabilities near a uniform policy's."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for number, length in enumerate(lengths):
+        mask = np.zeros(length, np.uint8)
+        mask[length // 3 : max(length // 3 + 1, 2 * length // 3)] = 1
+        mask[0] = 0
+        sampled = mask.astype(bool)
+        rows.append(
+            Row(
+                key=RowKey(f"p{number % 2}", f"r{number}"),
+                token_ids=rng.integers(2, VOCAB, length).astype(np.int32),
+                provenance=np.where(sampled, Provenance.SAMPLED, Provenance.OBSERVED).astype(np.uint8),
+                mask=mask,
+                mask_reason=np.where(sampled, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8),
+                logprobs=(-rng.uniform(3, 6, length) * mask).astype(np.float32),
+                versions=np.where(sampled, 0, -1).astype(np.int32),
+                requests=np.where(sampled, 0, -1).astype(np.int32),
+                request_ids=("q",),
+            )
+        )
+    return rows
+
+
+def make_batch(
+    lengths: Sequence[int], *, seed: int = 0, ranks: int = 1, bin_: int = 64, micro: int = 128
+) -> GlobalBatch:
+    """A packed batch of `make_rows` with advantages of both signs."""
+    rows = make_rows(lengths, seed)
+    rng = np.random.default_rng(seed + 1)
+    advantages = {row.key.rollout_id: float(rng.normal()) for row in rows}
+    return pack(rows, advantages, ranks=ranks, tokens_per_bin=bin_, tokens_per_micro=micro, pad_id=0)

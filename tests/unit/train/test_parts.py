@@ -1,0 +1,121 @@
+"""The small parts around the loop: task order, figures, batches, interrupts."""
+
+import asyncio
+import os
+import signal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl import Message, Task
+from agentrl.batch.groups import group_rollouts
+from agentrl.collect import rollout_figures, train_batch
+from agentrl.config.load import load_config
+from agentrl.episode.bench import synthetic_rows
+from agentrl.errors import RunStopped
+from agentrl.evaluation import eval_figures
+from agentrl.interrupt import Interrupt
+from agentrl.tasksource import TaskOrder, episode_seed
+from agentrl.types import Rollout, StopReason
+
+TASKS = [Task(f"t{index}", (Message("user", "?"),)) for index in range(7)]
+
+
+@given(position=st.integers(0, 40), count=st.integers(1, 20), seed=st.integers(0, 5))
+def test_order_depends_on_position_alone(position: int, count: int, seed: int) -> None:
+    whole = TaskOrder(TASKS, seed).take(0, position + count)
+    assert TaskOrder(TASKS, seed).take(position, count) == whole[position:]
+
+
+def test_every_epoch_has_every_task_once() -> None:
+    order = TaskOrder(TASKS, 3)
+    for epoch in range(4):
+        assert {task.id for task in order.take(epoch * 7, 7)} == {task.id for task in TASKS}
+    assert order.take(0, 7) != order.take(7, 7)
+
+
+def test_episode_seeds_differ_and_stay() -> None:
+    seeds = {episode_seed(run, "eval", task) for run in range(10) for task in range(100)}
+    assert len(seeds) == 1000
+    assert episode_seed(0, "eval", "t1") == 279282251
+
+
+def rollout(prompt: str, sample: int, reward: float, hops: int = 1) -> Rollout:
+    [row] = synthetic_rows(1, 2, 5)
+    key = type(row.key)(prompt, f"{prompt}/{sample}")
+    row = type(row)(**{name: getattr(row, name) for name in row.__slots__} | {"key": key})
+    metrics = {"exact_match": reward, "searches": 1.0}
+    metadata = {"hops": hops}
+    return Rollout(
+        prompt, key.rollout_id, [row], reward, StopReason.TERMINATED, metrics, sampled_tokens=10, metadata=metadata
+    )
+
+
+def test_only_rollouts_with_an_advantage_are_trained_on() -> None:
+    config = load_config(None)
+    rollouts = [rollout("a", 0, 1.0), rollout("a", 1, 0.0), rollout("b", 0, 1.0), rollout("b", 1, 1.0)]
+    groups = group_rollouts(rollouts)
+    batch = train_batch(config, groups, pad_id=0)
+    assert batch is not None
+    keys = {key.rollout_id for rank in batch.micro for micro in rank for key in micro.keys}
+    assert keys == {"a/0", "a/1"}
+    total = sum(float(micro.weight_R_L.sum()) for rank in batch.micro for micro in rank)
+    assert total == pytest.approx(1.0)
+    assert train_batch(config, group_rollouts(rollouts[2:]), pad_id=0) is None
+    figures = rollout_figures(rollouts, groups, 2.0)
+    assert figures["train/reward"] == 0.75
+    assert figures["train/flat_groups"] == 0.5
+    assert figures["time/tokens_per_s"] == 20.0
+    assert figures["rollout/stop/terminated"] == 1.0
+
+
+def test_evaluation_by_metadata() -> None:
+    figures = eval_figures([rollout("a", 0, 1.0, 1), rollout("b", 0, 0.0, 2), rollout("c", 0, 1.0, 2)], "hops")
+    assert figures["eval/exact_match"] == pytest.approx(2 / 3)
+    assert figures["eval/exact_match/hops=1"] == 1.0
+    assert figures["eval/exact_match/hops=2"] == 0.5
+    assert figures["eval/episodes"] == 3
+
+
+def test_a_signal_cancels_what_is_guarded() -> None:
+    cancelled = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    async def main() -> None:
+        with Interrupt() as interrupt:
+            asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGINT)
+            with pytest.raises(RunStopped):
+                await interrupt.guard(work())
+            with pytest.raises(RunStopped):
+                await interrupt.guard(work())
+
+    before = signal.getsignal(signal.SIGINT)
+    asyncio.run(main())
+    assert cancelled == [True]
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_guard_returns_results_and_errors() -> None:
+    async def fails() -> int:
+        raise ValueError("inner")
+
+    async def main() -> None:
+        with Interrupt() as interrupt:
+            assert await interrupt.guard(asyncio.sleep(0, result=3)) == 3
+            with pytest.raises(ValueError, match="inner"):
+                await interrupt.guard(fails())
+
+    asyncio.run(main())
+
+
+def test_synthetic_rows_are_whole() -> None:
+    [row] = synthetic_rows(1, 2, 5)
+    assert int(np.sum(row.mask)) == 10
