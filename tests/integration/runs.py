@@ -34,7 +34,12 @@ class Running:
     def __init__(self, *words: str, cwd: Path) -> None:
         self._log = (cwd / "output.txt").open("a+")
         self.process = subprocess.Popen(
-            command(*words), cwd=cwd, env=environment(), stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+            command(*words),
+            cwd=cwd,
+            env=environment(),
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
     def output(self) -> str:
