@@ -19,7 +19,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-END = 1
 _SHAPE: dict[str, Any] = {
     "vocab_size": 384,
     "hidden_size": 48,
@@ -29,7 +28,8 @@ _SHAPE: dict[str, Any] = {
     "intermediate_size": 96,
     "max_position_embeddings": 512,
     "pad_token_id": 0,
-    "eos_token_id": END,
+    # Random models would end at random; tests that want an end name one.
+    "eos_token_id": None,
     "bos_token_id": None,
     "initializer_range": 0.15,
 }
@@ -43,10 +43,12 @@ _MODELS: dict[str, Any] = {
 FAMILIES = tuple(_MODELS)
 
 
-def save_model(folder: Path, family: str = "qwen3", seed: int = 0) -> Path:
-    """Write a random model and a byte-level BPE tokenizer."""
+def save_model(folder: Path, family: str = "qwen3", seed: int = 0, end: int | None = None) -> Path:
+    """Write a random model that ends its turns with the token ``end``, and a byte-level BPE tokenizer."""
     torch.manual_seed(seed)
-    _MODELS[family]().save_pretrained(folder)
+    model = _MODELS[family]()
+    model.config.eos_token_id = model.generation_config.eos_token_id = end
+    model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
 

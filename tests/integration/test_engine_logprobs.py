@@ -1,0 +1,118 @@
+"""The embedded engine's log-probabilities are those of a Hugging Face forward, whatever its cache does."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_tiny import FAMILIES, reference_logprobs, save_model
+
+from agentrl.models.load import load_model, load_tokenizer
+from agentrl.sampler.embedded.model import Model
+from agentrl.sampler.embedded.request import Asked, Options
+from agentrl.sampler.embedded.scheduler import Scheduler
+from agentrl.sampler.embedded.step import Segment, Step
+from agentrl.sampler.embedded.stops import StopMatcher
+
+TEMPERATURES = (1.0, 0.6, 0.0)
+
+
+def make_scheduler(folder: Path, slots: int) -> Scheduler:
+    model = Model(folder, torch.float32, slots, 200)
+    return Scheduler(model, StopMatcher(load_tokenizer(folder), model.vocabulary), slots, 0, "0")
+
+
+async def episode(scheduler: Scheduler, shared: list[int], index: int) -> list[tuple[list[int], float, dict[str, Any]]]:
+    """Play three turns; later ones go on from the exact tokens of earlier ones."""
+    source = random.Random(index)
+    ids = shared + [source.randrange(2, 384) for _ in range(source.randrange(1, 25))]
+    temperature = TEMPERATURES[index % 3]
+    turns = []
+    for turn in range(3):
+        options = Options(max_new_tokens=source.randrange(1, 16), temperature=temperature)
+        request = scheduler.submit(Asked(ids, options, f"{index}-{turn}", logprobs=True, texts=False))
+        await request.done
+        reply = scheduler.reply(request)
+        turns.append((ids, temperature, reply))
+        ids = ids + reply["output_ids"] + [source.randrange(2, 384) for _ in range(source.randrange(1, 12))]
+    return turns
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("slots", [5, 32])
+def test_many_turns_match_a_plain_forward(tmp_path: Path, family: str, slots: int) -> None:
+    """24 episodes beside each other share a prefix; with 5 slots their caches also push each other out."""
+    folder = save_model(tmp_path, family)
+    scheduler = make_scheduler(folder, slots)
+    shared = [random.Random(99).randrange(2, 384) for _ in range(40)]
+
+    async def play() -> list[list[tuple[list[int], float, dict[str, Any]]]]:
+        loop = asyncio.create_task(scheduler.run())
+        try:
+            return await asyncio.gather(*(episode(scheduler, shared, index) for index in range(24)))
+        finally:
+            loop.cancel()
+
+    episodes = asyncio.run(play())
+    reference = load_model(folder)
+    cached = 0
+    for turns in episodes:
+        for prompt, temperature, reply in turns:
+            meta = reply["meta_info"]
+            assert [entry[1] for entry in meta["output_token_logprobs"]] == reply["output_ids"]
+            got = [entry[0] for entry in meta["output_token_logprobs"]]
+            wanted = reference_logprobs(reference, prompt, reply["output_ids"], temperature)
+            np.testing.assert_allclose(got, wanted, atol=1e-4)
+            cached += meta["cached_tokens"]
+    # All but the first find at least the shared prefix, whoever computed it.
+    assert cached >= 40 * (len(episodes) * 3 - 1)
+
+
+def test_gaps_between_active_slots_and_long_prompts(tmp_path: Path) -> None:
+    """One step with decoding slots that lie apart, a prompt longer than an attention block, and a continued one."""
+    folder = save_model(tmp_path, "mistral")
+    model = Model(folder, torch.float32, 16, 4096)
+    assert model.context == 512, "no longer than the model's own"
+    reference = load_model(folder)
+    source = np.random.default_rng(0)
+    tokens = {slot: source.integers(0, 384, length).astype(np.int32) for slot, length in
+              {0: 30, 1: 80, 4: 33, 5: 31, 15: 90, 9: 500, 8: 64}.items()}  # fmt: skip
+    held = {slot: len(tokens[slot]) - 1 for slot in (15, 4, 0, 5, 1)} | {8: 50}
+    model.forward(Step([Segment(slot, 0, tokens[slot][:count]) for slot, count in held.items()]))
+    step = Step([Segment(slot, held.get(slot, 0), tokens[slot][held.get(slot, 0) :]) for slot in (9, *held)])
+    assert (step.decoding, len(step.runs)) == (5, 2)
+    logits = model.forward(step)
+    for row, segment in enumerate(step.segments):
+        ids = torch.from_numpy(tokens[segment.slot].astype(np.int64))[None]
+        with torch.no_grad():
+            wanted = reference(ids).logits[0, -1]
+        torch.testing.assert_close(logits[row], wanted, atol=1e-4, rtol=0)
+
+
+def test_a_long_prompt_spans_several_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.sampler.embedded.step._BLOCK", 32)
+    folder = save_model(tmp_path, "llama")
+    model = Model(folder, torch.float32, 2, 400)
+    tokens = np.random.default_rng(1).integers(0, 384, 150).astype(np.int32)
+    model.forward(Step([Segment(1, 0, tokens[:20])]))
+    step = Step([Segment(1, 20, tokens[20:])])
+    assert len(step.blocks) == 5
+    with torch.no_grad():
+        wanted = load_model(folder)(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0, -1]
+    torch.testing.assert_close(model.forward(step)[0], wanted, atol=1e-4, rtol=0)
+
+
+def test_bfloat16_runs_and_is_near(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "qwen3")
+    model = Model(folder, torch.bfloat16, 4, 200)
+    tokens = np.random.default_rng(2).integers(0, 384, 40).astype(np.int32)
+    model.forward(Step([Segment(0, 0, tokens[:-1])]))
+    got = model.forward(Step([Segment(0, 39, tokens[-1:])]))[0].log_softmax(-1)
+    with torch.no_grad():
+        wanted = load_model(folder)(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0, -1].log_softmax(-1)
+    assert float((got - wanted).abs().max()) < 0.3
