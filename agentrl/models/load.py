@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from agentrl.errors import ModelError
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer that lies in ``folder``.
@@ -17,6 +19,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     Raises:
         ModelError: there is none, or it cannot be read.
     """
+    # transformers would make an empty tokenizer of the right class out of config.json alone.
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(f"model.path={folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers raises whatever its readers do
@@ -48,13 +53,14 @@ def load_model(
         )
     except Exception as error:  # transformers raises whatever its readers do
         raise ModelError(f"model.path={folder}: the model cannot be loaded: {_words(error)}") from error
-    model, report = loaded
+    model: PreTrainedModel = loaded[0]
+    report = loaded[1]
     # transformers fills what a checkpoint lacks with random numbers and only warns.
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(f"model.path={folder}: {len(missing)} weights are missing, such as {missing[0]!r}")
-    assert isinstance(model, PreTrainedModel)
-    return model.eval()
+    model.train(False)
+    return model
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,7 +30,8 @@ def get_smollm2(out: Path) -> None:
     config = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    plain = AutoModelForCausalLM.from_config(config)
+    auto: Any = AutoModelForCausalLM
+    plain = auto.from_config(config)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
     # 4-bit weights lose nothing to speak of in bfloat16, and the folder is half as large.

@@ -157,7 +157,7 @@ class SGLangClient:
     async def healthy(self) -> bool:
         """Return whether the engine answers."""
         try:
-            await self._transport.get("/health")
+            await self._transport.get("/health", retries=0)
         except (Refused, httpx.HTTPError):
             return False
         return True
@@ -188,7 +188,7 @@ class SGLangClient:
         """Take one bucket of weights."""
         if not self._in_update:
             await self._begin()
-        body: dict[str, Any] = {"serialized_named_tensors": [_pickled(named)], "flush_cache": last}
+        body: dict[str, Any] = {"serialized_named_tensors": [pickle_tensors(named)], "flush_cache": last}
         if last:
             body["weight_version"] = str(version)
         try:
@@ -278,7 +278,8 @@ def _body(ids: list[int], params: SamplingParams, max_new_tokens: int, rid: str,
     return body
 
 
-def _pickled(named: Sequence[tuple[str, torch.Tensor]]) -> str:
-    # By value: sharing a CPU tensor by file descriptor crashes SGLang's scheduler. A view would carry its whole storage.
+def pickle_tensors(named: Sequence[tuple[str, torch.Tensor]]) -> str:
+    """Return tensors as SGLang takes them: a base64 pickle, by value."""
+    # Sharing a CPU tensor by file descriptor crashes SGLang's scheduler. A view would carry its whole storage.
     pairs = [(name, tensor.detach().cpu().contiguous().clone()) for name, tensor in named]
     return base64.b64encode(pickle.dumps(pairs)).decode()

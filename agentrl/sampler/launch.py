@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from agentrl.errors import ConfigError, EngineError, PortInUseError
 from agentrl.process import ChildProcess, free_port
 
 _HOST = "127.0.0.1"
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,19 @@ def launch_embedded(
     command = [sys.executable, "-m", "agentrl.sampler.embedded", *_flags(flags)]
     # Threads that spin while they wait make the engine fifty times slower where another process wants the cores too.
     env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    return _launch(command, log, port, "the embedded engine", env, timeout_s)
+    begun = time.monotonic()
+    port_file = log.with_name(log.name + ".port")
+    port_file.unlink(missing_ok=True)
+    _check_port(port)
+    command += ["--host", _HOST, "--port", str(port), "--port-file", str(port_file)]
+    child = ChildProcess.start(command, log=log, name="the embedded engine", env=env, error=EngineError)
+    # The engine picks a free port itself: one picked here could be somebody else's by the time it starts.
+    while not port_file.exists():
+        if not child.alive() or time.monotonic() - begun > timeout_s:
+            break
+        time.sleep(_POLL_S)
+    port = int(port_file.read_text()) if port_file.exists() else port
+    return _healthy(child, port, timeout_s - (time.monotonic() - begun))
 
 
 def launch_sglang(
@@ -119,23 +133,20 @@ def launch_sglang(
             "sampler.url to a running server, or sampler.backend=embedded"
         )
     flags = {"model-path": model, "random-seed": seed, **(options or {})}
-    return _launch([sys.executable, "-m", "sglang.launch_server", *_flags(flags)], log, port, "SGLang", {}, timeout_s)
+    _check_port(port)
+    port = port or free_port(_HOST)
+    command = [sys.executable, "-m", "sglang.launch_server", *_flags(flags), "--host", _HOST, "--port", str(port)]
+    child = ChildProcess.start(command, log=log, name="SGLang", error=EngineError)
+    return _healthy(child, port, timeout_s)
 
 
-def _launch(
-    command: Sequence[str], log: Path, port: int, name: str, env: Mapping[str, str], timeout_s: float
-) -> EngineProcess:
-    port = _usable(port)
-    address = ["--host", _HOST, "--port", str(port)]
-    child = ChildProcess.start([*command, *address], log=log, name=name, env=env, error=EngineError)
+def _healthy(child: ChildProcess, port: int, timeout_s: float) -> EngineProcess:
     url = f"http://{_HOST}:{port}"
     child.wait_healthy(f"{url}/health", timeout_s)
     return EngineProcess(url, child)
 
 
-def _usable(port: int) -> int:
-    if port == 0:
-        return free_port(_HOST)
+def _check_port(port: int) -> None:
     with socket.socket() as probe:
         # As servers do: a port whose last connections are only winding down is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -145,7 +156,6 @@ def _usable(port: int) -> int:
             raise PortInUseError(
                 f"sampler.port={port} cannot be used ({error.strerror}): set sampler.port to a free port, or to 0"
             ) from error
-    return port
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:

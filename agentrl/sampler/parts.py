@@ -128,6 +128,6 @@ def _spanning(left: str, right: Sequence[str], stops: Sequence[str]) -> int | No
 def _finish(finish: object) -> FinishReason:
     kind = finish.get("type") if isinstance(finish, Mapping) else finish
     try:
-        return FinishReason(kind)
+        return FinishReason(str(kind))
     except ValueError:
         raise SamplerError(f"the engine ended a generation with finish_reason {finish!r}") from None

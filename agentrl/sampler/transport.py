@@ -51,18 +51,20 @@ class Transport:
         """
         return _content(await self._send("POST", path, orjson.dumps(body), key))
 
-    async def get(self, path: str) -> Any:
+    async def get(self, path: str, *, retries: int = _RETRIES) -> Any:
         """As `post`, by GET."""
-        return _content(await self._send("GET", path, None, ""))
+        return _content(await self._send("GET", path, None, "", retries))
 
-    async def _send(self, method: str, path: str, content: bytes | None, key: str) -> httpx.Response:
+    async def _send(
+        self, method: str, path: str, content: bytes | None, key: str, retries: int = _RETRIES
+    ) -> httpx.Response:
         client = self._clients[zlib.crc32(key.encode()) % _SHARDS]
         headers = {"content-type": "application/json"}
-        for attempt in range(_RETRIES + 1):
+        for attempt in range(retries + 1):
             try:
                 return await client.request(method, self.url + path, content=content, headers=headers)
             except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                if attempt == _RETRIES:
+                if attempt == retries:
                     raise
                 await asyncio.sleep(_BACKOFF_S * 2**attempt)
         raise AssertionError("the loop returns or raises")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
+import traceback
 from pathlib import Path
 
 from agentrl.process import exit_with_parent
@@ -13,6 +15,7 @@ def main() -> int:
     """Serve; the exit status is 1 where the engine failed."""
     exit_with_parent()
     arguments = _parser().parse_args()
+    listener = _bind(arguments.host, arguments.port, arguments.port_file)
 
     import torch
     import uvicorn
@@ -26,7 +29,7 @@ def main() -> int:
     from agentrl.sampler.embedded.stops import StopMatcher
 
     torch.set_num_threads(arguments.threads)
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model = Model(arguments.model, as_dtype(arguments.dtype), arguments.max_slots, arguments.max_context)
         stops = StopMatcher(load_tokenizer(arguments.model), model.vocabulary)
@@ -34,24 +37,33 @@ def main() -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     scheduler = Scheduler(model, stops, arguments.max_slots, arguments.seed, arguments.weight_version)
-    failed: list[bool] = []
+    failures: list[BaseException] = []
 
-    def fail() -> None:
-        failed.append(True)
+    def fail(error: BaseException) -> None:
+        traceback.print_exception(error)
+        failures.append(error)
         server.should_exit = True
 
     app = build_app(scheduler, fail)
-    config = uvicorn.Config(
-        app,
-        host=arguments.host,
-        port=arguments.port,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=2,
-    )
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
-    server.run()
-    return 1 if failed else 0
+    server.run(sockets=[listener])
+    return 1 if failures else 0
+
+
+def _bind(host: str, port: int, port_file: Path | None) -> socket.socket:
+    """Take the port at once: loading a model lasts seconds, in which somebody else could take it.
+
+    Nobody can connect until the server listens, so whoever waits for it sees no half-ready engine.
+    """
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    if port_file is not None:
+        draft = port_file.with_name(port_file.name + ".draft")
+        draft.write_text(str(listener.getsockname()[1]))
+        draft.rename(port_file)
+    return listener
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder of a causal model")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--port-file", type=Path, help="file that the port is written to")
     parser.add_argument("--dtype", default="float32", help="of weights and KV cache: float32 or bfloat16")
     parser.add_argument("--max-slots", type=int, default=256, help="sequences whose KV cache is kept")
     parser.add_argument("--max-context", type=int, default=2048, help="tokens of a sequence")

@@ -23,15 +23,20 @@ from agentrl.sampler.embedded.weights import read_named_tensors
 Body = dict[str, Any]
 
 
-def build_app(scheduler: Scheduler, on_failure: Callable[[], None]) -> Starlette:
-    """Return the ASGI application; ``on_failure`` is called when the engine's loop ends with an error."""
+def build_app(scheduler: Scheduler, on_failure: Callable[[BaseException], None]) -> Starlette:
+    """Return the ASGI application; ``on_failure`` takes the error that ends the engine's loop."""
     endpoints = Endpoints(scheduler)
+
+    def ended(task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            on_failure(error)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         task = asyncio.create_task(scheduler.run(), name="engine")
         endpoints.engine = task
-        task.add_done_callback(lambda done: None if done.cancelled() else on_failure())
+        task.add_done_callback(ended)
         yield
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

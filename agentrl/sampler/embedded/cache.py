@@ -23,7 +23,7 @@ ATTENTION = "agentrl_slots"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
-class SlotCache(Cache):  # type: ignore[misc]
+class SlotCache(Cache):
     """``[slots, key-value heads, context, head size]`` of keys and values a layer, made when a layer first runs."""
 
     def __init__(self, slots: int, context: int) -> None:
@@ -88,7 +88,8 @@ class SlotCache(Cache):  # type: ignore[misc]
             out[: self.step.decoding] = self._decode(tokens * scale, keys, values, window)
         runs = len(self.step.runs)
         for index, block in enumerate(self.step.blocks, runs):
-            grouped = query[0, :, block.rows].unflatten(0, (keys.shape[1], -1)).transpose(0, 1)
+            tokens = query[0, :, block.rows]
+            grouped = tokens.reshape(keys.shape[1], -1, *tokens.shape[1:]).transpose(0, 1)
             groups = grouped.shape[0]
             # Batch dimension: the query heads of a group. Expanding the keys over it copies nothing.
             attended = F.scaled_dot_product_attention(

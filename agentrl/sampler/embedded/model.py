@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,8 @@ class Model:
         self._model: PreTrainedModel = load_model(folder, dtype)
         longest = getattr(self._model.config, "max_position_embeddings", context)
         self.context = min(context, longest)
-        self.vocabulary = int(self._model.get_input_embeddings().num_embeddings)
+        embedding: Any = self._model.get_input_embeddings()
+        self.vocabulary = int(embedding.weight.shape[0])
         self.cache = SlotCache(slots, self.context)
         # transformers would build a mask of its own; a mask of four dimensions is taken as it is, and ours is unused.
         self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)

@@ -66,18 +66,23 @@ class Options:
             raise BadRequestError(f"sampling_params.{unknown[0]} is unknown")
         given = {name: value for name, value in given.items() if value is not None}
         stop = given.get("stop", ())
-        given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-        given["stop_token_ids"] = frozenset(given.get("stop_token_ids", ()))
+        try:
+            given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+            given["stop_token_ids"] = frozenset(given.get("stop_token_ids", ()))
+        except TypeError as error:
+            raise BadRequestError(f"sampling_params.stop and stop_token_ids must be lists: {error}") from error
         options = cls(**given)
         options._check()
         return options
 
     def _check(self) -> None:
         limits = {
-            "max_new_tokens": self.max_new_tokens >= 1,
-            "temperature": self.temperature >= 0,
-            "top_p": 0 < self.top_p <= 1,
-            "top_k": self.top_k == -1 or self.top_k >= 1,
+            "max_new_tokens": isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1,
+            "temperature": isinstance(self.temperature, int | float) and self.temperature >= 0,
+            "top_p": isinstance(self.top_p, int | float) and 0 < self.top_p <= 1,
+            "top_k": isinstance(self.top_k, int) and (self.top_k == -1 or self.top_k >= 1),
+            "sampling_seed": self.sampling_seed is None or isinstance(self.sampling_seed, int),
+            "stop_token_ids": all(isinstance(token, int) for token in self.stop_token_ids),
             "stop": all(isinstance(text, str) and text for text in self.stop),
         }
         for name, fits in limits.items():

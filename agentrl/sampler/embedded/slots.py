@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 DEFER_TOKENS = 32
 """A request waits one step where another of the same step computes this many more tokens of its prefix."""
 
+_SPARE_TOKENS = 8
+"""A request takes an idle slot over, rather than copying from it, where at most so many of its tokens are lost."""
+
 
 class Wait(Enum):
     """Why a request gets no slot now."""
@@ -57,7 +60,7 @@ class SlotTable:
         source, cached, coming = self._match(tokens)
         if coming - cached >= DEFER_TOKENS:
             return Wait.SHARED
-        if cached and not self.active[source] and cached >= self.held[source] and not self.stale[source]:
+        if cached and not self.active[source] and self.held[source] - cached <= _SPARE_TOKENS:
             slot = source
         else:
             found = self._free()
@@ -84,7 +87,7 @@ class SlotTable:
         common[self.stale[:top]] = 0
         now = np.minimum(common, self.held[:top])
         # Among equals an idle slot that can be taken as it is comes first.
-        whole = (now == self.held[:top]) & ~self.active[:top]
+        whole = (self.held[:top] - now <= _SPARE_TOKENS) & ~self.active[:top]
         best = int((now * 2 + whole).argmax())
         return best, int(now[best]), int(np.minimum(common, self.planned[:top]).max())
 

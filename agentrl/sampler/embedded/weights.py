@@ -21,8 +21,8 @@ def _storage(data: bytes) -> Any:
 
 
 _ALLOWED: dict[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,  # type: ignore[attr-defined]
-    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,  # type: ignore[attr-defined]
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
     ("torch.storage", "_load_from_bytes"): _storage,
     ("collections", "OrderedDict"): OrderedDict,
 }

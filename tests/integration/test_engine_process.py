@@ -1,0 +1,55 @@
+"""The embedded engine as a process: how it ends turns, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from engine_tiny import save_model
+
+from agentrl.errors import EngineError, SamplerError
+from agentrl.models.load import load_model
+from agentrl.sampler.bench import bench_engine
+from agentrl.sampler.client import SGLangClient
+from agentrl.sampler.launch import launch_embedded
+from agentrl.types import FinishReason, Prompt, SamplingParams
+
+
+def test_the_models_own_end_token_ends_a_turn_and_a_broken_model_ends_the_engine(tmp_path: Path) -> None:
+    """One engine for both, because starting one takes seconds."""
+    folder = save_model(tmp_path / "model", end=17)
+    broken = {name: tensor * float("nan") for name, tensor in load_model(folder).state_dict().items()}
+    engine = launch_embedded(folder, log=tmp_path / "log", slots=8, context=512, threads=1, version=4)
+
+    async def play() -> None:
+        client = SGLangClient(engine.url, timeout_s=30)
+        try:
+            assert await client.version() == 4
+            params = SamplingParams(max_new_tokens=500)
+            turns = [client.generate(Prompt((5, at)), params, session_id="s", request_id=f"r{at}") for at in range(20)]
+            for generation in await asyncio.gather(*turns):
+                ends = [at for at, token in enumerate(generation.token_ids) if token == 17]
+                stopped = generation.finish_reason is FinishReason.STOP
+                assert ends == ([len(generation.token_ids) - 1] if stopped else [])
+                assert generation.versions == ((0, 4),)
+            speeds = await bench_engine(engine.url, 384, batches=(8,), prompt_tokens=32, new_tokens=4)
+            assert speeds[0].batch == 8
+            assert min(speeds[0].decode_tokens_s, speeds[0].prefill_tokens_s, speeds[0].client_cpu_ms) > 0
+            engine.check()
+            await client.update_from_tensors(list(broken.items()), 5, last=True)
+            with pytest.raises(SamplerError, match="no finite numbers"):
+                await client.generate(Prompt((5,)), params, session_id="s", request_id="r")
+        finally:
+            await client.aclose()
+
+    try:
+        asyncio.run(play())
+        deadline = time.monotonic() + 20
+        while engine.alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with pytest.raises(EngineError, match=r"(?s)exit status 1.*no finite numbers"):
+            engine.check()
+    finally:
+        engine.stop()

@@ -1,0 +1,69 @@
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.errors import ModelError
+from agentrl.models.load import as_dtype, load_model, load_tokenizer
+from agentrl.models.resolve import resolve_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = Qwen3Config(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        intermediate_size=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_local_folder_is_taken(folder: Path) -> None:
+    assert resolve_model(str(folder)) == folder
+
+
+def test_a_folder_without_a_model_names_the_key(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"model\.path={tmp_path}.*config\.json"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_missing_folder_names_the_key() -> None:
+    with pytest.raises(ModelError, match=r"model\.path=/no/such/folder: there is no such folder.*multihop-warm"):
+        resolve_model("/no/such/folder")
+
+
+def test_a_hub_id_offline_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"model\.path=nobody/nothing.*HF_HUB_OFFLINE=1.*Set model\.path"):
+        resolve_model("nobody/nothing")
+
+
+def test_a_model_loads_in_the_type_asked_for(folder: Path) -> None:
+    model = load_model(folder, "bfloat16")
+    assert model.dtype == torch.bfloat16
+    assert not model.training
+    with pytest.raises(ModelError, match="float33"):
+        as_dtype("float33")
+
+
+def test_missing_weights_are_no_random_ones(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"1 weights are missing, such as 'model\.norm\.weight'"):
+        load_model(folder)
+
+
+def test_no_model_and_no_tokenizer_say_where(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"model\.path={tmp_path}: the model cannot be loaded"):
+        load_model(tmp_path)
+    with pytest.raises(ModelError, match=rf"model\.path={folder} holds no tokenizer"):
+        load_tokenizer(folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=rf"model\.path={folder}: its tokenizer cannot be loaded"):
+        load_tokenizer(folder)

