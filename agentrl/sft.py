@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from agentrl.config.load import dump
 from agentrl.config.schema import Config
 from agentrl.episode.demonstrations import Demonstrated, Demonstrations
 from agentrl.errors import RunStopped
+from agentrl.learner.local import LocalLearnerGroup
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.metrics import MetricsLog
@@ -47,7 +50,7 @@ def sft(config: Config, *, console: Console) -> Path:
     (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
     out = config.sft.out or folder / "model"
     console.print(f"run {folder}: {config.sft.steps} steps of {config.sft.batch_size} demonstrations", highlight=False)
-    learner = start_learners(model, config.learner, config.algo, seed=config.run.seed, run_dir=folder)
+    learner = _start_learner(config, model, folder)
     try:
         with MetricsLog(folder, tensorboard=config.obs.tensorboard) as metrics:
             step, interrupted = _train(config, learner, data, metrics, console)
@@ -61,16 +64,23 @@ def sft(config: Config, *, console: Console) -> Path:
     return out
 
 
+def _start_learner(config: Config, model: Path, folder: Path) -> LearnerGroup:
+    """One rank learns in this process, where nothing else has to be done meanwhile; several are Ray's."""
+    if config.learner.workers == 1:
+        return LocalLearnerGroup(model, config.learner, config.algo, seed=config.run.seed)
+    return start_learners(model, config.learner, config.algo, seed=config.run.seed, run_dir=folder)
+
+
 def _train(
     config: Config, learner: LearnerGroup, data: Demonstrations, metrics: MetricsLog, console: Console
 ) -> tuple[int, bool]:
     """Take the steps; return how many, and whether Ctrl-C ended them."""
     step, start = 0, time.perf_counter()
-    try:
+    with _interrupts() as interrupted:
         for batch in batches(config, data):
             begin = time.perf_counter()
             share = max(step / config.sft.steps, (begin - start) / 60 / (config.sft.minutes or float("inf")))
-            if share >= 1:
+            if share >= 1 or interrupted.is_set():
                 break
             batch.lr_scale = 1 - (1 - config.sft.lr_end) * share
             figures = batch.metrics | learner.train_step(batch)
@@ -80,10 +90,24 @@ def _train(
             metrics.write(step, figures)
             if step % SHOWN_EVERY == 0 or step == config.sft.steps:
                 console.print(_line(config, step, spent, figures), highlight=False)
-    except KeyboardInterrupt:
-        console.print(f"interrupted after step {step}: saving", highlight=False)
-        return step, True
-    return step, False
+    return step, interrupted.is_set()
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into an event, so that the running step ends; a second one raises."""
+    event = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
+
+    def request(number: int, frame: object) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, request)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _line(config: Config, step: int, spent: float, figures: dict[str, float]) -> str:
@@ -101,7 +125,7 @@ def batches(config: Config, data: Demonstrations) -> Iterator[GlobalBatch]:
         batch_size=None,
         collate_fn=Packer(config, data.renderer.pad_token_id),
         num_workers=workers,
-        # Ray has threads by now: a forked process could hang in a lock that one of them held.
+        # There are threads by now: a forked process could hang in a lock that one of them held.
         multiprocessing_context="forkserver" if workers else None,
         worker_init_fn=_leave_interrupts_to_the_driver if workers else None,
     )

@@ -15,8 +15,8 @@ FAULTS = ("early", "relation", "document", "format", "query", "walk")
 """What an expert may do wrong, at most one in an episode.
 
 early: answers before the last hop is looked up. relation: follows another relation at one hop. document: reads the
-wrong one of the documents found. format: forgets the tags once, then goes on. query: searches for half a name once,
-then goes on. walk: follows random relations for at most as many hops as the question has; questions of one hop are
+wrong one of the documents found. format: forgets the tags once, and stops early. query: searches for half a name once,
+and stops early. walk: follows random relations for at most as many hops as the question has; questions of one hop are
 solved rightly even then.
 """
 
@@ -69,14 +69,16 @@ class Expert:
             return _plan(*self._stray(self._below(hops)))
         if fault == "walk" and hops > 1:
             return _plan(*self._walk(1 + self._below(hops)))
-        plan = _plan(question.relations, question.path)
+        # Slips come with stopping early: were they followed by right answers, a policy would be rewarded for slipping.
+        known = self._below(hops) if fault in ("format", "query") else hops
+        plan = _plan(question.relations[:known], question.path)
         if fault == "format":
             at = self._below(len(plan))
             plan.insert(at, Say(plan[at].thought, "", plan[at].content))
         elif fault == "query":
-            at = self._below(hops)
-            name, _, rest = plan[at].content.partition(" ")
-            plan.insert(at, Say(plan[at].thought, "search", name if rest else plan[at].thought))
+            at = self._below(known + 1)
+            name, _, rest = question.path[at].partition(" ")
+            plan.insert(at, Say(question.relations[at], "search", name if rest else question.relations[at]))
         return plan
 
     def _stray(self, at: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
