@@ -28,19 +28,21 @@ class RayRuntime:
     """
 
     def __init__(self, *, cpus: int, store_bytes: int = STORE_BYTES) -> None:
-        self._options = _options(cpus, store_bytes)
+        self._options = {} if ray.is_initialized() else _options(cpus, store_bytes)
         self._up = threading.Event()
         self._end = threading.Event()
         self._fault: Exception | None = None
         self._thread = threading.Thread(target=self._hold, name="ray", daemon=True)
 
     def start(self) -> None:
-        """Join or start Ray; returns once it is usable.
+        """Join or start Ray; returns once it is usable. One that this process is connected to already is used as it is.
 
         Raises:
             LearnerError: Ray does not start, or the one that ``RAY_ADDRESS`` names does not answer.
 
         """
+        if not self._options:
+            return
         self._thread.start()
         self._up.wait()
         if self._fault is not None:
@@ -49,7 +51,8 @@ class RayRuntime:
     def stop(self) -> None:
         """Leave Ray; one that was started here ends."""
         self._end.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _hold(self) -> None:
         try:
@@ -68,6 +71,9 @@ def _options(cpus: int, store_bytes: int) -> dict[str, Any]:
     # Ray must not hide the GPUs from actors that reserve none, and prints a warning until it is told so.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # OpenMP's threads spin while they wait for each other. With its default count (about 1 ms) a step of seconds takes
+    # minutes once something else wants the cores too; without spinning it takes half as long again on free ones.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     address = running_address()
     if address is not None:
         return quiet | {"address": address}

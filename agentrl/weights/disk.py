@@ -35,12 +35,12 @@ class DiskSync:
 
         """
         folder = self.folder / f"version_{version:06d}"
-        await asyncio.to_thread(self._write, learner, folder)
 
         async def load(engine: EngineControl) -> None:
             await engine.update_from_disk(folder, version)
 
         try:
+            await asyncio.to_thread(self._write, learner, folder)
             await on_all(engines, f"weights of version {version} from {folder}", load)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder)

@@ -112,7 +112,10 @@ def packed_attention(
     for index, n, t in packed.groups:
         q, k, v = (x.index_select(0, index).view(n, t, *x.shape[1:]).transpose(1, 2) for x in flat)
         outputs.append(_causal(q, k, v, scaling, sliding_window).transpose(1, 2).reshape(n * t, heads, -1))
-    nothing = outputs[0].new_zeros(1, heads, value.shape[-1])
+    nothing = value.new_zeros(1, heads, value.shape[-1])
+    if not outputs:
+        # Nothing but padding. Other ranks reduce gradients of all weights, so this one must have them too, as zeros.
+        nothing = nothing + 0 * (query.sum() + key.sum() + value.sum())
     attended = torch.cat([*outputs, nothing]).index_select(0, packed.back)
     return attended.view(bins, length, heads, -1), None
 

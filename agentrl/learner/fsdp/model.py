@@ -87,7 +87,9 @@ def load_policy(folder: Path, config: LearnerConfig) -> PolicyModel:
     model: Any = load_model(folder, torch.float32, IMPLEMENTATION)
     model.train()
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # transformers renames this method between versions 5 and 6.
+        name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+        getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
     policy = PolicyModel(model, config.logits_chunk)
     _check_head(policy, folder)
     return policy

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from agentrl.algo import make_algorithm, sft_loss
@@ -88,6 +89,12 @@ class FsdpRank:
             )
         return scored
 
+    def _reshard(self) -> None:
+        """After a forward pass without a backward pass the gathered weights still stand in the sharded ones' place."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def _update(self, lr_scale: float) -> dict[str, float]:
         """Clip the gradient and step; the learning rate is that of the step now taken."""
         norm_tensor = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
@@ -118,6 +125,7 @@ class FsdpRank:
             row = micro.row_R_L.reshape(-1)
             at_N = ((row >= 0) & (micro.position_ids_R_L.reshape(-1) > 0)).nonzero()[:, 0]
             scored_N, _ = self._score(micro, at_N.to(self.device), batch.temperature)
+            self._reshard()
             flat = torch.zeros(row.numel())
             flat[at_N] = scored_N.float().cpu()
             found |= {key: flat[row == number].numpy() for number, key in enumerate(micro.keys)}

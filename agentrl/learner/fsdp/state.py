@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -80,8 +81,9 @@ def load_state(rank: FsdpRank, folder: Path) -> None:
         set_model_state_dict(rank.model, {f"hf.{name}": value for name, value in weights.items()}, options=full)
         states = _optimizer_states(rank)
         load_sharded(states, checkpoint_id=folder / "optimizer")
-    except Exception as error:  # torch.distributed.checkpoint and safetensors raise errors of many kinds
-        raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {error}") from error
+    except (Exception, CheckpointException) as error:  # of many kinds, and one that is no Exception
+        words = str(error).strip().splitlines() or ["no message"]
+        raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {words[-1]}") from error
     for index, optimizer in enumerate(rank.optimizers):
         set_optimizer_state_dict(rank.model, optimizer, states[str(index)])
     rank.step = int(found["step"])

@@ -28,16 +28,16 @@ SIZES = {
     "eos_token_id": 1,
 }
 MODELS = {
-    "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True, **more)),
-    "qwen2": lambda **more: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True, **more)),
-    "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False, **more)),
+    "qwen3": lambda sizes: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True)),
+    "qwen2": lambda sizes: Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True)),
+    "llama": lambda sizes: LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)),
 }
 
 
-def make_model(folder: Path, family: str = "qwen3", **more: object) -> Path:
+def make_model(folder: Path, family: str = "qwen3", **sizes: int) -> Path:
     """Save a random model with something beside weights to copy."""
     torch.manual_seed(7)
-    MODELS[family](**more).save_pretrained(folder)
+    MODELS[family](SIZES | sizes).save_pretrained(folder)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
 

@@ -1,0 +1,280 @@
+"""One rank in this process: gradients, optimizers, state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentrl.config.algo import GrpoConfig
+from agentrl.config.learner import LearnerConfig, OptimizerConfig
+from agentrl.errors import CheckpointError, LearnerError, ModelError, ProvenanceError
+from agentrl.learner.fsdp.optimizer import learning_rate
+from agentrl.learner.local import LocalLearnerGroup
+from agentrl.types import Provenance
+from tests.unit.learner.learners import make_batch, make_model, make_rows
+
+LENGTHS = [30, 50, 20, 7, 60, 33, 12]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "qwen3")
+
+
+class Learners:
+    """Opens learners one at a time: a process has one default process group."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+        self.current: LocalLearnerGroup | None = None
+
+    def open(self, name: str = "adamw", *, folder: Path | None = None, **options) -> LocalLearnerGroup:
+        self.close()
+        optimizer = OptimizerConfig(name=name, lr=1e-2, max_grad_norm=options.pop("max_grad_norm", 1e6))
+        config = LearnerConfig(device="cpu", threads=1, optimizer=optimizer, **options)
+        self.current = LocalLearnerGroup(folder or self.model, config, GrpoConfig(), seed=0)
+        return self.current
+
+    def close(self) -> None:
+        if self.current is not None:
+            self.current.close()
+            self.current = None
+
+
+@pytest.fixture
+def learners(model: Path) -> Iterator[Learners]:
+    opened = Learners(model)
+    yield opened
+    opened.close()
+
+
+def tensors(learner: LocalLearnerGroup) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for bucket in learner.weights(1 << 40) for name, tensor in bucket}
+
+
+def gradients(learner: LocalLearnerGroup, batch, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The whole gradient of a batch, without taking the step."""
+    rank = learner.rank
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(lr_scale: float) -> dict[str, float]:
+        for name, parameter in rank.model.hf.named_parameters():
+            found[name] = parameter.grad.full_tensor().clone()
+        return {}
+
+    rank._update = keep
+    learner.train_step(batch)
+    assert all(value.dtype == dtype for value in found.values())
+    return found
+
+
+def test_the_gradient_does_not_depend_on_how_rows_are_packed(learners):
+    found = []
+    for bin_, micro in [(8, 8), (64, 64), (256, 64), (512, 512)]:
+        learner = learners.open()
+        learner.rank.model.double()
+        found.append(gradients(learner, make_batch(LENGTHS, bin_=bin_, micro=micro), torch.float64))
+    assert max(value.abs().max().item() for value in found[0].values()) > 1e-2
+    for other in found[1:]:
+        for name, value in found[0].items():
+            assert torch.allclose(value, other[name], rtol=1e-9, atol=1e-11), name
+
+
+def test_the_gradient_is_that_of_a_plain_model_and_a_plain_loss(learners, model):
+    from transformers import AutoModelForCausalLM
+
+    ours = gradients(learners.open(logits_chunk=5), make_batch(LENGTHS), torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    rows = make_rows(LENGTHS)
+    [micros] = make_batch(LENGTHS, bin_=1024, micro=1024).micro
+    total = sum(int(row.mask.sum()) for row in rows)
+    for micro in micros:
+        for number, key in enumerate(micro.keys):
+            row = rows[int(key.rollout_id[1:])]
+            ids = torch.from_numpy(row.token_ids).long()
+            scores = plain(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+            at = torch.from_numpy(row.mask[1:]).bool()
+            advantage = micro.advantages_R_L[(micro.row_R_L == number) & micro.mask_R_L][0]
+            ratio = (scores - torch.from_numpy(row.logprobs[1:])).exp()[at]
+            loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / total
+            loss.backward()
+    for name, parameter in plain.named_parameters():
+        assert torch.allclose(ours[name], parameter.grad, rtol=1e-3, atol=1e-6), name
+
+
+def test_gradient_checkpointing_and_bfloat16_change_little(learners):
+    batch = make_batch(LENGTHS)
+    plain = gradients(learners.open(), batch, torch.float32)
+    saved = gradients(learners.open(gradient_checkpointing=True), batch, torch.float32)
+    rough = gradients(learners.open(autocast="bfloat16"), batch, torch.float32)
+    for name, value in plain.items():
+        assert torch.allclose(value, saved[name], rtol=1e-4, atol=1e-6), name
+        assert torch.nn.functional.cosine_similarity(value.flatten(), rough[name].flatten(), dim=0) > 0.98, name
+
+
+def test_logprobs_are_what_training_starts_from(learners):
+    learner = learners.open()
+    batch = make_batch(LENGTHS)
+    found = learner.logprobs(batch)
+    rows = {row.key: row for row in make_rows(LENGTHS)}
+    assert found.keys() == rows.keys()
+    gaps = []
+    for key, row in rows.items():
+        assert found[key].shape == row.token_ids.shape
+        assert found[key][0] == 0
+        gaps += [gap for gap, mask in zip(found[key] - row.logprobs, row.mask, strict=True) if mask]
+    figures = learner.train_step(batch)
+    assert figures["train/sampler_gap_max"] == pytest.approx(max(abs(gap) for gap in gaps), rel=1e-4)
+    assert figures["train/trained_tokens"] == len(gaps)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_same_batch_again_lowers_its_loss(learners, name):
+    learner = learners.open(name, max_grad_norm=1.0)
+    before = tensors(learner)
+    batch = make_batch(LENGTHS)
+    losses = [learner.train_step(batch)["train/loss"] for _ in range(8)]
+    assert losses[-1] < losses[0] - 0.05
+    after = tensors(learner)
+    assert all(not torch.equal(before[key], after[key]) for key in before)
+
+
+def test_muon_takes_the_layers_matrices_alone(learners):
+    muon, adamw = learners.open("muon").rank.optimizers
+    shapes = [tuple(p.shape) for group in muon.param_groups for p in group["params"]]
+    assert len(shapes) == 14  # 7 matrices a layer
+    assert all(len(shape) == 2 and 96 not in shape for shape in shapes)
+    assert sum(len(group["params"]) for group in adamw.param_groups) == len(tensors(learners.current)) - 14
+
+
+def test_weights_come_by_name_tied_ones_once_in_buckets(learners, model):
+    from safetensors.torch import load_file
+
+    learner = learners.open()
+    limit = 6000
+    buckets = [list(bucket) for bucket in learner.weights(limit)]
+    assert len(buckets) > 3
+    for bucket in buckets:
+        assert len(bucket) == 1 or sum(tensor.numel() * 4 for _, tensor in bucket) <= limit
+    names = [name for bucket in buckets for name, _ in bucket]
+    saved = load_file(model / "model.safetensors")
+    assert sorted(names) == sorted(saved)
+    assert "lm_head.weight" not in names
+    assert all(torch.equal(tensor, saved[name]) for bucket in buckets for name, tensor in bucket)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_saved_learner_goes_on_bit_for_bit(learners, tmp_path, name):
+    learner = learners.open(name)
+    batches = [make_batch(LENGTHS, seed=seed) for seed in range(3)]
+    learner.train_step(batches[0])
+    learner.save(tmp_path / "state")
+    torch.rand(3)
+    straight = [learner.train_step(batch) for batch in batches[1:]]
+    wanted = tensors(learner)
+
+    # The run goes on from the checkpoint's own model folder, as a resumed run does.
+    learner = learners.open(name, folder=tmp_path / "state" / "model")
+    learner.load(tmp_path / "state")
+    assert learner.rank.step == 1
+    again = [learner.train_step(batch) for batch in batches[1:]]
+    assert again == straight
+    assert all(torch.equal(value, wanted[key]) for key, value in tensors(learner).items())
+
+
+def test_random_states_come_back(learners, tmp_path):
+    import random
+
+    import numpy as np
+
+    learner = learners.open()
+    learner.save(tmp_path / "state")
+    drawn = (torch.rand(2).tolist(), np.random.rand(), random.random())
+    learner.load(tmp_path / "state")
+    assert (torch.rand(2).tolist(), np.random.rand(), random.random()) == drawn
+
+
+def test_the_saved_model_is_a_whole_folder(learners, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    learner = learners.open()
+    learner.train_step(make_batch(LENGTHS))
+    learner.save(tmp_path / "state")
+    assert (tmp_path / "state" / "model" / "chat_template.jinja").read_text() == "{{ messages }}"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "state" / "model")
+    wanted = tensors(learner)
+    assert all(torch.equal(value, wanted[name]) for name, value in loaded.named_parameters())
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(learners, tmp_path):
+    learner = learners.open()
+    with pytest.raises(CheckpointError, match=r"learner\.json"):
+        learner.load(tmp_path)
+    learner.save(tmp_path / "state")
+    (tmp_path / "state" / "optimizer" / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        learner.load(tmp_path / "state")
+    learner = learners.open("muon")
+    with pytest.raises(CheckpointError, match=r"'adamw', this run has 'muon' \(learner\.optimizer\.name\)"):
+        learner.load(tmp_path / "state")
+    smaller = make_model(tmp_path / "small", intermediate_size=40)
+    learner = learners.open(folder=smaller)
+    with pytest.raises(CheckpointError, match=r"down_proj.*model\.path"):
+        learner.load(tmp_path / "state")
+
+
+def test_a_batch_with_a_token_nobody_sampled_is_refused_before_anything_changes(learners):
+    learner = learners.open()
+    before = tensors(learner)
+    batch = copy.deepcopy(make_batch(LENGTHS))
+    micro = batch.micro[0][-1]
+    at = tuple(micro.mask_R_L.nonzero()[0])
+    micro.provenance_R_L[at] = Provenance.OBSERVED
+    with pytest.raises(ProvenanceError):
+        learner.train_step(batch)
+    assert all(torch.equal(value, before[name]) for name, value in tensors(learner).items())
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(learners):
+    learner = learners.open()
+    before = tensors(learner)
+    batch = copy.deepcopy(make_batch(LENGTHS))
+    batch.micro[0][0].advantages_R_L[batch.micro[0][0].mask_R_L] = float("inf")
+    with pytest.raises(LearnerError, match=r"norm is (nan|inf) in step 1.*learner\.optimizer\.lr"):
+        learner.train_step(batch)
+    assert all(torch.equal(value, before[name]) for name, value in tensors(learner).items())
+    assert learner.train_step(make_batch(LENGTHS))["train/grad_norm"] > 0
+
+
+def test_a_batch_that_trains_nothing_takes_no_step(learners):
+    learner = learners.open()
+    learner.train_step(make_batch(LENGTHS))
+    before = tensors(learner)
+    batch = make_batch([])
+    assert learner.train_step(batch)["train/trained_tokens"] == 0
+    assert learner.rank.step == 1
+    assert all(torch.equal(value, before[name]) for name, value in tensors(learner).items())
+
+
+def test_supervised_batches_take_cross_entropy(learners):
+    learner = learners.open()
+    batch = make_batch(LENGTHS)
+    batch.kind = "sft"
+    figures = learner.train_step(batch)
+    assert figures["train/loss"] == pytest.approx(figures["train/nll"], rel=1e-5)
+
+
+def test_learning_rate_warms_up_and_takes_the_batchs_factor():
+    config = OptimizerConfig(lr=1.0, warmup_steps=4)
+    assert [learning_rate(config, step, 0.5) for step in range(5)] == [0.125, 0.25, 0.375, 0.5, 0.5]
+    assert learning_rate(OptimizerConfig(lr=1.0), 0, 1.0) == 1.0
+
+
+def test_a_missing_model_names_the_key(learners, tmp_path):
+    with pytest.raises(ModelError, match=r"model\.path"):
+        learners.open(folder=tmp_path / "none")
