@@ -162,9 +162,10 @@ def test_muon_on_sharded_matrices_takes_the_step_of_whole_ones(model, local, tmp
         assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-5)
         found, expected = weights(group), weights(local)
         for name, value in expected.items():
-            # Muon orthogonalises in bfloat16, which turns a rounding of the gradient into percents of a step.
+            # In bfloat16 Muon makes percents of a step out of roundings of the gradient; a step from half matrices is
+            # off by more than half of it.
             step = (value - before[name]).norm()
-            assert (found[name] - value).norm() < 0.06 * step, name
+            assert (found[name] - value).norm() < 0.2 * step, name
     finally:
         group.close()
 
