@@ -163,7 +163,7 @@ def test_muon_on_sharded_matrices_takes_the_step_of_whole_ones(model, local, tmp
         found, expected = weights(group), weights(local)
         for name, value in expected.items():
             # In bfloat16 Muon makes percents of a step out of roundings of the gradient; a step from half matrices is
-            # off by more than half of it.
+            # off by about half of it.
             step = (value - before[name]).norm()
             assert (found[name] - value).norm() < 0.2 * step, name
     finally:
