@@ -85,7 +85,8 @@ def launch_embedded(
         "weight-version": version,
     }
     command = [sys.executable, "-m", "agentrl.sampler.embedded", *_flags(flags)]
-    # Threads that spin while they wait make the engine fifty times slower where another process wants the cores too.
+    # Large models share matrix products among OpenMP threads. Where these spin while they wait, an engine becomes many
+    # times slower as soon as another process wants the cores too.
     env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     begun = time.monotonic()
     port_file = log.with_name(log.name + ".port")

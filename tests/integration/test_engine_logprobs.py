@@ -22,8 +22,8 @@ from agentrl.sampler.embedded.stops import StopMatcher
 TEMPERATURES = (1.0, 0.6, 0.0)
 
 
-def make_scheduler(folder: Path, slots: int) -> Scheduler:
-    model = Model(folder, torch.float32, slots, 200)
+def make_scheduler(folder: Path, slots: int, threads: int) -> Scheduler:
+    model = Model(folder, torch.float32, slots, 200, threads)
     return Scheduler(model, StopMatcher(load_tokenizer(folder), model.vocabulary), slots, 0, "0")
 
 
@@ -44,11 +44,14 @@ async def episode(scheduler: Scheduler, shared: list[int], index: int) -> list[t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("slots", [5, 32])
-def test_many_turns_match_a_plain_forward(tmp_path: Path, family: str, slots: int) -> None:
+@pytest.mark.parametrize(("slots", "threads"), [(5, 1), (32, 2)])
+def test_many_turns_match_a_plain_forward(
+    tmp_path: Path, family: str, slots: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """24 episodes beside each other share a prefix; with 5 slots their caches also push each other out."""
+    monkeypatch.setattr("agentrl.sampler.embedded.model._WORTH", 4)
     folder = save_model(tmp_path, family)
-    scheduler = make_scheduler(folder, slots)
+    scheduler = make_scheduler(folder, slots, threads)
     shared = [random.Random(99).randrange(2, 384) for _ in range(40)]
 
     async def play() -> list[list[tuple[list[int], float, dict[str, Any]]]]:

@@ -17,7 +17,6 @@ def main() -> int:
     arguments = _parser().parse_args()
     listener = _bind(arguments.host, arguments.port, arguments.port_file)
 
-    import torch
     import uvicorn
     from transformers.utils import logging
 
@@ -28,15 +27,15 @@ def main() -> int:
     from agentrl.sampler.embedded.scheduler import Scheduler
     from agentrl.sampler.embedded.stops import StopMatcher
 
-    torch.set_num_threads(arguments.threads)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model = Model(arguments.model, as_dtype(arguments.dtype), arguments.max_slots, arguments.max_context)
+        dtype, slots = as_dtype(arguments.dtype), arguments.max_slots
+        model = Model(arguments.model, dtype, slots, arguments.max_context, arguments.threads)
         stops = StopMatcher(load_tokenizer(arguments.model), model.vocabulary)
     except AgentrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    scheduler = Scheduler(model, stops, arguments.max_slots, arguments.seed, arguments.weight_version)
+    scheduler = Scheduler(model, stops, slots, arguments.seed, arguments.weight_version)
     failures: list[BaseException] = []
 
     def fail(error: BaseException) -> None:
@@ -75,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="float32", help="of weights and KV cache: float32 or bfloat16")
     parser.add_argument("--max-slots", type=int, default=256, help="sequences whose KV cache is kept")
     parser.add_argument("--max-context", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads of torch")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--seed", type=int, default=0, help="of sampling")
     parser.add_argument("--weight-version", default="0", help="name of the weights in the folder")
     return parser

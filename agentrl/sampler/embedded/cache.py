@@ -7,6 +7,7 @@ into the query dimension, so keys and values are never repeated.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,18 @@ class SlotCache(Cache):
         self._shape = (slots, context)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
-        self.step: Step | None = None
-        """The step being computed."""
+        self._thread = threading.local()
+
+    @property
+    def step(self) -> Step:
+        """The step that this thread computes; threads that compute at the same time have different slots."""
+        step = self._thread.step
+        assert isinstance(step, Step)
+        return step
+
+    @step.setter
+    def step(self, step: Step) -> None:
+        self._thread.step = step
 
     def bind(self, model: nn.Module) -> None:
         """Let every attention module of ``model`` find this cache."""
@@ -47,11 +58,11 @@ class SlotCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Write ``[1, heads, N, size]`` into the step's slots; returns its arguments, which the attention ignores."""
-        assert self.step is not None
         if layer_idx not in self._keys:
             self._keys[layer_idx] = self._allocate(key_states)
             self._values[layer_idx] = self._allocate(value_states)
-        where = (self.step.slots, slice(None), self.step.positions)
+        step = self.step
+        where = (step.slots, slice(None), step.positions)
         self._keys[layer_idx][where] = key_states[0].transpose(0, 1)
         self._values[layer_idx][where] = value_states[0].transpose(0, 1)
         return key_states, value_states
@@ -79,15 +90,15 @@ class SlotCache(Cache):
 
     def attend(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
         """Return the attention of ``query [1, H, N, D]`` to its slots, ``[1, N, H, D]``."""
-        assert self.step is not None
+        step = self.step
         keys, values = self._keys[layer], self._values[layer]
         heads, count = query.shape[1], query.shape[2]
         out = query.new_empty(count, heads, values.shape[3])
-        if self.step.decoding:
-            tokens = query[0, :, : self.step.decoding].transpose(0, 1)
-            out[: self.step.decoding] = self._decode(tokens * scale, keys, values, window)
-        runs = len(self.step.runs)
-        for index, block in enumerate(self.step.blocks, runs):
+        if step.decoding:
+            tokens = query[0, :, : step.decoding].transpose(0, 1)
+            out[: step.decoding] = self._decode(tokens * scale, keys, values, window)
+        runs = len(step.runs)
+        for index, block in enumerate(step.blocks, runs):
             tokens = query[0, :, block.rows]
             grouped = tokens.reshape(keys.shape[1], -1, *tokens.shape[1:]).transpose(0, 1)
             groups = grouped.shape[0]
@@ -96,7 +107,7 @@ class SlotCache(Cache):
                 grouped,
                 keys[block.slot, :, : block.end].expand(groups, -1, -1, -1),
                 values[block.slot, :, : block.end].expand(groups, -1, -1, -1),
-                attn_mask=self.step.mask(index, window),
+                attn_mask=step.mask(index, window),
                 scale=scale,
             )
             out[block.rows] = attended.transpose(0, 1).flatten(0, 1).transpose(0, 1)
@@ -105,7 +116,6 @@ class SlotCache(Cache):
     def _decode(self, query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
         """Attend with one token a slot, ``[D, H, size]``, already scaled."""
         step = self.step
-        assert step is not None
         kv_heads, groups = keys.shape[1], query.shape[1] // keys.shape[1]
         if not step.dense:
             padded = query.new_zeros(step.rows, *query.shape[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,22 @@ from agentrl.sampler.embedded.step import Segment, Step
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 
 
-class Model:
-    """A Hugging Face causal model that computes steps against a `SlotCache`."""
+_LARGE = 16_000_000
+"""Weights from which on threads share each matrix product; below, each computes requests of its own."""
+_WORTH = 24
+"""Tokens that a thread gets at least."""
+_KEY_COST = 0.005
+"""What attending to one key costs, in tokens: measured on a model of 2M weights."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, slots: int, context: int) -> None:
+
+class Model:
+    """A Hugging Face causal model that computes steps against a `SlotCache`.
+
+    The products of a small model are too small to share: threads would wait for each other at each of them, for as
+    long as the scheduler likes where other processes want the cores. So they divide the requests instead.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, slots: int, context: int, threads: int = 1) -> None:
         """Load the model and prove on a few tokens that it computes what transformers does.
 
         Raises:
@@ -39,6 +52,10 @@ class Model:
         self.cache = SlotCache(slots, self.context)
         # transformers would build a mask of its own; a mask of four dimensions is taken as it is, and ours is unused.
         self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        large = self._model.num_parameters() >= _LARGE
+        self._threads = 1 if large else threads
+        torch.set_num_threads(threads if large else 1)
+        self._pool = ThreadPoolExecutor(max(1, self._threads - 1), "forward", torch.set_num_threads, (1,))
         self._check(dtype)
 
     @property
@@ -49,6 +66,19 @@ class Model:
             ids = getattr(config, "eos_token_id", None)
             found.update([ids] if isinstance(ids, int) else ids or ())
         return frozenset(found)
+
+    def compute(self, segments: Sequence[Segment]) -> tuple[Tensor, list[int]]:
+        """Compute what the requests add, on all threads.
+
+        Returns:
+            float32 logits ``[B, V]`` of what follows each, and of which segment each row is.
+        """
+        parts = _divide(segments, self._threads)
+        steps = [Step([segments[index] for index in part]) for part in parts]
+        others = [self._pool.submit(self.forward, step) for step in steps[1:]]
+        logits = [self.forward(steps[0]), *(other.result() for other in others)]
+        order = [part[row] for part, step in zip(parts, steps, strict=True) for row in step.order]
+        return logits[0] if len(logits) == 1 else torch.cat(logits), order
 
     def forward(self, step: Step) -> Tensor:
         """Return float32 logits ``[B, V]`` of what follows each request's last token, in the step's order."""
@@ -115,3 +145,19 @@ class Model:
         if theirs.keys() != ours.keys():
             raise BadRequestError(f"{folder} is of another model: {sorted(theirs.keys() ^ ours.keys())[:3]} differ")
         self.load_weights(list(theirs.items()))
+
+
+def _divide(segments: Sequence[Segment], threads: int) -> list[list[int]]:
+    """Return the segments' indices in at most ``threads`` parts that take about as long as each other.
+
+    Decoding requests stay sorted by slot, so that each part's slots lie together.
+    """
+    order = sorted(range(len(segments)), key=lambda index: (len(segments[index].tokens) > 1, segments[index].slot))
+    counts = np.array([len(segments[index].tokens) for index in order])
+    keys = np.array([segments[index].start for index in order]) + counts
+    ends = (counts * (1 + _KEY_COST * keys)).cumsum()
+    parts = max(1, min(threads, len(order), int(counts.sum()) // _WORTH))
+    # A request goes to the part that holds its middle.
+    middles = (ends + np.concatenate([[0.0], ends[:-1]])) / 2
+    which = np.minimum((middles / ends[-1] * parts).astype(int), parts - 1)
+    return [group.tolist() for part in range(parts) if len(group := np.array(order)[which == part])]

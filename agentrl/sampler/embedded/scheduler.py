@@ -20,7 +20,7 @@ from agentrl.sampler.embedded.model import Model
 from agentrl.sampler.embedded.request import Asked, Request
 from agentrl.sampler.embedded.sampling import sample
 from agentrl.sampler.embedded.slots import Place, SlotTable, Wait
-from agentrl.sampler.embedded.step import Segment, Step
+from agentrl.sampler.embedded.step import Segment
 from agentrl.sampler.embedded.stops import StopMatcher
 
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -147,10 +147,9 @@ class Scheduler:
             segments += self._admit()
         if not segments:
             return False
-        step = Step(segments)
-        logits = self.model.forward(step)
+        logits, order = self.model.compute(segments)
         self._table.computed()
-        requests = [self._running[index] for index in step.order]
+        requests = [self._running[index] for index in order]
         tokens, logprobs = sample(logits, requests, self._generator)
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
             self._take(request, token, logprob)
