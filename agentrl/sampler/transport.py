@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import zlib
 from typing import Any
 
@@ -11,7 +12,7 @@ import orjson
 
 _RETRIES = 4
 _BACKOFF_S = 0.1
-_SHARDS = 16
+_SHARDS = 64
 
 
 class Refused(Exception):
@@ -34,13 +35,19 @@ class Transport:
     def __init__(self, url: str, timeout_s: float) -> None:
         """Remember where the engine is; nothing is sent yet."""
         self.url = url.rstrip("/")
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0)
-        timeout = httpx.Timeout(timeout_s, connect=10.0)
-        # An engine is never behind the environment's proxy.
-        self._clients = [
-            httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, verify=self.url.startswith("https"))
-            for _ in range(_SHARDS)
-        ]
+        self._timeout = httpx.Timeout(timeout_s, connect=10.0)
+        self._ssl: ssl.SSLContext | bool = ssl.create_default_context() if self.url.startswith("https") else False
+        self._clients: dict[int, httpx.AsyncClient] = {}
+
+    def _client(self, key: str) -> httpx.AsyncClient:
+        shard = zlib.crc32(key.encode()) % _SHARDS
+        if shard not in self._clients:
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0)
+            # An engine is never behind the environment's proxy.
+            self._clients[shard] = httpx.AsyncClient(
+                timeout=self._timeout, limits=limits, trust_env=False, verify=self._ssl
+            )
+        return self._clients[shard]
 
     async def post(self, path: str, body: Any, *, key: str = "") -> Any:
         """Send ``body`` and return the reply's JSON (None where it has none); ``key`` picks the connections.
@@ -58,7 +65,7 @@ class Transport:
     async def _send(
         self, method: str, path: str, content: bytes | None, key: str, retries: int = _RETRIES
     ) -> httpx.Response:
-        client = self._clients[zlib.crc32(key.encode()) % _SHARDS]
+        client = self._client(key)
         headers = {"content-type": "application/json"}
         for attempt in range(retries + 1):
             try:
@@ -71,7 +78,7 @@ class Transport:
 
     async def aclose(self) -> None:
         """Close all connections."""
-        await asyncio.gather(*(client.aclose() for client in self._clients))
+        await asyncio.gather(*(client.aclose() for client in self._clients.values()))
 
 
 def _content(reply: httpx.Response) -> Any:

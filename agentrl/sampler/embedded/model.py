@@ -24,7 +24,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 
 _LARGE = 16_000_000
 """Weights from which on threads share each matrix product; below, each computes requests of its own."""
-_WORTH = 24
+_WORTH = 48
 """Tokens that a thread gets at least."""
 _KEY_COST = 0.005
 """What attending to one key costs, in tokens: measured on a model of 2M weights."""

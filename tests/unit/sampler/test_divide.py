@@ -23,8 +23,8 @@ def test_every_request_is_computed_once(shapes: list[tuple[int, int]], threads: 
 def test_work_is_shared_evenly_and_slots_stay_together() -> None:
     first, second = _divide(segments([1] * 100, [200] * 100), 2)
     assert (first, second) == (list(range(50)), list(range(50, 100)))
-    parts = _divide(segments([400] + [1] * 40, [0] + [10] * 40), 2)
-    assert [len(part) for part in parts] == [40, 1]
+    parts = _divide(segments([400] + [1] * 90, [0] + [10] * 90), 2)
+    assert [len(part) for part in parts] == [90, 1]
 
 
 def test_little_work_is_not_divided() -> None:
