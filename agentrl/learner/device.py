@@ -24,6 +24,8 @@ def pick_device(config: LearnerConfig, *, local_rank: int) -> torch.device:
     kind = resolve_device(config)
     if kind == "cuda":
         torch.cuda.set_device(local_rank)
+        # cuDNN plans attention anew for every shape, and packed rows have a new one in almost every group.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         return torch.device("cuda", local_rank)
     torch.set_num_threads(config.threads or max(1, _cores() // config.workers))
     return torch.device("cpu")

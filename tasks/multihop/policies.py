@@ -1,9 +1,7 @@
 """Folders of the policies shipped with this taskset.
 
-Their recipe is ``make_policy`` and then ``configs/search_r1/sft_*.yaml``. The weights that lie here were not made by
-``agentrl sft`` yet, but by a plain PyTorch loop over the same demonstrations with the same hyper-parameters: 3,932
-steps for the base, 897 for the warm start, 3,848 for the discovery start. Its stages of the curriculum ended by
-accuracy in place of steps, and its experts still found the right answer after a fault of format or query.
+They were made by ``make_policy`` and then ``configs/search_r1/sft_base.yaml``, ``sft_warm.yaml`` and
+``sft_discover.yaml`` on one H200, in 265, 67 and 259 seconds; `make policies` makes them again.
 """
 
 from pathlib import Path
