@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in arguments if word in COMMANDS), None)
     errors = Console(stderr=True)
-    parsed = build_parser(command).parse_args(arguments)
+    parsed = _parse(build_parser(command), arguments)
     try:
         parsed.run(parsed)
     except UserError as error:
@@ -61,6 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         errors.print("[bold yellow]interrupted[/]")
         return FAILED
     return DONE
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse; settings may stand anywhere among the options, which argparse alone does not allow."""
+    parsed, rest = parser.parse_known_args(arguments)
+    strange = [word for word in rest if "=" not in word or word.startswith("-") or not hasattr(parsed, "overrides")]
+    if strange:
+        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    if rest:
+        parsed.overrides = [*parsed.overrides, *rest]
+    return parsed
 
 
 def _escape(error: Exception) -> str:

