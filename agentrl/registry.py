@@ -9,7 +9,8 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -49,16 +50,22 @@ def register_env(name: str) -> Callable[[E], E]:
 
 def names(group: str) -> list[str]:
     """Return all registered names of a group, such as ``agentrl.envs``."""
-    return sorted({*_registered[group], *(point.name for point in entry_points(group=group))})
+    return sorted({*_registered[group], *_points(group)})
 
 
 def _lookup(group: str, name: str, what: str, key: str) -> Any:
     if name in _registered[group]:
         return _registered[group][name]
-    found = [point for point in entry_points(group=group) if point.name == name]
-    if not found:
+    point = _points(group).get(name)
+    if point is None:
         raise unknown_name(what, name, names(group), key)
-    return found[0].load()
+    return point.load()
+
+
+@cache
+def _points(group: str) -> dict[str, EntryPoint]:
+    """Reading the metadata of every installed package takes milliseconds, and an environment is made every episode."""
+    return {point.name: point for point in entry_points(group=group)}
 
 
 def env_class(name: str, key: str = "--env") -> type[Env]:
