@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
 from agentrl.errors import RunStopped
 
 T = TypeVar("T")
+
+WATCH_S = 0.5
+"""Seconds between two looks."""
 
 
 class Interrupt:
@@ -41,8 +44,8 @@ class Interrupt:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
 
-    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what ``work`` returns, or cancel it once a signal comes.
+    async def guard(self, work: Coroutine[Any, Any, T], watch: Callable[[], None] | None = None) -> T:
+        """Return what ``work`` returns, or cancel it once a signal comes or ``watch``, called now and then, raises.
 
         Raises:
             RunStopped: a signal came first.
@@ -54,10 +57,13 @@ class Interrupt:
         task = asyncio.ensure_future(work)
         waiter = asyncio.ensure_future(self.requested.wait())
         try:
-            await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise RunStopped("interrupted")
+            while not task.done():
+                if waiter.done():
+                    raise RunStopped("interrupted")
+                await asyncio.wait({task, waiter}, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
+                if watch is not None and not task.done():
+                    watch()
+            return task.result()
         finally:
             waiter.cancel()
             if not task.done():

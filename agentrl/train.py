@@ -99,7 +99,7 @@ class Trainer:
                 rollout_id = f"{self.step + 1}/{offset}/{sample}"
                 jobs.append(Job(task, episode_seed(seed, self.position + offset, sample), rollout_id))
         try:
-            rollouts = await self.interrupt.guard(runner.run_many(jobs))
+            rollouts = await self.interrupt.guard(runner.run_many(jobs), self.stack.check)
         except AgentrlError:
             self.stack.check()
             raise
@@ -128,7 +128,7 @@ class Trainer:
         start = time.perf_counter()
         runner = self.stack.runner(temperature=self.config.eval.temperature)
         try:
-            self.figures = await self.interrupt.guard(evaluate(self.config, self.tasks, runner))
+            self.figures = await self.interrupt.guard(evaluate(self.config, self.tasks, runner), self.stack.check)
         except AgentrlError:
             self.stack.check()
             raise

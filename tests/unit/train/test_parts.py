@@ -103,6 +103,17 @@ def test_a_signal_cancels_what_is_guarded() -> None:
     assert signal.getsignal(signal.SIGINT) == before
 
 
+def test_a_watch_that_raises_cancels_what_is_guarded() -> None:
+    def dead() -> None:
+        raise OSError("the server is dead")
+
+    async def main() -> None:
+        with Interrupt() as interrupt, pytest.raises(OSError, match="dead"):
+            await interrupt.guard(asyncio.sleep(60), dead)
+
+    asyncio.run(main())
+
+
 def test_guard_returns_results_and_errors() -> None:
     async def fails() -> int:
         raise ValueError("inner")
