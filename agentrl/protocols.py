@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agentrl.types import Generation, Message, Prompt, RowKey, SamplingParams, ToolCall, ToolResult
+from agentrl.types import Generation, Message, Prompt, Rollout, RowKey, SamplingParams, ToolCall, ToolResult
 
 if TYPE_CHECKING:
     import torch
@@ -125,6 +125,24 @@ class ToolClient(Protocol):
 
     async def aclose(self) -> None:
         """Close connections."""
+        ...
+
+
+class Grader(Protocol):
+    """Gives rollouts their reward after they have ended, in place of what the environment gave."""
+
+    @property
+    def group(self) -> bool:
+        """Whether it wants all rollouts of a task at the same time; otherwise it gets one at a time."""
+        ...
+
+    async def grade(self, rollouts: Sequence[Rollout]) -> None:
+        """Set ``reward`` (and figures in ``metrics``) of rollouts of one task; one that cannot be graded is dropped.
+
+        Raises:
+            RunStopped: a rollout cannot be graded, and the configuration stops the run over it.
+
+        """
         ...
 
 

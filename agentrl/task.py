@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agentrl.types import Action, Message, Observation
+from agentrl.types import Message
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,6 +63,3 @@ class TaskSet(ABC):
     def demonstrator(self, task: Task, rng: np.random.Generator) -> Demonstrator:
         """Return an expert (faults included, as the options ask) for supervised fine-tuning on ``task``."""
         raise NotImplementedError(f"{type(self).__name__} has no demonstrations to fine-tune on")
-
-
-__all__ = ["Action", "Demonstrator", "Observation", "Task", "TaskSet"]

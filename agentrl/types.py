@@ -175,6 +175,8 @@ class FailureKind(StrEnum):
     """A sandbox failed for reasons of its own."""
     TASK = "task"
     """The task itself is unusable."""
+    REWARD = "reward"
+    """The reward function raised, was late, or returned no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,16 +223,6 @@ class Generation:
     """Prompt tokens that the engine's prefix cache already held."""
     request_id: str = ""
     """The request that sampled these tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyInfo:
-    """What the runner needs to know of a policy's tokenizer."""
-
-    end_token_id: int
-    """Ends a turn."""
-    pad_token_id: int
-    """Fills batches; never attended to."""
 
 
 @dataclass(slots=True)
@@ -327,6 +319,8 @@ class Rollout:
     """Tokens that the policy sampled."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The task's metadata."""
+    label: Any = None
+    """The task's answer, JSON-able."""
 
 
 def json_state(value: Any) -> Any:

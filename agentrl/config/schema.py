@@ -6,11 +6,13 @@ from pydantic import Field
 
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.base import Section
+from agentrl.config.data import DataConfig
+from agentrl.config.evaluation import EvalConfig
 from agentrl.config.learner import LearnerConfig
+from agentrl.config.reward import RewardConfig
 from agentrl.config.sections import (
     BatchConfig,
     EnvConfig,
-    EvalConfig,
     ModelConfig,
     ObsConfig,
     RolloutConfig,
@@ -33,6 +35,10 @@ class Config(Section):
     """The environment."""
     tasks: TasksConfig = Field(default_factory=TasksConfig)
     """The problems."""
+    data: DataConfig = Field(default_factory=DataConfig)
+    """Problems from files."""
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    """The reward function, where it is not the environment's own."""
     tools: dict[str, ToolConfig] = Field(default_factory=dict)
     """Tool servers, by the tool's name."""
     model: ModelConfig = Field(default_factory=ModelConfig)

@@ -113,6 +113,8 @@ class RolloutConfig(Section):
     """Episodes that run at the same time."""
     failure: FailureConfig = Field(default_factory=FailureConfig)
     """What follows when an episode fails, by where the error arose."""
+    generate: str | None = None
+    """A multi-turn loop of your own in place of environment and runner: ``module:function`` or ``file.py:function``."""
 
 
 class BatchConfig(Section):
@@ -120,6 +122,8 @@ class BatchConfig(Section):
 
     aggregation: Literal["token_mean", "rollout_mean"] = "token_mean"
     """``token_mean``: every sampled token weighs the same (DAPO, arXiv:2503.14476); ``rollout_mean``: every rollout does."""
+    global_batch_size: PositiveInt | None = None
+    """Rollouts an optimizer step; without a number, all rollouts of a step divided by ``train.steps_per_rollout``."""
     tokens_per_bin: PositiveInt = 2048
     """Rows are packed into bins of this many tokens; a longer row gets a bin of its own."""
     tokens_per_micro: PositiveInt = 4096
@@ -139,7 +143,9 @@ class TrainConfig(Section):
     """How long to train, and what to keep."""
 
     steps: int = Field(default=100, ge=0)
-    """Optimizer steps; 0 only evaluates."""
+    """Steps, each of one batch of rollouts; 0 only evaluates (slime's ``num_rollout``)."""
+    steps_per_rollout: PositiveInt = 1
+    """Optimizer steps a batch of rollouts is divided into (slime's ``num_steps_per_rollout``)."""
     minutes: PositiveFloat | None = None
     """Stop after the step that passes this many minutes of training, evaluations not counted."""
     eval_every: int = Field(default=10, ge=0)
@@ -152,17 +158,6 @@ class TrainConfig(Section):
     """Checkpoints to keep."""
     stop_at: dict[str, float] = Field(default_factory=dict)
     """End the run once an evaluation reaches all of these, such as ``{exact_match: 0.98}``."""
-
-
-class EvalConfig(Section):
-    """How to evaluate."""
-
-    size: PositiveInt | None = None
-    """Tasks, from the start of the split; without a number all of them."""
-    temperature: float = Field(default=1.0, ge=0)
-    """Sampling temperature; 0 is greedy."""
-    by: str | None = None
-    """A key of the tasks' metadata to report figures by, such as ``hops``."""
 
 
 class ToolConfig(Section):
@@ -190,7 +185,15 @@ class ObsConfig(Section):
 
     tensorboard: bool = True
     """Write TensorBoard event files beside ``metrics.jsonl``."""
-    rollouts: Literal["all", "first", "none"] = "first"
+    rollouts: Literal["all", "first", "none"] = "all"
     """Which of a step's rollouts to write to ``rollouts/``: all, the first group of each step, or none."""
+    rollout_format: Literal["jsonl", "parquet"] = "jsonl"
+    """How rollouts lie on disk; parquet is made of the JSON lines once a step is whole."""
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Weights & Biases: off, online (wants a key), or offline for ``wandb sync`` later."""
+    wandb_project: str = "agentrl"
+    """The project of the run at Weights & Biases."""
+    table_rows: int = Field(default=8, ge=0)
+    """Rollouts of each step to show in the trackers' sample tables."""
     progress: Literal["auto", "live", "plain"] = "auto"
     """A live table, plain lines, or whichever fits the output."""

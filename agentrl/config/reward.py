@@ -1,0 +1,24 @@
+"""The reward function."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveFloat
+
+from agentrl.config.base import Section
+
+
+class RewardConfig(Section):
+    """A reward function in place of the environment's own. ``reward=F`` is short for ``reward.function=F``."""
+
+    function: str | None = None
+    """``module:function``, ``file.py:function``, or built in: exact_match, f1, numeric, math."""
+    key: str | None = None
+    """The key to take as the reward, where the function returns a mapping; the others become metrics."""
+    on_error: Literal["stop", "drop", "score"] = "stop"
+    """What follows when the function raises or returns no finite number: stop the run, drop the sample, or score it."""
+    error_score: float = 0.0
+    """The reward of such a sample with ``on_error=score``."""
+    timeout_s: PositiveFloat = 60.0
+    """Seconds a call may take."""
