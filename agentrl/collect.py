@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from agentrl.algo import make_algorithm
@@ -12,28 +13,44 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
 from agentrl.config.schema import Config
 from agentrl.evaluation import mean, rollout_means
-from agentrl.types import Rollout
+from agentrl.types import Rollout, Row
+
+COUNTS = {"batch/rows", "batch/tokens", "batch/trained_tokens", "batch/micro_batches", "train/trained_tokens"}
+"""Figures of an optimizer step that are added up over those of a step."""
 
 
-def train_batch(config: Config, groups: RolloutGroups, pad_id: int) -> GlobalBatch | None:
-    """Return the step's batch, or None where no rollout has an advantage.
-
-    Rollouts without an advantage, those of groups whose rewards are all equal among them, add nothing to the gradient
-    and are left out, of the denominators too (DAPO's filter, arXiv:2503.14476, without sampling others in their place).
-    """
+def rollout_advantages(config: Config, groups: RolloutGroups) -> dict[str, float]:
+    """Return the advantage of every rollout by its id."""
     rewards_N = torch.from_numpy(groups.rewards_N)
     advantages_N = make_algorithm(config.algo).advantages(rewards_N, torch.from_numpy(groups.groups_N))
-    by_rollout = {
-        rollout.rollout_id: advantage
-        for rollout, advantage in zip(groups.rollouts_N, advantages_N.tolist(), strict=True)
-        if advantage != 0.0
-    }
-    rows = [row for row in groups.rows if row.key.rollout_id in by_rollout and row.mask.any()]
-    if not rows:
-        return None
+    ids = (rollout.rollout_id for rollout in groups.rollouts_N)
+    return dict(zip(ids, advantages_N.tolist(), strict=True))
+
+
+def train_batches(
+    config: Config, groups: RolloutGroups, advantages: Mapping[str, float], pad_id: int
+) -> list[GlobalBatch]:
+    """Return a batch for each of the ``train.steps_per_rollout`` optimizer steps that has anything to train on.
+
+    Groups stay whole: each optimizer step gets as many of them as the others, or one more. Rollouts without an
+    advantage, those of groups whose rewards are all equal among them, add nothing to the gradient and are left out, of
+    the denominators too (DAPO's filter, arXiv:2503.14476, without sampling others in their place).
+    """
+    shares = np.array_split(np.arange(len(groups.prompt_ids_G)), config.train.steps_per_rollout)
+    batches = []
+    for share in shares:
+        chosen = np.isin(groups.groups_N, share)
+        rollouts = [rollout for rollout, here in zip(groups.rollouts_N, chosen, strict=True) if here]
+        rows = [row for rollout in rollouts if advantages[rollout.rollout_id] for row in rollout.rows if row.mask.any()]
+        if rows:
+            batches.append(_pack(config, rows, advantages, pad_id))
+    return batches
+
+
+def _pack(config: Config, rows: Sequence[Row], advantages: Mapping[str, float], pad_id: int) -> GlobalBatch:
     return pack(
         rows,
-        by_rollout,
+        advantages,
         ranks=config.learner.workers,
         tokens_per_bin=config.batch.tokens_per_bin,
         tokens_per_micro=config.batch.tokens_per_micro,
@@ -59,3 +76,20 @@ def rollout_figures(rollouts: Sequence[Rollout], groups: RolloutGroups, rollout_
         key = f"rollout/stop/{rollout.stop_reason.value}"
         figures[key] = figures.get(key, 0.0) + 1 / len(rollouts)
     return figures | {f"rollout/{key}": value for key, value in rollout_means(rollouts).items()}
+
+
+def merge_figures(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the figures of one or several optimizer steps as those of one step.
+
+    Counts are added, of maxima the largest is taken, of the learning rate the last; the rest is averaged.
+    """
+    merged = {"train/optimizer_steps": float(len(steps))}
+    for key in dict.fromkeys(key for step in steps for key in step):
+        values = [step[key] for step in steps if key in step]
+        if key in COUNTS:
+            merged[key] = sum(values)
+        elif key.endswith("_max"):
+            merged[key] = max(values)
+        else:
+            merged[key] = values[-1] if key == "train/lr" else mean(values)
+    return merged

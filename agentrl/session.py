@@ -13,14 +13,15 @@ from rich.console import Console
 from agentrl.cluster.learners import RayLearnerGroup, start_learners
 from agentrl.config.load import dump
 from agentrl.config.schema import Config
-from agentrl.episode.recorder import RolloutRecorder
 from agentrl.errors import RunStopped
+from agentrl.evaluation.sets import choose_tasks
 from agentrl.interrupt import Interrupt
 from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.curve import plot_curve
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.progress import ProgressView
+from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.preflight import open_tasks
 from agentrl.runfolder import choose_folder
 from agentrl.stack import Stack, open_stack
@@ -125,6 +126,7 @@ def _trainer(
         recorder=RolloutRecorder(folder / "rollouts"),
         view=view,
         interrupt=interrupt,
+        sets=choose_tasks(config, tasks),
         step=state["step"],
         position=state["position"],
         spent_s=state["spent_s"],

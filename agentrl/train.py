@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.batch.groups import RolloutGroups, group_rollouts
-from agentrl.collect import rollout_figures, train_batch
+from agentrl.collect import merge_figures, rollout_advantages, rollout_figures, train_batches
 from agentrl.config.schema import Config
-from agentrl.episode.recorder import RolloutRecorder
 from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.errors import AgentrlError
-from agentrl.eval import evaluate
+from agentrl.eval import evaluate_watched
+from agentrl.evaluation.result import flat_figures
+from agentrl.evaluation.sets import TaskChoice, reached
+from agentrl.evaluation.show import results_lines
 from agentrl.interrupt import Interrupt
 from agentrl.learner.checkpoints import Checkpoints
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.progress import ProgressView, Stopwatch
+from agentrl.obs.rollouts import RolloutRecorder, write_advantages
 from agentrl.obs.show import rollout_panel
 from agentrl.protocols import LearnerGroup, WeightSync
 from agentrl.stack import Stack
@@ -41,6 +44,8 @@ class Trainer:
     recorder: RolloutRecorder
     view: ProgressView
     interrupt: Interrupt
+    sets: Sequence[TaskChoice] = ()
+    """What to evaluate on; without any nothing is evaluated."""
     step: int = 0
     """Finished optimizer steps; also the policy version."""
     position: int = 0
@@ -83,9 +88,7 @@ class Trainer:
             last = self.step == plan.steps or self._out_of_time()
             if last or (plan.eval_every and self.step % plan.eval_every == 0):
                 await self._evaluate()
-                if plan.stop_at and all(
-                    self.figures.get(f"eval/{key}", 0.0) >= aim for key, aim in plan.stop_at.items()
-                ):
+                if reached(plan.stop_at, self.figures):
                     break
             if plan.save_every and self.step % plan.save_every == 0:
                 self._save()
@@ -111,12 +114,14 @@ class Trainer:
 
     async def _learn(self, groups: RolloutGroups, watch: Stopwatch) -> dict[str, float]:
         self.view.phase("learn")
-        batch = train_batch(self.config, groups, self.stack.renderer.pad_token_id)
-        if batch is None:
+        advantages = rollout_advantages(self.config, groups)
+        write_advantages(self.recorder.folder, self.step + 1, advantages)
+        batches = train_batches(self.config, groups, advantages, self.stack.renderer.pad_token_id)
+        if not batches:
             return {"train/skipped": 1.0}
         with watch("train"):
-            learned = await asyncio.to_thread(self.learner.train_step, batch)
-        return batch.metrics | learned
+            steps = [batch.metrics | await asyncio.to_thread(self.learner.train_step, batch) for batch in batches]
+        return merge_figures(steps)
 
     async def _sync(self, watch: Stopwatch) -> None:
         self.view.phase("weights")
@@ -124,18 +129,22 @@ class Trainer:
             await self.sync.push(self.learner, [self.stack.client], self.step)
 
     async def _evaluate(self) -> None:
-        self.view.phase("evaluate")
-        start = time.perf_counter()
-        runner = self.stack.runner(temperature=self.config.eval.temperature)
-        try:
-            self.figures = await self.interrupt.guard(evaluate(self.config, self.tasks, runner), self.stack.check)
-        except AgentrlError:
-            self.stack.check()
-            raise
-        self.figures["time/eval_s"] = time.perf_counter() - start
+        if not self.sets:
+            return
+        start, done = time.perf_counter(), 0
+        total = sum(len(choice.tasks) * choice.plan.n_samples for choice in self.sets)
+
+        def count(_: Rollout) -> None:
+            nonlocal done
+            done += 1
+            self.view.phase(f"evaluate {done}/{total}")
+
+        self.view.phase(f"evaluate 0/{total}")
+        results = await evaluate_watched(self.sets, self.stack, self.interrupt, count)
+        self.figures = flat_figures(results) | {"time/eval_s": time.perf_counter() - start}
         self.metrics.write(self.step, self.figures)
-        shown = "  ".join(f"{key.removeprefix('eval/')} {value:.3f}" for key, value in self.figures.items())
-        self.view.note(f"evaluation after step {self.step}: {shown}")
+        for line in results_lines(results):
+            self.view.note(f"evaluation after step {self.step}: {line}")
 
     def _log(self, figures: Mapping[str, float]) -> None:
         row = {**figures, "train/version": float(self.step)}

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.episode.trajectory import Trajectory
-from agentrl.types import FinishReason, Message, ToolCall, Turn, json_state
+from agentrl.obs.rolloutformat import turn_from_dict, turn_to_dict
+from agentrl.types import Message, ToolCall, Turn, json_state
 
 
 @dataclass(slots=True, eq=False)
@@ -90,18 +91,3 @@ def message_from_dict(data: Mapping[str, Any]) -> Message:
     """Return what `message_to_dict` was given."""
     calls = tuple(ToolCall(call["id"], call["name"], call["arguments"]) for call in data["tool_calls"])
     return Message(data["role"], data["content"], calls, data["tool_call_id"], data["inline"])
-
-
-def turn_to_dict(turn: Turn) -> dict[str, Any]:
-    """Return a turn as JSON-able data."""
-    return {
-        "action": turn.action,
-        "observation": turn.observation,
-        "finish_reason": turn.finish_reason.value,
-        "reward": turn.reward,
-    }
-
-
-def turn_from_dict(data: Mapping[str, Any]) -> Turn:
-    """Return what `turn_to_dict` was given."""
-    return Turn(data["action"], data["observation"], FinishReason(data["finish_reason"]), data["reward"])

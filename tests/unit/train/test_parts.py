@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from agentrl import Message, Task
 from agentrl.batch.groups import group_rollouts
-from agentrl.collect import rollout_figures, train_batch
+from agentrl.batch.microbatch import GlobalBatch
+from agentrl.collect import merge_figures, rollout_advantages, rollout_figures, train_batches
 from agentrl.config.load import load_config
 from agentrl.episode.bench import synthetic_rows
 from agentrl.errors import RunStopped
@@ -53,22 +54,47 @@ def rollout(prompt: str, sample: int, reward: float, hops: int = 1) -> Rollout:
     )
 
 
+def trained(batch: GlobalBatch) -> set[str]:
+    return {key.rollout_id for rank in batch.micro for micro in rank for key in micro.keys}
+
+
 def test_only_rollouts_with_an_advantage_are_trained_on() -> None:
     config = load_config(None)
     rollouts = [rollout("a", 0, 1.0), rollout("a", 1, 0.0), rollout("b", 0, 1.0), rollout("b", 1, 1.0)]
     groups = group_rollouts(rollouts)
-    batch = train_batch(config, groups, pad_id=0)
-    assert batch is not None
-    keys = {key.rollout_id for rank in batch.micro for micro in rank for key in micro.keys}
-    assert keys == {"a/0", "a/1"}
+    advantages = rollout_advantages(config, groups)
+    assert advantages == pytest.approx({"a/0": 1.0, "a/1": -1.0, "b/0": 0.0, "b/1": 0.0}, rel=1e-4)
+    [batch] = train_batches(config, groups, advantages, pad_id=0)
+    assert trained(batch) == {"a/0", "a/1"}
     total = sum(float(micro.weight_R_L.sum()) for rank in batch.micro for micro in rank)
     assert total == pytest.approx(1.0)
-    assert train_batch(config, group_rollouts(rollouts[2:]), pad_id=0) is None
+    assert train_batches(config, group_rollouts(rollouts[2:]), advantages, pad_id=0) == []
     figures = rollout_figures(rollouts, groups, 2.0)
     assert figures["train/reward"] == 0.75
     assert figures["train/flat_groups"] == 0.5
     assert figures["time/tokens_per_s"] == 20.0
     assert figures["rollout/stop/terminated"] == 1.0
+
+
+def test_optimizer_steps_share_whole_groups() -> None:
+    config = load_config(None, ["rollout.batch_size=4", "train.steps_per_rollout=2"])
+    rollouts = [rollout(prompt, sample, float(sample)) for sample in range(2) for prompt in "abcd"]
+    groups = group_rollouts(rollouts)
+    batches = train_batches(config, groups, rollout_advantages(config, groups), pad_id=0)
+    assert [trained(batch) for batch in batches] == [{"a/0", "a/1", "b/0", "b/1"}, {"c/0", "c/1", "d/0", "d/1"}]
+
+
+def test_figures_of_optimizer_steps_are_added_averaged_or_the_largest() -> None:
+    first = {"batch/tokens": 100.0, "train/loss": 1.0, "train/ratio_max": 3.0, "train/lr": 0.1}
+    second = {"batch/tokens": 50.0, "train/loss": 2.0, "train/ratio_max": 2.0, "train/lr": 0.2}
+    assert merge_figures([first, second]) == {
+        "batch/tokens": 150.0,
+        "train/loss": 1.5,
+        "train/ratio_max": 3.0,
+        "train/lr": 0.2,
+        "train/optimizer_steps": 2.0,
+    }
+    assert merge_figures([first]) == first | {"train/optimizer_steps": 1.0}
 
 
 def test_evaluation_by_metadata() -> None:

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from agentrl.episode.bench import synthetic_rows
-from agentrl.episode.recorder import RolloutRecorder, read_rollouts
+from agentrl.obs.rollouts import RolloutRecorder, read_rollouts
 from agentrl.types import Failure, FailureKind, FinishReason, Rollout, StopReason, Turn
 
 
