@@ -1,22 +1,31 @@
-"""Evaluation: run the policy on a fixed set of tasks and take the means."""
+"""Evaluation: run the policy on fixed sets of tasks and take the means."""
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from agentrl.config.schema import Config
 from agentrl.episode.runner import EpisodeRunner, Job
-from agentrl.errors import ConfigError
-from agentrl.evaluation import eval_figures
+from agentrl.errors import AgentrlError, ConfigError
+from agentrl.evaluation.figures import figures_of
+from agentrl.evaluation.result import SetResult
+from agentrl.evaluation.sets import TaskChoice, choose_tasks
+from agentrl.interrupt import Interrupt
 from agentrl.learner.checkpoints import latest_checkpoint
 from agentrl.models.resolve import resolve_model
-from agentrl.preflight import check_run, open_tasks
-from agentrl.stack import open_stack
+from agentrl.obs.counting import EpisodeCount
+from agentrl.preflight import check_engine, check_episodes, open_tasks
+from agentrl.stack import Stack, open_stack
 from agentrl.task import TaskSet
-from agentrl.tasksource import episode_seed
+from agentrl.tasksource import NoTasks, episode_seed
+from agentrl.types import Rollout
+
+OnDone = Callable[[Rollout], None]
 
 
 def checkpoint_model(name: str) -> str:
@@ -39,26 +48,115 @@ def checkpoint_model(name: str) -> str:
     return str(checkpoint / "model")
 
 
-async def evaluate(config: Config, tasks: TaskSet, runner: EpisodeRunner) -> dict[str, float]:
-    """Run the first ``eval.size`` tasks of the evaluation split once each and return ``eval/…`` figures.
+def run_config_file(name: str) -> Path | None:
+    """Return the ``config.yaml`` of the run that a folder is, or that a checkpoint lies in; None where there is none."""
+    folder = Path(name).expanduser().resolve()
+    for place in (folder, *folder.parents[:3]):  # RUN/checkpoints/step_000012/model
+        if (place / "config.yaml").is_file() and (place / "checkpoints").is_dir():
+            return place / "config.yaml"
+    return None
 
-    Episodes' seeds depend on the task alone, so two evaluations differ only by the policy and its sampling.
+
+def jobs_of(choice: TaskChoice) -> list[Job]:
+    """Return the episodes of a set, those of a task side by side.
+
+    Their seeds depend on set, task and sample alone, so two evaluations differ only by the policy and its sampling.
     """
-    split = tasks.split(config.tasks.eval_split)
-    chosen = [split[index] for index in range(config.eval.size or len(split))]
-    jobs = [Job(task, episode_seed(0, "eval", task.id), f"eval/{task.id}") for task in chosen]
-    return eval_figures(await runner.run_many(jobs), config.eval.by)
+    return [
+        Job(task, episode_seed(0, "eval", choice.name, task.id, sample), f"{choice.prefix}{task.id}/{sample}")
+        for task in choice.tasks
+        for sample in range(choice.plan.n_samples)
+    ]
 
 
-async def evaluate_policy(config: Config, console: Console) -> dict[str, float]:
-    """Start what an evaluation needs, run it, and return its figures."""
-    check_run(config)
-    tasks = open_tasks(config)
+async def evaluate(sets: Sequence[TaskChoice], runner: EpisodeRunner, on_done: OnDone | None = None) -> list[SetResult]:
+    """Run all sets at the same time, under the runner's one limit on concurrency.
+
+    Args:
+        sets: as `choose_tasks` returns them.
+        runner: plays the episodes; how it samples each set says.
+        on_done: gets every rollout once it has its reward.
+
+    Raises:
+        RunStopped: the failure policy stops the run over what failed.
+
+    """
+
+    async def run(choice: TaskChoice) -> SetResult:
+        plan = choice.plan
+        sampling = runner.with_sampling(
+            temperature=plan.temperature, top_p=plan.top_p, top_k=plan.top_k, max_new_tokens=plan.max_new_tokens
+        )
+        rollouts = await sampling.run_many(jobs_of(choice), on_done)
+        return SetResult(choice, figures_of(rollouts, pass_reward=plan.pass_reward, by=plan.by), rollouts)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(run(choice)) for choice in sets]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None  # the first ended the others
+    return [task.result() for task in running]
+
+
+async def evaluate_policy(config: Config, console: Console, on_done: OnDone | None = None) -> list[SetResult]:
+    """Start what an evaluation needs, run it, and return its results by set.
+
+    Args:
+        config: what to evaluate, and on what.
+        console: where progress is shown.
+        on_done: gets every rollout once it has its reward.
+
+    Raises:
+        ConfigError: there is nothing to evaluate on, or the configuration does not fit.
+        RunStopped: Ctrl-C or the failure policy ended it.
+
+    """
+    tasks = open_eval_tasks(config)
+    sets = check_eval(config, tasks)
     model = resolve_model(config.model.path)
-    with (
-        tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder,
-        console.status("starting engine and tools") as status,
-    ):
+    episodes = sum(len(choice.tasks) * choice.plan.n_samples for choice in sets)
+    with tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder, EpisodeCount(console, episodes) as count:
+
+        def done(rollout: Rollout) -> None:
+            count.add()
+            if on_done is not None:
+                on_done(rollout)
+
         async with open_stack(config, tasks, model, Path(folder), config.run.seed) as stack:
-            status.update(f"evaluating at temperature {config.eval.temperature:g}")
-            return await evaluate(config, tasks, stack.runner(temperature=config.eval.temperature))
+            count.begin()
+            with Interrupt() as interrupt:
+                return await evaluate_watched(sets, stack, interrupt, done)
+
+
+async def evaluate_watched(
+    sets: Sequence[TaskChoice], stack: Stack, interrupt: Interrupt, on_done: OnDone | None = None
+) -> list[SetResult]:
+    """Evaluate on a running stack. Ctrl-C ends it, and a server that dies ends it with the server's own error."""
+    try:
+        return await interrupt.guard(evaluate(sets, stack.runner(), on_done), stack.check)
+    except AgentrlError:
+        stack.check()
+        raise
+
+
+def open_eval_tasks(config: Config) -> TaskSet:
+    """Return the taskset, or one without tasks where every set brings its own file and the configuration names none."""
+    files = all(plan.path is not None for plan in config.eval.named_sets().values())
+    if files and config.tasks.name is None and config.data.path is None:
+        return NoTasks()
+    return open_tasks(config)
+
+
+def check_eval(config: Config, tasks: TaskSet) -> list[TaskChoice]:
+    """Check everything about an evaluation that needs no server, and return its sets.
+
+    Raises:
+        UserError: with the value and the key to change.
+
+    """
+    check_episodes(config)
+    check_engine(config)
+    sets = choose_tasks(config, tasks)
+    if not sets:
+        raise ConfigError("there is nothing to evaluate on: set data.eval_path, eval.path, eval.split or eval.sets")
+    return sets

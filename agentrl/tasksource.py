@@ -23,6 +23,14 @@ class EnvTasks(TaskSet):
         return self._env.tasks(name, self._seed)
 
 
+class NoTasks(TaskSet):
+    """No tasks at all: an evaluation may bring its own files."""
+
+    def split(self, name: str) -> Sequence[Task]:
+        """Return nothing."""
+        return ()
+
+
 class TaskOrder:
     """An endless order over a split: a fresh permutation every epoch, a pure function of seed and position.
 

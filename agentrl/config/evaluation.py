@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, SerializationInfo, field_serializer, field_validator, model_validator
 
 from agentrl.config.base import Section
 
@@ -33,9 +35,52 @@ class EvalSet(Section):
     by: str | None = None
     """A key of the tasks' metadata to report figures by, such as ``hops``."""
 
+    @field_validator("top_k")
+    @classmethod
+    def _keeps_something(cls, top_k: int) -> int:
+        if top_k != -1 and top_k < 1:
+            raise ValueError("-1 keeps all tokens, 1 and more keep so many")
+        return top_k
+
+    @model_validator(mode="after")
+    def _one_source(self) -> EvalSet:
+        if self.split is not None and self.path is not None:
+            raise ValueError(f"split={self.split} and path={self.path}: a set has tasks of one of them; leave one out")
+        return self
+
 
 class EvalConfig(EvalSet):
     """How to evaluate."""
 
     sets: dict[str, EvalSet] = Field(default_factory=dict)
     """Several sets by name; without any there is one, which this section describes."""
+
+    @field_validator("sets")
+    @classmethod
+    def _names(cls, sets: dict[str, EvalSet]) -> dict[str, EvalSet]:
+        for name in sets:
+            if not re.fullmatch(r"\w[\w.-]*", name):
+                raise ValueError(
+                    f"the set's name {name!r} becomes part of eval/<set>/<figure>: letters, digits, _ - . only"
+                )
+        return sets
+
+    @field_serializer("sets")
+    def _as_given(self, sets: dict[str, EvalSet], info: SerializationInfo) -> dict[str, Any]:
+        """Write what each set says itself, so that what it leaves out is still taken from ``eval`` after reading back."""
+        mode: Literal["json", "python"] = "json" if info.mode_is_json() else "python"
+        return {name: each.model_dump(mode=mode, exclude_unset=True) for name, each in sets.items()}
+
+    def named_sets(self) -> dict[str, EvalSet]:
+        """Return each set, whole: what it leaves out filled in from this section. The one without a name is ``""``."""
+        own = self.model_dump(exclude={"sets"})
+        if not self.sets:
+            return {"": EvalSet(**own)}
+        return {name: EvalSet(**_filled(each, own)) for name, each in self.sets.items()}
+
+
+def _filled(each: EvalSet, below: dict[str, Any]) -> dict[str, Any]:
+    given = each.model_dump(exclude_unset=True)
+    if given.get("split") is not None or given.get("path") is not None:
+        below = {**below, "split": None, "path": None}  # the source is one thing: a set's own replaces it whole
+    return {**below, **given}

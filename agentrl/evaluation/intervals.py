@@ -1,0 +1,110 @@
+"""Means with confidence intervals, and pass@k."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Z95 = 1.959963984540054
+"""The 97.5% quantile of the normal distribution."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean and its 95% confidence interval, which fewer than two prompts do not give."""
+
+    value: float
+    """The mean."""
+    low: float | None = None
+    """Lower end of the interval."""
+    high: float | None = None
+    """Upper end of the interval."""
+
+    @property
+    def ci95(self) -> float | None:
+        """What to write after ±: the distance to the farther end, so that ``value ± ci95`` holds the whole interval."""
+        if self.low is None or self.high is None:
+            return None
+        return max(self.value - self.low, self.high - self.value)
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean, 0 of nothing."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def estimate(values_P_N: Sequence[Sequence[float]]) -> Estimate:
+    """Return the mean of all values with its 95% interval.
+
+    Wilson's where every prompt has one value and all are 0 or 1, otherwise ``mean ± 1.96`` clustered standard errors,
+    which values that are all equal leave at 0.
+
+    Args:
+        values_P_N: for each prompt the values of its samples, at least one a prompt; prompts may differ in number.
+
+    """
+    flat = [value for values in values_P_N for value in values]
+    middle = mean(flat)
+    if len(values_P_N) < 2:
+        return Estimate(middle)
+    if len(flat) == len(values_P_N) and all(value in (0.0, 1.0) for value in flat):
+        return Estimate(middle, *wilson(sum(flat), len(flat)))
+    half = Z95 * clustered_error(values_P_N)
+    return Estimate(middle, middle - half, middle + half)
+
+
+def clustered_error(values_P_N: Sequence[Sequence[float]]) -> float:
+    """Return the standard error of the mean of all values where those of one prompt hang together.
+
+    With ``G`` prompts, ``n`` values in all, ``x̄`` their mean and ``i`` going over the values of a prompt ``g``::
+
+        SE² = G / (G − 1) · Σ_g (Σ_i (x_gi − x̄))² / n²
+
+    the cluster-robust variance of a mean with its correction for few clusters (Cameron and Miller 2015, "A
+    practitioner's guide to cluster-robust inference"), which E. Miller 2024 (arXiv:2411.00640, "Clustered standard
+    errors") recommends for evaluations. With one value a prompt it is the usual ``s / √n``; with equally many it is the
+    standard error of the prompts' means.
+
+    Args:
+        values_P_N: at least two prompts, at least one value each.
+
+    """
+    count = sum(len(values) for values in values_P_N)
+    middle = math.fsum(value for values in values_P_N for value in values) / count
+    squares = math.fsum(math.fsum(value - middle for value in values) ** 2 for values in values_P_N)
+    prompts = len(values_P_N)
+    return math.sqrt(prompts / (prompts - 1) * squares) / count
+
+
+def wilson(successes: float, count: int) -> tuple[float, float]:
+    """Return the 95% score interval of a rate (E. B. Wilson 1927, "Probable inference", J. Am. Stat. Assoc. 22:209).
+
+    Unlike ``p ± 1.96 √(p(1−p)/n)`` it stays within 0 and 1, and is not empty where all or none succeeded.
+    """
+    rate, square = successes / count, Z95 * Z95
+    middle = (rate + square / (2 * count)) / (1 + square / count)
+    half = Z95 / (1 + square / count) * math.sqrt(rate * (1 - rate) / count + square / (4 * count * count))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Return the chance that at least one of ``k`` samples passes, estimated without bias from ``samples`` of them.
+
+    ``1 − C(n − c, k) / C(n, k)``, equation 1 of Chen et al. 2021 (arXiv:2107.03374).
+
+    Args:
+        samples: ``n``, the samples that were drawn.
+        passed: ``c``, how many of them passed.
+        k: at least 1 and at most ``n``.
+
+    """
+    assert 1 <= k <= samples
+    assert 0 <= passed <= samples
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def pass_ks(samples: int) -> list[int]:
+    """Return the ``k`` to report: powers of two up to ``samples``, and ``samples`` itself."""
+    powers = [1 << power for power in range(samples.bit_length())]
+    return sorted({*powers, samples}) if samples else []

@@ -1,0 +1,139 @@
+"""The arithmetic of evaluations, against brute force."""
+
+import itertools
+import math
+import random
+import statistics
+from fractions import Fraction
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from agentrl.evaluation.intervals import Z95, Estimate, clustered_error, estimate, pass_at_k, pass_ks, wilson
+
+VALUES = st.floats(-10, 10, allow_nan=False).map(lambda value: round(value, 3))
+PROMPTS = st.lists(st.lists(VALUES, min_size=1, max_size=5), min_size=2, max_size=8)
+
+
+@given(outcomes=st.lists(st.booleans(), min_size=1, max_size=9), data=st.data())
+def test_pass_at_k_is_the_share_of_all_choices_that_hold_a_pass(outcomes: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(outcomes)))
+    choices = list(itertools.combinations(outcomes, k))
+    share = Fraction(sum(any(choice) for choice in choices), len(choices))
+    assert pass_at_k(len(outcomes), sum(outcomes), k) == pytest.approx(float(share), abs=1e-12)
+
+
+@given(samples=st.integers(1, 24), chance=st.floats(0, 1), data=st.data())
+def test_pass_at_k_is_unbiased(samples: int, chance: float, data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, samples))
+    expected = math.fsum(
+        math.comb(samples, passed) * chance**passed * (1 - chance) ** (samples - passed) * pass_at_k(samples, passed, k)
+        for passed in range(samples + 1)
+    )
+    assert expected == pytest.approx(1 - (1 - chance) ** k, abs=1e-9)
+
+
+def test_pass_at_k_of_many_samples_does_not_overflow() -> None:
+    assert pass_at_k(100_000, 1, 50_000) == pytest.approx(0.5)
+    assert pass_at_k(100_000, 0, 1) == 0.0
+    assert pass_at_k(100_000, 50_001, 50_000) == 1.0
+
+
+@given(samples=st.integers(1, 200))
+def test_the_ks_are_powers_of_two_and_the_number_itself(samples: int) -> None:
+    ks = pass_ks(samples)
+    assert ks == sorted(set(ks))
+    assert ks[0] == 1
+    assert ks[-1] == samples
+    assert all(k.bit_count() == 1 for k in ks[:-1])
+    assert {1 << power for power in range(20) if 1 << power <= samples} <= set(ks)
+
+
+@given(prompts=PROMPTS)
+def test_clustered_error_is_the_sum_over_all_pairs_of_a_prompt(prompts: list[list[float]]) -> None:
+    count, groups = sum(map(len, prompts)), len(prompts)
+    middle = sum(map(sum, prompts)) / count
+    pairs = sum((a - middle) * (b - middle) for values in prompts for a in values for b in values)
+    expected = math.sqrt(max(0.0, groups / (groups - 1) * pairs)) / count
+    assert clustered_error(prompts) == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+@given(values=st.lists(VALUES, min_size=2, max_size=20))
+def test_with_one_value_a_prompt_it_is_the_usual_error(values: list[float]) -> None:
+    expected = statistics.stdev(values) / math.sqrt(len(values))
+    assert clustered_error([[value] for value in values]) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@given(size=st.integers(1, 5), data=st.data())
+def test_with_equally_many_values_it_is_the_error_of_the_prompts_means(size: int, data: st.DataObject) -> None:
+    prompts = data.draw(st.lists(st.lists(VALUES, min_size=size, max_size=size), min_size=2, max_size=8))
+    means = [statistics.fmean(values) for values in prompts]
+    expected = statistics.stdev(means) / math.sqrt(len(means))
+    assert clustered_error(prompts) == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+@given(prompts=PROMPTS, copies=st.integers(2, 5))
+def test_asking_the_same_again_makes_nothing_more_certain(prompts: list[list[float]], copies: int) -> None:
+    again = [values * copies for values in prompts]
+    assert clustered_error(again) == pytest.approx(clustered_error(prompts), rel=1e-6, abs=1e-9)
+
+
+@given(prompts=PROMPTS, scale=st.floats(0.1, 10), shift=st.floats(-5, 5))
+def test_the_interval_moves_and_grows_with_the_values(prompts: list[list[float]], scale: float, shift: float) -> None:
+    assume(any(value not in (0.0, 1.0) for values in prompts for value in values))
+    moved = [[scale * value + shift for value in values] for values in prompts]
+    assume(any(value not in (0.0, 1.0) for values in moved for value in values))
+    before, after = estimate(prompts), estimate(moved)
+    assert after.value == pytest.approx(scale * before.value + shift, abs=1e-6)
+    assert after.ci95 == pytest.approx(scale * (before.ci95 or 0.0), abs=1e-6)
+
+
+@given(count=st.integers(1, 2000), data=st.data())
+def test_wilson_ends_where_the_score_test_rejects(count: int, data: st.DataObject) -> None:
+    passed = data.draw(st.integers(0, count))
+    rate = passed / count
+    low, high = wilson(passed, count)
+    assert 0.0 <= low <= rate + 1e-12
+    assert rate - 1e-12 <= high <= 1.0
+    for end in (low, high):
+        assert abs(rate - end) == pytest.approx(Z95 * math.sqrt(end * (1 - end) / count), abs=1e-6)
+    assert high - low > 0
+
+
+def test_wilson_of_a_published_example() -> None:
+    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4), "Newcombe 1998, Stat. Med. 17:857, method 3"
+    assert wilson(15, 148) == pytest.approx((0.0624, 0.1605), abs=1e-4)
+    assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
+    assert wilson(1, 29) == pytest.approx((0.0061, 0.1718), abs=1e-4)
+
+
+def test_rates_with_one_sample_get_wilsons_interval_and_others_do_not() -> None:
+    rate = estimate([[1.0], [1.0], [1.0], [1.0]])
+    assert (rate.low, rate.high) == wilson(4, 4)
+    assert rate.ci95 == pytest.approx(1.0 - wilson(4, 4)[0]), "the farther end"
+    several = estimate([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
+    assert several.ci95 == pytest.approx(Z95 * clustered_error([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]]))
+    assert estimate([[0.5], [1.0]]).ci95 == pytest.approx(Z95 * 0.25)
+
+
+def test_one_prompt_has_a_mean_and_no_interval() -> None:
+    assert estimate([[1.0, 0.0]]) == Estimate(0.5)
+    assert estimate([]) == Estimate(0.0)
+    assert Estimate(0.5).ci95 is None
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    """Four samples each of 60 prompts that differ in difficulty: the interval that ignores prompts is too narrow."""
+    draw = random.Random(0)
+    trials, held, naive = 600, 0, 0
+    for _ in range(trials):
+        chances = [draw.choice((0.1, 0.9)) for _ in range(60)]  # the mean over all prompts there could be is 0.5
+        prompts = [[float(draw.random() < chance) for _ in range(4)] for chance in chances]
+        found = estimate(prompts)
+        assert found.ci95 is not None
+        held += abs(found.value - 0.5) <= found.ci95
+        flat = [[value] for values in prompts for value in values]
+        naive += abs(found.value - 0.5) <= Z95 * clustered_error(flat)
+    assert 0.92 < held / trials < 0.98
+    assert naive / trials < 0.85
