@@ -34,14 +34,17 @@ def train_batches(
 
     Groups stay whole: each optimizer step gets as many of them as the others, or one more. Rollouts without an
     advantage, those of groups whose rewards are all equal among them, add nothing to the gradient and are left out, of
-    the denominators too (DAPO's filter, arXiv:2503.14476, without sampling others in their place).
+    the denominators too (DAPO's filter, arXiv:2503.14476, without sampling others in their place). Where the loss has a
+    KL term they do add to it, and stay.
     """
+    everything = make_algorithm(config.algo).needs_reference
     shares = np.array_split(np.arange(len(groups.prompt_ids_G)), config.train.steps_per_rollout)
     batches = []
     for share in shares:
         chosen = np.isin(groups.groups_N, share)
         rollouts = [rollout for rollout, here in zip(groups.rollouts_N, chosen, strict=True) if here]
-        rows = [row for rollout in rollouts if advantages[rollout.rollout_id] for row in rollout.rows if row.mask.any()]
+        kept = [rollout for rollout in rollouts if everything or advantages[rollout.rollout_id]]
+        rows = [row for rollout in kept for row in rollout.rows if row.mask.any()]
         if rows:
             batches.append(_pack(config, rows, advantages, pad_id))
     return batches

@@ -158,8 +158,17 @@ class LearnerGroup(Protocol):
         """
         ...
 
-    def logprobs(self, batch: GlobalBatch) -> dict[RowKey, Any]:
-        """Return, by row key, float32 log-probabilities ``[T]`` of each token given those before it (0 for the first)."""
+    def logprobs(self, batch: GlobalBatch, policy: str = "main") -> dict[RowKey, Any]:
+        """Return, by row key, float32 log-probabilities ``[T]`` of each token given those before it (0 for the first).
+
+        Args:
+            batch: rows to score, at its temperature.
+            policy: whose: ``main`` is the trained one, ``reference`` the frozen one that the loss is held to.
+
+        Raises:
+            LearnerError: no such policy is loaded, or a rank failed.
+
+        """
         ...
 
     def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:

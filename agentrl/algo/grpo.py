@@ -1,10 +1,11 @@
-"""GRPO: group-relative advantages and PPO's clipped objective a token."""
+"""GRPO: group-relative advantages, PPO's clipped objective a token, and a KL term to a reference policy."""
 
 from __future__ import annotations
 
 import torch
 
 from agentrl.algo.advantages import group_relative
+from agentrl.algo.kl import kl_estimate
 from agentrl.algo.loss import LossMetrics, Selected
 from agentrl.config.algo import GrpoConfig
 
@@ -13,23 +14,41 @@ MAX_LOG_RATIO = 20.0
 
 
 class Grpo:
-    """Group relative policy optimisation (DeepSeekMath, arXiv:2402.03300), without a reference policy."""
+    """Group relative policy optimisation (DeepSeekMath, arXiv:2402.03300)."""
 
     def __init__(self, config: GrpoConfig) -> None:
         self.config = config
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a KL term."""
+        return self.config.needs_reference
 
     def advantages(self, rewards_N: torch.Tensor, groups_N: torch.Tensor) -> torch.Tensor:
         """See `agentrl.algo.advantages.group_relative`."""
         return group_relative(rewards_N, groups_N, std_normalise=self.config.std_normalise, eps=self.config.std_eps)
 
     def loss(self, logprobs_N: torch.Tensor, selected: Selected) -> tuple[torch.Tensor, LossMetrics]:
-        """Return ``Σ weight · clipped policy loss``, see `clipped_policy_loss`, and its metrics."""
+        """Return ``Σ weight · (clipped policy loss + kl_coef · KL estimate)`` and its metrics.
+
+        See `clipped_policy_loss` and `agentrl.algo.kl.kl_estimate`. The KL term has a gradient also where the policy
+        loss is clipped or has no advantage. Its metrics are ``kl``, k3 whatever ``kl_kind`` says, and ``kl_loss``,
+        ``Σ weight · KL estimate`` before ``kl_coef``.
+        """
         on_policy = self.config.old_logprobs == "learner"
         old_N = logprobs_N.detach() if on_policy else selected.logprobs_N
         loss_N, clipped_N = clipped_policy_loss(
             logprobs_N, old_N, selected.advantages_N, self.config.clip_low, self.config.clip_high
         )
-        return (selected.weight_N * loss_N).sum(), _metrics(logprobs_N.detach(), old_N, clipped_N, selected)
+        metrics = _metrics(logprobs_N.detach(), old_N, clipped_N, selected)
+        if self.needs_reference:
+            reference_N = selected.reference_logprobs_N
+            assert reference_N is not None, "the learner gave no log-probabilities of the reference policy"
+            kl_N = kl_estimate(logprobs_N, reference_N, self.config.kl_kind)
+            loss_N = loss_N + self.config.kl_coef * kl_N
+            metrics.sums["kl"] = kl_estimate(logprobs_N.detach(), reference_N, "k3").sum()
+            metrics.totals["kl_loss"] = (selected.weight_N * kl_N.detach()).sum()
+        return (selected.weight_N * loss_N).sum(), metrics
 
 
 def clipped_policy_loss(

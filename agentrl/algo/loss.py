@@ -17,6 +17,8 @@ class Selected:
     """0 in supervised batches."""
     logprobs_N: torch.Tensor
     """The sampler's log-probabilities, at the temperature of the learner's; 0 in supervised batches."""
+    reference_logprobs_N: torch.Tensor | None = None
+    """The reference policy's, at the same temperature; None where the algorithm needs none."""
 
 
 @dataclass(slots=True)
@@ -25,5 +27,7 @@ class LossMetrics:
 
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     """Sums over tokens; divided by the number of tokens of the global batch for the log."""
+    totals: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Sums weighted as the loss is; logged as they are."""
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
     """Largest values; present also where there is no token, as the least value that they can have."""

@@ -33,6 +33,8 @@ class RankSpec:
     """Of random states; each rank adds its number."""
     device: str
     """``cpu`` or ``cuda``."""
+    reference: Path | None = None
+    """The reference policy, where the loss needs one."""
 
 
 class LearnerActor:
@@ -79,7 +81,9 @@ class LearnerActor:
             world_size=self._ranks,
             timeout=timedelta(seconds=spec.learner.step_timeout_s),
         )
-        self._learner = make_rank(spec.folder, spec.learner, spec.algo, device=device, seed=spec.seed)
+        self._learner = make_rank(
+            spec.folder, spec.learner, spec.algo, device=device, seed=spec.seed, reference=spec.reference
+        )
 
     def train_step(self, packed: dict[str, Any]) -> dict[str, float]:
         """See `LearnerRank.train_step`."""
@@ -87,11 +91,11 @@ class LearnerActor:
 
         return self._learner.train_step(unpack_batch(packed))
 
-    def logprobs(self, packed: dict[str, Any]) -> RowLogprobs:
+    def logprobs(self, packed: dict[str, Any], policy: str) -> RowLogprobs:
         """See `LearnerRank.logprobs`."""
         from agentrl.cluster.transfer import unpack_batch
 
-        return self._learner.logprobs(unpack_batch(packed))
+        return self._learner.logprobs(unpack_batch(packed), policy)
 
     def first_weights(self, bucket_bytes: int) -> Any:
         """Begin to go through the weights; see `next_weights`."""

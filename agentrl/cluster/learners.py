@@ -27,7 +27,13 @@ GRACE_S = 5.0
 
 
 def start_learners(
-    model_folder: Path, learner: LearnerConfig, algo: AlgoConfig, *, seed: int, run_dir: Path
+    model_folder: Path,
+    learner: LearnerConfig,
+    algo: AlgoConfig,
+    *,
+    seed: int,
+    run_dir: Path,
+    reference: Path | None = None,
 ) -> RayLearnerGroup:
     """Start Ray if none runs, and the ranks in it. Returns before they have loaded the model: see `ready`.
 
@@ -37,6 +43,7 @@ def start_learners(
         algo: the loss.
         seed: of random states.
         run_dir: a failed rank's traceback is appended to ``learner.log`` there.
+        reference: the folder of the frozen policy that the loss measures itself against; see `resolve_reference`.
 
     Raises:
         ConfigError: ``learner.device`` asks for what is not there.
@@ -47,7 +54,7 @@ def start_learners(
     size = sum(file.stat().st_size for file in model_folder.glob("*.safetensors"))
     runtime = RayRuntime(cpus=learner.workers, store_bytes=max(STORE_BYTES, 4 * size))
     runtime.start()
-    spec = RankSpec(model_folder, learner, algo, seed, device)
+    spec = RankSpec(model_folder, learner, algo, seed, device, reference)
     try:
         return RayLearnerGroup(runtime, spec, run_dir / "learner.log")
     except BaseException:
@@ -96,10 +103,10 @@ class RayLearnerGroup:
         figures: dict[str, float] = self._call("train_step", self._shares(batch))[0]
         return figures
 
-    def logprobs(self, batch: GlobalBatch) -> RowLogprobs:
+    def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
         """Return log-probabilities by row; see `LearnerGroup.logprobs`."""
         found: RowLogprobs = {}
-        for share in self._call("logprobs", self._shares(batch)):
+        for share in self._call("logprobs", [(*share, policy) for share in self._shares(batch)]):
             found |= share
         return found
 

@@ -8,9 +8,12 @@ from pydantic import Field, PositiveFloat
 
 from agentrl.config.base import Section
 
+KlKind = Literal["k1", "k2", "k3", "low_var_kl"]
+"""See `agentrl.algo.kl.kl_estimate`."""
+
 
 class GrpoConfig(Section):
-    """Group relative policy optimisation (DeepSeekMath, arXiv:2402.03300), without a reference policy."""
+    """Group relative policy optimisation (DeepSeekMath, arXiv:2402.03300)."""
 
     name: Literal["grpo"] = "grpo"
     """The algorithm."""
@@ -25,6 +28,20 @@ class GrpoConfig(Section):
     old_logprobs: Literal["sampler", "learner"] = "sampler"
     """Whose log-probabilities stand below the ratio: those the engine sampled with, or the learner's own of this step
     (the ratio is then 1 and nothing is clipped: the plain policy gradient)."""
+    kl_coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight of the KL term to the reference policy in the loss of every token (slime's ``kl_loss_coef``; Search-R1 takes
+    0.001). 0 loads no reference. With it, rollouts without an advantage are trained on too."""
+    kl_kind: KlKind = "k3"
+    """Estimator of that term: ``k3`` is GRPO's; ``low_var_kl`` is k3 cut off at 10, as verl and slime have it; ``k2`` has
+    the exact gradient of the KL on fresh samples, ``k1`` one of 0 in the mean (Schulman, "Approximating KL Divergence")."""
+    reference: str | None = None
+    """The frozen policy of the KL term: a folder, a shipped model's name or a hub id. Without one, ``model.path`` as the
+    run started with it, after ``--resume`` too. It must read the policy's tokens."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss wants log-probabilities of a reference policy."""
+        return self.kl_coef > 0
 
 
 AlgoConfig = GrpoConfig

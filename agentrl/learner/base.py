@@ -56,8 +56,13 @@ class LearnerRank(Protocol):
         """
         ...
 
-    def logprobs(self, batch: RankBatch) -> RowLogprobs:
-        """Return the log-probabilities of this rank's rows."""
+    def logprobs(self, batch: RankBatch, policy: str = "main") -> RowLogprobs:
+        """Return the log-probabilities of this rank's rows.
+
+        Raises:
+            LearnerError: no such policy is loaded.
+
+        """
         ...
 
     def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:

@@ -20,24 +20,34 @@ if TYPE_CHECKING:
     from agentrl.batch.microbatch import GlobalBatch
 
 
-def make_rank(folder: Path, config: LearnerConfig, algo: AlgoConfig, *, device: torch.device, seed: int) -> LearnerRank:
+def make_rank(
+    folder: Path,
+    config: LearnerConfig,
+    algo: AlgoConfig,
+    *,
+    device: torch.device,
+    seed: int,
+    reference: Path | None = None,
+) -> LearnerRank:
     """Return this process's rank of the backend that ``learner.backend`` names; the process group must exist."""
     from agentrl.learner.fsdp.rank import FsdpRank
 
     backends: dict[str, type[FsdpRank]] = {"fsdp": FsdpRank}
-    return backends[config.backend](folder, config, algo, device=device, seed=seed)
+    return backends[config.backend](folder, config, algo, device=device, seed=seed, reference=reference)
 
 
 class LocalLearnerGroup:
     """Implements `agentrl.protocols.LearnerGroup` with one rank in this process."""
 
-    def __init__(self, folder: Path, config: LearnerConfig, algo: AlgoConfig, *, seed: int) -> None:
+    def __init__(
+        self, folder: Path, config: LearnerConfig, algo: AlgoConfig, *, seed: int, reference: Path | None = None
+    ) -> None:
         device = pick_device(config, local_rank=0)
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=config.step_timeout_s)
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         try:
-            self.rank = make_rank(folder, config, algo, device=device, seed=seed)
+            self.rank = make_rank(folder, config, algo, device=device, seed=seed, reference=reference)
         except BaseException:
             dist.destroy_process_group()
             raise
@@ -46,9 +56,9 @@ class LocalLearnerGroup:
         """Take one optimizer step; see `LearnerGroup.train_step`."""
         return self.rank.train_step(split(batch, 1)[0])
 
-    def logprobs(self, batch: GlobalBatch) -> RowLogprobs:
+    def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
         """Return log-probabilities by row; see `LearnerGroup.logprobs`."""
-        return self.rank.logprobs(split(batch, 1)[0])
+        return self.rank.logprobs(split(batch, 1)[0], policy)
 
     def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Iterate over the weights; see `LearnerGroup.weights`."""

@@ -31,7 +31,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    folder: Path, dtype: torch.dtype | str = torch.float32, attn_implementation: str = "sdpa"
+    folder: Path,
+    dtype: torch.dtype | str = torch.float32,
+    attn_implementation: str = "sdpa",
+    *,
+    key: str = "model.path",
 ) -> PreTrainedModel:
     """Return the causal language model in ``folder``, on the CPU and in evaluation mode.
 
@@ -39,6 +43,7 @@ def load_model(
         folder: a Hugging Face model folder.
         dtype: of the weights, such as ``torch.float32`` or ``"bfloat16"``.
         attn_implementation: transformers' name of an attention.
+        key: of the configuration that names the folder, for messages.
 
     Raises:
         ModelError: the folder holds no causal model, lacks weights, or the attention is unknown.
@@ -52,13 +57,13 @@ def load_model(
             output_loading_info=True,
         )
     except Exception as error:  # transformers raises whatever its readers do
-        raise ModelError(f"model.path={folder}: the model cannot be loaded: {_words(error)}") from error
+        raise ModelError(f"{key}={folder}: the model cannot be loaded: {_words(error)}") from error
     model: PreTrainedModel = loaded[0]
     report = loaded[1]
     # transformers fills what a checkpoint lacks with random numbers and only warns.
     missing = sorted(report["missing_keys"])
     if missing:
-        raise ModelError(f"model.path={folder}: {len(missing)} weights are missing, such as {missing[0]!r}")
+        raise ModelError(f"{key}={folder}: {len(missing)} weights are missing, such as {missing[0]!r}")
     model.train(False)
     return model
 

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     import torch
 
     from agentrl.batch.microbatch import GlobalBatch
+    from agentrl.types import RowKey
 
 _FILE = "fake_learner.json"
 
 
 class FakeLearner:
-    """Implements `agentrl.protocols.LearnerGroup`. Its log-probabilities are the sampler's own."""
+    """Implements `agentrl.protocols.LearnerGroup`. Its log-probabilities are the sampler's own, its reference's too."""
 
     def __init__(
         self,
@@ -47,10 +48,10 @@ class FakeLearner:
         self.steps += 1
         return dict(self._metrics)
 
-    def logprobs(self, batch: GlobalBatch) -> dict[str, Any]:
+    def logprobs(self, batch: GlobalBatch, policy: str = "main") -> dict[RowKey, Any]:
         """Return by row key the float32 log-probabilities ``[T]`` that the batch brought from the sampler."""
         return {
-            key: micro.logprobs_R_L[micro.row_R_L == index].clone()  # type: ignore[misc]
+            key: micro.logprobs_R_L[micro.row_R_L == index].clone()
             for rank in batch.micro
             for micro in rank
             for index, key in enumerate(micro.keys)

@@ -28,6 +28,7 @@ from tests.unit.learner.learners import make_batch, make_model
 LENGTHS = [30, 50, 20, 7, 60, 33, 12, 41]
 ADAMW = OptimizerConfig(lr=1e-3)
 MUON = OptimizerConfig(name="muon", lr=1e-3)
+WITH_KL = GrpoConfig(kl_coef=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +37,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def group(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayLearnerGroup]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of other sizes than the model, as a teacher would be; only its vocabulary must be the same."""
+    return make_model(tmp_path_factory.mktemp("models") / "reference", hidden_size=48, intermediate_size=40)
+
+
+@pytest.fixture(scope="module")
+def group(model: Path, reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayLearnerGroup]:
     config = LearnerConfig(workers=2, device="cpu", threads=1, optimizer=ADAMW, step_timeout_s=60)
-    group = start_learners(model, config, GrpoConfig(), seed=0, run_dir=tmp_path_factory.mktemp("run"))
+    run = tmp_path_factory.mktemp("run")
+    group = start_learners(model, config, WITH_KL, seed=0, run_dir=run, reference=reference)
     yield group
     group.close()
     group.close()
 
 
 @pytest.fixture(params=[ADAMW], ids=["adamw"])
-def local(model: Path, request: pytest.FixtureRequest) -> Iterator[LocalLearnerGroup]:
+def local(model: Path, reference: Path, request: pytest.FixtureRequest) -> Iterator[LocalLearnerGroup]:
     config = LearnerConfig(device="cpu", threads=1, optimizer=request.param)
-    learner = LocalLearnerGroup(model, config, GrpoConfig(), seed=0)
+    algo = WITH_KL if request.param is ADAMW else GrpoConfig()
+    learner = LocalLearnerGroup(model, config, algo, seed=0, reference=reference if algo.needs_reference else None)
     yield learner
     learner.close()
 
@@ -64,6 +73,7 @@ def test_two_ranks_learn_what_one_learns(group, local, tmp_path):
     for seed in range(3):
         ours, theirs = group.train_step(one(2, seed)), local.train_step(one(1, seed))
         assert ours.keys() == theirs.keys()
+        assert ours["train/kl"] > 0.1
         for name, value in theirs.items():
             assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     expected = weights(local)
@@ -71,9 +81,10 @@ def test_two_ranks_learn_what_one_learns(group, local, tmp_path):
     assert list(found) == list(expected)
     for name, value in expected.items():
         assert torch.allclose(found[name], value, atol=1e-5), name
-    ours, theirs = group.logprobs(one(2, 9)), local.logprobs(one(1, 9))
-    assert ours.keys() == theirs.keys()
-    assert all(abs(ours[key] - theirs[key]).max() < 1e-3 for key in theirs)
+    for policy in ("main", "reference"):
+        ours, theirs = group.logprobs(one(2, 9), policy), local.logprobs(one(1, 9), policy)
+        assert ours.keys() == theirs.keys()
+        assert all(abs(ours[key] - theirs[key]).max() < 1e-3 for key in theirs)
 
     # What two ranks wrote goes on on one, and on two again, bit for bit there.
     group.save(tmp_path / "two")

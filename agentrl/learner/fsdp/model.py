@@ -77,26 +77,40 @@ class PolicyModel(nn.Module):
         return -F.nll_loss(log_N_V, targets_N, reduction="none"), entropy_N
 
 
-def load_policy(folder: Path, config: LearnerConfig) -> PolicyModel:
+def load_policy(folder: Path, config: LearnerConfig, key: str = "model.path") -> PolicyModel:
     """Load ``folder`` in float32 on the CPU, with packed attention, and prove that its logits are what we compute.
+
+    Args:
+        folder: a Hugging Face model folder.
+        config: how it will be trained.
+        key: of the configuration, for messages.
 
     Raises:
         ModelError: the folder cannot be loaded, or the architecture does more than a head on hidden states.
 
     """
-    model: Any = load_model(folder, torch.float32, IMPLEMENTATION)
+    model: Any = load_model(folder, torch.float32, IMPLEMENTATION, key=key)
     model.train()
     if config.gradient_checkpointing:
         # transformers renames this method between versions 5 and 6.
         name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
         getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
     policy = PolicyModel(model, config.logits_chunk)
-    _check_head(policy, folder)
+    _check_head(policy, folder, key)
     return policy
 
 
+def load_frozen(folder: Path, config: LearnerConfig, device: torch.device, mesh: DeviceMesh, key: str) -> PolicyModel:
+    """Load ``folder`` to score tokens with and never to train, sharded over ``mesh``; see `load_policy`."""
+    frozen: PolicyModel = load_policy(folder, config, key).to(device)
+    frozen.eval()
+    frozen.requires_grad_(False)
+    shard(frozen, mesh, config)
+    return frozen
+
+
 @torch.no_grad()
-def _check_head(policy: PolicyModel, folder: Path) -> None:
+def _check_head(policy: PolicyModel, folder: Path, key: str) -> None:
     """Some architectures scale or cap logits after the head; training on others than the engine's would be wrong."""
     ids = torch.arange(1, 5)[None]
     positions = torch.arange(4)[None]
@@ -106,8 +120,8 @@ def _check_head(policy: PolicyModel, folder: Path) -> None:
     found, _ = policy(ids, positions, packed, torch.arange(1, 4), 1.0)
     if not torch.allclose(found, expected, atol=1e-4, rtol=1e-4):
         raise ModelError(
-            f"{folder}: {type(policy.hf).__name__} changes logits after its head, which the fsdp learner lacks; "
-            "choose another model.path"
+            f"{key}={folder}: {type(policy.hf).__name__} changes logits after its head, which the fsdp learner lacks; "
+            "choose another"
         )
 
 

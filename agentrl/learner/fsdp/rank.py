@@ -22,10 +22,11 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.errors import LearnerError
 from agentrl.learner.base import RankBatch, RowLogprobs
 from agentrl.learner.fsdp.attention import move, packed_rows
-from agentrl.learner.fsdp.model import PolicyModel, load_policy, shard
+from agentrl.learner.fsdp.model import PolicyModel, load_frozen, load_policy, shard
 from agentrl.learner.fsdp.optimizer import learning_rate, make_optimizers
 from agentrl.learner.fsdp.state import load_state, save_state
-from agentrl.learner.fsdp.step import StepFigures, select
+from agentrl.learner.fsdp.step import StepFigures, at_mask, select
+from agentrl.models.reference import check_reference
 
 
 class FsdpRank:
@@ -37,11 +38,23 @@ class FsdpRank:
         algo: the loss of ``rl`` batches.
         device: where this rank computes.
         seed: of this rank's random states.
+        reference: the frozen policy, where the loss needs one. It is no part of the rank's state on disk.
+
+    Raises:
+        ConfigError: the reference reads other tokens than the policy.
+        ModelError: a folder cannot be loaded.
 
     """
 
     def __init__(
-        self, folder: Path, config: LearnerConfig, algo: AlgoConfig, *, device: torch.device, seed: int
+        self,
+        folder: Path,
+        config: LearnerConfig,
+        algo: AlgoConfig,
+        *,
+        device: torch.device,
+        seed: int,
+        reference: Path | None = None,
     ) -> None:
         self.config = config
         self.device = device
@@ -50,7 +63,12 @@ class FsdpRank:
         seed_everything(seed + dist.get_rank())
         self.algorithm = make_algorithm(algo)
         self.model: PolicyModel = load_policy(folder, config).to(device)
-        self._fsdp = shard(self.model, init_device_mesh(device.type, (dist.get_world_size(),)), config)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self._fsdp = shard(self.model, mesh, config)
+        self.policies = {"main": self.model}
+        if reference is not None:
+            check_reference(folder, reference)
+            self.policies["reference"] = load_frozen(reference, config, device, mesh, "algo.reference")
         head = self.model.hf.get_output_embeddings()
         self.optimizers = make_optimizers(self.model, head, config.optimizer)
 
@@ -60,40 +78,59 @@ class FsdpRank:
             for micro in batch.micro:
                 check_micro_batch(micro)
         figures = StepFigures(self.device)
+        # All at once before the policy's first pass: the weights of both models are never gathered at the same time.
+        references = self._reference_logprobs(batch)
         for index, micro in enumerate(batch.micro):
             self._fsdp.set_requires_gradient_sync(index == len(batch.micro) - 1)
-            self._backward(micro, batch, figures)
+            self._backward(micro, batch, references[index], figures)
         result = figures.reduce()
         if result["train/trained_tokens"]:
             result |= self._update(batch.lr_scale)
         self._zero_grad()
         return result
 
-    def _backward(self, micro: MicroBatch, batch: RankBatch, figures: StepFigures) -> None:
-        at_N, selected = select(micro, self.device)
-        logprobs_N, entropy_N = self._score(micro, at_N, batch.temperature)
+    @torch.no_grad()
+    def _reference_logprobs(self, batch: RankBatch) -> list[torch.Tensor | None]:
+        """Return the reference's log-probabilities at each micro-batch's mask, on the device."""
+        if batch.kind != "rl" or not self.algorithm.needs_reference:
+            return [None] * len(batch.micro)
+        model = self._policy("reference")
+        found: list[torch.Tensor | None] = [
+            self._score(model, micro, at_mask(micro), batch.temperature)[0] for micro in batch.micro
+        ]
+        _reshard(model)
+        return found
+
+    def _policy(self, name: str) -> PolicyModel:
+        if name not in self.policies:
+            hint = "; set algo.kl_coef above 0, or give the learner its folder" if name == "reference" else ""
+            raise LearnerError(f"the learner has no policy {name!r}, only {', '.join(self.policies)}{hint}")
+        return self.policies[name]
+
+    def _backward(
+        self, micro: MicroBatch, batch: RankBatch, reference_N: torch.Tensor | None, figures: StepFigures
+    ) -> None:
+        at_N = at_mask(micro)
+        selected = select(micro, at_N, self.device, reference_N)
+        logprobs_N, entropy_N = self._score(self.model, micro, at_N, batch.temperature)
         loss_of = self.algorithm.loss if batch.kind == "rl" else sft_loss
         loss, metrics = loss_of(logprobs_N, selected)
         torch.autograd.backward(loss)
         figures.add(loss, entropy_N, metrics)
 
-    def _score(self, micro: MicroBatch, at_N: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score(
+        self, model: PolicyModel, micro: MicroBatch, at_N: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         packed = move(packed_rows(micro.position_ids_R_L, micro.row_R_L), self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.autocast == "bfloat16"):
-            scored: tuple[torch.Tensor, torch.Tensor] = self.model(
+            scored: tuple[torch.Tensor, torch.Tensor] = model(
                 micro.token_ids_R_L.to(self.device),
                 micro.position_ids_R_L.to(self.device),
                 packed,
-                at_N,
+                at_N.to(self.device),
                 temperature,
             )
         return scored
-
-    def _reshard(self) -> None:
-        """After a forward pass without a backward pass the gathered weights still stand in the sharded ones' place."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def _update(self, lr_scale: float) -> dict[str, float]:
         """Clip the gradient and step; the learning rate is that of the step now taken."""
@@ -118,14 +155,15 @@ class FsdpRank:
             optimizer.zero_grad()
 
     @torch.no_grad()
-    def logprobs(self, batch: RankBatch) -> RowLogprobs:
+    def logprobs(self, batch: RankBatch, policy: str = "main") -> RowLogprobs:
         """Return the log-probabilities of this rank's rows; see `LearnerRank.logprobs`."""
+        model = self._policy(policy)
         found: RowLogprobs = {}
         for micro in batch.micro:
             row = micro.row_R_L.reshape(-1)
             at_N = ((row >= 0) & (micro.position_ids_R_L.reshape(-1) > 0)).nonzero()[:, 0]
-            scored_N, _ = self._score(micro, at_N.to(self.device), batch.temperature)
-            self._reshard()
+            scored_N, _ = self._score(model, micro, at_N, batch.temperature)
+            _reshard(model)
             flat = torch.zeros(row.numel())
             flat[at_N] = scored_N.float().cpu()
             found |= {key: flat[row == number].numpy() for number, key in enumerate(micro.keys)}
@@ -157,6 +195,13 @@ class FsdpRank:
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
+
+
+def _reshard(model: PolicyModel) -> None:
+    """After a forward pass without a backward pass the gathered weights still stand in the sharded ones' place."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def seed_everything(seed: int) -> None:

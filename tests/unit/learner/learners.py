@@ -11,6 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
+from agentrl.config.algo import GrpoConfig
+from agentrl.config.learner import LearnerConfig, OptimizerConfig
+from agentrl.learner.local import LocalLearnerGroup
 from agentrl.types import MaskReason, Provenance, Row, RowKey
 
 VOCAB = 96
@@ -75,3 +78,58 @@ def make_batch(
     rng = np.random.default_rng(seed + 1)
     advantages = {row.key.rollout_id: float(rng.normal()) for row in rows}
     return pack(rows, advantages, ranks=ranks, tokens_per_bin=bin_, tokens_per_micro=micro, pad_id=0)
+
+
+class Learners:
+    """Opens learners one at a time: a process has one default process group."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+        self.current: LocalLearnerGroup | None = None
+
+    def open(
+        self,
+        name: str = "adamw",
+        *,
+        folder: Path | None = None,
+        reference: Path | None = None,
+        algo: GrpoConfig | None = None,
+        lr: float = 1e-2,
+        max_grad_norm: float = 1e6,
+        **options,
+    ) -> LocalLearnerGroup:
+        """Open a learner in place of the one before; ``options`` are keys of the learner's configuration."""
+        self.close()
+        optimizer = OptimizerConfig(name=name, lr=lr, max_grad_norm=max_grad_norm)
+        config = LearnerConfig(device="cpu", threads=1, optimizer=optimizer, **options)
+        self.current = LocalLearnerGroup(
+            folder or self.model, config, algo or GrpoConfig(), seed=0, reference=reference
+        )
+        return self.current
+
+    def close(self) -> None:
+        """Close the learner that is open."""
+        if self.current is not None:
+            self.current.close()
+            self.current = None
+
+
+def tensors(learner: LocalLearnerGroup) -> dict[str, torch.Tensor]:
+    """Return copies of all weights by name."""
+    return {name: tensor.clone() for bucket in learner.weights(1 << 40) for name, tensor in bucket}
+
+
+def gradients(learner: LocalLearnerGroup, batch: GlobalBatch, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the whole gradient of a batch, without taking the step."""
+    rank = learner.rank
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(lr_scale: float) -> dict[str, float]:
+        for name, parameter in rank.model.hf.named_parameters():
+            found[name] = parameter.grad.full_tensor().clone()
+        return {}
+
+    rank._update = keep
+    learner.train_step(batch)
+    assert all(value.dtype == dtype for value in found.values())
+    return found

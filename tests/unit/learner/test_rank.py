@@ -3,73 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from agentrl.config.algo import GrpoConfig
-from agentrl.config.learner import LearnerConfig, OptimizerConfig
+from agentrl.config.learner import OptimizerConfig
 from agentrl.errors import CheckpointError, LearnerError, ModelError, ProvenanceError
 from agentrl.learner.fsdp.optimizer import learning_rate
-from agentrl.learner.local import LocalLearnerGroup
 from agentrl.types import Provenance
-from tests.unit.learner.learners import make_batch, make_model, make_rows
+from tests.unit.learner.learners import gradients, make_batch, make_model, make_rows, tensors
 
 LENGTHS = [30, 50, 20, 7, 60, 33, 12]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "qwen3")
-
-
-class Learners:
-    """Opens learners one at a time: a process has one default process group."""
-
-    def __init__(self, model: Path) -> None:
-        self.model = model
-        self.current: LocalLearnerGroup | None = None
-
-    def open(self, name: str = "adamw", *, folder: Path | None = None, **options) -> LocalLearnerGroup:
-        self.close()
-        optimizer = OptimizerConfig(name=name, lr=1e-2, max_grad_norm=options.pop("max_grad_norm", 1e6))
-        config = LearnerConfig(device="cpu", threads=1, optimizer=optimizer, **options)
-        self.current = LocalLearnerGroup(folder or self.model, config, GrpoConfig(), seed=0)
-        return self.current
-
-    def close(self) -> None:
-        if self.current is not None:
-            self.current.close()
-            self.current = None
-
-
-@pytest.fixture
-def learners(model: Path) -> Iterator[Learners]:
-    opened = Learners(model)
-    yield opened
-    opened.close()
-
-
-def tensors(learner: LocalLearnerGroup) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for bucket in learner.weights(1 << 40) for name, tensor in bucket}
-
-
-def gradients(learner: LocalLearnerGroup, batch, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The whole gradient of a batch, without taking the step."""
-    rank = learner.rank
-    found: dict[str, torch.Tensor] = {}
-
-    def keep(lr_scale: float) -> dict[str, float]:
-        for name, parameter in rank.model.hf.named_parameters():
-            found[name] = parameter.grad.full_tensor().clone()
-        return {}
-
-    rank._update = keep
-    learner.train_step(batch)
-    assert all(value.dtype == dtype for value in found.values())
-    return found
 
 
 def test_the_gradient_does_not_depend_on_how_rows_are_packed(learners):
