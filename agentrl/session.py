@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +19,58 @@ from agentrl.errors import RunStopped
 from agentrl.evaluation.sets import choose_tasks
 from agentrl.interrupt import Interrupt
 from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state
+from agentrl.models.reference import pin_reference, resolve_reference
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.curve import plot_curve
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.progress import ProgressView
 from agentrl.obs.rollouts import RolloutRecorder
+from agentrl.obs.trackers import TensorBoard, Tracker
+from agentrl.obs.wandb import open_wandb
 from agentrl.preflight import open_tasks
+from agentrl.replay import Replay, Samples, sample_check
 from agentrl.runfolder import choose_folder
-from agentrl.stack import Stack, open_stack
-from agentrl.task import TaskSet
+from agentrl.source import RolloutSource, Sampling
+from agentrl.stack import open_stack
+from agentrl.tasksource import TaskOrder
 from agentrl.train import Trainer
 from agentrl.weights import make_sync
 
 CURVE = ("train/reward", "rollout/exact_match", "eval/reward", "eval/exact_match")
 
 
-async def run_training(config: Config, *, resume: bool, console: Console, command: str) -> None:
+@dataclass(slots=True)
+class Session:
+    """What is known of a run before its parts are up."""
+
+    config: Config
+    folder: Path
+    console: Console
+    resume: bool
+    checkpoint: Path | None
+    """Where a resumed run goes on; None starts at step 0."""
+    replay: Path | None
+    """Recorded rollouts to train on in place of sampling."""
+    state: Mapping[str, Any]
+    """The driver's, of the checkpoint."""
+
+    @property
+    def model(self) -> Path:
+        """The folder of the weights to begin with."""
+        return self.checkpoint / "model" if self.checkpoint else resolve_model(self.config.model.path)
+
+
+async def run_training(
+    config: Config, *, resume: bool, console: Console, command: str, replay: Path | None = None
+) -> None:
     """Train, and say at the end where everything lies.
 
     Args:
-        config: what to run; checked by `agentrl.preflight.check_run`.
+        config: what to run; checked by `agentrl.preflight.check_run`, or for a replay by `agentrl.replay.check_replay`.
         resume: go on from the newest whole checkpoint of the run's folder.
         console: where progress is shown.
         command: what the user types to go on.
+        replay: a file of rollouts or a run's folder to train on in place of sampling.
 
     Raises:
         RunStopped: Ctrl-C or the failure policy ended the run; what it had is saved.
@@ -49,43 +80,107 @@ async def run_training(config: Config, *, resume: bool, console: Console, comman
     folder = choose_folder(config, resume=resume)
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = latest_checkpoint(folder / "checkpoints") if resume else None
+    config = pin_reference(config, folder if checkpoint else None)
     (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
     console.print(f"run {folder}" + (f", going on from {checkpoint.name}" if checkpoint else ""), highlight=False)
     if resume and checkpoint is None:
         console.print("no whole checkpoint there yet: starting at step 0", highlight=False)
+    state = read_state(checkpoint) if checkpoint else {"step": 0, "position": 0, "spent_s": 0.0}
+    session = Session(config, folder, console, resume, checkpoint, replay, state)
     try:
-        with Interrupt() as interrupt, ProgressView(console, config.train.steps, config.obs.progress) as view:
-            trainer = await _run(config, folder, checkpoint, view, interrupt)
+        with Interrupt() as interrupt:
+            trainer = await _run(session, interrupt)
     except RunStopped as stop:
         raise RunStopped(f"{stop}. The run lies in {folder}; go on with:\n  {command}") from None
     finally:
         curve = plot_curve(folder / "metrics.jsonl", folder / "curve.png", CURVE)
-    _farewell(console, folder, trainer, curve)
+    _farewell(session, trainer, curve)
 
 
-async def _run(
-    config: Config, folder: Path, checkpoint: Path | None, view: ProgressView, interrupt: Interrupt
-) -> Trainer:
-    tasks = open_tasks(config)
-    model = resolve_model(config.model.path)
-    start = checkpoint / "model" if checkpoint else model
+async def _run(session: Session, interrupt: Interrupt) -> Trainer:
+    config, folder = session.config, session.folder
     async with AsyncExitStack() as exits:
-        view.phase("starting engine, tools and learner")
-        learner = asyncio.ensure_future(asyncio.to_thread(_start_learner, config, start, folder, checkpoint))
+        view = exits.enter_context(ProgressView(session.console, config.train.steps, config.obs.progress))
+        view.phase("starting")
+        learner = asyncio.ensure_future(asyncio.to_thread(_start_learner, session))
         exits.push_async_callback(_close_learner, learner)
-        stack = await exits.enter_async_context(open_stack(config, tasks, start, folder, config.run.seed))
-        trainer = _trainer(config, folder, checkpoint, tasks, stack, await learner, view, interrupt)
-        exits.callback(trainer.metrics.close)
+        opened = _open_replay if session.replay else _open_sampling
+        source = await opened(session, interrupt, exits)
+        view.total = source.steps
+        metrics = exits.enter_context(_open_metrics(session, view))
+        trainer = Trainer(
+            config=config,
+            source=source,
+            learner=await learner,
+            checkpoints=Checkpoints(folder / "checkpoints", keep=config.train.keep),
+            metrics=metrics,
+            view=view,
+            step=session.state["step"],
+            position=session.state["position"],
+            spent_s=session.state["spent_s"],
+            saved=session.state["step"] if session.checkpoint else -1,
+        )
         await trainer.run()
         return trainer
 
 
-def _start_learner(config: Config, model: Path, folder: Path, checkpoint: Path | None) -> RayLearnerGroup:
-    learner = start_learners(model, config.learner, config.algo, seed=config.run.seed, run_dir=folder)
+async def _open_sampling(session: Session, interrupt: Interrupt, exits: AsyncExitStack) -> RolloutSource:
+    config, folder = session.config, session.folder
+    tasks = open_tasks(config)
+    stack = await exits.enter_async_context(open_stack(config, tasks, session.model, folder, config.run.seed))
+    return Sampling(
+        config=config,
+        stack=stack,
+        order=TaskOrder(tasks.split(config.tasks.train_split), config.run.seed),
+        sync=make_sync(
+            config.weights.transport, bucket_bytes=config.weights.bucket_mib << 20, folder=folder / "weights"
+        ),
+        recorder=RolloutRecorder(
+            folder / "rollouts",
+            keep=config.obs.rollouts,
+            form=config.obs.rollout_format,
+            after=session.state["step"] if session.resume else None,
+        ),
+        interrupt=interrupt,
+        sets=choose_tasks(config, tasks),
+    )
+
+
+async def _open_replay(session: Session, interrupt: Interrupt, exits: AsyncExitStack) -> RolloutSource:
+    assert session.replay is not None
+    samples = Samples(session.replay, session.config.rollout.batch_size)
+    return Replay(session.config, samples, sample_check(session.model), interrupt)
+
+
+def _open_metrics(session: Session, view: ProgressView) -> MetricsLog:
+    config, folder = session.config, session.folder
+    after = session.state["step"] if session.checkpoint else None
+    trackers: list[Tracker] = []
+    if config.obs.tensorboard:
+        trackers.append(TensorBoard(folder / "tensorboard", resume_after=after))
+    if config.obs.wandb != "off":
+        shown = config.model_dump(mode="json")
+        wandb = open_wandb(
+            folder, mode=config.obs.wandb, project=config.obs.wandb_project, config=shown, note=view.note
+        )
+        trackers += [wandb] if wandb else []
+    return MetricsLog(folder, trackers=trackers, table_rows=config.obs.table_rows, resume_after=after)
+
+
+def _start_learner(session: Session) -> RayLearnerGroup:
+    config = session.config
+    learner = start_learners(
+        session.model,
+        config.learner,
+        config.algo,
+        seed=config.run.seed,
+        run_dir=session.folder,
+        reference=resolve_reference(config),
+    )
     try:
         learner.ready()
-        if checkpoint is not None:
-            learner.load(checkpoint)
+        if session.checkpoint is not None:
+            learner.load(session.checkpoint)
     except BaseException:
         learner.close()
         raise
@@ -100,49 +195,19 @@ async def _close_learner(starting: asyncio.Future[RayLearnerGroup]) -> None:
     await asyncio.to_thread(learner.close)
 
 
-def _trainer(
-    config: Config,
-    folder: Path,
-    checkpoint: Path | None,
-    tasks: TaskSet,
-    stack: Stack,
-    learner: RayLearnerGroup,
-    view: ProgressView,
-    interrupt: Interrupt,
-) -> Trainer:
-    state: dict[str, Any] = read_state(checkpoint) if checkpoint else {"step": 0, "position": 0, "spent_s": 0.0}
-    return Trainer(
-        config=config,
-        tasks=tasks,
-        stack=stack,
-        learner=learner,
-        sync=make_sync(
-            config.weights.transport, bucket_bytes=config.weights.bucket_mib << 20, folder=folder / "weights"
-        ),
-        checkpoints=Checkpoints(folder / "checkpoints", keep=config.train.keep),
-        metrics=MetricsLog(
-            folder, tensorboard=config.obs.tensorboard, resume_after=state["step"] if checkpoint else None
-        ),
-        recorder=RolloutRecorder(folder / "rollouts"),
-        view=view,
-        interrupt=interrupt,
-        sets=choose_tasks(config, tasks),
-        step=state["step"],
-        position=state["position"],
-        spent_s=state["spent_s"],
-        saved=state["step"] if checkpoint else -1,
-    )
-
-
-def _farewell(console: Console, folder: Path, trainer: Trainer, curve: Path | None) -> None:
+def _farewell(session: Session, trainer: Trainer, curve: Path | None) -> None:
+    folder = session.folder
     lines = {
         "checkpoint": folder / "checkpoints" / f"step_{trainer.step:06d}",
         "metrics": folder / "metrics.jsonl",
         "rollouts": folder / "rollouts",
         "curve": curve,
     }
-    console.print(
-        "\n".join(f"{name:<11} {path}" for name, path in lines.items() if path), highlight=False, soft_wrap=True
+    session.console.print(
+        "\n".join(f"{name:<11} {path}" for name, path in lines.items() if path and path.exists()),
+        highlight=False,
+        soft_wrap=True,
     )
     if trainer.figures:
-        console.print(json.dumps({key: round(value, 4) for key, value in trainer.figures.items()}), highlight=False)
+        shown = {key: round(value, 4) for key, value in trainer.figures.items()}
+        session.console.print(json.dumps(shown), highlight=False)

@@ -26,6 +26,7 @@ from agentrl.learner.local import LocalLearnerGroup
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.metrics import MetricsLog
+from agentrl.obs.trackers import TensorBoard
 from agentrl.protocols import LearnerGroup
 from agentrl.render.template import ChatTemplateRenderer
 from agentrl.runfolder import choose_folder
@@ -52,7 +53,8 @@ def sft(config: Config, *, console: Console) -> Path:
     console.print(f"run {folder}: {config.sft.steps} steps of {config.sft.batch_size} demonstrations", highlight=False)
     learner = _start_learner(config, model, folder)
     try:
-        with MetricsLog(folder, tensorboard=config.obs.tensorboard) as metrics:
+        boards = [TensorBoard(folder / "tensorboard")] if config.obs.tensorboard else []
+        with MetricsLog(folder, trackers=boards) as metrics:
             step, interrupted = _train(config, learner, data, metrics, console)
         learner.save(folder / "checkpoint")
     finally:

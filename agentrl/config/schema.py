@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.base import Section
@@ -63,3 +63,48 @@ class Config(Section):
     """Supervised fine-tuning, for ``agentrl sft``."""
     obs: ObsConfig = Field(default_factory=ObsConfig)
     """What is shown and recorded."""
+
+    @model_validator(mode="after")
+    def _batches(self) -> Config:
+        fault = batch_fault(self)
+        if fault is not None:
+            raise ValueError(fault)
+        return self
+
+
+def batch_fault(config: Config) -> str | None:
+    """Return what is wrong with how a step's rollouts are divided into optimizer steps, or None.
+
+    As in slime, ``rollout.batch_size`` x ``rollout.n_samples_per_prompt`` must be ``batch.global_batch_size`` x
+    ``train.steps_per_rollout``; and an optimizer step takes whole groups.
+    """
+    prompts, samples = config.rollout.batch_size, config.rollout.n_samples_per_prompt
+    wanted, steps = config.batch.global_batch_size, config.train.steps_per_rollout
+    if steps > 1 and config.algo.old_logprobs == "learner":
+        return (
+            f"algo.old_logprobs=learner with train.steps_per_rollout={steps}: the ratio would be 1 in every optimizer "
+            "step and nothing would keep the policy near the one that sampled; set algo.old_logprobs=sampler"
+        )
+    shown = wanted if wanted is not None else f"{prompts * samples / steps:g}"
+    if prompts % steps == 0 and wanted in (None, prompts * samples // steps):
+        return None
+    if prompts * samples == (wanted or 0) * steps or wanted is None:
+        why = f"an optimizer step takes whole groups, and {prompts} prompts cannot be divided into {steps} parts"
+    else:
+        why = f"{prompts} x {samples} = {prompts * samples} rollouts a step, but {wanted} x {steps} = {(wanted or 0) * steps}"
+    return (
+        f"rollout.batch_size={prompts} x rollout.n_samples_per_prompt={samples} must be "
+        f"batch.global_batch_size={shown} x train.steps_per_rollout={steps}: {why}; set for example {_fitting(config)}"
+    )
+
+
+def _fitting(config: Config) -> str:
+    """Return settings near the given ones that fit together."""
+    prompts, samples = config.rollout.batch_size, config.rollout.n_samples_per_prompt
+    wanted, steps = config.batch.global_batch_size, config.train.steps_per_rollout
+    if prompts % steps == 0:
+        return f"batch.global_batch_size={prompts // steps * samples}"
+    if wanted is not None and wanted % samples == 0:
+        return f"rollout.batch_size={wanted // samples * steps}"
+    more = -(-prompts // steps) * steps
+    return f"rollout.batch_size={more}" + (f" batch.global_batch_size={more // steps * samples}" if wanted else "")

@@ -1,4 +1,4 @@
-"""How far an evaluation is, for whoever waits for it."""
+"""How far an evaluation or sampling is, for whoever waits for it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ EVERY_S = 10.0
 class EpisodeCount:
     """Counts episodes: a bar in a terminal, elsewhere a line now and then."""
 
-    def __init__(self, console: Console, total: int) -> None:
+    def __init__(self, console: Console, total: int, doing: str = "evaluating") -> None:
         self.done = 0
         self._console = console
         self._total = total
+        self._doing = doing
         self._began = self._shown = time.monotonic()
         self._bar: Progress | None = None
         if console.is_terminal:
@@ -32,9 +33,9 @@ class EpisodeCount:
         """Say that the first episodes start now."""
         self._began = self._shown = time.monotonic()
         if self._bar is not None:
-            self._bar.reset(self._task, description="evaluating")
+            self._bar.reset(self._task, description=self._doing)
         else:
-            self._console.print(f"evaluating: {self._total} episodes", highlight=False)
+            self._console.print(f"{self._doing}: {self._total} episodes", highlight=False)
 
     def add(self) -> None:
         """Count one episode that has ended."""
@@ -45,7 +46,7 @@ class EpisodeCount:
         elif now - self._shown >= EVERY_S and self.done < self._total:
             self._shown = now
             left = (now - self._began) / self.done * (self._total - self.done)
-            line = f"evaluating: {self.done}/{self._total} episodes, about {format_left(left)} left"
+            line = f"{self._doing}: {self.done}/{self._total} episodes, about {format_left(left)} left"
             self._console.print(line, highlight=False)
 
     def __enter__(self) -> EpisodeCount:

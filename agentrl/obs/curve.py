@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agentrl.obs.metrics import read_metrics
@@ -11,7 +11,8 @@ from agentrl.obs.metrics import read_metrics
 def plot_curve(metrics: Path, out: Path, keys: Sequence[str]) -> Path | None:
     """Draw the ``keys`` of a ``metrics.jsonl`` over steps into the PNG ``out``; None where no step has any of them.
 
-    Keys that start with ``eval/`` are points joined by a line, the others a line.
+    Keys that start with ``eval/`` are points joined by a line, the others a line. Of series that are the same all along
+    one is drawn, under both names.
     """
     rows = read_metrics(metrics)
     series = {key: [(row["step"], row[key]) for row in rows if key in row] for key in keys}
@@ -24,11 +25,26 @@ def plot_curve(metrics: Path, out: Path, keys: Sequence[str]) -> Path | None:
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for key, points in series.items():
-        style = {"marker": "o", "linewidth": 2.0} if key.startswith("eval/") else {"linewidth": 1.0, "alpha": 0.7}
-        axes.plot([step for step, _ in points], [value for _, value in points], label=key, **style)
+    for names, points in distinct(series):
+        style = {"marker": "o", "linewidth": 2.0} if names[0].startswith("eval/") else {"linewidth": 1.0, "alpha": 0.7}
+        axes.plot([step for step, _ in points], [value for _, value in points], label=" = ".join(names), **style)
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize=8)
     figure.savefig(out)
     return out
+
+
+Points = list[tuple[float, float]]
+
+
+def distinct(series: Mapping[str, Points]) -> list[tuple[list[str], Points]]:
+    """Return each different series once, with all names it goes by."""
+    found: list[tuple[list[str], Points]] = []
+    for name, points in series.items():
+        same = next((names for names, others in found if others == points), None)
+        if same is None:
+            found.append(([name], points))
+        else:
+            same.append(name)
+    return found

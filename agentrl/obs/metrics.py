@@ -1,47 +1,59 @@
-"""A run's figures: one JSON object a step in ``metrics.jsonl``, and TensorBoard beside it."""
+"""A run's figures: one JSON object a step in ``metrics.jsonl``, the record, and trackers beside it."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+
+from agentrl.obs.trackers import Tracker, sample_table
+from agentrl.types import Rollout
 
 
 class MetricsLog:
     """Appends a line a step and flushes it, so that a killed run has every finished step.
 
-    A resumed run drops the lines after its checkpoint's step: those steps are done again.
+    Args:
+        folder: the run's.
+        trackers: get the same figures; closed with the log.
+        table_rows: rollouts of each step in the trackers' sample tables.
+        resume_after: the step of the checkpoint that a resumed run starts from. Later lines are dropped: those steps
+            are done again.
+
     """
 
-    def __init__(self, folder: Path, *, tensorboard: bool, resume_after: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, trackers: Sequence[Tracker] = (), table_rows: int = 0, resume_after: int | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
+        self._trackers = trackers
+        self._table_rows = table_rows
         kept = [] if resume_after is None else [row for row in read_metrics(self.path) if row["step"] <= resume_after]
         _rewrite(self.path, kept)
         self._file = self.path.open("a", encoding="utf-8")
-        self._board: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge = None if resume_after is None else resume_after + 1
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=5)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Record the figures of one step."""
         self._file.write(json.dumps({"step": step, **{key: round(value, 8) for key, value in figures.items()}}) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for key, value in figures.items():
-                self._board.add_scalar(key, value, step)
+        for tracker in self._trackers:
+            tracker.log(step, figures)
+
+    def samples(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Show some of a step's rollouts in the trackers' sample tables."""
+        if self._table_rows and self._trackers and rollouts:
+            table = sample_table(rollouts, self._table_rows)
+            for tracker in self._trackers:
+                tracker.samples(step, table)
 
     def close(self) -> None:
         """Flush everything."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def __enter__(self) -> MetricsLog:
         """Return itself."""

@@ -39,11 +39,13 @@ class ProgressView:
 
     def __init__(self, console: Console, total_steps: int, mode: Literal["auto", "live", "plain"] = "auto") -> None:
         self.console = console
-        self._total = total_steps
+        self.total = total_steps
+        """Steps of the whole run."""
         self._rows: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=SHOWN_STEPS)
         self._durations: deque[float] = deque(maxlen=8)
         self._phase = "starting"
         self._done = 0
+        self._seconds_left: float | None = None
         live = mode == "live" or (mode == "auto" and console.is_terminal)
         self._live = Live(self._table(), console=console, refresh_per_second=4, transient=False) if live else None
 
@@ -71,16 +73,17 @@ class ProgressView:
         """Print something that stays."""
         self.console.print(what)
 
-    def step(self, step: int, figures: Mapping[str, float]) -> None:
-        """Show a finished step."""
+    def step(self, step: int, figures: Mapping[str, float], seconds_left: float | None = None) -> None:
+        """Show a finished step; the run ends once ``seconds_left`` are over, where it has such a limit."""
         self._done = step
+        self._seconds_left = seconds_left
         self._rows.append((step, figures))
         self._durations.append(figures.get("time/step_s", 0.0))
         if self._live:
             self._live.update(self._table())
         else:
             cells = "  ".join(f"{title} {text}" for title, text in self._cells(figures))
-            self.console.print(f"step {step}/{self._total}  {cells}  left {self._left()}", highlight=False)
+            self.console.print(f"step {step}/{self.total}  {cells}  left {self._left()}", highlight=False)
 
     def _cells(self, figures: Mapping[str, float]) -> list[tuple[str, str]]:
         return [(title, form.format(figures[key]) if key in figures else "–") for title, key, form in COLUMNS]
@@ -89,7 +92,8 @@ class ProgressView:
         if not self._durations:
             return "–"
         mean = sum(self._durations) / len(self._durations)
-        return format_left(mean * (self._total - self._done))
+        left = mean * (self.total - self._done)
+        return format_left(left if self._seconds_left is None else max(0.0, min(left, self._seconds_left)))
 
     def _table(self) -> RenderableType:
         table = Table(box=None, pad_edge=False, header_style="bold")
@@ -99,9 +103,9 @@ class ProgressView:
         for step, figures in self._rows:
             table.add_row(str(step), *(text for _, text in self._cells(figures)))
         status = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=max(1, self._total), completed=self._done, width=30)
+        bar = ProgressBar(total=max(1, self.total), completed=self._done, width=30)
         status.add_row(
-            bar, Text(f"{self._done}/{self._total}"), Text(self._phase, "bold blue"), Text(f"left {self._left()}")
+            bar, Text(f"{self._done}/{self.total}"), Text(self._phase, "bold blue"), Text(f"left {self._left()}")
         )
         return Group(table, status)
 

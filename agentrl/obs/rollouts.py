@@ -1,9 +1,10 @@
-"""Rollouts on disk: ``step_000012.jsonl`` a step, and beside it the advantages that they were trained with.
+"""Rollouts on disk: a file a step, and beside it the advantages that they were trained with.
 
 ::
 
     rollouts/
-      step_000012.jsonl             one JSON object a line, or step_000012.parquet
+      step_000012.jsonl             one JSON object a line, written as rollouts end; or
+      step_000012.parquet           the same, made of the lines once the step is whole
       step_000012.advantages.json   {rollout_id: advantage} of all that were not dropped
 """
 
@@ -11,32 +12,99 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
+from agentrl.errors import ConfigError
+from agentrl.obs.parquet import read_parquet, write_parquet
 from agentrl.obs.rolloutformat import decode_rollout, encode_rollout
 from agentrl.types import Rollout
 
+Keep = Literal["all", "first", "none"]
+"""Which of a step's rollouts are written: all, those of the step's first task, or none."""
 
-class RolloutRecorder:
-    """Writes rollouts under ``folder`` as they come; each is handed to the system before `write` returns.
+_STEP = re.compile(r"step_(\d{6,})\.(?:jsonl|parquet|advantages\.json)")
 
-    A step that is done again after a resume starts its file anew.
+
+class RolloutFile:
+    """One file of rollouts, written as they come: each is handed to the system before `write` returns.
+
+    Args:
+        path: ``….jsonl``, or ``….parquet``, which `finish` makes of the JSON lines that lie beside it until then.
+
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._begun: set[Path] = set()
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines = path.with_suffix(".jsonl")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        self.lines.write_bytes(b"")
 
-    def write(self, step: int, rollouts: Rollout | Sequence[Rollout]) -> Path:
-        """Add rollouts to a step's file and return its path."""
-        path = self.folder / f"{step_name(step)}.jsonl"
+    def write(self, rollouts: Rollout | Sequence[Rollout]) -> None:
+        """Add rollouts."""
         some = [rollouts] if isinstance(rollouts, Rollout) else rollouts
-        with path.open("ab" if path in self._begun else "wb") as file:
+        with self.lines.open("ab") as file:
             file.write(b"".join(encode_rollout(rollout) for rollout in some))
-        self._begun.add(path)
-        return path
+
+    def finish(self) -> Path:
+        """Say that no rollout follows, and return the file's path."""
+        if self.path != self.lines:
+            write_parquet(self.path, read_rollouts(self.lines))
+            self.lines.unlink()
+        return self.path
+
+
+class RolloutRecorder:
+    """Writes the rollouts of a run. A step that is done again starts its file anew.
+
+    Args:
+        folder: ``rollouts/`` of the run.
+        keep: which rollouts of each step.
+        form: how a step's file ends.
+        after: files of later steps are deleted: a resumed run does those steps again.
+
+    """
+
+    def __init__(
+        self, folder: Path, *, keep: Keep = "all", form: Literal["jsonl", "parquet"] = "jsonl", after: int | None = None
+    ) -> None:
+        self.folder = folder
+        self._keep = keep
+        self._form = form
+        self._first: dict[int, str] = {}
+        self._files: dict[int, RolloutFile] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        if after is not None:
+            for path in folder.iterdir():
+                if (match := _STEP.fullmatch(path.name)) and int(match[1]) > after:
+                    path.unlink()
+
+    def begin(self, step: int, first: str) -> None:
+        """Begin a step whose first task is ``first``; without this it is that of the rollout written first."""
+        self._first[step] = first
+
+    def write(self, step: int, rollouts: Rollout | Sequence[Rollout]) -> None:
+        """Add those of the rollouts that are kept to the step's file."""
+        some = [rollouts] if isinstance(rollouts, Rollout) else rollouts
+        if self._keep == "first" and some:
+            first = self._first.setdefault(step, some[0].prompt_id)
+            some = [rollout for rollout in some if rollout.prompt_id == first]
+        if self._keep == "none" or not some:
+            return
+        if step not in self._files:
+            self._files[step] = RolloutFile(self.folder / f"{step_name(step)}.{self._form}")
+        self._files[step].write(some)
+
+    def finish(self, step: int, advantages: Mapping[str, float]) -> None:
+        """Say that a step is whole; ``advantages`` are what its rollouts are trained with."""
+        file = self._files.pop(step, None)
+        self._first.pop(step, None)
+        if file is not None:
+            file.finish()
+            write_advantages(self.folder, step, advantages)
 
 
 def step_name(step: int) -> str:
@@ -45,9 +113,44 @@ def step_name(step: int) -> str:
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """Return the rollouts of a file; a last line that a kill cut short is left out."""
-    lines = path.read_bytes().split(b"\n")
-    return [decode_rollout(line) for line in lines[:-1]]
+    """Return the rollouts of a JSON lines or parquet file; a last line that a kill cut short is left out.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line of it is no rollout.
+
+    """
+    if path.suffix == ".parquet":
+        return read_parquet(path)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    return [_decode(path, number, line) for number, line in enumerate(lines[:-1], 1)]
+
+
+def _decode(path: Path, number: int, line: bytes) -> Rollout:
+    try:
+        return decode_rollout(line)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}, line {number}: no rollout as agentrl writes them: {type(error).__name__}: {error}"
+        ) from None
+
+
+def rollout_files(folder: Path) -> dict[int, Path]:
+    """Return the files of a run's folder, or of its ``rollouts/``, by step; a step's parquet file goes before its lines."""
+    inner = folder / "rollouts"
+    found: dict[int, Path] = {}
+    for path in sorted((inner if inner.is_dir() else folder).iterdir()):  # .jsonl before .parquet
+        if (match := _STEP.fullmatch(path.name)) and path.suffix != ".json":
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def read_run(folder: Path) -> Iterator[tuple[int, list[Rollout]]]:
+    """Iterate over the steps of a run's folder, or of its ``rollouts/``, reading one at a time."""
+    for step, path in rollout_files(folder).items():
+        yield step, read_rollouts(path)
 
 
 def write_advantages(folder: Path, step: int, advantages: Mapping[str, float]) -> Path:

@@ -4,15 +4,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from agentrl.obs.curve import plot_curve
+from agentrl.obs.curve import distinct, plot_curve
 from agentrl.obs.metrics import MetricsLog, read_metrics
 from agentrl.obs.progress import ProgressView, Stopwatch, format_left
 from agentrl.obs.show import rollout_panel
+from agentrl.obs.trackers import TensorBoard
 from agentrl.types import FinishReason, Rollout, StopReason, Turn
 
 
 def test_a_step_is_on_disk_before_the_next(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path, tensorboard=False) as log:
+    with MetricsLog(tmp_path) as log:
         log.write(1, {"train/reward": 0.5})
         assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "train/reward": 0.5}]
 
@@ -20,7 +21,8 @@ def test_a_step_is_on_disk_before_the_next(tmp_path: Path) -> None:
 def test_resume_drops_the_steps_after_the_checkpoint_and_a_torn_line(tmp_path: Path) -> None:
     lines = [json.dumps({"step": step, "train/reward": step / 10}) for step in range(1, 6)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 6, "tra')
-    with MetricsLog(tmp_path, tensorboard=True, resume_after=3) as log:
+    board = TensorBoard(tmp_path / "tensorboard", resume_after=3)
+    with MetricsLog(tmp_path, trackers=[board], resume_after=3) as log:
         log.write(4, {"train/reward": 1.0})
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -29,13 +31,31 @@ def test_resume_drops_the_steps_after_the_checkpoint_and_a_torn_line(tmp_path: P
 
 
 def test_curve_is_a_png(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path, tensorboard=False) as log:
+    with MetricsLog(tmp_path) as log:
         log.write(0, {"eval/exact_match": 0.2})
         log.write(1, {"train/reward": 0.5})
     out = plot_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png", ["train/reward", "eval/exact_match"])
     assert out is not None
     assert out.read_bytes().startswith(b"\x89PNG")
     assert plot_curve(tmp_path / "metrics.jsonl", tmp_path / "none.png", ["no/such"]) is None
+
+
+def test_a_series_that_is_the_same_as_another_is_drawn_once_under_both_names() -> None:
+    up, down = [(1.0, 0.1), (2.0, 0.2)], [(1.0, 0.2), (2.0, 0.1)]
+    found = distinct({"train/reward": up, "eval/reward": down, "rollout/exact_match": list(up)})
+    assert found == [(["train/reward", "rollout/exact_match"], up), (["eval/reward"], down)]
+
+
+def test_time_left_is_what_the_minutes_leave() -> None:
+    def left(seconds_left: float | None) -> str:
+        out = io.StringIO()
+        with ProgressView(Console(file=out, width=160), 1000, "plain") as view:
+            view.step(1, {"time/step_s": 90.0}, seconds_left)
+        return out.getvalue().split("left ")[1].strip()
+
+    assert left(None) == "24h58m"
+    assert left(1710.0) == "28m30s"
+    assert left(-5.0) == "0m00s"
 
 
 def test_progress_shows_every_figure_in_a_terminal_and_in_a_log() -> None:

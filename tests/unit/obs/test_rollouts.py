@@ -1,8 +1,20 @@
+import math
+
 import numpy as np
 import pytest
 
 from agentrl.episode.bench import synthetic_rows
-from agentrl.obs.rollouts import RolloutRecorder, read_rollouts
+from agentrl.errors import ConfigError
+from agentrl.obs.parquet import write_parquet
+from agentrl.obs.rollouts import (
+    RolloutFile,
+    RolloutRecorder,
+    read_advantages,
+    read_rollouts,
+    read_run,
+    rollout_files,
+    write_advantages,
+)
 from agentrl.types import Failure, FailureKind, FinishReason, Rollout, StopReason, Turn
 
 
@@ -22,36 +34,126 @@ def rollout(number=0, **changes):
     return Rollout(**(given | changes))
 
 
-def test_rollouts_come_back_bit_for_bit(tmp_path):
+ARRAYS = ("token_ids", "provenance", "mask", "mask_reason", "logprobs", "versions", "requests")
+PLAIN = (
+    "prompt_id", "rollout_id", "reward", "stop_reason", "metrics", "turns", "prompt", "label", "failure", "dropped",
+    "seconds", "sampled_tokens",
+)  # fmt: skip
+
+
+def assert_same(one, other):
+    for name in PLAIN:
+        assert getattr(one, name) == getattr(other, name), name
+    assert len(one.rows) == len(other.rows)
+    for row, expected in zip(one.rows, other.rows, strict=True):
+        assert row.request_ids == expected.request_ids
+        assert (row.key.agent_id, row.key.row) == (expected.key.agent_id, expected.key.row)
+        for name in ARRAYS:
+            np.testing.assert_array_equal(getattr(row, name), getattr(expected, name))
+            assert getattr(row, name).dtype == getattr(expected, name).dtype
+
+
+def several():
     failure = Failure(FailureKind.TOOL, "ToolFailure", "gone")
-    first, second = rollout(0), rollout(1, rows=[], failure=failure, dropped=True, stop_reason=StopReason.FAILED)
+    first = rollout(0, rows=synthetic_rows(3, 2, 3), label=["Paris", {"also": 1.5}])
     first.rows[0].logprobs[4] = np.float32(-0.1)
-    recorder = RolloutRecorder(tmp_path / "rollouts")
-    path = recorder.write(12, first)
-    assert path == tmp_path / "rollouts" / "step_000012.jsonl"
-    assert len(read_rollouts(path)) == 1  # there before the next one comes
-    assert recorder.write(12, [second]) == path
-    one, two = read_rollouts(path)
-    assert two.failure == failure
-    assert two.dropped
-    assert two.stop_reason is StopReason.FAILED
-    assert (one.reward, one.metrics, one.turns, one.prompt) == (first.reward, first.metrics, first.turns, first.prompt)
-    assert one.metadata == {"hops": 2}
-    row, expected = one.rows[0], first.rows[0]
-    assert row.request_ids == expected.request_ids
-    for name in ("token_ids", "provenance", "mask", "mask_reason", "logprobs", "versions", "requests"):
-        np.testing.assert_array_equal(getattr(row, name), getattr(expected, name))
-        assert getattr(row, name).dtype == getattr(expected, name).dtype
+    second = rollout(1, rows=[], turns=[], metrics={}, failure=failure, dropped=True, stop_reason=StopReason.FAILED)
+    return [first, second, rollout(2, label=None)]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_rollouts_come_back_bit_for_bit(tmp_path, form):
+    path = tmp_path / f"samples.{form}"
+    file = RolloutFile(path)
+    first, *others = several()
+    file.write(first)
+    assert len(read_rollouts(tmp_path / "samples.jsonl")) == 1  # there before the next one comes
+    file.write(others)
+    assert file.finish() == path
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    found = read_rollouts(path)
+    for one, other in zip(found, [first, *others], strict=True):
+        assert_same(one, other)
+    assert found[0].metadata == {"hops": 2}
+
+
+def test_parquet_of_no_rollouts(tmp_path):
+    write_parquet(tmp_path / "none.parquet", [])
+    assert read_rollouts(tmp_path / "none.parquet") == []
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_what_json_cannot_hold_is_written_all_the_same(tmp_path, form):
+    class Answer:
+        def __str__(self):
+            return "an answer"
+
+    turn = Turn("half a pair \ud83d", "", FinishReason.STOP)
+    odd = rollout(label=[10**30, Answer()], turns=[turn], reward=math.nan, metrics={"ratio": math.inf})
+    file = RolloutFile(tmp_path / f"odd.{form}")
+    file.write(odd)
+    [found] = read_rollouts(file.finish())
+    assert found.label == [str(10**30), "an answer"]
+    assert found.turns[0].action == "half a pair ?"
+    assert math.isnan(found.reward)
+    np.testing.assert_array_equal(found.rows[0].token_ids, odd.rows[0].token_ids)
+
+
+def test_files_that_hold_no_rollouts_are_refused(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "hello"}\n')
+    with pytest.raises(ConfigError, match="line 1"):
+        read_rollouts(tmp_path / "bad.jsonl")
+    (tmp_path / "bad.parquet").write_text("no parquet")
+    with pytest.raises(ConfigError, match=r"bad\.parquet"):
+        read_rollouts(tmp_path / "bad.parquet")
+    with pytest.raises(ConfigError, match=r"none\.jsonl"):
+        read_rollouts(tmp_path / "none.jsonl")
 
 
 @pytest.mark.parametrize("cut", [1, 200])
 def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path, cut):
-    path = RolloutRecorder(tmp_path).write(1, [rollout(0), rollout(1)])
+    RolloutRecorder(tmp_path).write(1, [rollout(0), rollout(1)])
+    path = tmp_path / "step_000001.jsonl"
     path.write_bytes(path.read_bytes()[:-cut])
     assert [found.rollout_id for found in read_rollouts(path)] == ["r0"]
 
 
 def test_a_step_done_again_starts_anew(tmp_path):
     RolloutRecorder(tmp_path).write(1, rollout(0))
-    path = RolloutRecorder(tmp_path).write(1, rollout(1))
-    assert [found.rollout_id for found in read_rollouts(path)] == ["r1"]
+    RolloutRecorder(tmp_path).write(1, rollout(1))
+    assert [found.rollout_id for found in read_rollouts(tmp_path / "step_000001.jsonl")] == ["r1"]
+
+
+def test_a_step_becomes_parquet_once_it_is_whole(tmp_path):
+    recorder = RolloutRecorder(tmp_path / "rollouts", form="parquet")
+    recorder.write(1, rollout(0))
+    recorder.finish(1, {"r0": 0.5})
+    recorder.write(2, [rollout(1), rollout(2)])  # killed here
+    assert {step: path.name for step, path in rollout_files(tmp_path).items()} == {
+        1: "step_000001.parquet",
+        2: "step_000002.jsonl",
+    }
+    assert [(step, len(found)) for step, found in read_run(tmp_path)] == [(1, 1), (2, 2)]
+    assert read_advantages(tmp_path / "rollouts", 1) == {"r0": 0.5}
+    assert read_advantages(tmp_path / "rollouts", 2) == {}
+    again = RolloutRecorder(tmp_path / "rollouts", after=1)
+    assert [step for step, _ in read_run(tmp_path)] == [1]
+    again.write(2, rollout(3))
+    assert [found.rollout_id for _, some in read_run(tmp_path) for found in some] == ["r0", "r3"]
+
+
+@pytest.mark.parametrize(("keep", "expected"), [("all", ["r0", "r1", "r2"]), ("first", ["r1"]), ("none", [])])
+def test_which_rollouts_are_kept(tmp_path, keep, expected):
+    recorder = RolloutRecorder(tmp_path, keep=keep)
+    recorder.begin(1, "wanted")
+    for number, prompt in enumerate(["other", "wanted", "other"]):
+        recorder.write(1, rollout(number, prompt_id=prompt))
+    recorder.finish(1, {"r0": 1.0, "r1": 0.0, "r2": -1.0})
+    assert [found.rollout_id for _, some in read_run(tmp_path) for found in some] == expected
+    assert read_advantages(tmp_path, 1) == ({"r0": 1.0, "r1": 0.0, "r2": -1.0} if expected else {})
+
+
+def test_advantages_come_back(tmp_path):
+    path = write_advantages(tmp_path, 12, {"1/0/0": -0.25})
+    assert path.name == "step_000012.advantages.json"
+    assert read_advantages(tmp_path, 12) == {"1/0/0": -0.25}

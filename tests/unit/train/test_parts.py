@@ -16,7 +16,6 @@ from agentrl.collect import merge_figures, rollout_advantages, rollout_figures, 
 from agentrl.config.load import load_config
 from agentrl.episode.bench import synthetic_rows
 from agentrl.errors import RunStopped
-from agentrl.evaluation import eval_figures
 from agentrl.interrupt import Interrupt
 from agentrl.tasksource import TaskOrder, episode_seed
 from agentrl.types import Rollout, StopReason
@@ -95,14 +94,6 @@ def test_figures_of_optimizer_steps_are_added_averaged_or_the_largest() -> None:
         "train/optimizer_steps": 2.0,
     }
     assert merge_figures([first]) == first | {"train/optimizer_steps": 1.0}
-
-
-def test_evaluation_by_metadata() -> None:
-    figures = eval_figures([rollout("a", 0, 1.0, 1), rollout("b", 0, 0.0, 2), rollout("c", 0, 1.0, 2)], "hops")
-    assert figures["eval/exact_match"] == pytest.approx(2 / 3)
-    assert figures["eval/exact_match/hops=1"] == 1.0
-    assert figures["eval/exact_match/hops=2"] == 0.5
-    assert figures["eval/episodes"] == 3
 
 
 def test_a_signal_cancels_what_is_guarded() -> None:

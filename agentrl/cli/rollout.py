@@ -1,0 +1,37 @@
+"""``agentrl rollout``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from rich.console import Console
+
+from agentrl.cli.eval import checkpoint_config
+from agentrl.cli.options import add_config_arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--checkpoint",
+        help="a run's folder, a checkpoint, or a model folder; default model.path. "
+        "Without --env and --config the configuration is that of the run",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="samples.jsonl or samples.parquet")
+    parser.add_argument("--split", choices=("train", "eval"), default="train", help="which tasks; default train")
+    parser.add_argument("--tasks", type=int, metavar="N", help="how many tasks; default rollout.batch_size")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Sample, and print what came of it."""
+    from agentrl.rollout import SamplePlan, check_plan, sample_to_file
+
+    console = Console()
+    config = checkpoint_config(arguments, console)
+    tasks = config.rollout.batch_size if arguments.tasks is None else arguments.tasks
+    plan = SamplePlan(arguments.out, arguments.split, tasks)
+    check_plan(config, plan)
+    asyncio.run(sample_to_file(config, plan, console))

@@ -1,0 +1,117 @@
+"""Rollouts as parquet: a line a rollout; tokens, masks, log-probabilities and provenance as list columns."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.errors import ConfigError
+from agentrl.obs.rolloutformat import ARRAYS, rollout_from_dict, rollout_to_dict
+from agentrl.types import Rollout
+
+AS_JSON = ("label", "metadata")
+"""Columns of any shape, kept as JSON text."""
+ROW_GROUP = 512
+"""Rollouts that are compressed together."""
+
+
+def write_parquet(path: Path, rollouts: Sequence[Rollout]) -> None:
+    """Write ``path``, which appears whole or not at all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_pylist([_to_line(rollout) for rollout in rollouts], schema=_schema())
+    partial = path.with_name(path.name + ".partial")
+    pq.write_table(table, partial, compression="zstd", row_group_size=ROW_GROUP)
+    os.replace(partial, path)
+
+
+def read_parquet(path: Path) -> list[Rollout]:
+    """Return what `write_parquet` was given.
+
+    Raises:
+        ConfigError: the file cannot be read, or is none of these.
+
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"{path} is no parquet file that can be read: {error}") from None
+    missing = [name for name in _schema().names if name not in table.column_names]
+    if missing:
+        raise ConfigError(f"{path} holds no rollouts: it lacks the column(s) {', '.join(missing)}")
+    lines = table.drop_columns(["rows"]).to_pylist()
+    return [_from_line(line, rows) for line, rows in zip(lines, _read_rows(table["rows"]), strict=True)]
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    text, number = pa.string(), pa.float64()
+    turn = pa.struct([("action", text), ("observation", text), ("finish_reason", text), ("reward", number)])
+    arrays = [(name, pa.list_(pa.from_numpy_dtype(kind))) for name, kind in ARRAYS.items()]
+    row = pa.struct([("agent_id", text), ("row", pa.int32()), ("request_ids", pa.list_(text)), *arrays])
+    return pa.schema(
+        [
+            ("prompt_id", text),
+            ("rollout_id", text),
+            ("reward", number),
+            ("stop_reason", text),
+            ("metrics", pa.map_(text, number)),
+            ("prompt", text),
+            ("label", text),
+            ("turns", pa.list_(turn)),
+            ("failure", pa.struct([("kind", text), ("error", text), ("message", text)])),
+            ("dropped", pa.bool_()),
+            ("seconds", number),
+            ("sampled_tokens", pa.int64()),
+            ("metadata", text),
+            ("rows", pa.list_(row)),
+        ]
+    )
+
+
+def _to_line(rollout: Rollout) -> dict[str, Any]:
+    line = rollout_to_dict(rollout)
+    line["metrics"] = list(line["metrics"].items())
+    return line | {name: json.dumps(line[name]) for name in AS_JSON}
+
+
+def _from_line(line: dict[str, Any], rows: list[dict[str, Any]]) -> Rollout:
+    line = line | {name: json.loads(line[name]) for name in AS_JSON}
+    return rollout_from_dict(line | {"metrics": dict(line["metrics"]), "rows": rows})
+
+
+def _read_rows(column: Any) -> list[list[dict[str, Any]]]:
+    """Return the rows of each rollout with NumPy arrays; as Python numbers they would take minutes."""
+    found = []
+    for chunk in column.chunks:
+        structs = chunk.values
+        small = structs.field("agent_id"), structs.field("row"), structs.field("request_ids")
+        agents, numbers, requests = (field.to_pylist() for field in small)
+        arrays = {name: _split(structs.field(name)) for name in ARRAYS}
+        rows = [
+            {"agent_id": agents[i], "row": numbers[i], "request_ids": requests[i]}
+            | {name: values[i] for name, values in arrays.items()}
+            for i in range(len(structs))
+        ]
+        bounds = chunk.offsets.to_pylist()
+        found += [rows[start:stop] for start, stop in pairwise(bounds)]
+    return found
+
+
+def _split(lists: Any) -> list[NDArray[np.generic]]:
+    """Return the arrays in a column of lists."""
+    bounds = lists.offsets.to_numpy()
+    values = lists.values.to_numpy(zero_copy_only=False)
+    return [values[start:stop].copy() for start, stop in pairwise(bounds)]

@@ -1,0 +1,81 @@
+"""Where a run's figures are shown beside ``metrics.jsonl``: TensorBoard, and Weights & Biases (`agentrl.obs.wandb`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentrl.types import Rollout
+
+COLUMNS = ("task", "prompt", "response", "label", "reward", "stop reason", "turns", "sampled tokens")
+"""Of a sample table."""
+
+
+class Tracker(Protocol):
+    """Shows a run's figures somewhere. ``metrics.jsonl`` stays the record: a tracker that fails must not end the run."""
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Show the figures of a step; a step may come in several parts, and again after a resume."""
+        ...
+
+    def samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
+        """Show some of a step's rollouts: lines of `COLUMNS`."""
+        ...
+
+    def close(self) -> None:
+        """Hand over everything that is left."""
+        ...
+
+
+class TensorBoard:
+    """Event files under ``folder``; a resumed run hides the steps after ``resume_after``."""
+
+    def __init__(self, folder: Path, *, resume_after: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if resume_after is None else resume_after + 1
+        self._writer: Any = SummaryWriter(str(folder), purge_step=purge, flush_secs=5)
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write scalars."""
+        for key, value in figures.items():
+            self._writer.add_scalar(key, value, step)
+
+    def samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
+        """Write the table as text."""
+        self._writer.add_text("samples", markdown(table), step)
+
+    def close(self) -> None:
+        """Flush the files."""
+        self._writer.close()
+
+
+def sample_table(rollouts: Sequence[Rollout], count: int) -> list[list[Any]]:
+    """Return ``count`` rollouts, evenly from the whole step, as lines of `COLUMNS`."""
+    some = [rollouts[index * len(rollouts) // count] for index in range(count)] if len(rollouts) > count else rollouts
+    return [
+        [
+            rollout.prompt_id,
+            rollout.prompt,
+            "".join(turn.action + turn.observation for turn in rollout.turns),
+            "" if rollout.label is None else str(rollout.label),
+            float(rollout.reward),
+            rollout.stop_reason.value,
+            len(rollout.turns),
+            rollout.sampled_tokens,
+        ]
+        for rollout in some
+    ]
+
+
+def markdown(table: Sequence[Sequence[Any]]) -> str:
+    """Return a table of `COLUMNS` as Markdown, its text shown as it is."""
+    head = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}\n"
+    return head + "".join(f"| {' | '.join(_cell(value) for value in line)} |\n" for line in table)
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("|", "&#124;")
+    return escaped.replace("\n", "<br>")
