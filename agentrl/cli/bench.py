@@ -22,10 +22,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(rollout)
     masks = actions.add_parser("masks", help="tokens/s of building rows, packing and checking them, on one core")
     add_config_arguments(masks)
+    view = actions.add_parser("view", help="seconds to make a page of a large run, and to open it in a browser")
+    view.add_argument("--rollouts", type=int, default=2000, help="rollouts of the synthetic run")
+    view.add_argument("--tokens", type=int, default=2000, help="tokens of each")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure and print."""
+    if arguments.action == "view":
+        _view(arguments.rollouts, arguments.tokens, Console())
+        return
     config = resolve_config(arguments)
     if arguments.action == "rollout":
         _rollout(arguments, config, Console())
@@ -62,3 +68,21 @@ def _masks(config: Config, console: Console) -> None:
         rates = (figure.build_tokens_per_s, figure.pack_tokens_per_s, figure.check_tokens_per_s, figure.tokens_per_s)
         table.add_row(name, f"{figure.tokens:,}", *(f"{rate:,.0f}" for rate in rates))
     console.print(table)
+
+
+def _view(rollouts: int, tokens: int, console: Console) -> None:
+    from agentrl.obs.view.measure import measure_view
+
+    with console.status("building and opening a page"):
+        figures = measure_view(rollouts, tokens)
+    table = Table("rollouts", "tokens", "page MiB", "build s", "open ms", "open s, from outside")
+    table.add_row(
+        f"{rollouts:,}",
+        f"{rollouts * tokens:,}",
+        f"{figures.size / 2**20:.1f}",
+        f"{figures.build_s:.1f}",
+        f"{figures.ready_ms:.0f}",
+        f"{figures.wall_s:.2f}",
+    )
+    console.print(table)
+    console.print("open: until the first rollout with its tokens is on screen (target under 3 s)")

@@ -1,0 +1,145 @@
+"""``agentrl view``: a run's rollouts in the terminal, or as one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from agentrl.errors import AgentrlError, UserError
+from agentrl.obs.view.page import Decode, build_page, describe_run, run_metrics, write_page
+from agentrl.obs.view.source import Filters, RunFiles, choose, open_run
+from agentrl.obs.view.terminal import legend, newest, rollout_view, steps_table, tokens_table
+from agentrl.types import StopReason
+
+MOST = 2000
+"""Rollouts in a page without ``--max-rollouts``."""
+
+LIMIT = 3
+"""Rollouts in the terminal without ``--limit``."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run, or a file of rollouts")
+    parser.add_argument(
+        "--html", nargs="?", type=Path, const=Path(), metavar="FILE", help="write one HTML page (RUN_DIR/view.html)"
+    )
+    parser.add_argument(
+        "--max-rollouts", type=int, metavar="N", help=f"in the page at most, whole groups, evenly ({MOST}; 0: all)"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help=f"in the terminal at most, the newest ({LIMIT})")
+    parser.add_argument("--tokens", action="store_true", help="in the terminal, a table token by token")
+    chosen = parser.add_argument_group("which rollouts")
+    chosen.add_argument("--steps", "--step", type=_steps, metavar="N|N:M", help="of these steps, both ends included")
+    chosen.add_argument("--reward-min", type=float, metavar="R", help="with at least this reward")
+    chosen.add_argument("--reward-max", type=float, metavar="R", help="with at most this reward")
+    reasons = [reason.value for reason in StopReason]
+    chosen.add_argument("--stop-reason", choices=reasons, help="that ended so")
+    chosen.add_argument("--failed", action="store_true", help="that failed or were dropped")
+    chosen.add_argument("--group", metavar="PROMPT_ID", help="of one prompt")
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, colon, last = text.partition(":")
+    try:
+        return int(first), int(last if colon else first)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no step such as 12 and no range such as 10:20") from None
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Show."""
+    files = open_run(arguments.run_dir)
+    filters = Filters(
+        steps=arguments.steps,
+        reward_min=arguments.reward_min,
+        reward_max=arguments.reward_max,
+        stop_reason=StopReason(arguments.stop_reason) if arguments.stop_reason else None,
+        failed=arguments.failed,
+        group=arguments.group,
+    )
+    _check(arguments)
+    if arguments.html is None:
+        _terminal(files, filters, arguments, Console())
+    else:
+        _page(files, filters, arguments, Console())
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    only = {"--limit": arguments.limit is not None, "--tokens": arguments.tokens}
+    wrong = [option for option, given in only.items() if given] if arguments.html is not None else []
+    if arguments.html is None and arguments.max_rollouts is not None:
+        wrong = ["--max-rollouts"]
+    if wrong:
+        raise UserError(f"{wrong[0]} is for {'the terminal' if arguments.html is not None else '--html'} only")
+    for option, value, least in (("--limit", arguments.limit, 1), ("--max-rollouts", arguments.max_rollouts, 0)):
+        if value is not None and value < least:
+            raise UserError(f"{option} {value}: at least {least} is needed")
+
+
+def _terminal(files: RunFiles, filters: Filters, arguments: argparse.Namespace, console: Console) -> None:
+    table, words = steps_table(files, filters)
+    console.print(table)
+    if words:
+        console.print(f"[dim]{words}[/]", highlight=False)
+    entries = list(newest(files, filters, arguments.limit or LIMIT))
+    if not entries:
+        raise UserError(f"no rollout of {files.folder} fits {' '.join(filters.words())}")
+    decode = load_decode(files)
+    if isinstance(decode, str):
+        console.print(f"[yellow]The text of tokens is not known:[/] {decode}", highlight=False)
+    draw: Callable[..., object] = tokens_table if arguments.tokens else rollout_view
+    for entry in entries:
+        console.print(draw(entry, decode))
+    console.print(legend())
+
+
+def _page(files: RunFiles, filters: Filters, arguments: argparse.Namespace, console: Console) -> None:
+    default = files.folder.parent if files.folder.is_file() else files.folder
+    out = arguments.html if arguments.html != Path() else default / "view.html"
+    begun = time.perf_counter()
+    with console.status("reading rollouts"):
+        chosen = choose(files, filters, MOST if arguments.max_rollouts is None else arguments.max_rollouts)
+        page = build_page(
+            chosen.entries(files, filters),
+            title=files.folder.resolve().name,
+            decode=load_decode(files),
+            about=describe_run(files),
+            metrics=run_metrics(files),
+            notes=chosen.notes,
+        )
+        try:
+            write_page(out, page)
+        except OSError as error:
+            raise UserError(f"--html {out} cannot be written: {error.strerror or error}") from error
+    for note in chosen.notes:
+        console.print(f"[yellow]{note}[/]", highlight=False)
+    size = len(page.html) / 2**20
+    console.print(
+        f"{page.rollouts:,} rollouts, {page.tokens:,} tokens, {size:.1f} MiB in {time.perf_counter() - begun:.1f} s: {out}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def load_decode(files: RunFiles) -> Decode | str:
+    """Return what gives tokens their text: the tokenizer of the newest checkpoint, or of ``model.path``; or why none."""
+    from agentrl.models.load import load_tokenizer
+    from agentrl.models.resolve import resolve_model
+    from agentrl.models.tokentext import token_decoder
+
+    models = sorted(files.folder.glob("checkpoints/*/model"), reverse=True) if files.folder.is_dir() else []
+    for folder in models:
+        if (folder / "tokenizer.json").is_file():
+            return token_decoder(load_tokenizer(folder))
+    path = (files.config.get("model") or {}).get("path")
+    if not path:
+        return f"{files.folder} has no checkpoint with a tokenizer, and no config.yaml that names a model"
+    try:
+        return token_decoder(load_tokenizer(resolve_model(str(path))))
+    except AgentrlError as error:
+        return str(error)

@@ -1,0 +1,1 @@
+"""A run's rollouts for people: in the terminal, and as one self-contained HTML page."""
