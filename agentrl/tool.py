@@ -111,6 +111,15 @@ class ToolService(ABC):
     def serve(self, arguments: argparse.Namespace) -> None:
         """Serve until told to stop."""
 
+    def check(self, options: Mapping[str, Any]) -> None:  # noqa: B027  most tools need nothing
+        """Check the options of a server that the run would start itself, before anything is started.
+
+        Raises:
+            ConfigError: they do not fit, by key.
+            MissingError: they name something that this machine lacks, such as a file; a dry run lists it.
+
+        """
+
     @abstractmethod
     def launch_arguments(self, options: Mapping[str, Any], tasks: TaskSet, folder: Path) -> Sequence[str]:
         """Prepare what the server needs under ``folder`` and return the options for ``agentrl tools serve NAME``.

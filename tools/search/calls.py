@@ -10,7 +10,7 @@ import jsonschema
 
 from agentrl import ToolCall, ToolResult, ToolStatus
 
-from .index import Hit
+from .retriever import Hit
 
 MAX_TOPK = 100
 """More documents than this are no search any more."""

@@ -13,8 +13,8 @@ from agentrl import ToolCall, ToolResult, ToolStatus
 from agentrl.errors import ToolFailure
 
 from .calls import Search, as_result, parse_call
-from .index import Hit
 from .options import SearchOptions
+from .retriever import Hit
 
 WINDOW_S = 0.002
 """How long the first call of a request waits for others: episodes of one batch search within milliseconds."""

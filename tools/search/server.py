@@ -6,7 +6,7 @@ import asyncio
 import errno
 import socket
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +23,7 @@ from agentrl.errors import ConfigError, PortInUseError, UnknownNameError
 from agentrl.process import exit_with_parent
 
 from .calls import MAX_TOPK
-from .corpus import parse_corpus_option, read_corpus
-from .index import Corpora, Hit
+from .retriever import Corpora, Hit
 
 REMEMBERED_CALLS = 20_000
 """Answered calls kept for retries; the oldest go first."""
@@ -75,7 +74,7 @@ def parse_request(body: Any, topk: int) -> Retrieval:
     return Retrieval(queries, wanted, corpus, bool(body.get("return_scores", False)), [str(item) for item in call_ids])
 
 
-class Retriever:
+class SearchQueue:
     """Answers requests one after the other in a thread, so that the server stays responsive meanwhile."""
 
     def __init__(self, corpora: Corpora, remembered: int = REMEMBERED_CALLS) -> None:
@@ -126,14 +125,14 @@ def _reply(request: Request, content: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(content), status, media_type="application/json")
 
 
-def make_app(retriever: Retriever, topk: int = 3) -> Starlette:
+def make_app(queue: SearchQueue, topk: int = 3) -> Starlette:
     """Return the server as an ASGI application."""
 
     async def retrieve(request: Request) -> Response:
         body = await request.body()
         try:
             asked = parse_request(_decode(request, body), topk)
-            found = await retriever.retrieve(asked)
+            found = await queue.retrieve(asked)
         # All of these are the sender's mistakes: bytes that are no JSON or msgpack, bad fields, an unknown corpus.
         except (ValueError, msgpack.UnpackException, UnknownNameError) as error:
             return _reply(request, {"error": str(error)}, 400)
@@ -141,8 +140,8 @@ def make_app(retriever: Retriever, topk: int = 3) -> Starlette:
         return _reply(request, {"result": result})
 
     async def health(request: Request) -> Response:
-        sizes = {name: len(index) for name, index in retriever.corpora.indexes.items()}
-        return _reply(request, {"status": "ok", "corpora": sizes, "searched": retriever.searched})
+        sizes = {name: len(one) for name, one in queue.corpora.retrievers.items()}
+        return _reply(request, {"status": "ok", "corpora": sizes, "searched": queue.searched})
 
     return Starlette(routes=[Route("/retrieve", retrieve, methods=["POST"]), Route("/health", health)])
 
@@ -171,24 +170,24 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(corpora: Sequence[str], *, host: str, port: int, topk: int) -> None:
-    """Index ``[name=]FILE.jsonl`` corpora and serve until told to stop.
+def serve(open_corpora: Callable[[], Corpora], *, host: str, port: int, topk: int) -> None:
+    """Open the corpora and serve until told to stop.
 
     Raises:
-        ConfigError: a corpus that cannot be read, or two of one name.
+        ConfigError: a corpus, model or index that cannot be used.
         PortInUseError: something else listens on ``port``.
 
     """
     exit_with_parent()
     if not 1 <= topk <= MAX_TOPK:
         raise ConfigError(f"--topk is {topk}; it must be from 1 to {MAX_TOPK}")
-    files = [parse_corpus_option(text) for text in corpora]
-    names = [name for name, _ in files]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"--corpus: each needs a name of its own (NAME=FILE.jsonl); given: {', '.join(names)}")
-    # Before the index is built, which may take minutes: a port that is taken is told at once.
+    # Before an index is built, which may take hours: a port that is taken is told at once.
     with listen(host, port) as listener:
-        indexes = Corpora({name: read_corpus(path, "--corpus") for name, path in files})
-        print(f"search serves {len(files)} corpora on http://{host}:{listener.getsockname()[1]}", flush=True)
-        settings = uvicorn.Config(make_app(Retriever(indexes), topk), log_level="warning", timeout_graceful_shutdown=2)
+        corpora = open_corpora()
+        sizes = ", ".join(f"{name}: {len(one):,} documents" for name, one in corpora.retrievers.items())
+        address = f"http://{host}:{listener.getsockname()[1]}"
+        print(f"search serves {len(corpora.retrievers)} corpora ({sizes}) on {address}", flush=True)
+        settings = uvicorn.Config(
+            make_app(SearchQueue(corpora), topk), log_level="warning", timeout_graceful_shutdown=2
+        )
         uvicorn.Server(settings).run(sockets=[listener])

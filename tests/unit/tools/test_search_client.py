@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import uvicorn
 from agentrl_tools.search import SearchService
-from agentrl_tools.search.index import Corpora
-from agentrl_tools.search.server import Retriever, listen, make_app
+from agentrl_tools.search.bm25 import bm25_corpora
+from agentrl_tools.search.server import SearchQueue, listen, make_app
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -88,8 +88,8 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 
 def test_concurrent_calls_get_their_own_answers_in_few_requests() -> None:
     async def scenario() -> None:
-        retriever = Retriever(Corpora({"train": ROWS}))
-        async with serving(make_app(retriever)) as url, calling(url) as client:
+        queue = SearchQueue(bm25_corpora({"train": ROWS}))
+        async with serving(make_app(queue)) as url, calling(url) as client:
             results = await asyncio.gather(
                 *(client.call(call(i, topk=1, corpus="train"), episode_id=f"e{i}") for i in range(256))
             )
@@ -143,8 +143,8 @@ def test_after_all_retries_the_failure_is_typed_and_tells_all() -> None:
 
 def test_a_request_the_server_refuses_is_a_result_and_is_not_repeated() -> None:
     async def scenario() -> None:
-        retriever = Retriever(Corpora({"train": ROWS}))
-        async with serving(make_app(retriever)) as url, calling(url) as client:
+        queue = SearchQueue(bm25_corpora({"train": ROWS}))
+        async with serving(make_app(queue)) as url, calling(url) as client:
             result = await client.call(call(1, corpus="trian"), episode_id="e")
         assert result.status is ToolStatus.INVALID
         assert "Did you mean 'train'" in result.content

@@ -2,14 +2,17 @@
 
 import asyncio
 import socket
+from pathlib import Path
 from typing import Any
 
 import httpx
 import msgpack
 import orjson
 import pytest
-from agentrl_tools.search.index import Corpora
-from agentrl_tools.search.server import Retrieval, Retriever, listen, make_app, serve
+from agentrl_tools.search.bm25 import bm25_corpora
+from agentrl_tools.search.corpora import open_corpora
+from agentrl_tools.search.retriever import Corpora
+from agentrl_tools.search.server import Retrieval, SearchQueue, listen, make_app, serve
 
 from agentrl.errors import ConfigError, PortInUseError
 
@@ -18,10 +21,10 @@ ROWS = [{"id": str(i), "contents": f'"Place {i}"\nPlace {i} is a town.'} for i i
 
 def post(*bodies: Any, content_type: str = "application/json", accept: str = "*/*", **kwargs: Any) -> list[Any]:
     """Send each body to one server and return the replies."""
-    retriever = Retriever(Corpora({"train": ROWS}), **kwargs)
+    queue = SearchQueue(bm25_corpora({"train": ROWS}), **kwargs)
 
     async def send() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(make_app(retriever, topk=2))
+        transport = httpx.ASGITransport(make_app(queue, topk=2))
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             headers = {"content-type": content_type, "accept": accept}
             return [await http.post("/retrieve", content=body, headers=headers) for body in bodies]
@@ -79,22 +82,22 @@ def test_broken_msgpack_is_told() -> None:
 
 
 def test_a_retry_gets_the_first_answer_and_searches_nothing() -> None:
-    retriever = Retriever(Corpora({"train": ROWS}), remembered=2)
+    queue = SearchQueue(bm25_corpora({"train": ROWS}), remembered=2)
 
     async def ask(*calls: tuple[str, str]) -> list[Any]:
         names, queries = [call[0] for call in calls], [call[1] for call in calls]
-        return await retriever.retrieve(Retrieval(queries, 1, "train", True, names))
+        return await queue.retrieve(Retrieval(queries, 1, "train", True, names))
 
     async def run() -> None:
         first = await ask(("a", "place 1"), ("b", "place 2"))
-        assert retriever.searched == 2
+        assert queue.searched == 2
         assert await ask(("b", "place 2"), ("a", "place 1")) == first[::-1]
-        assert retriever.searched == 2
+        assert queue.searched == 2
         (other,) = await ask(("a", "place 4"))
         assert other[0]["document"]["id"] == "4"
         # Only two are remembered: the oldest call is searched anew.
         assert await ask(("a", "place 1")) == first[:1]
-        assert retriever.searched == 4
+        assert queue.searched == 4
         # More calls in one request than are remembered all get their answers.
         assert len(await ask(*((str(i), f"place {i}") for i in range(5)))) == 5
 
@@ -112,9 +115,12 @@ def test_a_port_in_use_names_option_and_key() -> None:
 
 
 def test_serve_refuses_what_it_cannot_serve() -> None:
-    with pytest.raises(ConfigError, match=r"each needs a name of its own .* default, default"):
-        serve(["a.jsonl", "b.jsonl"], host="127.0.0.1", port=0, topk=3)
-    with pytest.raises(ConfigError, match="there is no file"):
-        serve(["nowhere.jsonl"], host="127.0.0.1", port=0, topk=3)
+    def never() -> Corpora:
+        raise AssertionError("options are checked first")
+
     with pytest.raises(ConfigError, match="--topk is 0"):
-        serve(["nowhere.jsonl"], host="127.0.0.1", port=0, topk=0)
+        serve(never, host="127.0.0.1", port=0, topk=0)
+    with pytest.raises(ConfigError, match="there is no file"):
+        serve(lambda: open_corpora({"default": Path("nowhere.jsonl")}), host="127.0.0.1", port=0, topk=3)
+    with pytest.raises(ConfigError, match=r"--index .* is for --retriever e5"):
+        open_corpora({"default": Path("nowhere.jsonl")}, indexes={"default": Path("x.index")})

@@ -1,0 +1,54 @@
+"""From the server's options to the corpora it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from agentrl.errors import ConfigError, MissingError
+
+from .corpus import open_corpus
+from .retriever import Corpora
+
+RetrieverName = Literal["bm25", "e5"]
+"""By words, or by meaning."""
+E5_MODEL = "intfloat/e5-base-v2"
+"""The model that the published wiki-18 index was made with."""
+
+
+def open_corpora(
+    files: Mapping[str, Path],
+    retriever: RetrieverName = "bm25",
+    *,
+    model: str = E5_MODEL,
+    indexes: Mapping[str, Path] | None = None,
+    device: str = "cpu",
+) -> Corpora:
+    """Read corpora and make them searchable; only what ``retriever`` needs is imported.
+
+    Raises:
+        ConfigError: a corpus, model or index that cannot be used, or the extra for E5 is not installed.
+
+    """
+    if retriever == "e5":
+        if missing := missing_extra():
+            raise MissingError(missing)
+        from .e5 import e5_corpora
+
+        return e5_corpora(
+            {name: open_corpus(path, "--corpus") for name, path in files.items()}, model, indexes or {}, device
+        )
+    if indexes:
+        raise ConfigError("--index (tools.search.options.index) is for --retriever e5; BM25 is built in memory")
+    from .bm25 import bm25_corpora
+
+    return bm25_corpora({name: open_corpus(path, "--corpus") for name, path in files.items()})
+
+
+def missing_extra() -> str | None:
+    """Return what to install for E5, or None where it is there."""
+    if find_spec("faiss") is not None:
+        return None
+    return "--retriever e5 (tools.search.options.retriever=e5) wants FAISS: pip install 'agentrl[e5]'"
