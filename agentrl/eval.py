@@ -19,6 +19,7 @@ from agentrl.interrupt import Interrupt
 from agentrl.learner.checkpoints import latest_checkpoint
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.counting import EpisodeCount
+from agentrl.obs.rollouts import RolloutFile
 from agentrl.preflight import check_engine, check_episodes, open_tasks
 from agentrl.stack import Stack, open_stack
 from agentrl.task import TaskSet
@@ -98,13 +99,14 @@ async def evaluate(sets: Sequence[TaskChoice], runner: EpisodeRunner, on_done: O
     return [task.result() for task in running]
 
 
-async def evaluate_policy(config: Config, console: Console, on_done: OnDone | None = None) -> list[SetResult]:
+async def evaluate_policy(config: Config, console: Console, samples: Path | None = None) -> list[SetResult]:
     """Start what an evaluation needs, run it, and return its results by set.
 
     Args:
         config: what to evaluate, and on what.
         console: where progress is shown.
-        on_done: gets every rollout once it has its reward.
+        samples: a ``.jsonl`` or ``.parquet`` file for the rollouts. They are written as they end, so that an evaluation
+            that does not come to its end leaves those it had, as JSON lines.
 
     Raises:
         ConfigError: there is nothing to evaluate on, or the configuration does not fit.
@@ -115,17 +117,21 @@ async def evaluate_policy(config: Config, console: Console, on_done: OnDone | No
     sets = check_eval(config, tasks)
     model = resolve_model(config.model.path)
     episodes = sum(len(choice.tasks) * choice.plan.n_samples for choice in sets)
+    file = RolloutFile(samples) if samples is not None else None
     with tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder, EpisodeCount(console, episodes) as count:
 
         def done(rollout: Rollout) -> None:
             count.add()
-            if on_done is not None:
-                on_done(rollout)
+            if file is not None:
+                file.write(rollout)
 
         async with open_stack(config, tasks, model, Path(folder), config.run.seed) as stack:
             count.begin()
             with Interrupt() as interrupt:
-                return await evaluate_watched(sets, stack, interrupt, done)
+                results = await evaluate_watched(sets, stack, interrupt, done)
+    if file is not None:
+        file.finish()
+    return results
 
 
 async def evaluate_watched(

@@ -36,7 +36,14 @@ from agentrl.tasksource import TaskOrder
 from agentrl.train import Trainer
 from agentrl.weights import make_sync
 
-CURVE = ("train/reward", "rollout/exact_match", "eval/reward", "eval/exact_match")
+CURVE = ("reward", "exact_match")
+"""Figures to draw."""
+
+
+def curve_keys(config: Config) -> list[str]:
+    """Return the metrics that the learning curve shows, those of each evaluation set among them."""
+    prefixes = [f"eval/{name}/" for name in config.eval.sets] or ["eval/"]
+    return ["train/reward", "rollout/exact_match", *(prefix + key for prefix in prefixes for key in CURVE)]
 
 
 @dataclass(slots=True)
@@ -93,7 +100,7 @@ async def run_training(
     except RunStopped as stop:
         raise RunStopped(f"{stop}. The run lies in {folder}; go on with:\n  {command}") from None
     finally:
-        curve = plot_curve(folder / "metrics.jsonl", folder / "curve.png", CURVE)
+        curve = plot_curve(folder / "metrics.jsonl", folder / "curve.png", curve_keys(config))
     _farewell(session, trainer, curve)
 
 

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -14,9 +13,6 @@ from agentrl.cli.options import add_config_arguments, resolve_config
 from agentrl.config.load import Tree, load_config, merge, read_yaml
 from agentrl.config.schema import Config
 from agentrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from agentrl.obs.rollouts import RolloutFile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,12 +35,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     console = Console()
     config = checkpoint_config(arguments, console)
-    for path in (arguments.json, arguments.rollouts):
-        _check_folder(path)
-    samples = _rollout_file(arguments.rollouts)
-    results = asyncio.run(evaluate_policy(config, console, samples.write if samples else None))
-    if samples:
-        samples.finish()
+    _check_files(arguments)
+    results = asyncio.run(evaluate_policy(config, console, arguments.rollouts))
     console.print(results_table(results, f"{config.env.name}: {config.model.path}"))
     if arguments.json:
         content = {"env": config.env.name, "model": config.model.path, **flat_figures(results), "sets": report(results)}
@@ -81,15 +73,10 @@ def _of_its_own(tree: Tree) -> Tree:
     return merge(tree, {"sampler": {"url": None, "port": 0}, "tools": tools})
 
 
-def _check_folder(file: Path | None) -> None:
-    if file is not None and not file.parent.is_dir():
-        raise ConfigError(f"{file}: there is no folder {file.parent}")
-
-
-def _rollout_file(path: Path | None) -> RolloutFile | None:
-    """Return the file of ``--rollouts``; it is written as episodes end, so an interrupted evaluation leaves what it had."""
-    from agentrl.obs.rollouts import RolloutFile
-
-    if path is not None and path.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"--rollouts {path}: the name says the format; end it in .jsonl or .parquet")
-    return RolloutFile(path) if path is not None else None
+def _check_files(arguments: argparse.Namespace) -> None:
+    samples: Path | None = arguments.rollouts
+    if samples is not None and samples.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"--rollouts {samples}: the name says the format; end it in .jsonl or .parquet")
+    for path in (arguments.json, samples):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path}: there is no folder {path.parent}")

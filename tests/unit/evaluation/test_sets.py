@@ -8,7 +8,7 @@ from agentrl import Message, Task
 from agentrl.config.evaluation import EvalConfig, EvalSet
 from agentrl.config.load import dump, load_config, validate
 from agentrl.config.schema import Config
-from agentrl.errors import ConfigError, unknown_name
+from agentrl.errors import ConfigError, UserError, unknown_name
 from agentrl.evaluation.sets import check_goals, choose_tasks, reached
 from agentrl.task import TaskSet
 
@@ -87,7 +87,7 @@ def test_sets_stay_open_to_eval_when_written_and_read_back() -> None:
     ],
 )
 def test_what_does_not_fit_is_named(overrides: list[str], message: str) -> None:
-    with pytest.raises(Exception, match="eval") as error:
+    with pytest.raises(UserError) as error:
         choose_tasks(config(*overrides), Splits())
     assert message in str(error.value)
 
