@@ -40,6 +40,8 @@ class Env(gymnasium.Env[Observation, Action]):
     """Tools that the runner offers to the policy and runs on its behalf."""
     tool_names: ClassVar[tuple[str, ...]] = ()
     """Registered tools (``agentrl.tools``) that ``ToolCalls`` of this environment may name."""
+    needs_reward: ClassVar[bool] = False
+    """Whether it gives no reward of its own, so that a run wants ``reward.function``."""
     task: Task
     """The task of the running episode."""
 

@@ -7,6 +7,7 @@
     │   ├── ConfigError            an unknown key, a value that does not fit
     │   ├── UnknownNameError       no environment, tool, taskset or model of that name
     │   ├── ModelError             a model folder or hub id that cannot be loaded
+    │   ├── MissingError           what this machine lacks: a file, a model, a package, a GPU; a dry run only lists it
     │   └── PortInUseError         a port that something else holds
     ├── EpisodeError               ends an episode; ``kind`` says where it arose
     │   ├── PolicyError
@@ -52,6 +53,13 @@ class UnknownNameError(UserError):
 
 class ModelError(UserError):
     """A model that cannot be loaded."""
+
+
+class MissingError(UserError):
+    """What a run needs and this machine lacks, without a mistake being made: a model, data, a package, a GPU.
+
+    ``--dry-run`` lists it and goes on; a run is refused.
+    """
 
 
 class PortInUseError(UserError):

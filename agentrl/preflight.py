@@ -2,77 +2,218 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from agentrl.config.schema import Config
+from agentrl.config.sections import ToolConfig
+from agentrl.data import FileTasks
 from agentrl.env import Env
-from agentrl.errors import ConfigError
-from agentrl.models.resolve import resolve_model
+from agentrl.episode.generate import needed_tools
+from agentrl.errors import ConfigError, MissingError
+from agentrl.evaluation.sets import TaskChoice, check_goals, choose_tasks
+from agentrl.models.reference import check_reference, resolve_reference
+from agentrl.models.resolve import has_chat_template, resolve_model
 from agentrl.registry import env_class, make_env, make_tasks, tool_service
-from agentrl.task import TaskSet
+from agentrl.rewards.grader import check_reward
+from agentrl.task import Task, TaskSet
 from agentrl.tasksource import EnvTasks
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run would do."""
+
+    lines: list[str]
+    """In words, for people to read."""
+    missing: list[str]
+    """What this machine lacks for it."""
+
+
 def open_tasks(config: Config) -> TaskSet:
-    """Return the taskset of the configuration, or the environment's own tasks where none is named.
+    """Return the tasks of the configuration: those of files, of a taskset, or the environment's own.
 
     Raises:
-        ConfigError, UnknownNameError: there is none, or its options do not fit.
+        ConfigError, UnknownNameError: there are none, two sources are named, or the source does not fit.
 
     """
-    if config.tasks.name is not None:
-        return make_tasks(config.tasks.name, config.tasks.options)
+    data, tasks = config.data, config.tasks
+    files = {"data.path": data.path, "data.eval_path": data.eval_path}
+    named = [f"{key}={path}" for key, path in files.items() if path is not None]
+    if named and tasks.name is not None:
+        raise ConfigError(
+            f"{' and '.join(named)} and tasks.name={tasks.name} both say where tasks are; for the file's set tasks.name=null"
+        )
+    if named:
+        return FileTasks(data)
+    if tasks.name is not None:
+        return make_tasks(tasks.name, tasks.options)
     cls = env_class(config.env.name)
     if cls.tasks.__func__ is Env.tasks.__func__:  # type: ignore[attr-defined]
         raise ConfigError(
-            f"env.name={config.env.name} brings no tasks of its own: set tasks.name, or define tasks(split, seed) on it"
+            f"env.name={config.env.name} brings no tasks of its own: set data.path to a file of prompts, or tasks.name to "
+            "a taskset, or define tasks(split, seed) on the environment"
         )
     return EnvTasks(cls, config.run.seed)
 
 
 def check_run(config: Config) -> list[str]:
-    """Check everything that needs no server, and return in a few lines what would run.
+    """Check everything that needs no server, and return in a few lines what would run. A model may be fetched.
 
     Raises:
         UserError: with the value and the key to change.
 
     """
+    plan = plan_run(config, fetch=True)
+    if plan.missing:
+        raise MissingError("\n".join(plan.missing))
+    return plan.lines
+
+
+def plan_run(config: Config, *, fetch: bool = False) -> Plan:
+    """Check everything that needs no server; what this machine lacks is listed, and nothing is fetched without ``fetch``.
+
+    Raises:
+        UserError: with the value and the key to change.
+
+    """
+    missing: list[str] = []
+    check_episodes(config)
+    tasks = "not there yet"
+    sets: list[TaskChoice] | None = None
+    with _listed(missing):
+        source = open_tasks(config)
+        tasks = f"{len(_train_tasks(config, source))} to train on"
+        sets = choose_tasks(config, source)
+        check_goals(config, sets)
+    with _listed(missing):
+        _check_tools(config)
+    with _listed(missing):
+        check_engine(config)
+    with _listed(missing):
+        _check_learner(config)
+    model = _check_model(config, missing, fetch=fetch and not missing)  # no gigabytes for a run that is refused
+    return Plan(_describe(config, tasks, model, sets), missing)
+
+
+@contextmanager
+def _listed(missing: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except MissingError as error:
+        missing.append(str(error))
+
+
+def check_episodes(config: Config) -> None:
+    """Check what episodes are made of: the environment, its tools, the generate and the reward function.
+
+    Raises:
+        UserError: one does not exist or does not fit.
+
+    """
     make_env(config.env.name, config.env.options)
-    for name in env_class(config.env.name).tool_names:
+    cls = env_class(config.env.name)
+    generate = config.rollout.generate
+    for name in needed_tools(generate, cls):
         tool_service(name)
-    tasks = open_tasks(config)
-    task_name = config.tasks.name or "of the environment"
-    train, evals = tasks.split(config.tasks.train_split), tasks.split(config.tasks.eval_split)
-    for key, split in ((config.tasks.train_split, train), (config.tasks.eval_split, evals)):
-        if len(split) == 0:
-            raise ConfigError(f"tasks.name={config.tasks.name}: the split {key!r} is empty")
-    if config.eval.size is not None and config.eval.size > len(evals):
-        raise ConfigError(
-            f"eval.size={config.eval.size}, but the split {config.tasks.eval_split!r} has {len(evals)} tasks; lower eval.size"
-        )
-    model = resolve_model(config.model.path)
-    check_engine(config)
-    episodes = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-    return [
-        f"environment  {config.env.name}",
-        f"tasks        {task_name}: {len(train)} to train on, {config.eval.size or len(evals)} to evaluate",
-        f"model        {config.model.path} ({model})",
-        f"engine       {config.sampler.url or config.sampler.backend}",
-        f"step         {config.rollout.batch_size} prompts x {config.rollout.n_samples_per_prompt} = {episodes} episodes",
-        f"learner      {config.learner.backend}, {config.learner.workers} worker(s), {config.algo.name}",
-        f"length       {config.train.steps} steps, evaluation every {config.train.eval_every}",
-    ]
+    check_reward(config, needs_reward=cls.needs_reward and generate is None)
+
+
+def _check_tools(config: Config) -> None:
+    """Check the options of the tool servers that the run would start."""
+    for name in needed_tools(config.rollout.generate, env_class(config.env.name)):
+        tool = config.tools.get(name, ToolConfig())
+        if tool.url is None:
+            tool_service(name).check(tool.options)
 
 
 def check_engine(config: Config) -> None:
-    """Refuse an engine that is not installed, naming what to install or set."""
-    if config.sampler.backend == "sglang" and config.sampler.url is None and find_spec("sglang") is None:
-        raise ConfigError(
-            "sampler.backend=sglang, but SGLang is not installed here: pip install 'agentrl[sglang]', "
-            "or set sampler.url to a running server, or sampler.backend=embedded"
-        )
+    """Refuse an engine that is not installed, naming what to install or set.
+
+    Raises:
+        MissingError: this machine cannot run it.
+        ConfigError: it holds fewer tokens than an episode may have.
+
+    """
+    if config.sampler.backend == "sglang" and config.sampler.url is None:
+        lacks = [] if find_spec("sglang") else ["SGLang is not installed here (pip install 'agentrl[sglang]')"]
+        lacks += [] if _gpus() else ["there is no GPU here"]
+        if lacks:
+            raise MissingError(
+                f"sampler.backend=sglang, but {' and '.join(lacks)}; set sampler.url to a running server, or "
+                "sampler.backend=embedded"
+            )
     if config.sampler.backend == "embedded" and config.rollout.max_tokens > config.sampler.embedded.context:
         raise ConfigError(
             f"rollout.max_tokens={config.rollout.max_tokens} is more than the engine holds: "
             f"raise sampler.embedded.context={config.sampler.embedded.context}"
         )
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _check_learner(config: Config) -> None:
+    learner = config.learner
+    if learner.device == "cuda" and learner.workers > _gpus():
+        raise MissingError(
+            f"learner.device=cuda with learner.workers={learner.workers} wants as many GPUs; there are {_gpus()} here"
+        )
+
+
+def _train_tasks(config: Config, tasks: TaskSet) -> Sequence[Task]:
+    found = tasks.split(config.tasks.train_split)
+    if len(found) > 0:
+        return found
+    if config.data.eval_path is not None:
+        raise ConfigError("there is nothing to train on: set data.path beside data.eval_path")
+    raise ConfigError(f"tasks.name={config.tasks.name}: the split {config.tasks.train_split!r} is empty")
+
+
+def _check_model(config: Config, missing: list[str], *, fetch: bool) -> Path | None:
+    """Return the policy's folder, or None where it is missing."""
+    model: Path | None = None
+    with _listed(missing):
+        model = resolve_model(config.model.path, fetch=fetch)
+        if config.data.path is not None and config.data.apply_chat_template and not has_chat_template(model):
+            raise ConfigError(
+                f"model.path={config.model.path}: {model} has no chat template; set data.apply_chat_template=false to give "
+                "it prompts as they are, or model.path to an instruct model"
+            )
+        reference = resolve_reference(config, fetch=fetch)
+        if config.algo.reference is not None and reference is not None:
+            check_reference(model, reference)
+    return model
+
+
+def _describe(config: Config, tasks: str, model: Path | None, sets: list[TaskChoice] | None) -> list[str]:
+    rollout, plan = config.rollout, config.train
+    source = config.data.path or config.tasks.name or "of the environment"
+    where = f" ({model})" if model is not None else ""
+    lines = {
+        "environment": config.env.name,
+        "tasks": f"{source}: {tasks}",
+        "reward": config.reward.function or "the environment's",
+        "model": f"{config.model.path}{where}",
+        "engine": config.sampler.url or config.sampler.backend,
+        "step": f"{rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
+        f"{rollout.batch_size * rollout.n_samples_per_prompt} episodes",
+        "learner": f"{config.learner.backend}, {config.learner.workers} worker(s), {config.algo.name}",
+        "length": f"{plan.steps} steps",
+    }
+    if rollout.generate is not None:
+        lines["generate"] = rollout.generate
+    every = f"every {plan.eval_every} steps" if plan.eval_every else "after the last step"
+    if sets:
+        evaluation = [f"{every}: {choice.described}" for choice in sets]
+    elif sets is None:
+        evaluation = [every]
+    else:
+        evaluation = ["off: there are no tasks to evaluate on (data.eval_path, eval.path or eval.sets names some)"]
+    return [f"{name:<13}{value}" for name, value in lines.items()] + [f"{'evaluation':<13}{one}" for one in evaluation]

@@ -1,22 +1,20 @@
-"""Names for environments, tools, tasksets and models, from entry points or from the process itself.
+"""Names for environments, tools, tasksets, models and rewards, from entry points or from the process itself.
 
 agentrl imports none of them by itself: its own environments register through the same entry points as anybody's.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 from agentrl.env import Env
 from agentrl.errors import ConfigError, UnknownNameError, unknown_name
+from agentrl.resolve import is_reference, load_object
 from agentrl.task import TaskSet
 from agentrl.tool import ToolService
 
@@ -26,8 +24,9 @@ ENVS = "agentrl.envs"
 TOOLS = "agentrl.tools"
 TASKS = "agentrl.tasks"
 MODELS = "agentrl.models"
+REWARDS = "agentrl.rewards"
 
-_registered: dict[str, dict[str, Any]] = {ENVS: {}, TOOLS: {}, TASKS: {}, MODELS: {}}
+_registered: dict[str, dict[str, Any]] = {ENVS: {}, TOOLS: {}, TASKS: {}, MODELS: {}, REWARDS: {}}
 
 
 def register_env(name: str) -> Callable[[E], E]:
@@ -69,14 +68,14 @@ def _points(group: str) -> dict[str, EntryPoint]:
 
 
 def env_class(name: str, key: str = "--env") -> type[Env]:
-    """Return the environment class of a registered name or of ``path/to/file.py:Class``.
+    """Return the environment class of a registered name, of ``path/to/file.py:Class`` or ``module:Class``.
 
     Raises:
         UnknownNameError: nothing has that name.
         ConfigError: the file, or the class in it, does not exist or is no environment.
 
     """
-    if ".py:" in name:
+    if is_reference(name):
         cls = load_object(name, key)
         if not (inspect.isclass(cls) and issubclass(cls, Env)):
             raise ConfigError(f"{name} ({key}) is no subclass of agentrl.Env")
@@ -109,7 +108,7 @@ def tool_service(name: str) -> ToolService:
 
 def make_tasks(name: str, options: Mapping[str, Any] | None = None) -> TaskSet:
     """Build a taskset by its registered name (or ``file.py:Class``) with ``tasks.options``."""
-    cls = load_object(name, "tasks.name") if ".py:" in name else _lookup(TASKS, name, "taskset", "tasks.name")
+    cls = load_object(name, "tasks.name") if is_reference(name) else _lookup(TASKS, name, "taskset", "tasks.name")
     tasks = _build(cls, options, "tasks.options")
     assert isinstance(tasks, TaskSet), f"{name} is no agentrl.TaskSet"
     return tasks
@@ -123,6 +122,24 @@ def model_folder(name: str) -> Path | None:
         return None
 
 
+def reward_function(name: str) -> Callable[..., Any]:
+    """Return the reward function of a registered name, of ``path/to/file.py:function`` or ``module:function``.
+
+    Raises:
+        UnknownNameError: nothing has that name.
+        ConfigError: the file, module or function does not exist, or is not callable.
+
+    """
+    key = "reward.function"
+    try:
+        function = load_object(name, key) if is_reference(name) else _lookup(REWARDS, name, "reward function", key)
+    except UnknownNameError as error:
+        raise UnknownNameError(f"{error} A function of your own is file.py:function or module:function.") from None
+    if not callable(function):
+        raise ConfigError(f"{key}={name} is a {type(function).__name__}, and no function")
+    return function  # type: ignore[no-any-return]
+
+
 def _build(cls: Callable[..., Any], options: Mapping[str, Any] | None, key: str) -> Any:
     try:
         inspect.signature(cls).bind(**(options or {}))
@@ -132,40 +149,3 @@ def _build(cls: Callable[..., Any], options: Mapping[str, Any] | None, key: str)
             f"{key}: {error}; {getattr(cls, '__name__', cls)} takes: {', '.join(known) or 'nothing'}"
         ) from None
     return cls(**(options or {}))
-
-
-def load_object(reference: str, key: str) -> Any:
-    """Return what ``path/to/file.py:name`` refers to.
-
-    Raises:
-        ConfigError: the file does not exist, or has no such name; the message says what was tried.
-
-    """
-    file, _, attribute = reference.rpartition(":")
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError(f"{key}={reference}: there is no file {path}")
-    module = _load_file(path)
-    if not hasattr(module, attribute):
-        public = [name for name, value in vars(module).items() if inspect.isclass(value) or inspect.isfunction(value)]
-        raise ConfigError(
-            f"{key}={reference}: {path.name} has no {attribute!r}; it has: {', '.join(public) or 'nothing'}"
-        )
-    return getattr(module, attribute)
-
-
-def _load_file(path: Path) -> ModuleType:
-    name = f"agentrl_user_{path.stem}_{abs(hash(str(path))):x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module

@@ -48,7 +48,7 @@ def read_yaml(file: Path) -> Tree:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config {file}: a configuration is a mapping, this is a {type(content).__name__}")
-    return content
+    return _spelled_out(content)
 
 
 def parse_override(text: str) -> Tree:
@@ -70,7 +70,14 @@ def parse_override(text: str) -> Tree:
     for part in reversed(key.split(".")):
         parsed = {part: parsed}
     assert isinstance(parsed, dict)
-    return parsed
+    return _spelled_out(parsed)
+
+
+def _spelled_out(tree: Tree) -> Tree:
+    """Return the tree with the short ``reward: F`` as ``reward: {function: F}``, so that it merges with other keys of it."""
+    if isinstance(tree.get("reward"), str):
+        return {**tree, "reward": {"function": tree["reward"]}}
+    return tree
 
 
 def _number(text: str) -> str | float:

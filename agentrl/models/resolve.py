@@ -2,54 +2,78 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from agentrl.errors import ModelError
+from agentrl.errors import MissingError, ModelError
 from agentrl.registry import MODELS, model_folder, names
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
-def resolve_model(path: str) -> Path:
+def resolve_model(path: str, key: str = "model.path", *, fetch: bool = True) -> Path:
     """Return the Hugging Face folder that ``path`` means: a local folder, a registered name, or a hub id.
 
-    A local folder wins over a registered name, and that over the hub.
+    A local folder wins over a registered name, and that over the hub. Without ``fetch`` the hub is not asked, only its
+    cache on this disk.
 
     Raises:
-        ModelError: nothing of that name can be had; the message gives the value and ``model.path``.
+        MissingError: without ``fetch``: the cache does not hold it.
+        ModelError: nothing of that name can be had; the message gives ``key``, where the value came from.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
-        return _checked(folder.resolve(), path)
+        return _checked(folder.resolve(), path, key)
     registered = model_folder(path)
     if registered is not None:
-        return _checked(registered, path)
+        return _checked(registered, path, key)
     if not _HUB_ID.fullmatch(path):
-        raise ModelError(f"model.path={path}: there is no such folder. Registered models: {_known()}")
-    return _checked(_from_hub(path), path)
+        raise ModelError(f"{key}={path}: there is no such folder. Registered models: {_known()}")
+    return _checked(_from_hub(path, key) if fetch else _from_cache(path, key), path, key)
 
 
-def _checked(folder: Path, path: str) -> Path:
+def has_chat_template(folder: Path) -> bool:
+    """Return whether the tokenizer in a Hugging Face folder brings a chat template."""
+    if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return False
+    return bool(settings.get("chat_template"))
+
+
+def _checked(folder: Path, path: str, key: str) -> Path:
     if not (folder / "config.json").is_file():
-        raise ModelError(f"model.path={path}: {folder} has no config.json, so it is no Hugging Face model folder")
+        raise ModelError(f"{key}={path}: {folder} has no config.json, so it is no Hugging Face model folder")
     return folder
 
 
-def _from_hub(path: str) -> Path:
+def _from_hub(path: str, key: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=list(_FILES)))
     except Exception as error:  # the hub client raises its own, requests', httpx' and OSError alike
         offline = os.environ.get("HF_HUB_OFFLINE", "")
         why = f" (HF_HUB_OFFLINE={offline}: the hub is not asked)" if offline not in ("", "0") else ""
         raise ModelError(
-            f"model.path={path}: no folder and no registered model ({_known()}), and the Hugging Face hub gave nothing"
-            f"{why}: {type(error).__name__}: {error}. Set model.path to a folder with the model."
+            f"{key}={path}: no folder and no registered model ({_known()}), and the Hugging Face hub gave nothing"
+            f"{why}: {type(error).__name__}: {error}. Set {key} to a folder with the model."
         ) from error
+
+
+def _from_cache(path: str, key: str) -> Path:
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(_FILES), local_files_only=True))
+    except LocalEntryNotFoundError:
+        raise MissingError(f"{key}={path}: not in the cache of the Hugging Face hub; a run would fetch it") from None
+    except (HfHubHTTPError, ValueError) as error:
+        raise ModelError(f"{key}={path}: {error}") from error
 
 
 def _known() -> str:

@@ -24,19 +24,21 @@ class ChatTemplateRenderer:
     Sampled ids are never decoded and encoded again: `bridge` appends to them. Special-token text inside messages is
     encoded as plain text. Not for use from several threads at once.
 
+    A conversation that starts with an inline message is a raw prompt: it gets no template, and its first text is encoded
+    as it is, with the special tokens that it names. A tokenizer without a chat template can do just this.
+
     Args:
-        tokenizer: the policy's tokenizer, with a chat template.
-        end_token_id: ends a turn; without it, the token that the template puts after an assistant message.
+        tokenizer: the policy's tokenizer.
+        end_token_id: ends a turn; without it, the token that the template puts after an assistant message, or without a
+            template the tokenizer's own end token.
 
     Raises:
-        ModelError: the tokenizer has no chat template, or no end token.
+        ModelError: the tokenizer has no end token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, end_token_id: int | None = None) -> None:
         self._tokenizer = tokenizer
         self._where = f"tokenizer of model.path={tokenizer.name_or_path!r}"
-        if not tokenizer.chat_template:
-            raise ModelError(f"{self._where} has no chat template; set model.path to a chat or instruct model")
         self._encoder = LiteralEncoder(tokenizer)
         self._prove = lru_cache(maxsize=64)(self._prove_uncached)
         self._boundary = lru_cache(maxsize=8192)(self._boundary_uncached)
@@ -59,11 +61,19 @@ class ChatTemplateRenderer:
         """Return the whole conversation as a prompt that asks the policy to speak next.
 
         Inline messages continue the assistant message before them. Where they come last, the policy's turn is still
-        open, and the prompt ends with them.
+        open, and the prompt ends with them. Where the first message is inline there is no template, see the class.
 
         Raises:
-            ConfigError: the template refuses the conversation.
+            ConfigError: the template refuses the conversation, or there is none for messages that need it.
+            ModelError: there is no template at all.
         """
+        if messages and messages[0].inline:
+            return self._raw(messages)
+        if not self._tokenizer.chat_template:
+            raise ModelError(
+                f"{self._where} has no chat template; set model.path to a chat or instruct model, or "
+                "data.apply_chat_template=false to give it prompts as they are"
+            )
         merged = _merge_inline(messages)
         if messages and messages[-1].inline and merged[-1].role == "assistant":
             return Prompt(self.render(merged[:-1], tools).token_ids + self.encode(merged[-1].content))
@@ -125,6 +135,18 @@ class ChatTemplateRenderer:
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the ids of text, in which no special token is meant, without any token added."""
         return self._encoder.content(text)
+
+    def _raw(self, messages: Sequence[Message]) -> Prompt:
+        """Return a raw prompt with what follows it in the same text: what the policy said, and inline messages."""
+        first, *rest = messages
+        turns = [message.role for message in rest if not message.inline and message.role != "assistant"]
+        if turns:
+            raise ConfigError(
+                f"the conversation starts with a raw prompt, and messages of roles {', '.join(turns)} follow that only a "
+                "chat template can put behind it; set data.apply_chat_template=true, or send inline messages"
+            )
+        ids = list(self._tokenizer.encode(first.content, add_special_tokens=False))
+        return Prompt(tuple(ids) + tuple(index for message in rest for index in self.encode(message.content)))
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool], opener: bool) -> str:
         text = self._tokenizer.apply_chat_template(

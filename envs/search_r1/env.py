@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from agentrl import Env, Message, Task, ToolCall, ToolCalls, ToolResult, ToolResults, ToolStatus
 from agentrl.env import Step
 from agentrl.errors import ConfigError, TaskError
+from agentrl.rewards import exact_match
 from agentrl.types import Action, Info, Observation
 
 from .protocol import INVALID_ACTION, PROMPT, STOP, documents, information, parse
-from .reward import exact_match
 
 
 class SearchR1Env(Env):

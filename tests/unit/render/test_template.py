@@ -37,15 +37,43 @@ def test_end_and_padding_tokens(tokenizer):
     assert marker.decode([marker.end_token_id]) == "<|user|>"
 
 
-def test_a_tokenizer_without_template_or_end_token_is_refused(tokenizer):
+def test_a_tokenizer_without_an_end_token_is_refused(tokenizer):
     made = tokenizer("chatml")
-    made.chat_template = None
-    with pytest.raises(ModelError, match=r"no chat template; set model\.path"):
-        ChatTemplateRenderer(made)
     made.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     made.eos_token = None
     with pytest.raises(ModelError, match="no end token"):
         ChatTemplateRenderer(made)
+
+
+def test_a_raw_prompt_gets_no_template_and_keeps_its_special_tokens(tokenizer):
+    """``the text's own tokens | sampled | inline text``, with a chat template at hand or without one."""
+    made = tokenizer("chatml")
+    raw = Message("user", "<|im_start|>user\nWhat?<|im_end|>\nIt", inline=True)
+    for template in (made.chat_template, None):
+        made.chat_template = template
+        renderer = ChatTemplateRenderer(made)
+        prompt = renderer.render((raw,))
+        assert prompt.token_ids == tuple(made.encode(raw.content, add_special_tokens=False))
+        assert renderer.decode(prompt.token_ids) == raw.content
+        assert sum(index in SPECIAL for index in prompt.token_ids) == 2
+        assert renderer.decode([renderer.end_token_id]) == "<|im_end|>"
+        said, found = Message("assistant", " is"), Message("user", "<|im_end|>", inline=True)
+        bridged = renderer.bridge(prompt, renderer.encode(said.content), (found,))
+        assert bridged == renderer.render((raw, said, found))
+        assert bridged is not None
+        assert bridged.token_ids[: len(prompt.token_ids)] == prompt.token_ids
+        assert sum(index in SPECIAL for index in bridged.token_ids) == 2, "what follows a raw prompt stays text"
+        with pytest.raises(ConfigError, match=r"data\.apply_chat_template=true"):
+            renderer.render((raw, said, *FOLLOWING))
+
+
+def test_without_a_chat_template_only_raw_prompts_can_be_rendered(tokenizer):
+    made = tokenizer("chatml")
+    made.chat_template = None
+    renderer = ChatTemplateRenderer(made)
+    with pytest.raises(ModelError, match=r"no chat template; set model\.path.*data\.apply_chat_template=false"):
+        renderer.render(ASK)
+    assert renderer.bridge(Prompt((7,)), (8,), FOLLOWING) is None
 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["end token sampled", "stopped by a string or the length"])

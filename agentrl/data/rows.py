@@ -1,0 +1,109 @@
+"""Rows of JSONL and parquet files, each with the place it came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import ConfigError
+
+SUFFIXES = (".jsonl", ".parquet")
+"""The formats that can be read."""
+_SHOWN = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a file."""
+
+    path: Path
+    """The file."""
+    number: int
+    """Its line in JSONL, its row in parquet, from 1."""
+    values: Mapping[str, Any]
+    """Its columns."""
+    unread: tuple[str, ...] = ()
+    """Further columns of the file, which were not asked for."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of all columns, for messages."""
+        return (*self.values, *self.unread)
+
+    @property
+    def place(self) -> str:
+        """The place, for messages. Example: ``train.jsonl, line 17``."""
+        return f"{self.path}, {'row' if self.path.suffix == '.parquet' else 'line'} {self.number}"
+
+    def get(self, column: str, key: str) -> Any:
+        """Return the value of ``column``, which the configuration key ``key`` names.
+
+        Raises:
+            ConfigError: the row has no such column, or nothing in it.
+
+        """
+        value = self.values.get(column)
+        if value is None:
+            fault = "is null" if column in self.values else "is missing"
+            has = ", ".join(self.columns) or "none"
+            raise ConfigError(f"{self.place}: {column!r} ({key}={column}) {fault}; the row has the keys: {has}")
+        return value
+
+
+def read_rows(path: Path, key: str, columns: Collection[str] | None = None) -> Iterator[Row]:
+    """Yield the rows of a file; empty lines of JSONL are skipped.
+
+    Args:
+        path: a ``.jsonl`` or ``.parquet`` file.
+        key: the configuration key that names it, for messages.
+        columns: of a parquet file, read only those of these names that it has: others may be large.
+
+    Raises:
+        ConfigError: there is no such file, its suffix says neither, or a row does not parse; the message has the place.
+
+    """
+    path = path.expanduser()
+    if not path.is_file():
+        raise ConfigError(f"{key}={path}: there is no such file (looked for {path.resolve()})")
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"{key}={path}: rows are read from {' and '.join(SUFFIXES)} files, not from {path.suffix!r}")
+    return _parquet(path, key, columns) if path.suffix == ".parquet" else _jsonl(path, key)
+
+
+def _jsonl(path: Path, key: str) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                shown = line[:_SHOWN].decode(errors="replace").rstrip()
+                raise ConfigError(f"{path}, line {number} ({key}) is no JSON: {error}: {shown}") from None
+            if not isinstance(values, dict):
+                raise ConfigError(
+                    f"{path}, line {number} ({key}) must be a JSON object, and is a {type(values).__name__}: "
+                    f"{str(values)[:_SHOWN]}"
+                )
+            yield Row(path, number, values)
+
+
+def _parquet(path: Path, key: str, columns: Collection[str] | None) -> Iterator[Row]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        number = 0
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            wanted = [name for name in names if columns is None or name in columns]
+            unread = tuple(name for name in names if name not in wanted)
+            for batch in file.iter_batches(batch_size=1024, columns=wanted):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Row(path, number, values, unread)
+    except pa.ArrowException as error:
+        raise ConfigError(f"{key}={path} cannot be read as parquet: {error}") from None

@@ -1,0 +1,67 @@
+"""The reward functions that come with agentrl, registered under ``agentrl.rewards`` like anybody's.
+
+All of them score the policy's own last turn (`Sample.final`) against ``sample.label``: in several turns, what a tool
+or the environment said counts for nothing. Of that turn they take what stands behind ``</think>`` and within the last
+``<answer>`` tags, where there are such marks (`answer_text`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from agentrl.rewards import answers, mathematics
+from agentrl.rewards.numbers import Number, last_number, same_number
+from agentrl.rewards.sample import Sample
+
+
+def exact_match(sample: Sample) -> float:
+    """Return 1.0 where the answer equals the label, or one of several, after SQuAD's normalisation."""
+    return answers.exact_match(answers.answer_text(sample.final), _texts(sample))
+
+
+def f1(sample: Sample) -> float:
+    """Return the F1 of the answer's words with the label's, or the best of several."""
+    return answers.f1(answers.answer_text(sample.final), _texts(sample))
+
+
+def numeric(sample: Sample) -> float:
+    r"""Return 1.0 where the last number of the answer equals the last one of the label.
+
+    However they are written: ``1,234.50`` is ``1234.5``, ``\\frac{1}{2}`` is ``0.5``, and ``50%`` is ``0.5`` or ``50``.
+    """
+    rights = [_number(text, sample) for text in _texts(sample)]
+    said = last_number(answers.answer_text(sample.final))
+    return float(said is not None and any(same_number(said, right) for right in rights))
+
+
+def math(sample: Sample) -> float:
+    r"""Return 1.0 where the last ``\\boxed{…}`` of the answer means the same as the label (itself boxed or bare)."""
+    labels = [answers.last_boxed(text) or text for text in _texts(sample)]
+    boxed = answers.last_boxed(answers.answer_text(sample.final))
+    if not boxed:
+        return 0.0
+    return float(any(mathematics.equivalent(boxed, label) for label in labels))
+
+
+def _texts(sample: Sample) -> list[str]:
+    """Return the accepted answers."""
+    label = sample.label
+    several: Sequence[Any] = label if isinstance(label, list | tuple) else [label]
+    if not several or not all(_is_answer(one) for one in several):
+        raise ValueError(
+            f"the label of {sample.prompt_id} is {label!r}; this reward wants a text, a number, or a list of them "
+            "(data.label_key names the column)"
+        )
+    return [str(one) for one in several]
+
+
+def _is_answer(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool) and bool(str(value).strip())
+
+
+def _number(text: str, sample: Sample) -> Number:
+    found = last_number(text)
+    if found is None:
+        raise ValueError(f"there is no number in {text!r}, the label of {sample.prompt_id}")
+    return found

@@ -1,0 +1,19 @@
+"""One prompt, one answer."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from agentrl import Env
+from agentrl.env import Step
+from agentrl.types import Action
+
+
+class SingleTurnEnv(Env):
+    """Shows the task's prompt and ends with the policy's first turn, whatever it says. The reward is another's."""
+
+    needs_reward: ClassVar[bool] = True
+
+    def step(self, action: Action) -> Step:
+        """End the episode."""
+        return (), 0.0, True, False, {}

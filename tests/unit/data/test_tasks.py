@@ -1,0 +1,141 @@
+"""Tasks from JSONL and parquet files, and what is said of files that do not fit."""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from agentrl import Message
+from agentrl.config.data import DataConfig
+from agentrl.data import FileTasks, read_tasks
+from agentrl.errors import ConfigError, UnknownNameError
+
+ROWS = [
+    {"prompt": "2 + 2?", "label": "4", "meta": {"hops": 1}, "name": "a"},
+    {"prompt": "3 + 3?", "label": "6", "meta": {"hops": 2}, "name": "b"},
+]
+ALL: dict[str, Any] = {"label_key": "label", "metadata_key": "meta", "id_key": "name"}
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    if path.suffix == ".parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_become_tasks(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"train{suffix}", ROWS)
+    tasks = read_tasks(path, DataConfig(**ALL))
+    assert [task.id for task in tasks] == ["a", "b"]
+    assert [task.prompt for task in tasks] == [(Message("user", "2 + 2?"),), (Message("user", "3 + 3?"),)]
+    assert [task.answer for task in tasks] == ["4", "6"]
+    assert [task.metadata for task in tasks] == [{"hops": 1}, {"hops": 2}]
+    assert tasks == read_tasks(path, DataConfig(**ALL))
+    plain = read_tasks(path, DataConfig())
+    assert [task.id for task in plain] == [f"train{suffix}:1", f"train{suffix}:2"]
+    assert plain[0].answer is None
+    assert plain[0].metadata == {}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_chat_prompts(tmp_path: Path, suffix: str) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    path = write(tmp_path / f"train{suffix}", [{"messages": chat}])
+    [task] = read_tasks(path, DataConfig(input_key="messages"))
+    assert task.prompt == (Message("system", "Be brief."), Message("user", "2 + 2?"))
+    with pytest.raises(ConfigError, match=r"data\.apply_chat_template=false a prompt is one text"):
+        read_tasks(path, DataConfig(input_key="messages", apply_chat_template=False))
+
+
+def test_a_prompt_as_it_is(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.jsonl", ROWS)
+    assert read_tasks(path, DataConfig(apply_chat_template=False))[0].prompt == (
+        Message("user", "2 + 2?", inline=True),
+    )
+
+
+def test_splits(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.jsonl", ROWS)
+    tasks = FileTasks(DataConfig(path=path, limit=1))
+    assert len(tasks.split("train")) == 1
+    assert len(tasks.split("eval")) == 0
+    assert len(FileTasks(DataConfig(path=path, eval_path=path)).split("eval")) == 2
+    with pytest.raises(UnknownNameError, match=r"'test' \(tasks\.train_split"):
+        tasks.split("test")
+
+
+def test_empty_lines_are_no_rows_but_count_as_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.jsonl", ["", json.dumps(ROWS[0]), "  ", json.dumps(ROWS[1])])
+    assert [task.id for task in read_tasks(path, DataConfig())] == ["train.jsonl:2", "train.jsonl:4"]
+
+
+def test_an_empty_cell_of_metadata_is_no_metadata(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.parquet", [ROWS[0], {**ROWS[1], "meta": None}])
+    assert read_tasks(path, DataConfig(metadata_key="meta"))[1].metadata == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        (["{'prompt': 1}"], {}, r"train\.jsonl, line 1 \(data\.path\) is no JSON: .*\{'prompt': 1\}"),
+        ([ROWS[0], '{"prompt":'], {}, r"train\.jsonl, line 2 .* is no JSON"),
+        (["[1, 2]"], {}, r"line 1 .* must be a JSON object, and is a list"),
+        (
+            [{"question": "x", "label": 1}],
+            {},
+            r"line 1: 'prompt' \(data\.input_key=prompt\) is missing; .*: question, label",
+        ),
+        ([ROWS[0], {"prompt": "x"}], {"label_key": "label"}, r"line 2: 'label' \(data\.label_key=label\) is missing"),
+        ([{"prompt": "x", "label": None}], {"label_key": "label"}, r"'label' .* is null"),
+        ([{"prompt": "x"}], {"metadata_key": "meta"}, r"'meta' \(data\.metadata_key=meta\) is missing"),
+        ([{"prompt": "x", "meta": "y"}], {"metadata_key": "meta"}, r"must be a mapping, and is 'y'"),
+        ([{"prompt": 3}], {}, r"'prompt' \(data\.input_key\) must be a text or a list of messages .* is 3"),
+        ([{"prompt": " "}], {}, r"is an empty text"),
+        ([{"prompt": []}], {}, r"must be a text or a list"),
+        ([{"prompt": ["x"]}], {}, r"message 1 must be \{role, content\}, and is 'x'"),
+        (
+            [{"prompt": [{"role": "human", "content": "x"}]}],
+            {},
+            r"message 1 has the role 'human'; roles are system, user",
+        ),
+        ([{"prompt": [{"role": "user", "content": 4}]}], {}, r"message 1 has the content 4, which must be a text"),
+        ([{"prompt": [{"role": "user", "content": "x", "image": "y"}]}], {}, r"message 1 has image"),
+        ([ROWS[0], ROWS[0]], {"id_key": "name"}, r"line 2: 'name' is 'a', as in .*line 1; data\.id_key must name rows"),
+        ([], {}, r"data\.path=.*train\.jsonl: the file holds no rows"),
+    ],
+    ids=range(17),
+)
+def test_rows_that_do_not_fit(tmp_path: Path, rows: list[Any], options: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "train.jsonl", rows)
+    with pytest.raises(ConfigError, match=message):
+        read_tasks(path, DataConfig(**options))
+
+
+def test_files_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.eval_path=.*no such file"):
+        FileTasks(DataConfig(eval_path=tmp_path / "none.jsonl"))
+    csv = tmp_path / "train.csv"
+    csv.write_text("prompt\nx\n")
+    with pytest.raises(ConfigError, match=r"from \.jsonl and \.parquet files, not from '\.csv'"):
+        read_tasks(csv, DataConfig())
+    broken = tmp_path / "train.parquet"
+    broken.write_text("no parquet")
+    with pytest.raises(ConfigError, match=r"eval\.path=.*cannot be read as parquet"):
+        read_tasks(broken, DataConfig(), "eval.path")
+    binary = tmp_path / "train.jsonl"
+    binary.write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(ConfigError, match=r"line 1 .* is no JSON"):
+        read_tasks(binary, DataConfig())
+
+
+def test_what_cannot_be_written_beside_a_rollout(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.parquet", [{"prompt": "x", "label": datetime.date(2026, 1, 1)}])
+    with pytest.raises(ConfigError, match=r"row 1: 'label' \(data\.label_key\) cannot be written as JSON"):
+        read_tasks(path, DataConfig(label_key="label"))

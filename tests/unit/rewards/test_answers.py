@@ -1,0 +1,87 @@
+"""Scores of short answers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.rewards import answer_text, exact_match, f1, last_boxed, normalize
+
+WORDS = st.lists(st.text("bcdefg0123", min_size=1), min_size=1)
+
+
+def test_normalize_follows_squad() -> None:
+    assert normalize("  The  U.S.A., an-island\tof A people ") == "usa anisland of people"
+
+
+@given(WORDS.map(" ".join))
+def test_exact_match_overlooks_what_squad_overlooks(answer: str) -> None:
+    assert exact_match(f" The {answer.upper()}!\n", ["other", answer]) == 1.0
+    assert exact_match(f"{answer} x", [answer]) == 0.0
+    assert exact_match(answer, []) == 0.0
+
+
+@given(st.text(" .,!?-'\n"))
+def test_an_answer_of_nothing_but_punctuation_never_matches(answer: str) -> None:
+    assert exact_match(answer, [answer, "", "the"]) == 0.0
+    assert f1(answer, [answer, "", "the"]) == 0.0
+
+
+@given(WORDS, WORDS, st.randoms())
+def test_f1_lies_between_0_and_1_and_knows_no_order(said: list[str], right: list[str], random: object) -> None:
+    score = f1(" ".join(said), [" ".join(right)])
+    assert 0.0 <= score <= 1.0
+    assert score == f1(" ".join(right), [" ".join(said)])
+    assert score == f1(" ".join(reversed(said)), [" ".join(right)])
+    assert (score == 1.0) == (sorted(said) == sorted(right))
+    assert (score == 0.0) == (not set(said) & set(right))
+
+
+@given(WORDS, st.lists(WORDS, min_size=1))
+def test_f1_is_that_of_the_best_accepted_answer(said: list[str], rights: list[list[str]]) -> None:
+    answer, accepted = " ".join(said), [" ".join(right) for right in rights]
+    assert f1(answer, accepted) == max(f1(answer, [one]) for one in accepted)
+
+
+def test_f1_counts_each_word_as_often_as_it_stands() -> None:
+    assert f1("The cat sat sat", ["cat sat"]) == pytest.approx(2 * (2 / 3) * 1 / (2 / 3 + 1))
+    assert f1("x", []) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ("  42 \n", "42"),
+        ("<think>7 or 8</think> 8", "8"),
+        ("<think><answer>7</answer></think>\nIt is <answer> 8 </answer>.", "8"),
+        ("<answer>1</answer> no, <answer>2</answer>", "2"),
+        ("<answer>1", "<answer>1"),
+        ("1</answer>", "1</answer>"),
+        ("<answer><answer>1</answer>", "1"),
+        ("", ""),
+    ],
+)
+def test_answer_text(said: str, text: str) -> None:
+    assert answer_text(said) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed"),
+    [
+        (r"so \boxed{4}", "4"),
+        (r"\boxed{1} and \boxed {2}.", "2"),
+        (r"\boxed{\frac{1}{2}} \boxed{un", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{a \boxed{b}}", r"a \boxed{b}"),
+        (r"}} \boxed{3} }}", "3"),
+        ("no box {4}", None),
+        (r"\boxed{", None),
+    ],
+)
+def test_last_boxed(text: str, boxed: str | None) -> None:
+    assert last_boxed(text) == boxed
+
+
+@given(st.text(r"\{}abc", max_size=30))
+def test_last_boxed_finds_any_balanced_content(noise: str) -> None:
+    assert last_boxed(noise + r"\boxed{x{y}z}") == "x{y}z" or noise.endswith("\\") or "{" in noise
+    last_boxed(noise)
