@@ -167,6 +167,8 @@ class ToolConfig(Section):
     """A running server's address; without one the run starts its own."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the server that the run starts; 0 takes a free one."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Seconds that server may take to answer; building or loading an index counts."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the tool, see its README."""
 
