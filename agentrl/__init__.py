@@ -1,17 +1,24 @@
 """agentrl: multi-turn agentic reinforcement learning for language models."""
 
 from agentrl.env import AsyncEnv, Env
+from agentrl.episode.agent import Agent, Chat
+from agentrl.episode.generate import uses_tools
 from agentrl.registry import make_env, register_env
+from agentrl.rewards.sample import Sample
 from agentrl.task import Task, TaskSet
 from agentrl.tool import Tool, ToolService, tool
-from agentrl.types import Message, StopReason, ToolCall, ToolCalls, ToolResult, ToolResults, ToolStatus
+from agentrl.types import Message, Rollout, StopReason, ToolCall, ToolCalls, ToolResult, ToolResults, ToolStatus
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Agent",
     "AsyncEnv",
+    "Chat",
     "Env",
     "Message",
+    "Rollout",
+    "Sample",
     "StopReason",
     "Task",
     "TaskSet",
@@ -25,4 +32,5 @@ __all__ = [
     "make_env",
     "register_env",
     "tool",
+    "uses_tools",
 ]

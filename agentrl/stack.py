@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from agentrl.config.schema import Config
+from agentrl.config.sections import ToolConfig
 from agentrl.env import Env
 from agentrl.episode.failure import FailurePolicy
+from agentrl.episode.generate import load_generate, needed_tools
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner
 from agentrl.errors import ConfigError
@@ -19,6 +21,7 @@ from agentrl.models.load import load_tokenizer
 from agentrl.protocols import Sampler, ToolClient
 from agentrl.registry import env_class, make_env, tool_service
 from agentrl.render.template import ChatTemplateRenderer
+from agentrl.rewards.grader import make_grader
 from agentrl.sampler.client import SGLangClient
 from agentrl.sampler.launch import EngineProcess, launch_embedded, launch_sglang
 from agentrl.task import TaskSet
@@ -38,16 +41,16 @@ class Stack:
     """None where ``sampler.url`` points at somebody else's."""
     servers: Mapping[str, ToolServerProcess]
 
-    def runner(self, *, temperature: float | None = None, sampler: Sampler | None = None) -> EpisodeRunner:
-        """Return a runner that samples as in training, or at another ``temperature`` without top-p and top-k."""
+    def runner(self, *, sampler: Sampler | None = None) -> EpisodeRunner:
+        """Return a runner that samples as in training; `EpisodeRunner.with_sampling` makes one that samples otherwise."""
         rollout, options = self.config.rollout, self.config.sampler
-        cls = env_class(self.config.env.name)
+        generate = load_generate(rollout.generate) if rollout.generate is not None else None
         sampling = SamplingParams(
             max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature if temperature is None else temperature,
-            top_p=options.top_p if temperature is None else 1.0,
-            top_k=options.top_k if temperature is None else -1,
-            stop=cls.stop,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            seed=self.config.run.seed,
         )
         limits = Limits(
             max_turns=rollout.max_turns,
@@ -65,6 +68,8 @@ class Stack:
             sampling=sampling,
             failure=FailurePolicy(rollout.failure),
             max_concurrency=rollout.concurrency,
+            generate=generate,
+            grader=make_grader(self.config.reward),
         )
 
     def check(self) -> None:
@@ -87,7 +92,7 @@ async def open_stack(config: Config, tasks: TaskSet, model: Path, folder: Path, 
     logs.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as exits:
         engine_start = asyncio.to_thread(_start_engine, config, model, logs, seed)
-        names = env_class(config.env.name).tool_names
+        names = needed_tools(config.rollout.generate, env_class(config.env.name))
         tool_starts = [asyncio.to_thread(_start_tool, config, name, tasks, folder, logs) for name in names]
         results = await asyncio.gather(engine_start, *tool_starts, return_exceptions=True)
         for started in results:
@@ -149,6 +154,6 @@ def _start_engine(config: Config, model: Path, logs: Path, seed: int) -> EngineP
 def _start_tool(config: Config, name: str, tasks: TaskSet, folder: Path, logs: Path) -> ToolServerProcess | None:
     if tool_url(config, name) is not None:
         return None
-    tool = config.tools.get(name)
-    arguments = tool_service(name).launch_arguments(tool.options if tool else {}, tasks, folder / "tools" / name)
-    return launch_tool(name, arguments, log=logs / f"{name}.log", port=tool.port if tool else 0)
+    tool = config.tools.get(name, ToolConfig())
+    arguments = tool_service(name).launch_arguments(tool.options, tasks, folder / "tools" / name)
+    return launch_tool(name, arguments, log=logs / f"{name}.log", port=tool.port, timeout_s=tool.start_timeout_s)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentrl.env import Env
 from agentrl.episode.failure import FailurePolicy
+from agentrl.episode.generate import Generate, play_generate
+from agentrl.episode.grading import Grading
 from agentrl.episode.limits import Limits
-from agentrl.episode.play import Episode, Services
+from agentrl.episode.outcome import as_rollout
+from agentrl.episode.play import Episode
+from agentrl.episode.services import Services
 from agentrl.episode.state import EpisodeState
 from agentrl.errors import EpisodeError, RunStopped
-from agentrl.protocols import Renderer, Sampler, ToolClient
+from agentrl.protocols import Grader, Renderer, Sampler, ToolClient
 from agentrl.task import Task
 from agentrl.types import Failure, Rollout, SamplingParams, StopReason
 
@@ -43,6 +48,8 @@ class EpisodeRunner:
         sampling: of every turn.
         failure: decides what a failed episode becomes.
         max_concurrency: episodes that run at the same time, and threads for plain environment methods.
+        generate: plays the episodes in place of an environment.
+        grader: gives `run_many`'s rollouts their reward; those that were dropped are not graded.
     """
 
     def __init__(
@@ -56,15 +63,39 @@ class EpisodeRunner:
         sampling: SamplingParams,
         failure: FailurePolicy,
         max_concurrency: int,
+        generate: Generate | None = None,
+        grader: Grader | None = None,
     ) -> None:
         # Threads are started as they are needed and end with the runner.
         pool = ThreadPoolExecutor(max_concurrency, thread_name_prefix="env")
         self._services = Services(env_factory, renderer, sampler, tool_clients, limits, sampling, pool)
         self._failure = failure
+        self._generate = generate
+        self._grader = grader
         self._slots = asyncio.Semaphore(max_concurrency)
 
-    async def run(self, task: Task, seed: int, rollout_id: str) -> Rollout:
-        """Play one episode, again where the failure policy says so, and return what came of it.
+    def with_sampling(
+        self, *, temperature: float, top_p: float, top_k: int, max_new_tokens: int | None = None
+    ) -> EpisodeRunner:
+        """Return a runner that samples so and shares all else with this one, the limit on concurrency too.
+
+        Without ``max_new_tokens`` a turn may have as many tokens as here.
+        """
+        services = self._services
+        tokens = max_new_tokens or services.limits.max_new_tokens
+        other = copy.copy(self)
+        other._services = replace(
+            services,
+            limits=replace(services.limits, max_new_tokens=tokens),
+            sampling=replace(
+                services.sampling, temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=tokens
+            ),
+        )
+        return other
+
+    async def run(self, task: Task, seed: int, rollout_id: str) -> list[Rollout]:
+        """Play one episode, again where the failure policy says so, and return what came of it, not graded: one rollout,
+        or as many as a generate function returns.
 
         Raises:
             RunStopped: the failure policy stops the run over it.
@@ -72,64 +103,59 @@ class EpisodeRunner:
         async with self._slots:
             attempt = 0
             while True:
-                rollout = await self._attempt(task, EpisodeState(rollout_id, seed, attempt))
-                if rollout.failure is None:
-                    return rollout
-                action = self._failure.decide(rollout.failure, attempt)
+                rollouts = await self._attempt(task, seed, rollout_id, attempt)
+                failure = rollouts[0].failure
+                if failure is None:
+                    return rollouts
+                action = self._failure.decide(failure, attempt)
                 if action == "stop":
-                    raise RunStopped(f"episode {rollout_id} failed and rollout.failure.{rollout.failure.kind.value}=stop: "
-                                     f"{_describe(rollout.failure)}")  # fmt: skip
+                    raise RunStopped(
+                        f"episode {rollout_id} failed and rollout.failure.{failure.kind.value}=stop: {_describe(failure)}"
+                    )
                 if action != "retry":
-                    rollout.dropped = action == "drop"
-                    return rollout
+                    for rollout in rollouts:
+                        rollout.dropped = action == "drop"
+                    return rollouts
                 attempt += 1
 
     async def run_many(self, jobs: Sequence[Job], on_done: Callable[[Rollout], None] | None = None) -> list[Rollout]:
-        """Play all jobs and return their rollouts in the jobs' order; ``on_done`` gets each as it ends.
+        """Play all jobs and return their rollouts in the jobs' order; ``on_done`` gets each once it has its reward.
 
-        Cancelling it aborts every request and closes every session.
+        A grader of single rollouts is asked as each episode ends, one of groups when all episodes of a task among the
+        ``jobs`` have ended. Cancelling it aborts every request and closes every session.
 
         Raises:
-            RunStopped: the failure policy stops the run over one episode, or over how many of these were dropped.
+            RunStopped: the failure policy stops the run over one episode, or over how many of these were dropped; or
+                the grader does.
         """
+        grading = Grading(self._grader, (job.task.id for job in jobs), on_done)
 
-        async def play(job: Job) -> Rollout:
-            rollout = await self.run(job.task, job.seed, job.rollout_id)
-            if on_done is not None:
-                on_done(rollout)
-            return rollout
+        async def play(number: int, job: Job) -> list[Rollout]:
+            rollouts = await self.run(job.task, job.seed, job.rollout_id)
+            await grading.ended(number, job.task.id, rollouts)
+            return rollouts
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(play(job)) for job in jobs]
+                tasks = [group.create_task(play(number, job)) for number, job in enumerate(jobs)]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None  # the first ended the others
-        rollouts = [task.result() for task in tasks]
+        rollouts = [rollout for task in tasks for rollout in task.result()]
         self._check_dropped(rollouts)
         return rollouts
 
-    async def _attempt(self, task: Task, state: EpisodeState) -> Rollout:
-        episode = Episode(self._services, task, state)
+    async def _attempt(self, task: Task, seed: int, rollout_id: str, attempt: int) -> list[Rollout]:
+        if self._generate is not None:
+            return await play_generate(
+                self._generate, self._services, task, seed=seed, rollout_id=rollout_id, attempt=attempt
+            )
+        episode = Episode(self._services, task, EpisodeState(rollout_id, seed, attempt))
         failure: Failure | None = None
         try:
             reason = await episode.play()
         except EpisodeError as error:
             failure, reason = error.as_failure(), StopReason.FAILED
-        return Rollout(
-            prompt_id=task.id,
-            rollout_id=state.rollout_id,
-            rows=state.trajectory.rows(task.id, state.rollout_id),
-            reward=state.reward,
-            stop_reason=reason,
-            metrics=state.metrics,
-            turns=state.turns,
-            prompt=state.prompt,
-            failure=failure,
-            dropped=reason is StopReason.ABORTED,  # cut at no point of its own choosing
-            seconds=episode.seconds,
-            sampled_tokens=state.trajectory.sampled_tokens,
-            metadata=dict(task.metadata),
-        )
+        return [as_rollout(task, episode.state, reason, episode.seconds, failure)]
 
     def _check_dropped(self, rollouts: Sequence[Rollout]) -> None:
         failures = [rollout.failure for rollout in rollouts if rollout.dropped and rollout.failure is not None]

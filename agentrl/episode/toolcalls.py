@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from agentrl.errors import AgentrlError, ToolFailure
 from agentrl.protocols import ToolClient
@@ -27,16 +27,28 @@ class ToolRunner:
         self._episode_id = episode_id
         self._sessions: dict[str, ToolClient] = {}
 
-    async def remote(self, calls: Sequence[ToolCall]) -> tuple[ToolResult, ...]:
-        """Run calls that an environment asked for; unknown names are answered as invalid.
+    async def asked(self, calls: Sequence[ToolCall], tools: Sequence[Tool] = ()) -> tuple[ToolResult, ...]:
+        """Run calls that an environment (or a generate function) asked for: by the tool of that name in ``tools``,
+        else by the registered one. Unknown names are answered as invalid.
 
         Raises:
-            ToolFailure: a server failed, or says that the tool is unavailable.
+            ToolFailure: a server failed, or a tool says that it is unavailable.
         """
-        return await _all(self._remote, calls)
+        known = {tool.name: tool for tool in tools}
+
+        async def run(call: ToolCall) -> ToolResult:
+            own, client = known.get(call.name), self._clients.get(call.name)
+            if own is not None:
+                return _available(call, await own.run(call))
+            if client is None:
+                return _unknown(call, (*known, *self._clients))
+            self._sessions[call.name] = client
+            return _available(call, await client.call(call, episode_id=self._episode_id))
+
+        return await _all(run, calls)
 
     async def local(self, calls: Sequence[ToolCall], tools: Sequence[Tool]) -> tuple[ToolResult, ...]:
-        """Run calls that the policy made, by the environment's own tools."""
+        """Run calls that the policy made, by the environment's own tools alone."""
         known = {tool.name: tool for tool in tools}
 
         async def run(call: ToolCall) -> ToolResult:
@@ -54,13 +66,6 @@ class ToolRunner:
             except AgentrlError as error:
                 _log.warning("tool %s: session %s was not closed: %s", name, self._episode_id, error)
 
-    async def _remote(self, call: ToolCall) -> ToolResult:
-        client = self._clients.get(call.name)
-        if client is None:
-            return _unknown(call, self._clients)
-        self._sessions[call.name] = client
-        return _available(call, await client.call(call, episode_id=self._episode_id))
-
 
 async def _all(run: Callable[[ToolCall], Awaitable[ToolResult]], calls: Sequence[ToolCall]) -> tuple[ToolResult, ...]:
     if len(calls) == 1:
@@ -72,8 +77,8 @@ async def _all(run: Callable[[ToolCall], Awaitable[ToolResult]], calls: Sequence
     return tuple(result for result in results if isinstance(result, ToolResult))
 
 
-def _unknown(call: ToolCall, known: Mapping[str, object]) -> ToolResult:
-    message = f"there is no tool {call.name!r}; there are: {', '.join(sorted(known)) or 'none'}"
+def _unknown(call: ToolCall, known: Iterable[str]) -> ToolResult:
+    message = f"there is no tool {call.name!r}; there are: {', '.join(sorted(set(known))) or 'none'}"
     return ToolResult(call.id, ToolStatus.INVALID, message)
 
 

@@ -6,13 +6,14 @@ import importlib.util
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError, EngineError, PortInUseError
-from agentrl.process import ChildProcess, free_port
+from agentrl.process import ChildProcess
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.02
@@ -91,7 +92,8 @@ def launch_embedded(
     begun = time.monotonic()
     port_file = log.with_name(log.name + ".port")
     port_file.unlink(missing_ok=True)
-    _check_port(port)
+    with _held(port):
+        pass
     command += ["--host", _HOST, "--port", str(port), "--port-file", str(port_file)]
     child = ChildProcess.start(command, log=log, name="the embedded engine", env=env, error=EngineError)
     # The engine picks a free port itself: one picked here could be somebody else's by the time it starts.
@@ -134,11 +136,10 @@ def launch_sglang(
             "sampler.url to a running server, or sampler.backend=embedded"
         )
     flags = {"model-path": model, "random-seed": seed, **(options or {})}
-    _check_port(port)
-    port = port or free_port(_HOST)
-    command = [sys.executable, "-m", "sglang.launch_server", *_flags(flags), "--host", _HOST, "--port", str(port)]
-    child = ChildProcess.start(command, log=log, name="SGLang", error=EngineError)
-    return _healthy(child, port, timeout_s)
+    with _held(port) as held:
+        command = [sys.executable, "-m", "sglang.launch_server", *_flags(flags), "--host", _HOST, "--port", str(held)]
+        child = ChildProcess.start(command, log=log, name="SGLang", error=EngineError)
+        return _healthy(child, held, timeout_s)
 
 
 def _healthy(child: ChildProcess, port: int, timeout_s: float) -> EngineProcess:
@@ -147,16 +148,26 @@ def _healthy(child: ChildProcess, port: int, timeout_s: float) -> EngineProcess:
     return EngineProcess(url, child)
 
 
-def _check_port(port: int) -> None:
-    with socket.socket() as probe:
+@contextmanager
+def _held(port: int) -> Iterator[int]:
+    """Keep ``port`` (0: a free one, which is returned) from everybody but a server that binds it by its number.
+
+    Both sockets have SO_REUSEADDR and this one does not listen: Linux then lets the server have the port, and gives it
+    to nobody who asks for any free one. Loading a model lasts minutes, in which many do.
+
+    Raises:
+        PortInUseError: something else listens there.
+    """
+    with socket.socket() as holder:
         # As servers do: a port whose last connections are only winding down is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((_HOST, port))
+            holder.bind((_HOST, port))
         except OSError as error:
             raise PortInUseError(
                 f"sampler.port={port} cannot be used ({error.strerror}): set sampler.port to a free port, or to 0"
             ) from error
+        yield int(holder.getsockname()[1])
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:

@@ -235,7 +235,7 @@ def test_a_caller_that_goes_away_frees_its_place(engine: Engine) -> None:
     engine.drive(play)
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_paused_requests_end_as_if_nothing_had_been(engine: Engine, mode: str) -> None:
     params = SamplingParams(max_new_tokens=300, temperature=0.0)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from agentrl.sampler.embedded.errors import BadRequestError
@@ -110,7 +109,8 @@ class Request:
     stop_ids: frozenset[int]
     may_stop: NDArray[np.bool_] | None
     """``[vocabulary]`` whether a token can complete one of the stop strings."""
-    generator: torch.Generator | None
+    seed: int
+    """Unsigned, of 64 bits: with a token's position in prompt and output it says what is drawn; see `uniforms`."""
     slot: int = -1
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

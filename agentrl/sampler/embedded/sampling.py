@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agentrl.sampler.embedded.request import Request
+from agentrl.sampler.embedded.uniform import uniforms
 
 
-def sample(logits_BV: Tensor, requests: Sequence[Request], generator: torch.Generator) -> tuple[list[int], list[float]]:
-    """Return one token id a request, and its log-probability.
+def sample(logits_BV: Tensor, requests: Sequence[Request]) -> tuple[list[int], list[float]]:
+    """Return one token id a request, and its log-probability: a pure function of logits, seeds and positions.
 
     Log-probabilities are those of the whole distribution at the request's temperature (at temperature 1 where it is
     greedy), not renormalised for top-p and top-k: as SGLang gives them.
@@ -25,7 +27,7 @@ def sample(logits_BV: Tensor, requests: Sequence[Request], generator: torch.Gene
     if bool(greedy.all()):
         ids = logits_BV.argmax(-1)
     else:
-        ids = _draw(_filtered(logprobs_BV.exp(), requests), _uniforms(requests, generator))
+        ids = _draw(_filtered(logprobs_BV.exp(), requests), _uniforms(requests))
         ids = torch.where(greedy, logits_BV.argmax(-1), ids) if bool(greedy.any()) else ids
     chosen = logprobs_BV.gather(1, ids[:, None])[:, 0]
     if not bool(chosen.isfinite().all()):
@@ -40,12 +42,10 @@ def _draw(probabilities_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     return torch.searchsorted(sums_BV, wanted, right=True)[:, 0].clamp_(max=probabilities_BV.shape[1] - 1)
 
 
-def _uniforms(requests: Sequence[Request], generator: torch.Generator) -> Tensor:
-    uniforms = torch.rand(len(requests), dtype=torch.float64, generator=generator)
-    for row, request in enumerate(requests):
-        if request.generator is not None:
-            uniforms[row] = torch.rand((), dtype=torch.float64, generator=request.generator)
-    return uniforms
+def _uniforms(requests: Sequence[Request]) -> Tensor:
+    seeds_B = np.array([request.seed for request in requests], np.uint64)
+    positions_B = np.array([len(request.prompt) + len(request.output) for request in requests], np.uint64)
+    return torch.from_numpy(uniforms(seeds_B, positions_B))
 
 
 def _filtered(probabilities_BV: Tensor, requests: Sequence[Request]) -> Tensor:

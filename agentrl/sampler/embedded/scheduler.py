@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
-import torch
 
 from agentrl.sampler.embedded.errors import BadRequestError
 from agentrl.sampler.embedded.model import Model
@@ -22,6 +21,7 @@ from agentrl.sampler.embedded.sampling import sample
 from agentrl.sampler.embedded.slots import Place, SlotTable, Wait
 from agentrl.sampler.embedded.step import Segment
 from agentrl.sampler.embedded.stops import StopMatcher
+from agentrl.sampler.embedded.uniform import as_word
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 _PREFILL_TOKENS = 8192
@@ -39,7 +39,7 @@ class Scheduler:
         self.version = version
         self._stops = stops
         self._table = SlotTable(slots, model.context)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._seeds = np.random.default_rng(seed)  # of requests that bring none
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._paused: str | None = None
@@ -79,11 +79,14 @@ class Scheduler:
             limit=min(options.max_new_tokens, context - count),
             stop_ids=ends,
             may_stop=self._stops.may_complete(options.stop) if options.stop else None,
-            generator=None if options.sampling_seed is None else torch.Generator().manual_seed(options.sampling_seed),
+            seed=as_word(self._new_seed() if options.sampling_seed is None else options.sampling_seed),
         )
         self._waiting.append(request)
         self._wake.set()
         return request
+
+    def _new_seed(self) -> int:
+        return int(self._seeds.integers(1 << 63))
 
     def abort(self, which: Callable[[Request], bool], why: str = "Aborted") -> None:
         """End all requests that ``which`` is true of; they keep what they have."""
@@ -150,7 +153,7 @@ class Scheduler:
         logits, order = self.model.compute(segments)
         self._table.computed()
         requests = [self._running[index] for index in order]
-        tokens, logprobs = sample(logits, requests, self._generator)
+        tokens, logprobs = sample(logits, requests)
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
             self._take(request, token, logprob)
         self._sweep()

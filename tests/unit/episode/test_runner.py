@@ -130,7 +130,8 @@ def build(
 
 def play(renderer, script, env=Guess, **options):
     runner, sampler = build(renderer, script, env, **options)
-    return asyncio.run(runner.run(task(), 1, "e")), sampler
+    (rollout,) = asyncio.run(runner.run(task(), 1, "e"))
+    return rollout, sampler
 
 
 def sampled_text(renderer, row):
@@ -272,6 +273,31 @@ def test_the_environments_own_tools_are_run_for_the_policy(renderer):
     assert len(rollout.rows) == 1
 
 
+def test_an_environment_may_call_its_own_tools(renderer):
+    """No server and no client: the tool of that name is the environment's; others are looked for among the registered."""
+
+    @tool(timeout_s=1)
+    async def search(query: int) -> str:
+        """Look it up."""
+        return f"own {query}"
+
+    class Own(Searcher):
+        tools = (search,)
+
+    client = Client()
+    rollout, _ = play(renderer, ["x!", "done!"], Own, clients={"search": client})
+    assert rollout.turns[0].observation == "[ok:own 0][ok:own 1]"
+    assert client.closed == []
+
+    class Other(Own):
+        tool_names = ("lookup",)
+
+    rollout, _ = play(renderer, ["x!", "done!"], Other)
+    assert "[invalid:there is no tool 'lookup'; there are: search]" in rollout.turns[0].observation
+    rollout, _ = play(renderer, ["x!", "done!"], Other, clients={"lookup": client})
+    assert rollout.turns[0].observation == "[ok:e:0][ok:e:1]"
+
+
 @pytest.mark.parametrize("action", ["train", "drop", "retry", "stop"])
 def test_the_failure_policy_decides(renderer, action):
     failure = FailureConfig(environment=action, max_retries=1)
@@ -328,7 +354,7 @@ def test_an_aborted_episode_is_dropped(renderer):
         await sampler.abort("e/0")
         return await running
 
-    rollout = asyncio.run(run())
+    (rollout,) = asyncio.run(run())
     assert rollout.stop_reason is StopReason.ABORTED
     assert rollout.dropped
     assert rollout.sampled_tokens == 2

@@ -1,4 +1,6 @@
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,54 @@ def test_sglang_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'agentrl\[sglang\]'"):
         launch_sglang(tmp_path, log=tmp_path / "log")
+
+
+SGLANG = """
+import argparse, http.server, pathlib, sys, time
+parser = argparse.ArgumentParser()
+parser.add_argument("--port", type=int)
+arguments, _ = parser.parse_known_args()
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+pathlib.Path(sys.argv[0]).with_name("port").write_text(str(arguments.port))
+gate = pathlib.Path(sys.argv[0]).with_name("gate")
+while not gate.exists():
+    time.sleep(0.01)
+http.server.HTTPServer(("127.0.0.1", arguments.port), Health).serve_forever()
+"""
+
+
+def test_sglangs_port_is_kept_for_it_while_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that binds its port only when the test has tried to take it."""
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang" / "launch_server.py").write_text(SGLANG)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(launch_sglang, tmp_path, log=tmp_path / "log", timeout_s=30)
+        try:
+            port = wait_for_number(tmp_path / "sglang" / "port")
+            with socket.socket() as thief, pytest.raises(OSError, match="in use"):
+                thief.bind(("127.0.0.1", port))
+        finally:
+            (tmp_path / "sglang" / "gate").touch()
+        engine = starting.result()
+    try:
+        assert engine.url == f"http://127.0.0.1:{port}"
+        assert engine.alive()
+    finally:
+        engine.stop()
+
+
+def wait_for_number(path: Path) -> int:
+    deadline = time.monotonic() + 20
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return int(path.read_text())
 
 
 def test_options_become_flags() -> None:

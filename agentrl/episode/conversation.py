@@ -1,0 +1,144 @@
+"""One conversation with a policy, token in and token out."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from agentrl.episode.services import Services
+from agentrl.episode.state import EpisodeState
+from agentrl.errors import AgentrlError, TaskError
+from agentrl.tool import Tool
+from agentrl.types import FinishReason, Generation, Message, Prompt, StopReason, Turn
+
+_log = logging.getLogger(__name__)
+
+
+class Conversation:
+    """Lets a policy speak under the episode's limits, and records of every token who made it.
+
+    What was sampled is never decoded and encoded again: `answer` appends to it (``Renderer.bridge``), or renders the
+    whole conversation anew where the template changes earlier turns, and the trajectory forks there.
+
+    Args:
+        services: what it runs on.
+        state: where it is recorded; changes only here, at whole turns, but for tokens that an unfinished turn sampled.
+        tools: those that the policy may call; part of every prompt.
+    """
+
+    def __init__(self, services: Services, state: EpisodeState, tools: Sequence[Tool] = ()) -> None:
+        self.state = state
+        self.tools = tools
+        self.stop_reason: StopReason | None = None
+        """Why `sample` returned None; None while the policy may speak."""
+        self._services = services
+        self._said: Generation | None = None
+
+    @property
+    def ended_its_turn(self) -> bool:
+        """Whether the last thing that the policy said is the end token: without a message after it, it is done."""
+        return self._said is not None and self._said.token_ids[-1:] == (self._services.renderer.end_token_id,)
+
+    def begin(self, messages: Sequence[Message], task_id: str) -> None:
+        """Render the first prompt.
+
+        Raises:
+            TaskError: it leaves the policy no room to answer.
+        """
+        state, limits = self.state, self._services.limits
+        prompt = self._services.renderer.render(messages, self.tools)
+        if limits.room(len(prompt.token_ids)) < 1:
+            raise TaskError(
+                f"task {task_id!r}: its prompt of {len(prompt.token_ids)} tokens leaves no room to answer within "
+                f"rollout.max_tokens={limits.max_tokens}"
+            )
+        state.messages.extend(messages)
+        state.prompt_ids = prompt.token_ids
+        state.prompt = self._services.renderer.decode(prompt.token_ids)
+
+    async def sample(self, stop: Sequence[str] = ()) -> Message | None:
+        """Let the policy speak up to one of the ``stop`` strings, its end token or the limits.
+
+        Its tool calls have ids that are unique in the conversation; without ``tools`` it makes none. None where a
+        limit or an abort ends the conversation; ``stop_reason`` then says which.
+
+        Raises:
+            SamplerError: the engine failed, or returned what does not belong together.
+        """
+        state, limits = self.state, self._services.limits
+        room = limits.room(len(state.prompt_ids))
+        if len(state.turns) >= limits.max_turns or room < 1:
+            self.stop_reason = StopReason.MAX_TURNS if len(state.turns) >= limits.max_turns else StopReason.MAX_TOKENS
+            return None
+        state.trajectory.extend_to(state.prompt_ids)
+        generation = await self._generate(room, stop)
+        state.trajectory.append_sampled(generation)
+        if generation.finish_reason is FinishReason.ABORT:
+            self.stop_reason = StopReason.ABORTED
+            return None
+        self._said = generation
+        said = self._services.renderer.parse(generation.token_ids)
+        if not (said.tool_calls and self.tools):
+            return Message("assistant", said.content)
+        turn = len(state.turns)
+        return replace(
+            said, tool_calls=tuple(replace(call, id=f"{turn}.{number}") for number, call in enumerate(said.tool_calls))
+        )
+
+    def answer(self, said: Message, new: Sequence[Message], *, reward: float = 0.0, over: bool = False) -> None:
+        """Record the turn that ``said`` was and the messages that answer it; prepare the next, unless it is ``over``."""
+        assert self._said is not None, "sample comes first"
+        state, renderer = self.state, self._services.renderer
+        generation, new = self._said, tuple(new)
+        heard = "".join(message.content for message in new)
+        state.turns.append(Turn(said.content, heard, generation.finish_reason, reward))
+        state.messages.extend((said, *new))
+        if over:
+            return
+        bridged = renderer.bridge(Prompt(state.prompt_ids), generation.token_ids, new, self.tools)
+        state.prompt_ids = (bridged or renderer.render(state.messages, self.tools)).token_ids
+
+    async def close(self) -> None:
+        """Tell the sampler that nothing more comes. Where it cannot be told that is only logged: the episode is over."""
+        try:
+            await self._services.sampler.close_session(self.state.episode_id)
+        except AgentrlError as error:
+            _log.warning("session %s was not closed: %s", self.state.episode_id, error)
+
+    async def _generate(self, room: int, stop: Sequence[str]) -> Generation:
+        services, state, turn = self._services, self.state, len(self.state.turns)
+        request_id = f"{state.episode_id}/{turn}"
+        sampling = services.sampling
+        params = replace(
+            sampling,
+            max_new_tokens=min(room, sampling.max_new_tokens),
+            stop=tuple(dict.fromkeys((*sampling.stop, *stop))),
+            stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, services.renderer.end_token_id))),
+            seed=None if sampling.seed is None else _request_seed(sampling.seed, state.seed, request_id),
+        )
+        try:
+            return await services.sampler.generate(
+                Prompt(state.prompt_ids),
+                params,
+                session_id=state.episode_id,
+                request_id=request_id,
+                policy=services.policy,
+            )
+        except asyncio.CancelledError:
+            await self._abort(request_id)
+            raise
+
+    async def _abort(self, request_id: str) -> None:
+        try:
+            await self._services.sampler.abort(request_id)
+        except AgentrlError as error:
+            _log.warning("request %s was not aborted: %s", request_id, error)
+
+
+def _request_seed(run_seed: int, episode_seed: int, request_id: str) -> int:
+    """Return a seed that depends on nothing but the request, the same in every process."""
+    text = f"{run_seed}/{episode_seed}/{request_id}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1
