@@ -150,7 +150,10 @@ class _Record:
             for call in observation.calls:
                 require(call.id not in known_calls, f"{name} uses the call id {call.id!r} twice in an episode")
                 known_calls.add(call.id)
-                require(call.name in env.tool_names, f"{name} calls {call.name!r}, which is not in its tool_names")
+                known = {*env.tool_names, *(tool.name for tool in env.tools)}
+                require(
+                    call.name in known, f"{name} calls {call.name!r}, which is neither in its tool_names nor its tools"
+                )
                 _require_json(call.arguments, f"{name}: the arguments of a call to {call.name!r}")
         metrics = info.get("metrics", {})
         fits = isinstance(metrics, dict) and all(

@@ -95,7 +95,7 @@ def test_all_the_calls_are_answered_by_what_was_given() -> None:
         ({"metrics": lambda self: {"turns": 1}}, r"dict of finite floats by name"),
         ({"metrics": lambda self: {"turns": float("inf")}}, r"dict of finite floats by name"),
         ({"call_id": lambda self: "same"}, r"uses the call id 'same' twice"),
-        ({"tool_names": ()}, r"calls 'search', which is not in its tool_names"),
+        ({"tool_names": ()}, r"calls 'search', which is neither in its tool_names"),
         ({"tool_names": ["search"]}, r"tool_names must be a tuple of strings"),
         ({"stop": ("",)}, r"stop must be a tuple of strings that are not empty"),
         ({"get_state": lambda self: {"turn": object()}}, r"get_state must be JSON-able"),

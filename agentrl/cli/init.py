@@ -1,0 +1,31 @@
+"""``agentrl init``."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from rich.console import Console
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("project", type=Path, metavar="NAME", help="the project's name: a folder that is made here")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Write the project, and say how to go on."""
+    from agentrl.init import create_project
+
+    files = create_project(arguments.project)
+    folder = files[0].parent
+    console = Console()
+    console.print(f"wrote {folder}: {', '.join(str(file.relative_to(folder)) for file in files)}", highlight=False)
+    console.print("next:", highlight=False)
+    for command in (
+        f"cd {shlex.quote(str(arguments.project))}",
+        "agentrl train --config config.yaml",
+        "python -m pytest",
+    ):
+        console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)

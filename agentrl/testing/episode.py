@@ -1,0 +1,66 @@
+"""One episode without a model or a server, for environments' authors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from agentrl.config.failure import FailureConfig
+from agentrl.env import Env
+from agentrl.episode.failure import FailurePolicy
+from agentrl.episode.limits import Limits
+from agentrl.episode.runner import EpisodeRunner
+from agentrl.protocols import ToolClient
+from agentrl.task import Task
+from agentrl.testing.sampler import Script, ScriptedSampler
+from agentrl.types import Rollout, SamplingParams
+
+
+def play_episode(
+    env_factory: Callable[[], Env],
+    task: Task,
+    script: Script,
+    *,
+    model: str = "multihop-warm",
+    tool_clients: Mapping[str, ToolClient] | None = None,
+    seed: int = 0,
+    max_turns: int = 16,
+    max_tokens: int = 8192,
+) -> Rollout:
+    """Play ``task`` with a policy that says what ``script`` tells it to. Not for use inside an event loop.
+
+    The episode runs as in training, tokens and masks included; an error in it is raised, never dropped.
+
+    Args:
+        env_factory: builds the environment; the class itself where it needs no arguments.
+        task: the problem.
+        script: what the policy says, turn by turn; see `ScriptedSampler`.
+        model: whose tokenizer and chat template are taken; as ``model.path``.
+        tool_clients: by tool name, for tools with a server; the environment's own tools run by themselves.
+        seed: seeds the environment.
+        max_turns: turns the episode may have.
+        max_tokens: tokens the episode may have.
+
+    Raises:
+        RunStopped: the environment, the task or a tool failed; the message says how.
+
+    """
+    # Only this needs transformers, and loading it takes seconds.
+    from agentrl.models.load import load_tokenizer
+    from agentrl.models.resolve import resolve_model
+    from agentrl.render.template import ChatTemplateRenderer
+
+    renderer = ChatTemplateRenderer(load_tokenizer(resolve_model(model)))
+    stop = dict.fromkeys(("policy", "sampler", "environment", "tool", "sandbox", "task"), "stop")
+    runner = EpisodeRunner(
+        env_factory=env_factory,
+        renderer=renderer,
+        sampler=ScriptedSampler(script, encode=renderer.encode, end_token_id=renderer.end_token_id),
+        tool_clients=tool_clients or {},
+        limits=Limits(max_turns, max_tokens, max_seconds=60.0, max_new_tokens=max_tokens),
+        sampling=SamplingParams(max_new_tokens=max_tokens),
+        failure=FailurePolicy(FailureConfig.model_validate(stop)),
+        max_concurrency=1,
+    )
+    (rollout,) = asyncio.run(runner.run(task, seed, task.id))
+    return rollout
