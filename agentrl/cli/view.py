@@ -128,18 +128,19 @@ def _page(files: RunFiles, filters: Filters, arguments: argparse.Namespace, cons
 
 def load_decode(files: RunFiles) -> Decode | str:
     """Return what gives tokens their text: the tokenizer of the newest checkpoint, or of ``model.path``; or why none."""
-    from agentrl.models.load import load_tokenizer
-    from agentrl.models.resolve import resolve_model
-    from agentrl.models.tokentext import token_decoder
+    from agentrl.models.tokentext import TOKENIZER_FILE, token_decoder
 
-    models = sorted(files.folder.glob("checkpoints/*/model"), reverse=True) if files.folder.is_dir() else []
-    for folder in models:
-        if (folder / "tokenizer.json").is_file():
-            return token_decoder(load_tokenizer(folder))
+    found = sorted(files.folder.glob(f"checkpoints/*/model/{TOKENIZER_FILE}")) if files.folder.is_dir() else []
     path = (files.config.get("model") or {}).get("path")
-    if not path:
+    if not found and not path:
         return f"{files.folder} has no checkpoint with a tokenizer, and no config.yaml that names a model"
     try:
-        return token_decoder(load_tokenizer(resolve_model(str(path))))
+        return token_decoder(found[-1].parent if found else _model_folder(str(path)))
     except AgentrlError as error:
         return str(error)
+
+
+def _model_folder(path: str) -> Path:
+    from agentrl.models.resolve import resolve_model
+
+    return resolve_model(path)

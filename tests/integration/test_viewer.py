@@ -1,0 +1,309 @@
+"""The page of `agentrl view --html` in a real browser: made by the command line, opened, read and clicked."""
+
+import json
+
+import numpy as np
+import pytest
+from runs import agentrl
+from tokenizers import Tokenizer
+
+from agentrl.errors import UserError
+from agentrl.models.resolve import resolve_model
+from agentrl.obs.rollouts import RolloutRecorder
+from agentrl.obs.view.measure import find_browser, synthetic_entries, synthetic_texts
+from agentrl.obs.view.page import build_page, write_page
+from agentrl.types import (
+    Failure,
+    FailureKind,
+    FinishReason,
+    MaskReason,
+    Provenance,
+    Rollout,
+    Row,
+    RowKey,
+    StopReason,
+    Turn,
+)
+
+EVIL = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'><!-- <b>bold</b>"
+OBSERVED, SAMPLED = Provenance.OBSERVED, Provenance.SAMPLED
+OPEN_MS = 30_000
+"""Generous: the figure is printed, and `agentrl bench view` measures it on a quiet machine."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_file(str(resolve_model("multihop-warm") / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    try:
+        path = find_browser()
+    except UserError as error:
+        pytest.skip(str(error))
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+def rollout(tokenizer, step, number, words, **changes):
+    """Prompt, then by turns sampled and observed text; groups of 4, the last token of each is stale."""
+    parts = [tokenizer.encode(text, add_special_tokens=False).ids for text in (f"Question {number // 4}\n", *words)]
+    who = np.concatenate([np.full(len(part), k % 2, np.uint8) for k, part in enumerate(parts)])
+    sampled = who == SAMPLED
+    why = np.where(sampled, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8)
+    why[-1] = MaskReason.STALE if sampled[-1] else why[-1]
+    identity = f"{step}/{number}"
+    row = Row(
+        key=RowKey(f"task-{step}-{number // 4}", identity),
+        token_ids=np.array([token for part in parts for token in part], np.int32),
+        provenance=who,
+        mask=(why == MaskReason.NONE).astype(np.uint8),
+        mask_reason=why,
+        logprobs=np.where(sampled, -0.5, 0).astype(np.float32),
+        versions=np.where(sampled, step - 1, -1).astype(np.int32),
+        requests=np.where(sampled, 0, -1).astype(np.int32),
+        request_ids=(f"{identity}/first",),
+    )
+    given = {
+        "rows": [row],
+        "reward": float(number % 2),
+        "stop_reason": StopReason.TERMINATED,
+        "turns": [Turn(words[0], "", FinishReason.STOP, float(number % 2))],
+        "prompt": f"Question {number // 4}\n",
+        "metrics": {"exact_match": float(number % 2)},
+        "sampled_tokens": int(sampled.sum()),
+    }
+    return Rollout(row.key.prompt_id, identity, **(given | changes))
+
+
+def record(folder, tokenizer):
+    """Steps 1 to 3 of 8 rollouts in 2 groups; the last step has a hostile one, a snowman, and a failure."""
+    recorder = RolloutRecorder(folder / "rollouts")
+    for step in (1, 2, 3):
+        some = [rollout(tokenizer, step, n, ["<think> yes", "seen", f"say {n % 2}"]) for n in range(8)]
+        if step == 3:
+            some[0] = rollout(
+                tokenizer, 3, 0, [EVIL], label=EVIL, metadata={EVIL: EVIL}, stop_reason=StopReason.MAX_TURNS
+            )
+            some[1] = rollout(tokenizer, 3, 1, ["a snow☃man 🙂 here"])
+            gone = Failure(FailureKind.TOOL, "ToolFailure", f"search is gone {EVIL}")
+            some[2] = rollout(
+                tokenizer, 3, 2, ["x"], rows=[], failure=gone, stop_reason=StopReason.FAILED, dropped=True
+            )
+        recorder.write(step, some)
+        recorder.finish(step, {each.rollout_id: each.reward - 0.5 for each in some if each.failure is None})
+    rows = [{"step": step, "train/reward": step / 4, "train/entropy": 0.1} for step in (1, 2, 3)]
+    rows.insert(0, {"step": 0, "eval/reward": 0.25})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.yaml").write_text(json.dumps({"model": {"path": "multihop-warm"}, "env": {"name": "search_r1"}}))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("run") / f"run {EVIL.replace('/', '|')}"
+    record(folder, tokenizer)
+    done = agentrl("view", str(folder), "--html", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "24 rollouts" in done.stdout
+    return folder / "view.html"
+
+
+@pytest.fixture
+def opened(browser, page):
+    """Opens the page with a hash, and holds it to no error, no request and no hostile effect in the end."""
+    window = browser.new_page(viewport={"width": 1400, "height": 900})
+    faults, requests = [], []
+    window.on("pageerror", lambda error: faults.append(str(error)))
+    window.on("console", lambda message: faults.append(message.text) if message.type in ("error", "warning") else None)
+    window.on("request", lambda request: requests.append(request.url))
+
+    def visit(hash=""):
+        window.goto("about:blank")
+        window.goto(page.as_uri() + hash)
+        window.wait_for_selector("html[data-ready]", state="attached")
+        return window
+
+    yield visit
+    assert faults == []
+    assert {url.partition("#")[0] for url in requests} <= {page.as_uri(), "about:blank"}
+    assert window.evaluate("window.hacked") is None
+    assert window.locator("script").count() == 4
+    window.close()
+
+
+def listed(window):
+    return window.locator(".line.rollout").evaluate_all("lines => lines.map(line => line.dataset.rollout)")
+
+
+def fact(window, name):
+    return window.locator(f'#tip [data-fact="{name}"] dd').inner_text()
+
+
+def test_the_list_and_the_first_rollout_are_there(opened):
+    window = opened()
+    assert window.locator("#count").inner_text() == "24 rollouts"
+    assert listed(window)[:3] == ["3/0", "3/1", "3/2"]
+    assert window.locator("#right h2").inner_text().startswith("3/0")
+    assert window.locator("#notes").is_hidden()
+    assert window.locator("#curve .line").count() == 2
+
+
+def test_hover_says_everything_of_a_token(opened):
+    window = opened("#r=2/1")
+    spans = window.locator("#text .t.w1")
+    spans.first.hover()
+    assert fact(window, "who") == "sampled in turn 1"
+    assert fact(window, "mask") == "1, trained on"
+    assert fact(window, "logprob").startswith("−0.5000 p 60.7 %")
+    assert fact(window, "version") == "1"
+    assert fact(window, "advantage") == "+0.500"
+    assert fact(window, "request") == "2/1/first"
+    spans.last.hover()
+    assert fact(window, "mask") == "0: its policy version is too old"
+    assert fact(window, "advantage") == "– (mask 0)"
+    window.locator("#text .t.w0").first.hover()
+    assert (fact(window, "who"), fact(window, "version"), fact(window, "logprob")) == ("observed", "–", "–")
+
+
+def test_hostile_text_is_text(opened):
+    window = opened("#r=3/0")
+    text = window.locator("#text").inner_text()
+    assert EVIL in text.replace("\n", "")
+    assert window.locator("#text b").all_inner_texts() == ["prompt", "turn 1"]
+    assert window.locator("img").count() == 0
+    assert window.locator(".label-text").inner_text() == EVIL
+    assert window.locator("#title").inner_text().startswith("run <|script>")
+
+
+def test_characters_over_several_tokens_are_joined(opened):
+    window = opened("#r=3/1")
+    assert "a snow☃man 🙂 here" in window.locator("#text .by1 .words").inner_text()
+
+
+def test_a_failed_rollout_shows_its_failure_and_its_text(opened):
+    window = opened("#status=dropped")
+    assert listed(window) == ["3/2"]
+    assert "tool failure · ToolFailure" in window.locator(".failure").first.inner_text()
+    assert "search is gone </script>" in window.locator(".failure pre").inner_text()
+    assert "Question 0" in window.locator("#text .by0").inner_text()
+
+
+def test_filters_and_sorting(opened):
+    window = opened()
+    window.get_by_label("reward from").fill("1")
+    window.get_by_label("reward from").press("Enter")
+    assert window.locator("#count").inner_text() == "12 of 24"
+    window.get_by_label("step from").fill("3")
+    window.get_by_label("step from").press("Enter")
+    assert listed(window) == ["3/1", "3/3", "3/5", "3/7"]
+    window.locator("#clear").click()
+    window.locator(".chip", has_text="max turns").click()
+    assert listed(window) == ["3/0"]
+    window.keyboard.press("x")
+    window.locator("#sort").select_option("reward")
+    assert listed(window)[0] == "1/1"
+    window.locator("#direction").click()
+    assert listed(window)[0] == "1/0"
+
+
+def test_search_reads_the_tokens(opened):
+    window = opened()
+    window.keyboard.press("/")
+    window.keyboard.type("Snow☃Man")
+    window.wait_for_selector("#list[data-shown='1']")
+    assert listed(window) == ["3/1"]
+    window.keyboard.press("Enter")
+    window.wait_for_selector("#right[data-rollout='3/1']")
+    assert "☃" in "".join(window.locator("#text .hit").all_inner_texts())
+
+
+def test_a_click_on_the_curve_filters_to_its_step(opened):
+    window = opened()
+    box = window.locator("#curve").bounding_box()
+    window.mouse.click(box["x"] + box["width"] - 12, box["y"] + 40)
+    assert window.locator("#count").inner_text() == "8 of 24"
+    assert all(name.startswith("3/") for name in listed(window))
+
+
+def test_groups_side_by_side(opened):
+    window = opened("#r=2/4&view=group")
+    assert "4 rollouts, 2 different" in window.locator(".group-line").inner_text()
+    columns = window.locator(".column")
+    assert columns.count() == 2
+    assert columns.nth(0).locator(".ids button").all_inner_texts() == ["2/4", "2/6"]
+    assert columns.nth(0).locator(".differs").count() == 0
+    assert "".join(columns.nth(1).locator(".differs").all_inner_texts()).strip() == "1"
+    columns.nth(1).locator(".ids button").first.click()
+    window.wait_for_selector("#right[data-rollout='2/5'] #text")
+
+
+def test_keys_links_and_colours(opened):
+    window = opened("#r=1/2&sort=-reward")
+    window.keyboard.press("j")
+    window.wait_for_selector("#right[data-rollout='1/4']")
+    window.keyboard.press("2")
+    window.keyboard.press("g")
+    window.wait_for_selector(".columns")
+    address = window.evaluate("location.hash")
+    assert "r=1%2F4" in address
+    assert "color=logprob" in address
+    again = opened(address)
+    assert again.locator("#right").get_attribute("data-rollout") == "1/4"
+    assert again.locator("body").get_attribute("data-mode") == "logprob"
+    assert again.locator(".columns").count() == 1
+    heat = again.locator(".columns .t.w1").first.evaluate("element => getComputedStyle(element).backgroundColor")
+    assert heat not in ("rgba(0, 0, 0, 0)", "rgb(255, 255, 255)")
+
+
+def test_two_thousand_rollouts_of_two_thousand_tokens(browser, tmp_path, capsys):
+    entries = list(synthetic_entries(2000, 2000))
+    page = build_page(entries, title="large", decode=synthetic_texts)
+    assert page.tokens == 4_000_000
+    write_page(tmp_path / "view.html", page)
+    window = browser.new_page(viewport={"width": 1400, "height": 900})
+    window.goto((tmp_path / "view.html").as_uri())
+    window.wait_for_selector("html[data-ready]", state="attached", timeout=OPEN_MS)
+    ready = float(window.locator("html").get_attribute("data-ready"))
+    with capsys.disabled():
+        print(f"\nviewer: 2,000 rollouts of 2,000 tokens open in {ready:.0f} ms ({len(page.html) / 2**20:.1f} MiB)")
+    assert ready < OPEN_MS
+    assert window.locator("#count").inner_text() == "2,000 rollouts"
+    assert window.locator("#text .t").count() == 2000
+    last = entries[-1].rollout
+    window.evaluate(f"location.hash = '#r={last.rollout_id}'")
+    window.wait_for_selector(f"#right[data-rollout='{last.rollout_id}'] #text")
+    shown = "".join(window.locator("#text .t").evaluate_all("spans => spans.map(span => span.textContent)"))
+    assert shown == "".join(synthetic_texts(last.rows[0].token_ids.tolist()))
+    window.close()
+
+
+def test_left_out_rollouts_are_named(browser, tmp_path, tokenizer):
+    record(tmp_path, tokenizer)
+    done = agentrl(
+        "view", str(tmp_path), "--html", "out/some.html", "--max-rollouts", "8", "--steps", "2:3", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "8 of 16 rollouts" in done.stdout
+    window = browser.new_page()
+    window.goto((tmp_path / "out" / "some.html").as_uri())
+    window.wait_for_selector("html[data-ready]", state="attached")
+    note = window.locator("#notes").inner_text()
+    assert "8 are left out (--max-rollouts 8; 0 shows all)" in note
+    assert "Only --steps 2:3." in note
+    assert window.locator("#count").inner_text() == "8 rollouts"
+    window.close()
+
+
+def test_terminal(tmp_path, tokenizer):
+    record(tmp_path, tokenizer)
+    done = agentrl("view", str(tmp_path), "--steps", "3", "--reward-min", "1", "--limit", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "3/1 · step 3 · task-3-0 · reward 1 · advantage +0.500" in done.stdout
+    assert "a snow☃man 🙂 here" in done.stdout
+    assert done.stdout.count("· step 3 ·") == 1
+    nothing = agentrl("view", str(tmp_path), "--group", "nobody", cwd=tmp_path)
+    assert (nothing.returncode, "--group nobody" in nothing.stderr) == (2, True)
