@@ -39,7 +39,7 @@ class Env(gymnasium.Env[Observation, Action]):
     tools: Sequence[Tool] = ()
     """Tools that the runner offers to the policy and runs on its behalf."""
     tool_names: ClassVar[tuple[str, ...]] = ()
-    """Registered tools (``agentrl.tools``) that ``ToolCalls`` of this environment may name."""
+    """Registered tools (``agentrl.tools``) that ``ToolCalls`` of this environment may name, beside its own ``tools``."""
     needs_reward: ClassVar[bool] = False
     """Whether it gives no reward of its own, so that a run wants ``reward.function``."""
     task: Task
