@@ -216,5 +216,11 @@ def _farewell(session: Session, trainer: Trainer, curve: Path | None) -> None:
         soft_wrap=True,
     )
     if trainer.figures:
-        shown = {key: round(value, 4) for key, value in trainer.figures.items()}
+        shown = {key: round(value, 4) for key, value in trainer.figures.items() if _worth_a_look(key)}
         session.console.print(json.dumps(shown), highlight=False)
+
+
+def _worth_a_look(key: str) -> bool:
+    """Return whether to show an evaluation's figure once more at the end; ``metrics.jsonl`` has them all."""
+    figure, _, rest = key.rpartition("/")
+    return rest != "ci95" and ("=" not in rest or figure.endswith(CURVE))

@@ -53,7 +53,8 @@ class EvalConfig(EvalSet):
     """How to evaluate."""
 
     sets: dict[str, EvalSet] = Field(default_factory=dict)
-    """Several sets by name; without any there is one, which this section describes."""
+    """Several sets by name; without any there is one, which this section describes. A ``size`` or ``by`` that a set takes
+    from here counts as far as the set has such tasks."""
 
     @field_validator("sets")
     @classmethod

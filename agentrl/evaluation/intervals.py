@@ -35,21 +35,22 @@ def mean(values: Sequence[float]) -> float:
 
 
 def estimate(values_P_N: Sequence[Sequence[float]]) -> Estimate:
-    """Return the mean of all values with its 95% interval.
+    """Return the mean of all values with its 95% interval: ``mean ± 1.96`` clustered standard errors.
 
-    Wilson's where every prompt has one value and all are 0 or 1, otherwise ``mean ± 1.96`` clustered standard errors,
-    which values that are all equal leave at 0.
+    Wilson's interval over the prompts takes their place where the values of every prompt are all 0 or all 1, as those of
+    rates with one sample a prompt are: the standard error of few such values is too small, and 0 where all are equal.
 
     Args:
         values_P_N: for each prompt the values of its samples, at least one a prompt; prompts may differ in number.
 
     """
     flat = [value for values in values_P_N for value in values]
-    middle = mean(flat)
-    if len(values_P_N) < 2:
+    middle, prompts = mean(flat), len(values_P_N)
+    if prompts < 2:
         return Estimate(middle)
-    if len(flat) == len(values_P_N) and all(value in (0.0, 1.0) for value in flat):
-        return Estimate(middle, *wilson(sum(flat), len(flat)))
+    sizes = {len(values) for values in values_P_N}
+    if len(sizes) == 1 and all(set(values) in ({0.0}, {1.0}) for values in values_P_N):
+        return Estimate(middle, *wilson(sum(values[0] for values in values_P_N), prompts))
     half = Z95 * clustered_error(values_P_N)
     return Estimate(middle, middle - half, middle + half)
 

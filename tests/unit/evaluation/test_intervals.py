@@ -81,9 +81,8 @@ def test_asking_the_same_again_makes_nothing_more_certain(prompts: list[list[flo
 
 @given(prompts=PROMPTS, scale=st.floats(0.1, 10), shift=st.floats(-5, 5))
 def test_the_interval_moves_and_grows_with_the_values(prompts: list[list[float]], scale: float, shift: float) -> None:
-    assume(any(value not in (0.0, 1.0) for values in prompts for value in values))
     moved = [[scale * value + shift for value in values] for values in prompts]
-    assume(any(value not in (0.0, 1.0) for values in moved for value in values))
+    assume(all(any(value not in (0.0, 1.0) for values in some for value in values) for some in (prompts, moved)))
     before, after = estimate(prompts), estimate(moved)
     assert after.value == pytest.approx(scale * before.value + shift, abs=1e-6)
     assert after.ci95 == pytest.approx(scale * (before.ci95 or 0.0), abs=1e-6)
@@ -112,6 +111,7 @@ def test_rates_with_one_sample_get_wilsons_interval_and_others_do_not() -> None:
     rate = estimate([[1.0], [1.0], [1.0], [1.0]])
     assert (rate.low, rate.high) == wilson(4, 4)
     assert rate.ci95 == pytest.approx(1.0 - wilson(4, 4)[0]), "the farther end"
+    assert estimate([[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]) == estimate([[1.0], [0.0], [0.0]]), "samples that all agree"
     several = estimate([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
     assert several.ci95 == pytest.approx(Z95 * clustered_error([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]]))
     assert estimate([[0.5], [1.0]]).ci95 == pytest.approx(Z95 * 0.25)
