@@ -63,8 +63,11 @@ def _pack(config: Config, rows: Sequence[Row], advantages: Mapping[str, float], 
     )
 
 
-def rollout_figures(rollouts: Sequence[Rollout], groups: RolloutGroups, rollout_s: float) -> dict[str, float]:
-    """Return a step's figures: reward, environment metrics, sizes, and how episodes ended."""
+def rollout_figures(rollouts: Sequence[Rollout], groups: RolloutGroups, sampled_s: float | None) -> dict[str, float]:
+    """Return a step's figures: reward, environment metrics, sizes, how episodes ended.
+
+    ``sampled_s`` are the seconds that sampling them all took; None where they were not sampled now.
+    """
     sampled = sum(rollout.sampled_tokens for rollout in rollouts)
     figures = {
         "train/reward": mean([rollout.reward for rollout in groups.rollouts_N]),
@@ -73,8 +76,9 @@ def rollout_figures(rollouts: Sequence[Rollout], groups: RolloutGroups, rollout_
         "rollout/dropped": float(groups.dropped),
         "rollout/turns": mean([float(len(rollout.turns)) for rollout in rollouts]),
         "rollout/sampled_tokens": float(sampled),
-        "time/tokens_per_s": sampled / max(rollout_s, 1e-6),
     }
+    if sampled_s is not None:
+        figures["time/tokens_per_s"] = sampled / max(sampled_s, 1e-6)
     for rollout in rollouts:
         key = f"rollout/stop/{rollout.stop_reason.value}"
         figures[key] = figures.get(key, 0.0) + 1 / len(rollouts)

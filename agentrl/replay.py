@@ -77,14 +77,19 @@ class Replay:
     """Implements `agentrl.source.RolloutSource` with recorded rollouts."""
 
     config: Config
-    samples: Samples
+    recorded: Samples
     check: SampleCheck
     interrupt: Interrupt
 
     @property
     def steps(self) -> int:
         """As many steps as were recorded, or ``train.steps`` where that is less."""
-        return min(self.config.train.steps, len(self.samples))
+        return min(self.config.train.steps, len(self.recorded))
+
+    @property
+    def samples(self) -> bool:
+        """No."""
+        return False
 
     @property
     def pad_token_id(self) -> int:
@@ -103,8 +108,8 @@ class Replay:
         """Read the rollouts of a step."""
         if self.interrupt.requested.is_set():
             raise RunStopped("interrupted")
-        rollouts = await asyncio.to_thread(self.samples.__getitem__, step - 1)
-        self.check(rollouts, self.samples.name(step - 1))
+        rollouts = await asyncio.to_thread(self.recorded.__getitem__, step - 1)
+        self.check(rollouts, self.recorded.name(step - 1))
         return rollouts
 
     async def trained(self, step: int, advantages: Mapping[str, float]) -> None:

@@ -33,6 +33,11 @@ class RolloutSource(Protocol):
         ...
 
     @property
+    def samples(self) -> bool:
+        """Whether rollouts are sampled as they are taken; otherwise the time that takes says nothing."""
+        ...
+
+    @property
     def pad_token_id(self) -> int:
         """The token that fills batches."""
         ...
@@ -82,6 +87,11 @@ class Sampling:
     def steps(self) -> int:
         """Return ``train.steps``."""
         return self.config.train.steps
+
+    @property
+    def samples(self) -> bool:
+        """Yes."""
+        return True
 
     @property
     def pad_token_id(self) -> int:

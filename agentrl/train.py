@@ -95,7 +95,8 @@ class Trainer:
         await self._follow(watch)
         self.spent_s += time.perf_counter() - start
         times = watch.figures() | {"time/step_s": time.perf_counter() - start}
-        self._log(rollout_figures(rollouts, groups, times["time/rollout_s"]) | learned | times)
+        sampled_s = times["time/rollout_s"] if self.source.samples else None
+        self._log(rollout_figures(rollouts, groups, sampled_s) | learned | times)
         self.metrics.samples(self.step, rollouts)
 
     async def _learn(self, groups: RolloutGroups, watch: Stopwatch) -> dict[str, float]:

@@ -118,9 +118,10 @@ def _begin(folder: Path, mode: Mode, project: str, config: Mapping[str, Any], no
         run = _init(folder, mode, project, config, run_id)
     except wandb.errors.Error as error:
         note(f"Weights & Biases cannot be reached ({error}): the run is kept offline, for `wandb sync` later")
-        run = _init(folder, "offline", project, config, run_id)
+        mode = "offline"
+        run = _init(folder, mode, project, config, run_id)
     run.define_metric("*", step_metric=STEP)
-    note(f"Weights & Biases: {run.url or run.dir}")
+    note(f"Weights & Biases: {run.url if mode == 'online' else folder / 'wandb'}")
     return run
 
 
@@ -128,7 +129,9 @@ def _init(folder: Path, mode: Mode, project: str, config: Mapping[str, Any], run
     import wandb
 
     # Its own console capture would break the live table.
-    settings = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
+    chosen: dict[str, Any] = {"console": "off", "silent": True, "disable_git": True, "disable_code": True}
+    if mode == "offline" and "x_disable_machine_info" in wandb.Settings.model_fields:
+        chosen["x_disable_machine_info"] = True  # it would ask for a cloud's metadata over the network
     return wandb.init(
         project=project,
         dir=str(folder),
@@ -137,5 +140,5 @@ def _init(folder: Path, mode: Mode, project: str, config: Mapping[str, Any], run
         resume="allow",
         mode=mode,
         config=dict(config),
-        settings=settings,
+        settings=wandb.Settings(**chosen),
     )

@@ -1,0 +1,150 @@
+"""Trackers; Weights & Biases is the real one, offline: nothing is sent anywhere."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import wandb
+
+from agentrl.errors import ConfigError
+from agentrl.obs import wandb as ours
+from agentrl.obs.metrics import MetricsLog
+from agentrl.obs.trackers import COLUMNS, TensorBoard, markdown, sample_table
+from agentrl.types import FinishReason, Rollout, StopReason, Turn
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+
+
+def rollout(number: int, text: str = "<search> a|b </search>\nc") -> Rollout:
+    turns = [Turn(text, " found", FinishReason.STOP), Turn(" done", "", FinishReason.STOP)]
+    return Rollout(f"t{number}", f"r{number}", [], 0.5, StopReason.TERMINATED, {}, turns, "Who?", label=["me"])
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self.heard.append((step, dict(figures)))
+
+    def samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
+        self.heard.append((step, [line[0] for line in table]))
+
+    def close(self) -> None:
+        self.heard.append("closed")
+
+
+def test_every_tracker_hears_what_the_file_gets(tmp_path: Path) -> None:
+    listeners = [Listener(), Listener()]
+    with MetricsLog(tmp_path, trackers=listeners, table_rows=2) as log:
+        log.write(1, {"a": 0.5})
+        log.samples(1, [rollout(number) for number in range(5)])
+    for listener in listeners:
+        assert listener.heard == [(1, {"a": 0.5}), (1, ["t0", "t2"]), "closed"]
+    quiet = Listener()
+    with MetricsLog(tmp_path / "quiet", trackers=[quiet], table_rows=0) as log:
+        log.samples(1, [rollout(0)])
+    assert quiet.heard == ["closed"]
+
+
+def test_a_sample_is_shown_whole() -> None:
+    [line] = sample_table([rollout(1)], 8)
+    shown = dict(zip(COLUMNS, line, strict=True))
+    assert shown["prompt"] == "Who?"
+    assert shown["response"] == "<search> a|b </search>\nc found done"
+    assert (shown["label"], shown["reward"], shown["stop reason"]) == ("['me']", 0.5, "terminated")
+    table = markdown([line]).splitlines()
+    assert len(table) == 3
+    assert {row.count("|") for row in table} == {len(COLUMNS) + 1}, "no text breaks a cell"
+    assert "&lt;search&gt; a&#124;b" in table[2]
+
+
+def test_tensorboard_gets_figures_and_text(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsLog(tmp_path, trackers=[TensorBoard(tmp_path / "board")], table_rows=2) as log:
+        log.write(3, {"train/reward": 0.25})
+        log.samples(3, [rollout(0)])
+    found = EventAccumulator(str(tmp_path / "board"))
+    found.Reload()
+    [scalar] = found.Scalars("train/reward")
+    assert (scalar.step, scalar.value) == (3, 0.25)
+    [text] = found.Tensors("samples/text_summary")
+    assert b"terminated" in text.tensor_proto.string_val[0]
+
+
+def test_a_resumed_run_goes_on_under_its_id_and_leaves_no_process(tmp_path: Path) -> None:
+    notes: list[str] = []
+    before = set(psutil.Process().children(recursive=True))
+    ids = []
+    for step in (1, 2):
+        tracker = ours.open_wandb(
+            tmp_path, mode="online", project="tests", config={"run": {"seed": 3}}, note=notes.append
+        )  # WANDB_MODE=offline goes before online
+        assert tracker is not None
+        assert wandb.run is not None
+        ids.append(wandb.run.id)
+        with MetricsLog(tmp_path, trackers=[tracker], table_rows=1, resume_after=step - 1) as log:
+            log.write(step, {"train/reward": step / 4})
+            log.samples(step, [rollout(step)])
+    assert ids[0] == ids[1] == (tmp_path / ours.ID_FILE).read_text().strip()
+    assert len(list(tmp_path.glob(f"wandb/offline-run-*-{ids[0]}"))) == 2
+    first, second = (path.read_bytes() for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")))
+    for written, value in ((first, b"0.25"), (second, b"0.5")):
+        assert b"train/reward" in written
+        assert value in written
+    tables = [json.loads(path.read_text()) for path in tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")]
+    assert sorted(line[1] for table in tables for line in table["data"]) == ["t1", "t2"]
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_online_without_a_key_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    notes: list[str] = []
+    opened = ours.open_wandb(tmp_path, mode="online", project="tests", config={}, note=notes.append)
+    assert opened is None
+    assert "WANDB_API_KEY" in notes[0]
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123456789\n")
+    assert ours.has_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert not ours.has_key()
+
+
+def test_switched_off_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    notes: list[str] = []
+    assert ours.open_wandb(tmp_path, mode="offline", project="tests", config={}, note=notes.append) is None
+    assert "WANDB_MODE=disabled" in notes[0]
+
+
+def test_without_the_package_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'agentrl\[wandb\]'"):
+        ours.open_wandb(tmp_path, mode="offline", project="tests", config={}, note=print)
+
+
+def test_a_tracker_that_fails_is_reported_once_and_ends_nothing() -> None:
+    class Broken:
+        def log(self, data: Mapping[str, Any]) -> None:
+            raise OSError("no space left")
+
+        def finish(self) -> None:
+            raise AssertionError("not asked again")
+
+    notes: list[str] = []
+    tracker = ours.Wandb(Broken(), notes.append)
+    tracker.log(1, {"a": 1.0})
+    tracker.log(2, {"a": 1.0})
+    tracker.close()
+    assert len(notes) == 1
+    assert "no space left" in notes[0]
