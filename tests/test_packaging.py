@@ -24,6 +24,17 @@ def test_every_package_is_listed() -> None:
     assert setup["package-dir"] == MAPPED
 
 
+def test_every_file_of_a_new_project_is_package_data() -> None:
+    from agentrl.init import template_files
+
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["agentrl"]
+    files = [Path("init/template") / file for file in template_files()]
+    assert len(files) > 5
+    for file in files:  # a pattern's * matches no hidden file
+        hidden = file.name.startswith(".")
+        assert str(file) in patterns or (not hidden and any(file.match(pattern) for pattern in patterns)), file
+
+
 def test_python_and_torch_ranges() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == ">=3.11,<3.13"
@@ -35,7 +46,8 @@ def test_public_names() -> None:
     import agentrl
 
     assert set(agentrl.__all__) == {
-        "AsyncEnv", "Env", "Message", "StopReason", "Task", "TaskSet", "Tool", "ToolCall", "ToolCalls", "ToolResult",
-        "ToolResults", "ToolService", "ToolStatus", "make_env", "register_env", "tool",
+        "Agent", "AsyncEnv", "Chat", "Env", "Message", "Rollout", "Sample", "StopReason", "Task", "TaskSet", "Tool",
+        "ToolCall", "ToolCalls", "ToolResult", "ToolResults", "ToolService", "ToolStatus", "make_env", "register_env",
+        "tool", "uses_tools",
     }  # fmt: skip
     assert all(hasattr(agentrl, name) for name in agentrl.__all__)

@@ -75,9 +75,9 @@ def parse_override(text: str) -> Tree:
 
 def _spelled_out(tree: Tree) -> Tree:
     """Return the tree with the short ``reward: F`` as ``reward: {function: F}``, so that it merges with other keys of it."""
-    if isinstance(tree.get("reward"), str):
-        return {**tree, "reward": {"function": tree["reward"]}}
-    return tree
+    if "reward" not in tree or not isinstance(tree["reward"], str | None):
+        return tree
+    return {**tree, "reward": {"function": tree["reward"]}}
 
 
 def _number(text: str) -> str | float:

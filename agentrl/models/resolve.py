@@ -39,13 +39,19 @@ def resolve_model(path: str, key: str = "model.path", *, fetch: bool = True) -> 
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Return whether the tokenizer in a Hugging Face folder brings a chat template."""
+    """Return whether the tokenizer in a Hugging Face folder brings a chat template.
+
+    Raises:
+        ModelError: its settings cannot be read.
+    """
     if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return False
+    except ValueError as error:
+        raise ModelError(f"model.path={folder}: its tokenizer_config.json is no JSON: {error}") from error
     return bool(settings.get("chat_template"))
 
 
