@@ -104,7 +104,7 @@ def _listed(missing: list[str]) -> Iterator[None]:
     try:
         yield
     except MissingError as error:
-        missing.append(str(error))
+        missing += str(error).splitlines()
 
 
 def check_episodes(config: Config) -> None:
