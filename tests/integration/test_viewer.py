@@ -1,5 +1,6 @@
 """The page of `agentrl view --html` in a real browser: made by the command line, opened, read and clicked."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -85,6 +86,7 @@ def record(folder, tokenizer):
     recorder = RolloutRecorder(folder / "rollouts")
     for step in (1, 2, 3):
         some = [rollout(tokenizer, step, n, ["<think> yes", "seen", f"say {n % 2}"]) for n in range(8)]
+        some[7].rows.append(dataclasses.replace(some[6].rows[0], key=RowKey("", "", "critic", 1)))
         if step == 3:
             some[0] = rollout(
                 tokenizer, 3, 0, [EVIL], label=EVIL, metadata={EVIL: EVIL}, stop_reason=StopReason.MAX_TURNS
@@ -158,7 +160,7 @@ def test_hover_says_everything_of_a_token(opened):
     spans.first.hover()
     assert fact(window, "who") == "sampled in turn 1"
     assert fact(window, "mask") == "1, trained on"
-    assert fact(window, "logprob").startswith("−0.5000 p 60.7 %")
+    assert fact(window, "logprob").startswith("−0.5000 p 0.607")
     assert fact(window, "version") == "1"
     assert fact(window, "advantage") == "+0.500"
     assert fact(window, "request") == "2/1/first"
@@ -235,10 +237,22 @@ def test_groups_side_by_side(opened):
     columns = window.locator(".column")
     assert columns.count() == 2
     assert columns.nth(0).locator(".ids button").all_inner_texts() == ["2/4", "2/6"]
-    assert columns.nth(0).locator(".differs").count() == 0
+    assert "".join(columns.nth(0).locator(".differs").all_inner_texts()).strip() == "0"
     assert "".join(columns.nth(1).locator(".differs").all_inner_texts()).strip() == "1"
     columns.nth(1).locator(".ids button").first.click()
     window.wait_for_selector("#right[data-rollout='2/5'] #text")
+
+
+def test_the_rows_of_a_rollout_are_tabs(opened):
+    window = opened("#r=2/7")
+    assert window.locator(".tabs.rows button").all_inner_texts() == ["main 0", "critic 1"]
+    assert "say 1" in window.locator("#text").inner_text()
+    window.locator(".tabs.rows button").last.click()
+    window.wait_for_selector(".tabs.rows button:last-child[aria-selected=true]")
+    assert "say 0" in window.locator("#text").inner_text()
+    window.keyboard.press("g")
+    window.wait_for_selector(".columns")
+    assert "of several rows, the first" in window.locator(".group-line").inner_text()
 
 
 def test_keys_links_and_colours(opened):

@@ -77,8 +77,8 @@ function clearFilters() {
 }
 
 const KEYS = [
-  ['j  k', 'next, last rollout', { j: () => move(1), k: () => move(-1) }],
-  [']  [', 'next, last group', { ']': () => move(1, true), '[': () => move(-1, true) }],
+  ['j  k', 'next, previous rollout', { j: () => move(1), k: () => move(-1) }],
+  [']  [', 'next, previous group', { ']': () => move(1, true), '[': () => move(-1, true) }],
   ['g', 'group side by side, and back', { g: () => state.selected >= 0 && show(state.selected, { view: state.view === 'group' ? 'rollout' : 'group' }) }],
   ['1 2 3 4', 'colour by who made it, log-probability, version, advantage',
     Object.fromEntries(MODES.map(({ key }, k) => [String(k + 1), () => setMode(key)]))],

@@ -73,8 +73,8 @@ async function drawGroup(i) {
   const variants = alike(group.members, rollouts).sort((a, b) => reward(b) - reward(a) || 0);
   const rows = variants.map(({ row }) => row).filter(Boolean);
   const shared = promptLength(rows);
-  const [reference] = variants;
-  const columns = h('div', { class: 'columns' }, variants.slice(0, COLUMNS).map((variant) => drawColumn(variant, reference, shared, i)));
+  const [reference, neighbour] = variants;
+  const columns = h('div', { class: 'columns' }, variants.slice(0, COLUMNS).map((variant) => drawColumn(variant, variant === reference ? neighbour : reference, shared, i)));
   const rest = variants.slice(COLUMNS);
   const more = h('button', { type: 'button', class: 'more', onclick: () => {
     more.replaceWith(...rest.map((variant) => drawColumn(variant, reference, shared, i)));
@@ -89,7 +89,8 @@ async function drawGroup(i) {
   return h('div', { class: 'body group-body' },
     h('p', { class: 'group-line' }, `${plural(group.members.length, 'rollout')}, ${kinds} · mean reward ${num(group.mean)}, deviation ${num(group.deviation)} `,
       group.deviation === 0 && group.members.length > 1 ? h('span', { class: 'flat' }, 'every reward is the same: no gradient') : null,
-      variants.length > 1 ? [' · underlined: differs from ', h('b', {}, R.id[i])] : null),
+      variants.length > 1 ? [' · underlined: differs from ', h('b', {}, R.id[i]), ', and there from its neighbour'] : null,
+      rollouts.some(({ rows: all }) => all.length > 1) ? ' · of several rows, the first' : null),
     prompt, columns);
 }
 
@@ -104,11 +105,12 @@ function head0(row, tokens) {
   return { ...row, tokens, numbers: row.numbers.subarray(0, tokens), flags: row.flags.subarray(0, tokens), texts: null };
 }
 
-function drawColumn({ row, rollout, members }, reference, shared, here) {
+/** A column; `other` is what it is compared with. */
+function drawColumn({ row, rollout, members }, other, shared, here) {
   const [first] = members;
   const advantage = R.advantage[first];
   const isReference = members.includes(here);
-  const differs = row && reference.row && !isReference ? differences(row, reference.row) : null;
+  const differs = row && other?.row ? differences(row, other.row) : null;
   const stop = INDEX.stops[R.stop[first]];
   const column = h('div', { class: `column${isReference ? ' here' : ''}` },
     h('div', { class: 'column-head' },
@@ -122,7 +124,7 @@ function drawColumn({ row, rollout, members }, reference, shared, here) {
         members.length > 12 ? h('span', {}, `and ${members.length - 12} more`) : null)),
     failureBox(first, rollout),
     row ? drawRow(row, { hits: hitsOf(row), differs, advantage }, shared) : drawTexts(rollout),
-    row && !isReference && reference.row && !differs ? h('p', { class: 'quiet' }, 'Too long to compare token by token.') : null);
+    row && other?.row && !differs ? h('p', { class: 'quiet' }, 'Too long to compare token by token.') : null);
   paint(column, advantage);
   return column;
 }

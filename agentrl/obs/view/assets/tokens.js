@@ -122,7 +122,7 @@ function cardOf({ row, t, text, turn, advantage }) {
       line('made by', 'who', h('span', { class: `who w${who}` }, WHO[who]), turn ? ` in turn ${turn}` : ''),
       line('mask', 'mask', trained ? '1, trained on' : `0: ${REASONS[flags >> 3]}`),
       line('log-prob', 'logprob', ...(sampled
-        ? [h('b', {}, num(logprob, 4)), ` p ${num(100 * Math.exp(logprob), 1)} %`, h('span', { class: `swatch t w1 h${heatOf(logprob)}` })] : ['–'])),
+        ? [h('b', {}, num(logprob, 4)), ` p ${num(Math.exp(logprob))}`, h('span', { class: `swatch t w1 h${heatOf(logprob)}` })] : ['–'])),
       line('version', 'version', sampled ? String(atToken(row.versions, t)) : '–'),
       line('advantage', 'advantage', advantage === null ? 'not recorded' : trained ? h('b', {}, signed(advantage)) : '– (mask 0)'),
       line('request', 'request', request >= 0 ? row.request_ids[request] || `number ${request}` : '–'),
