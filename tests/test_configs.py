@@ -8,11 +8,12 @@ from agentrl.config.load import dump, known_keys, load_config, read_yaml, valida
 from agentrl.config.reference import reference
 from agentrl.config.shipped import default_config, find_config, shipped_folder
 from agentrl.errors import ConfigError
-from agentrl.preflight import open_tasks
-from agentrl.registry import make_env
+from agentrl.preflight import plan_run
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(shipped_folder().rglob("*.yaml"))
+MACHINE = {"model.path", "sampler.backend", "learner.device", "tasks.options.train", "tasks.options.eval"}
+"""What a machine may lack for a shipped configuration."""
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(shipped_folder())))
@@ -20,10 +21,37 @@ def test_shipped_configuration(path: Path) -> None:
     first = path.read_text().splitlines()[0]
     assert first.startswith("# agentrl "), "the first line is the command that runs it"
     config = load_config(path)
-    make_env(config.env.name, config.env.options)
-    tasks = open_tasks(config)
-    assert len(tasks.split(config.tasks.train_split)) > 0
     assert validate(read_yaml(path)) == config
+    plan = plan_run(config)
+    for lack in plan.missing:
+        assert lack.split("=")[0] in MACHINE, f"a mistake, and nothing that a machine could lack: {lack}"
+
+
+def test_with_a_gpu_the_main_job_is_the_same_but_for_the_engine() -> None:
+    cpu, gpu = (load_config(default_config("search_r1", gpu=gpu)).model_dump() for gpu in (False, True))
+    for section in (cpu, gpu):
+        section["sampler"] |= {"backend": None, "embedded": None, "sglang": None}
+        section["learner"]["device"] = None
+    assert cpu == gpu
+    assert load_config(default_config("search_r1", gpu=True)).sampler.backend == "sglang"
+
+
+def test_the_published_set_up() -> None:
+    config = load_config(find_config("search_r1/qwen2.5_3b"))
+    rollout, batch, train, algo = config.rollout, config.batch, config.train, config.algo
+    assert (rollout.batch_size, rollout.n_samples_per_prompt) == (512, 5)
+    assert batch.global_batch_size == 256 * 5, "a mini-batch of 256 prompts"
+    assert rollout.batch_size * rollout.n_samples_per_prompt == batch.global_batch_size * train.steps_per_rollout
+    assert (algo.kl_coef, algo.kl_kind, algo.std_normalise) == (0.001, "low_var_kl", True)
+    assert config.learner.optimizer.lr == 1e-6
+    assert config.learner.optimizer.warmup_steps == int(0.285 * train.steps) * train.steps_per_rollout
+    assert (config.sampler.temperature, config.sampler.top_p, config.sampler.max_new_tokens) == (1.0, 1.0, 500)
+    assert config.env.options == {"topk": 3, "max_searches": 4, "observation_max_chars": 2000}
+    assert (rollout.max_turns, rollout.max_tokens) == (4 + 1, 4096 + 500)
+    assert config.eval.by == "data_source"
+    lacks = "\n".join(plan_run(config).missing)
+    for name in ("train.parquet", "test.parquet"):
+        assert f"data/nq_hotpotqa_train/{name}: there is no such file" in lacks
 
 
 def test_dump_loads_back(tmp_path: Path) -> None:
