@@ -126,9 +126,9 @@ def headline(entry: Entry) -> str:
 
 def tokens_table(entry: Entry, decode: Decode | str) -> RenderableType:
     """Return a rollout token by token."""
-    table = Table(
-        "", "id", "text", "made by", "mask", "log-prob", "version", "request", "advantage", header_style="bold"
-    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("", "id", "text", "made by", "mask", "log-prob", "ver.", "request", "adv."):
+        table.add_column(title, no_wrap=True)
     for row in entry.rollout.rows:
         texts = [""] * len(row.token_ids) if isinstance(decode, str) else token_texts(row, decode)
         for place, text in enumerate(texts):
