@@ -54,7 +54,7 @@ def test_a_resumed_run_is_the_same_run_at_wandb(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     write_samples(tmp_path / "samples.jsonl", 40)
     words = ["train", "--replay", "samples.jsonl", "run.dir=run", "rollout.batch_size=1", "train.steps=40"]
-    words += ["rollout.n_samples_per_prompt=2", "obs.wandb=offline", "obs.progress=plain", "train.save_every=1"]
+    words += ["rollout.n_samples_per_prompt=2", "obs.wandb=offline", "obs.progress=plain", "train.save_every=0"]
     run = Running(*words, cwd=tmp_path)
     try:
         run.wait_for(lambda: len(metrics(tmp_path / "run")) >= 2)

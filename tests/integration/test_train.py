@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 from runs import SMALL, Running, agentrl, gone, metrics
 
+from agentrl.config.load import load_config
+from agentrl.learner.checkpoints import random_states, read_state
+from agentrl.learner.local import LocalLearnerGroup
+
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -59,6 +63,26 @@ def test_evaluation_of_the_checkpoint(trained: tuple[Path, str]) -> None:
     assert {f"eval/exact_match/hops={hops}" for hops in (1, 2, 3)} <= set(figures)
 
 
+def assert_states_come_back(checkpoint: Path, folder: Path) -> None:
+    """What a learner loads from the checkpoint of a killed run, it saves again bit for bit; the driver likewise."""
+    config = load_config(folder / "run" / "config.yaml")
+    learner = LocalLearnerGroup(checkpoint / "model", config.learner, config.algo, seed=99)
+    try:
+        learner.save(folder / "fresh")
+        learner.load(checkpoint)
+        learner.save(folder / "again")
+    finally:
+        learner.close()
+    states = [f"{part}/{file.name}" for part in ("optimizer", "random") for file in (checkpoint / part).glob("[!.]*")]
+    assert len(states) == 2
+    for name in [*states, "model/model.safetensors", "learner.json"]:
+        assert (folder / "again" / name).read_bytes() == (checkpoint / name).read_bytes(), name
+    for name in states:
+        assert (folder / "fresh" / name).read_bytes() != (checkpoint / name).read_bytes(), f"{name}: nothing is shown"
+    restored = read_state(checkpoint)["random"]
+    assert json.loads(json.dumps(random_states())) == restored
+
+
 def test_kill_then_resume_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     words = ["train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=6", "train.save_every=2"]
     words += ["train.eval_first=false", "train.eval_every=0"]
@@ -75,6 +99,7 @@ def test_kill_then_resume_goes_on_from_the_last_checkpoint(tmp_path: Path) -> No
     state = json.loads(states[-1].read_text())
     assert state["step"] in (2, 4)
     assert state["position"] == state["step"] * 16
+    assert_states_come_back(states[-1].parent, tmp_path)
     done = agentrl(*words, "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"step_{state['step']:06d}" in done.stdout
