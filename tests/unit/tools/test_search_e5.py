@@ -139,10 +139,12 @@ def test_vectors_searched_block_by_block_as_faiss_does(
     encoder, index = searched
     queries = encoder.encode(QUERIES, "query")
     for topk in (1, 5, len(ROWS)):
-        scores, numbers = FlatOnDevice(index, torch.device("cpu")).search(queries, topk)
         wanted_scores, wanted = index.search(queries, topk)
+        scores, numbers = FlatOnDevice(index, torch.device("cpu"), torch.float32).search(queries, topk)
         np.testing.assert_array_equal(numbers, wanted)
         np.testing.assert_allclose(scores, wanted_scores, atol=1e-6)
+        halves, _ = FlatOnDevice(index, torch.device("cpu")).search(queries, topk)
+        np.testing.assert_allclose(halves, wanted_scores, atol=2e-4)
 
 
 def test_an_approximate_index_and_more_asked_than_there_is(searched: tuple[Encoder, faiss.Index], model: Path) -> None:
