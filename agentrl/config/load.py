@@ -120,7 +120,7 @@ def _describe(fault: Mapping[str, Any]) -> str:
     message = str(fault["msg"]).removeprefix("Value error, ")
     value = fault["input"]
     shown = f"={value!r}" if not isinstance(value, dict | BaseModel) else ""
-    return f"{key}{shown}: {message}"
+    return f"{key}{shown}: {message}" if key else message  # without one several sections are at odds
 
 
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
