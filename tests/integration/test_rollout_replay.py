@@ -13,22 +13,6 @@ pytestmark = pytest.mark.timeout(300)
 TINY = ["rollout.batch_size=4", "rollout.n_samples_per_prompt=4"]
 
 
-def replay(samples: str, cwd: Path) -> str:
-    words = ["--replay", samples, *TINY, "run.dir=run", "train.steps=1", "obs.progress=plain", "obs.tensorboard=false"]
-    done = agentrl("train", *words, cwd=cwd)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def assert_trained(run: Path) -> None:
-    [row] = metrics(run)
-    assert row["train/trained_tokens"] > 0
-    assert row["train/grad_norm"] > 0
-    assert abs(row["train/ratio_mean"] - 1) < 0.1, "the learner agrees with the engine on what was sampled"
-    assert (run / "checkpoints" / "step_000001" / "model" / "config.json").is_file()
-    assert not (run / "logs" / "engine.log").exists(), "nothing samples"
-
-
 def test_samples_in_parquet_are_trained_on(tmp_path: Path) -> None:
     done = agentrl("rollout", "--env", "search_r1", "--out", "samples.parquet", "--tasks", "6", *TINY, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -39,8 +23,15 @@ def test_samples_in_parquet_are_trained_on(tmp_path: Path) -> None:
     assert len({rollout.prompt_id for rollout in rollouts}) == 6
     assert len({rollout.rollout_id for rollout in rollouts}) == 24
     assert all(rollout.label and rollout.sampled_tokens for rollout in rollouts)
-    replay("samples.parquet", tmp_path)
-    assert_trained(tmp_path / "run")
+    words = ["--replay", "samples.parquet", *TINY, "run.dir=run", "train.steps=1", "obs.progress=plain"]
+    done = agentrl("train", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [row] = metrics(tmp_path / "run")
+    assert row["train/trained_tokens"] > 0
+    assert row["train/grad_norm"] > 0
+    assert abs(row["train/ratio_mean"] - 1) < 0.1, "the learner agrees with the engine on what was sampled"
+    assert (tmp_path / "run" / "checkpoints" / "step_000001" / "model" / "config.json").is_file()
+    assert not (tmp_path / "run" / "logs" / "engine.log").exists(), "nothing samples"
     again = agentrl("rollout", "--env", "search_r1", "--out", "samples.parquet", cwd=tmp_path)
     assert (again.returncode, "exists" in again.stderr) == (2, True)
 
@@ -60,5 +51,3 @@ def test_ctrl_c_keeps_what_was_sampled(tmp_path: Path) -> None:
         assert f"{kept} of 8000 rollouts are in samples.jsonl" in run.output()
     finally:
         run.end()
-    replay("samples.jsonl", tmp_path)
-    assert_trained(tmp_path / "run")
