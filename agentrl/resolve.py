@@ -49,7 +49,8 @@ def _from_file(file: str, reference: str, key: str) -> ModuleType:
     if not path.is_file():
         beside = sorted(other.name for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
         there = f"the Python files there: {', '.join(beside)}" if beside else "there are no Python files there either"
-        raise ConfigError(f"{key}={reference}: there is no file {path}; {there}")
+        start = "" if Path(file).is_absolute() else " (a relative path starts in the folder where the command runs)"
+        raise ConfigError(f"{key}={reference}: there is no file {path}; {there}{start}")
     _importable(path.parent)
     return _load_file(path, reference, key)
 

@@ -1,0 +1,106 @@
+"""A tool of one's own, with typed arguments, and the environment that calls it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from random import Random
+from typing import Any, ClassVar, Literal
+
+from agentrl_envs.search_r1.protocol import PROMPT
+
+from agentrl import Env, Message, Task, Tool, ToolCall, ToolCalls, ToolResults, ToolStatus, register_env, tool
+from agentrl.env import Step
+from agentrl.types import Action, Info, Observation
+
+SAYS = {"birthplace": "was born in", "employer": "works for", "spouse": "is married to"}
+
+
+def _word(rng: Random) -> str:
+    return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeo") for _ in range(2)).capitalize()
+
+
+def _person(name: str) -> dict[str, str]:
+    """What is true of a person; equal names give equal facts, so that nothing need be stored."""
+    rng = Random(name)
+    return {
+        "birthplace": _word(rng) + rng.choice(("burg", "ton", "ville", "ford")),
+        "employer": _word(rng) + rng.choice(("corp", "works", "tex")),
+        "spouse": f"{_word(rng)} {_word(rng)}",
+    }
+
+
+@tool(timeout_s=5)
+async def ask_registry(name: str, fact: Literal["birthplace", "employer", "spouse"]) -> str:
+    """Return one fact about a person."""
+    return f"{name} {SAYS[fact]} {_person(name)[fact]}."
+
+
+@register_env("registry")
+class Registry(Env):
+    """``<think> fact </think><search> name </search>`` asks the registry, ``<answer> … </answer>`` ends the episode.
+
+    The registry says nothing but the fact it was asked for. The reward is 1 for the right answer, 0.2 less for
+    every call that the tool refuses.
+    """
+
+    stop: ClassVar[tuple[str, ...]] = ("</search>", "</answer>")
+    tools: tuple[Tool, ...] = (ask_registry,)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+        super().reset(seed=seed, options=options)
+        self.name = ""
+        self.calls = self.refused = 0
+        return self.task.prompt, self._info()
+
+    def step(self, action: Action) -> Step:
+        if isinstance(action, ToolResults):
+            return self._found(action)
+        answer = re.search(r"<answer> ([^<]*) </answer>", action.content)
+        if answer is not None:
+            right = float(answer[1] == self.task.answer)
+            return (), right * (1 - 0.2 * self.refused), True, False, self._info(right)
+        asked = re.search(r"<think> ([^<]*) </think><search> ([^<]*) </search>", action.content)
+        if asked is None:
+            return (), 0.0, True, False, self._info()
+        self.calls += 1
+        self.name = asked[2]
+        call = ToolCall(f"call-{self.calls}", ask_registry.name, {"name": asked[2], "fact": asked[1]})
+        return ToolCalls((call,)), 0.0, False, False, self._info()
+
+    def _found(self, action: ToolResults) -> Step:
+        """The runner has checked the arguments against the tool's schema: a fact it does not know is ``INVALID``."""
+        result = action.results[0]
+        self.refused += result.status is ToolStatus.INVALID
+        text = f'Doc 1(Title: "{self.name}") {result.content}' if result.status is ToolStatus.OK else result.content
+        message = Message("user", f"\n\n<information>{text}</information>\n\n", inline=True)
+        return (message,), 0.0, False, False, self._info()
+
+    def _info(self, right: float = 0.0) -> Info:
+        return {"metrics": {"right": right, "calls": float(self.calls), "refused": float(self.refused)}}
+
+    @classmethod
+    def tasks(cls, split: str, seed: int) -> Sequence[Task]:
+        rng = Random(f"{split}/{seed if split == 'train' else 0}")
+        return [_task(rng, f"registry/{split}/{i}", fact) for i in range(170) for fact in SAYS]
+
+    @classmethod
+    def example_task(cls) -> Task:
+        return _task(Random(0), "example", "employer")
+
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "name": self.name, "calls": self.calls, "refused": self.refused}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state(state)
+        self.name, self.calls, self.refused = state["name"], state["calls"], state["refused"]
+
+
+def _task(rng: Random, name: str, fact: str) -> Task:
+    """Half of the questions are about the spouse of somebody, and take two calls."""
+    person = f"{_word(rng)} {_word(rng)}"
+    if rng.random() < 0.5:
+        asked, answer = f"the {fact} of {person}", _person(person)[fact]
+    else:
+        asked, answer = f"the {fact} of the spouse of {person}", _person(_person(person)["spouse"])[fact]
+    return Task(f"{name}/{fact}", (Message("user", PROMPT.replace("{question}", f"What is {asked}?")),), answer)

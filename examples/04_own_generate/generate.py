@@ -1,0 +1,44 @@
+"""A generate function: the policy answers one small question after another, each in a chat of its own."""
+
+import re
+
+from agentrl_envs.search_r1.protocol import PROMPT, STOP, documents, information, parse
+
+from agentrl import Agent, Chat, Message, Rollout, Task, ToolStatus, uses_tools
+
+
+@uses_tools("search")
+async def generate(task: Task, agent: Agent) -> list[Rollout]:
+    """Take "What is the mayor of the birthplace of X?" apart: first the birthplace of X, then the mayor of that.
+
+    Every chat becomes a rollout of its own, and all of them are worth what the last answer is worth.
+    """
+    name = task.question.rpartition(" of ")[2].removesuffix("?")
+    facts = re.findall(r"the (\w+) of", task.question)
+    chats: list[Chat] = []
+    answer: str | None = None
+    for fact in reversed(facts):
+        question = f"What is the {fact} of {name}?"
+        chat = agent.chat([Message("user", PROMPT.replace("{question}", question))])
+        chats.append(chat)
+        answer = await answer_by_searching(chat, agent, task.metadata["corpus"])
+        if answer is None:
+            break
+        name = answer
+    right = float(answer is not None and [answer] == task.answer)
+    return [chat.rollout(right, metrics={"right": right, "chats": float(len(chats))}) for chat in chats]
+
+
+async def answer_by_searching(chat: Chat, agent: Agent, corpus: str) -> str | None:
+    """Return what the policy answers, or None where a limit of ``rollout`` or a turn without a tag ends the chat."""
+    while (said := await chat.sample(stop=STOP)) is not None:
+        move = parse(said.content)
+        if move.kind == "answer":
+            return move.text
+        if move.kind == "invalid":
+            return None
+        found = await agent.call("search", {"query": move.text, "topk": 2, "corpus": corpus})
+        text = documents(found.data) if found.status is ToolStatus.OK else found.content
+        # What is added is read and not trained on; the masks follow from who said what.
+        chat.add(Message("user", information(text), inline=True))
+    return None

@@ -1,0 +1,91 @@
+"""Every folder of examples/ runs by its own command, here for two small steps, and says what to expect of all of them."""
+
+import math
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from runs import agentrl, metrics
+
+from agentrl.registry import env_class
+from agentrl.testing import check_env
+
+pytestmark = pytest.mark.timeout(300)
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = ["train.steps=2", "rollout.batch_size=4", "rollout.n_samples_per_prompt=4", "eval.size=8"]
+SMALL += ["run.dir=run", "obs.progress=plain", "obs.tensorboard=false"]
+
+LOGS = {
+    "01_own_reward": ("right_name", "right_thought"),
+    "02_own_environment": ("right", "reached"),
+    "03_own_tool": ("right", "calls", "refused"),
+    "04_own_generate": ("right", "chats"),
+    "05_own_documents": ("exact_match", "searches"),
+}
+"""The figures that an example's own code gives, by its folder."""
+
+
+def readme(name: str) -> str:
+    return (EXAMPLES / name / "README.md").read_text()
+
+
+def command(name: str) -> list[str]:
+    """The words of the first command in an example's README, without ``agentrl``."""
+    found = re.search(r"^agentrl (train .*)$", readme(name), re.MULTILINE)
+    assert found, f"{name}/README.md shows no command"
+    return shlex.split(found[1], comments=True)
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_dir()} == set(LOGS)
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_it_states_the_result_to_expect(name: str) -> None:
+    _, heading, expected = readme(name).partition("\n## What to expect\n")
+    assert heading, f"{name}/README.md has no heading 'What to expect'"
+    figures = re.findall(r"\b0\.\d+|\b1\.0+", expected)
+    assert len(figures) >= 2, "a figure before training and one after it"
+    assert command(name)[-1] in (EXAMPLES / name / "config.yaml").read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize("reference", ["02_own_environment/env.py:Trail", "03_own_tool/env.py:Registry"])
+def test_its_environment_keeps_the_contract(reference: str) -> None:
+    check_env(env_class(str(EXAMPLES / reference)))
+
+
+@pytest.fixture(scope="module")
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], tuple[CompletedProcess[str], Path]]]:
+    """Runs the chosen examples, two at a time: most of such a small run is processes that wait for each other to start."""
+    cwd = tmp_path_factory.mktemp("examples")
+
+    def run(name: str) -> CompletedProcess[str]:
+        shutil.copytree(EXAMPLES / name, cwd / name, ignore=shutil.ignore_patterns("runs", "__pycache__"))
+        return agentrl(*command(name), *SMALL, cwd=cwd / name)
+
+    chosen = [name for name in LOGS if any(item.name == f"test_it_runs[{name}]" for item in request.session.items)]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        runs = {name: pool.submit(run, name) for name in chosen}
+        yield lambda name: (runs[name].result(), cwd / name / "run")
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_it_runs(name: str, running: Callable[[str], tuple[CompletedProcess[str], Path]]) -> None:
+    done, folder = running(name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = metrics(folder)
+    steps = [row for row in rows if "train/reward" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert all(math.isfinite(value) for value in row.values())
+        assert 0 <= row["train/reward"] <= 1
+        assert {f"rollout/{figure}" for figure in LOGS[name]} <= set(row)
+    assert [row["step"] for row in rows if "eval/reward" in row] == [0, 2]
