@@ -21,7 +21,8 @@ def run(arguments: argparse.Namespace) -> None:
     files = create_project(arguments.project)
     folder = files[0].parent
     console = Console()
-    console.print(f"wrote {folder}: {', '.join(str(file.relative_to(folder)) for file in files)}", highlight=False)
+    names = ", ".join(str(file.relative_to(folder)) for file in files)
+    console.print(f"wrote {folder}: {names}", highlight=False, soft_wrap=True, markup=False)
     console.print("next:", highlight=False)
     for command in (
         f"cd {shlex.quote(str(arguments.project))}",
