@@ -23,7 +23,9 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("tokens/s", "time/tokens_per_s", "{:,.0f}"),
     ("step s", "time/step_s", "{:.1f}"),
 )
-"""Title, metric and format of the columns beside the step. ``flat groups`` is the share of groups without variance."""
+"""Title, metric and format of the columns beside the step; one that the environment has no figure for is left out.
+
+``flat groups`` is the share of groups without variance."""
 
 SHOWN_STEPS = 12
 
@@ -82,11 +84,8 @@ class ProgressView:
         if self._live:
             self._live.update(self._table())
         else:
-            cells = "  ".join(f"{title} {text}" for title, text in self._cells(figures))
+            cells = "  ".join(f"{title} {form.format(figures[key])}" for title, key, form in COLUMNS if key in figures)
             self.console.print(f"step {step}/{self.total}  {cells}  left {self._left()}", highlight=False)
-
-    def _cells(self, figures: Mapping[str, float]) -> list[tuple[str, str]]:
-        return [(title, form.format(figures[key]) if key in figures else "–") for title, key, form in COLUMNS]
 
     def _left(self) -> str:
         if not self._durations:
@@ -96,12 +95,13 @@ class ProgressView:
         return format_left(left if self._seconds_left is None else max(0.0, min(left, self._seconds_left)))
 
     def _table(self) -> RenderableType:
+        shown = [column for column in COLUMNS if any(column[1] in figures for _, figures in self._rows)]
         table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("step", justify="right")
-        for title, _, _ in COLUMNS:
+        for title in ("step", *(title for title, _, _ in shown)):
             table.add_column(title, justify="right")
         for step, figures in self._rows:
-            table.add_row(str(step), *(text for _, text in self._cells(figures)))
+            cells = (form.format(figures[key]) if key in figures else "–" for _, key, form in shown)
+            table.add_row(str(step), *cells)
         status = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=max(1, self.total), completed=self._done, width=30)
         status.add_row(
