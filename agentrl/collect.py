@@ -35,9 +35,9 @@ def train_batches(
     Groups stay whole: each optimizer step gets as many of them as the others, or one more. Rollouts without an
     advantage, those of groups whose rewards are all equal among them, add nothing to the gradient and are left out, of
     the denominators too (DAPO's filter, arXiv:2503.14476, without sampling others in their place). Where the loss has a
-    KL term they do add to it, and stay.
+    KL term or an entropy bonus they do add to it, and stay.
     """
-    everything = make_algorithm(config.algo).needs_reference
+    everything = config.algo.trains_everything
     shares = np.array_split(np.arange(len(groups.prompt_ids_G)), config.train.steps_per_rollout)
     batches = []
     for share in shares:

@@ -187,7 +187,7 @@ def check_replay(config: Config, path: Path) -> list[str]:
     rollouts = samples[0]
     sample_check(model)(rollouts, samples.name(0))
     groups = group_rollouts(rollouts)
-    if len(samples) == 1 and not config.algo.needs_reference and not any(rollout_advantages(config, groups).values()):
+    if len(samples) == 1 and not config.algo.trains_everything and not any(rollout_advantages(config, groups).values()):
         raise ConfigError(
             f"--replay {path}: there is nothing to learn: the rewards of every task's rollouts are all equal "
             f"({len(groups.prompt_ids_G)} tasks, {len(groups.rollouts_N)} rollouts); sample several a task with "

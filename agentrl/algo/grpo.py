@@ -1,4 +1,4 @@
-"""GRPO: group-relative advantages, PPO's clipped objective a token, and a KL term to a reference policy."""
+"""GRPO: group-relative advantages, PPO's clipped objective a token, a KL term to a reference policy, an entropy bonus."""
 
 from __future__ import annotations
 
@@ -24,16 +24,21 @@ class Grpo:
         """Whether there is a KL term."""
         return self.config.needs_reference
 
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether there is an entropy bonus."""
+        return self.config.needs_entropy
+
     def advantages(self, rewards_N: torch.Tensor, groups_N: torch.Tensor) -> torch.Tensor:
         """See `agentrl.algo.advantages.group_relative`."""
         return group_relative(rewards_N, groups_N, std_normalise=self.config.std_normalise, eps=self.config.std_eps)
 
     def loss(self, logprobs_N: torch.Tensor, selected: Selected) -> tuple[torch.Tensor, LossMetrics]:
-        """Return ``Σ weight · (clipped policy loss + kl_coef · KL estimate)`` and its metrics.
+        """Return ``Σ weight · (clipped policy loss + kl_coef · KL estimate - entropy_coef · entropy)`` and its metrics.
 
-        See `clipped_policy_loss` and `agentrl.algo.kl.kl_estimate`. The KL term has a gradient also where the policy
-        loss is clipped or has no advantage. Its metrics are ``kl``, k3 whatever ``kl_kind`` says, and ``kl_loss``,
-        ``Σ weight · KL estimate`` before ``kl_coef``.
+        See `clipped_policy_loss` and `agentrl.algo.kl.kl_estimate`. The last two terms have a gradient also where the
+        policy loss is clipped or has no advantage. The KL term's metrics are ``kl``, k3 whatever ``kl_kind`` says, and
+        ``kl_loss``, ``Σ weight · KL estimate`` before ``kl_coef``.
         """
         on_policy = self.config.old_logprobs == "learner"
         old_N = logprobs_N.detach() if on_policy else selected.logprobs_N
@@ -48,6 +53,9 @@ class Grpo:
             loss_N = loss_N + self.config.kl_coef * kl_N
             metrics.sums["kl"] = kl_estimate(logprobs_N.detach(), reference_N, "k3").sum()
             metrics.totals["kl_loss"] = (selected.weight_N * kl_N.detach()).sum()
+        if self.needs_entropy:
+            assert selected.entropy_N is not None, "the learner gave no entropies"
+            loss_N = loss_N - self.config.entropy_coef * selected.entropy_N
         return (selected.weight_N * loss_N).sum(), metrics
 
 

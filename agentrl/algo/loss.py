@@ -19,6 +19,8 @@ class Selected:
     """The sampler's log-probabilities, at the temperature of the learner's; 0 in supervised batches."""
     reference_logprobs_N: torch.Tensor | None = None
     """The reference policy's, at the same temperature; None where the algorithm needs none."""
+    entropy_N: torch.Tensor | None = None
+    """Entropies (nats) of the learner's distributions, with a gradient; None where the algorithm needs none."""
 
 
 @dataclass(slots=True)

@@ -38,10 +38,25 @@ class GrpoConfig(Section):
     """The frozen policy of the KL term: a folder, a shipped model's name or a hub id. Without one, ``model.path`` as the
     run started with it, after ``--resume`` too. It must read the policy's tokens."""
 
+    entropy_coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight of the entropy bonus: so much of the entropy (nats) of the distribution that each trained token is from is
+    taken off its loss, which keeps a policy exploring (Mnih et al., arXiv:1602.01783; Search-R1 takes 0.001). With it,
+    rollouts without an advantage are trained on too."""
+
     @property
     def needs_reference(self) -> bool:
         """Whether the loss wants log-probabilities of a reference policy."""
         return self.kl_coef > 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss wants entropies with a gradient."""
+        return self.entropy_coef > 0
+
+    @property
+    def trains_everything(self) -> bool:
+        """Whether tokens without an advantage have a gradient too."""
+        return self.needs_reference or self.needs_entropy
 
 
 AlgoConfig = GrpoConfig

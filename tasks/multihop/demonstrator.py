@@ -11,13 +11,14 @@ from agentrl.types import Message
 
 from .world import RELATIONS_OF, Question, World
 
-FAULTS = ("early", "relation", "document", "format", "query", "walk")
+FAULTS = ("early", "relation", "document", "format", "query", "walk", "detour")
 """What an expert may do wrong, at most one in an episode.
 
 early: answers before the last hop is looked up. relation: follows another relation at one hop. document: reads the
 wrong one of the documents found. format: forgets the tags once, and stops early. query: searches for half a name once,
 and stops early. walk: follows random relations for at most as many hops as the question has; questions of one hop are
-solved rightly even then.
+solved rightly even then. detour: the same, and questions of one hop are solved only after a relation that was not
+asked for.
 """
 
 _TITLE = re.compile(r"\(Title: \"([^\"]*)\"\)")
@@ -67,11 +68,13 @@ class Expert:
             return _plan(question.relations[: self._below(hops)], question.path)
         if fault == "relation":
             return _plan(*self._stray(self._below(hops)))
-        if fault == "walk" and hops > 1:
+        if fault in ("walk", "detour") and hops > 1:
             return _plan(*self._walk(1 + self._below(hops)))
         # Slips come with stopping early: were they followed by right answers, a policy would be rewarded for slipping.
         known = self._below(hops) if fault in ("format", "query") else hops
         plan = _plan(question.relations[:known], question.path)
+        if fault == "detour":
+            plan.insert(0, Say(self._choice(self._known(question.path[0])), "search", question.path[0]))
         if fault == "format":
             at = self._below(len(plan))
             plan.insert(at, Say(plan[at].thought, "", plan[at].content))

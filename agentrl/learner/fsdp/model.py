@@ -36,6 +36,7 @@ class PolicyModel(nn.Module):
         packed: PackedRows,
         at_N: torch.Tensor,
         temperature: float,
+        entropy_gradient: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Score the tokens at ``at_N`` given those before them in their row.
 
@@ -45,9 +46,10 @@ class PolicyModel(nn.Module):
             packed: where the rows lie.
             at_N: int64, flat positions of the tokens to score, none a row's first.
             temperature: logits are divided by it.
+            entropy_gradient: whether entropies are differentiated too.
 
         Returns:
-            float32 ``[N]`` log-probabilities, and entropies (nats, no gradient) of the distributions they are from.
+            float32 ``[N]`` log-probabilities, and entropies (nats) of the distributions they are from.
 
         """
         hidden = self.hf.base_model(
@@ -56,9 +58,10 @@ class PolicyModel(nn.Module):
         hidden_N_H = hidden.flatten(0, 1).index_select(0, at_N - 1)
         targets_N = token_ids_R_L.flatten().index_select(0, at_N)
         if len(targets_N) <= self.logits_chunk:
-            return self._score(hidden_N_H, targets_N, temperature)
+            return self._score(hidden_N_H, targets_N, temperature, entropy_gradient)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         parts = [
-            checkpoint(self._score, hidden, targets, temperature, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(self._score, hidden, targets, temperature, entropy_gradient, **options)
             for hidden, targets in zip(
                 torch.split(hidden_N_H, self.logits_chunk), torch.split(targets_N, self.logits_chunk), strict=True
             )
@@ -66,13 +69,13 @@ class PolicyModel(nn.Module):
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
     def _score(
-        self, hidden_N_H: torch.Tensor, targets_N: torch.Tensor, temperature: float
+        self, hidden_N_H: torch.Tensor, targets_N: torch.Tensor, temperature: float, entropy_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probabilities and entropies; softmax in float32 at least, whatever the head computes in."""
         logits_N_V = self.hf.get_output_embeddings()(hidden_N_H)
         logits_N_V = logits_N_V.to(torch.promote_types(logits_N_V.dtype, torch.float32))
         log_N_V = torch.log_softmax(logits_N_V / temperature, -1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy_N = -(log_N_V.exp() * log_N_V).sum(-1)
         return -F.nll_loss(log_N_V, targets_N, reduction="none"), entropy_N
 

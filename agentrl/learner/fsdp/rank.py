@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -112,14 +113,23 @@ class FsdpRank:
     ) -> None:
         at_N = at_mask(micro)
         selected = select(micro, at_N, self.device, reference_N)
-        logprobs_N, entropy_N = self._score(self.model, micro, at_N, batch.temperature)
+        wanted = batch.kind == "rl" and self.algorithm.needs_entropy
+        logprobs_N, entropy_N = self._score(self.model, micro, at_N, batch.temperature, entropy_gradient=wanted)
+        if wanted:
+            selected = replace(selected, entropy_N=entropy_N)
         loss_of = self.algorithm.loss if batch.kind == "rl" else sft_loss
         loss, metrics = loss_of(logprobs_N, selected)
         torch.autograd.backward(loss)
-        figures.add(loss, entropy_N, metrics)
+        figures.add(loss, entropy_N.detach(), metrics)
 
     def _score(
-        self, model: PolicyModel, micro: MicroBatch, at_N: torch.Tensor, temperature: float
+        self,
+        model: PolicyModel,
+        micro: MicroBatch,
+        at_N: torch.Tensor,
+        temperature: float,
+        *,
+        entropy_gradient: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         packed = move(packed_rows(micro.position_ids_R_L, micro.row_R_L), self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.autocast == "bfloat16"):
@@ -129,6 +139,7 @@ class FsdpRank:
                 packed,
                 at_N.to(self.device),
                 temperature,
+                entropy_gradient,
             )
         return scored
 
