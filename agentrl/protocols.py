@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agentrl.types import Generation, Message, Prompt, Rollout, RowKey, SamplingParams, ToolCall, ToolResult
+from agentrl.types import Fork, Generation, Message, Prompt, Rollout, RowKey, SamplingParams, ToolCall, ToolResult
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +82,11 @@ class Renderer(Protocol):
         ...
 
     @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """All tokens that end a turn of the policy when it samples them, `end_token_id` first."""
+        ...
+
+    @property
     def pad_token_id(self) -> int:
         """The token that fills batches."""
         ...
@@ -91,15 +96,22 @@ class Renderer(Protocol):
         ...
 
     def bridge(
-        self, previous: Prompt, sampled_ids: Sequence[int], new: Sequence[Message], tools: Sequence[Tool] = ()
-    ) -> Prompt | None:
-        """Return ``previous + sampled_ids + the new messages' tokens + the opener``, or None where no proof exists
-        that this is what the template would say; the caller then renders anew and forks.
+        self,
+        history: Sequence[Message],
+        sampled_ids: Sequence[int],
+        new: Sequence[Message],
+        tools: Sequence[Tool] = (),
+    ) -> tuple[int, ...] | Fork:
+        """Return what to append to ``sampled_ids``, the last message of ``history``: the rest of the turn's end, the
+        ``new`` messages and the opener; or, where no proof exists that this is what the chat format would say, why not:
+        the caller then renders anew and forks.
         """
         ...
 
-    def parse(self, sampled_ids: Sequence[int]) -> Message:
-        """Return what the policy said as an assistant message, its end token left out. Never raises."""
+    def parse(self, sampled_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
+        """Return what the policy said as an assistant message, its end token left out, with every attempt to call one
+        of ``tools`` and its status. Never raises.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

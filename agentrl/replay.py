@@ -19,7 +19,7 @@ from agentrl.models.load import load_tokenizer
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.rollouts import read_rollouts, rollout_files
 from agentrl.protocols import LearnerGroup, Renderer
-from agentrl.render.template import ChatTemplateRenderer
+from agentrl.render.choice import make_renderer
 from agentrl.source import OnDone
 from agentrl.types import Provenance, Rollout
 
@@ -169,7 +169,7 @@ def sample_check(model: Path) -> SampleCheck:
     """Return the check for a model folder."""
     described = json.loads((model / "config.json").read_text(encoding="utf-8"))
     vocabulary = described.get("vocab_size") or described["text_config"]["vocab_size"]
-    return SampleCheck(vocabulary, ChatTemplateRenderer(load_tokenizer(model)))
+    return SampleCheck(vocabulary, make_renderer(load_tokenizer(model)))
 
 
 def check_replay(config: Config, path: Path) -> list[str]:

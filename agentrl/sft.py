@@ -19,6 +19,7 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
 from agentrl.cluster.learners import start_learners
 from agentrl.config.load import dump
+from agentrl.config.render import RenderConfig
 from agentrl.config.schema import Config
 from agentrl.episode.demonstrations import Demonstrated, Demonstrations
 from agentrl.errors import RunStopped
@@ -28,7 +29,8 @@ from agentrl.models.resolve import resolve_model
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.trackers import TensorBoard
 from agentrl.protocols import LearnerGroup
-from agentrl.render.template import ChatTemplateRenderer
+from agentrl.render.choice import make_renderer
+from agentrl.render.renderer import ChatRenderer
 from agentrl.runfolder import choose_folder
 
 SHOWN_EVERY = 50
@@ -45,7 +47,7 @@ def sft(config: Config, *, console: Console) -> Path:
 
     """
     model = resolve_model(config.model.path)
-    data = Demonstrations(config, RendererOf(model))
+    data = Demonstrations(config, RendererOf(model, config.render))
     folder = choose_folder(config, resume=False)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
@@ -144,10 +146,11 @@ class RendererOf:
     """Builds the renderer of a model folder, in whichever process calls it."""
 
     folder: Path
+    config: RenderConfig
 
-    def __call__(self) -> ChatTemplateRenderer:
+    def __call__(self) -> ChatRenderer:
         """Return a new renderer."""
-        return ChatTemplateRenderer(load_tokenizer(self.folder))
+        return make_renderer(load_tokenizer(self.folder), self.config)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from agentrl.errors import ConfigError
 from agentrl.models.load import load_tokenizer
 from agentrl.protocols import Sampler, ToolClient
 from agentrl.registry import env_class, make_env, tool_service
-from agentrl.render.template import ChatTemplateRenderer
+from agentrl.render.choice import make_renderer
+from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.grader import make_grader
 from agentrl.sampler.client import SGLangClient
 from agentrl.sampler.launch import EngineProcess, launch_embedded, launch_sglang
@@ -35,7 +36,7 @@ class Stack:
 
     config: Config
     client: SGLangClient
-    renderer: ChatTemplateRenderer
+    renderer: ChatRenderer
     tools: Mapping[str, ToolClient]
     engine: EngineProcess | None
     """None where ``sampler.url`` points at somebody else's."""
@@ -119,7 +120,7 @@ async def open_stack(config: Config, tasks: TaskSet, model: Path, folder: Path, 
         exits.push_async_callback(client.aclose)
         if not await client.healthy():
             raise ConfigError(f"sampler.url={engine_url}: no healthy engine answers there")
-        renderer = ChatTemplateRenderer(load_tokenizer(model))
+        renderer = make_renderer(load_tokenizer(model), config.render)
         yield Stack(config, client, renderer, tools, engine, servers)
 
 

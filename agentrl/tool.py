@@ -8,14 +8,14 @@ import inspect
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jsonschema
 from pydantic import TypeAdapter
 
-from agentrl.types import ToolCall, ToolResult, ToolStatus
+from agentrl.types import CallStatus, ToolCall, ToolResult, ToolStatus
 
 if TYPE_CHECKING:
     from agentrl.protocols import ToolClient
@@ -37,12 +37,22 @@ class Tool:
     timeout_s: float
     """Seconds before a call counts as timed out."""
 
+    def fault_of(self, arguments: Mapping[str, Any]) -> str:
+        """Return where and how arguments violate the schema, in jsonschema's words; empty if they do not."""
+        try:
+            jsonschema.validate(dict(arguments), dict(self.parameters))
+        except jsonschema.ValidationError as error:
+            at = "".join(f"[{part!r}]" for part in error.absolute_path)
+            return f"{self.name}{at}: {error.message}"
+        except RecursionError:
+            return f"{self.name}: the arguments are nested too deeply"
+        return ""
+
     async def run(self, call: ToolCall) -> ToolResult:
         """Check the arguments and run. Whatever happens comes back as a result with a status; nothing is raised."""
-        try:
-            jsonschema.validate(dict(call.arguments), dict(self.parameters))
-        except jsonschema.ValidationError as error:
-            return ToolResult(call.id, ToolStatus.INVALID, f"{self.name}: {error.message}")
+        fault = self.fault_of(call.arguments)
+        if fault:
+            return ToolResult(call.id, ToolStatus.INVALID, fault)
         try:
             async with asyncio.timeout(self.timeout_s):
                 answer = await self.function(**call.arguments)
@@ -51,6 +61,24 @@ class Tool:
         except Exception as error:
             return ToolResult(call.id, ToolStatus.ERROR, f"{type(error).__name__}: {error}")
         return answer if isinstance(answer, ToolResult) else ToolResult(call.id, ToolStatus.OK, str(answer))
+
+
+def checked_call(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:
+    """Return a call that could be read with the status that it has among ``tools``: whether there is such a tool, and
+    whether the arguments fit its schema.
+    """
+    if call.status is not CallStatus.OK:
+        return call
+    known = {tool.name: tool for tool in tools}
+    if call.name not in known:
+        return replace(call, status=CallStatus.UNKNOWN_TOOL, fault=unknown_tool(call.name, known))
+    fault = known[call.name].fault_of(call.arguments)
+    return replace(call, status=CallStatus.SCHEMA_VIOLATION, fault=fault) if fault else call
+
+
+def unknown_tool(name: str, known: Iterable[str]) -> str:
+    """Return what a policy is told that names no tool that there is."""
+    return f"there is no tool {name!r}; there are: {', '.join(sorted(set(known))) or 'none'}"
 
 
 def tool(

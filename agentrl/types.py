@@ -37,16 +37,36 @@ class ToolStatus(StrEnum):
     """The server could not be reached or failed itself: an infrastructure failure, never the policy's fault."""
 
 
+class CallStatus(StrEnum):
+    """What became of the policy's attempt to call a tool, before anything ran."""
+
+    OK = "ok"
+    """It names a tool and fits its schema."""
+    INVALID_JSON = "invalid_json"
+    """It cannot be read in the format that the policy was taught: mostly broken JSON."""
+    UNKNOWN_TOOL = "unknown_tool"
+    """It names no tool that there is."""
+    SCHEMA_VIOLATION = "schema_violation"
+    """Its arguments do not fit the tool's schema."""
+    TRUNCATED = "truncated"
+    """The turn ended within it."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """One request to run a tool. Example: ``ToolCall("c1", "search", {"query": "Tamo Rilek"})``."""
 
     id: str
-    """Unique in the episode; a retry sends the same id, so a server may answer from its first run."""
+    """Unique in the episode; a retry sends the same id, so a server may answer from its first run. Empty where a
+    renderer parsed it and its format has none."""
     name: str
-    """The tool's registered name."""
+    """The tool's registered name; empty where the policy's attempt could not be read so far."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """JSON-able arguments."""
+    status: CallStatus = CallStatus.OK
+    """Only what is ``OK`` is run; everything else is answered with ``fault``."""
+    fault: str = ""
+    """What is wrong, in words for the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +113,33 @@ class Message:
     inline: bool = False
     """The text continues the policy's own unfinished turn, as protocols such as Search-R1 want it:
     it is appended as it is, without the chat template's turn markers."""
+    token_ids: tuple[int, ...] = ()
+    """The ids that ``content`` was decoded from, where the policy sampled it; without the token that ended the turn."""
+
+
+class ForkReason(StrEnum):
+    """Why a row does not go on where another row of its trajectory ended."""
+
+    THINKING = "thinking"
+    """The chat format leaves earlier reasoning out (``render.keep_thinking=true`` keeps it)."""
+    TEMPLATE = "template"
+    """The chat template changes earlier turns, or cannot be shown to leave them alone."""
+    END_TOKEN = "end_token"
+    """The policy ended its turn with another token than the chat format puts there."""
+    CONTEXT = "context"
+    """The conversation was put in other words, such as a summary of it."""
+    BRANCH = "branch"
+    """Another conversation of the same episode, such as a subagent's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A renderer's answer where a conversation cannot go on by appending: the caller renders anew and forks."""
+
+    reason: ForkReason
+    """Why."""
+    detail: str = ""
+    """The same in words, with the value at fault."""
 
 
 Observation = tuple[Message, ...] | ToolCalls
@@ -287,6 +334,10 @@ class Row:
     """``[T]`` index into ``request_ids``; -1 where the token was not sampled."""
     request_ids: tuple[str, ...] = ()
     """The requests that sampled this row's tokens."""
+    fork: ForkReason | None = None
+    """Why it does not go on where another row ended; None in a trajectory's first row."""
+    temperature: float = 1.0
+    """The sampling temperature; ``logprobs`` are those of the distribution at it."""
 
 
 @dataclass(slots=True, eq=False)

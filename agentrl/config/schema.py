@@ -9,6 +9,7 @@ from agentrl.config.base import Section
 from agentrl.config.data import DataConfig
 from agentrl.config.evaluation import EvalConfig
 from agentrl.config.learner import LearnerConfig
+from agentrl.config.render import RenderConfig
 from agentrl.config.reward import RewardConfig
 from agentrl.config.sections import (
     BatchConfig,
@@ -43,6 +44,8 @@ class Config(Section):
     """Tool servers, by the tool's name."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     """The policy."""
+    render: RenderConfig = Field(default_factory=RenderConfig)
+    """Messages to tokens and back."""
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
     """The engine and how it samples."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)

@@ -12,7 +12,7 @@ from agentrl.episode.services import Services
 from agentrl.episode.state import EpisodeState
 from agentrl.errors import AgentrlError, TaskError
 from agentrl.tool import Tool
-from agentrl.types import FinishReason, Generation, Message, Prompt, StopReason, Turn
+from agentrl.types import FinishReason, Fork, Generation, Message, Prompt, StopReason, ToolCall, Turn
 
 _log = logging.getLogger(__name__)
 
@@ -36,11 +36,12 @@ class Conversation:
         """Why `sample` returned None; None while the policy may speak."""
         self._services = services
         self._said: Generation | None = None
+        self._ends = {(token,) for token in services.renderer.end_token_ids}
 
     @property
     def ended_its_turn(self) -> bool:
         """Whether the last thing that the policy said is the end token: without a message after it, it is done."""
-        return self._said is not None and self._said.token_ids[-1:] == (self._services.renderer.end_token_id,)
+        return self._said is not None and self._said.token_ids[-1:] in self._ends
 
     def begin(self, messages: Sequence[Message], task_id: str) -> None:
         """Render the first prompt.
@@ -56,7 +57,7 @@ class Conversation:
                 f"rollout.max_tokens={limits.max_tokens}"
             )
         state.messages.extend(messages)
-        state.prompt_ids = prompt.token_ids
+        state.prompt_ids, state.added = prompt.token_ids, None
         state.prompt = self._services.renderer.decode(prompt.token_ids)
 
     async def sample(self, stop: Sequence[str] = ()) -> Message | None:
@@ -73,20 +74,17 @@ class Conversation:
         if len(state.turns) >= limits.max_turns or room < 1:
             self.stop_reason = StopReason.MAX_TURNS if len(state.turns) >= limits.max_turns else StopReason.MAX_TOKENS
             return None
-        state.trajectory.extend_to(state.prompt_ids)
+        state.trajectory.extend_to(state.prompt_ids, added=state.added, fork=state.fork)
+        state.trajectory.temperature = self._services.sampling.temperature
+        state.added, state.fork = 0, None
         generation = await self._generate(room, stop)
         state.trajectory.append_sampled(generation)
         if generation.finish_reason is FinishReason.ABORT:
             self.stop_reason = StopReason.ABORTED
             return None
         self._said = generation
-        said = self._services.renderer.parse(generation.token_ids)
-        if not (said.tool_calls and self.tools):
-            return Message("assistant", said.content)
-        turn = len(state.turns)
-        return replace(
-            said, tool_calls=tuple(replace(call, id=f"{turn}.{number}") for number, call in enumerate(said.tool_calls))
-        )
+        said = self._services.renderer.parse(generation.token_ids, self.tools)
+        return replace(said, tool_calls=self._named(said.tool_calls) if self.tools else ())
 
     def answer(self, said: Message, new: Sequence[Message], *, reward: float = 0.0, over: bool = False) -> None:
         """Record the turn that ``said`` was and the messages that answer it; prepare the next, unless it is ``over``."""
@@ -98,8 +96,22 @@ class Conversation:
         state.messages.extend((said, *new))
         if over:
             return
-        bridged = renderer.bridge(Prompt(state.prompt_ids), generation.token_ids, new, self.tools)
-        state.prompt_ids = (bridged or renderer.render(state.messages, self.tools)).token_ids
+        added = renderer.bridge(state.messages[: len(state.messages) - len(new)], generation.token_ids, new, self.tools)
+        if isinstance(added, Fork):
+            state.prompt_ids, state.added = renderer.render(state.messages, self.tools).token_ids, None
+            state.fork = added.reason
+        else:
+            state.prompt_ids, state.added = state.prompt_ids + generation.token_ids + added, len(added)
+
+    def _named(self, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+        """Return calls with ids that are unique in the conversation: their own, or the turn's number and theirs in it."""
+        used = {call.id for message in self.state.messages for call in message.tool_calls}
+        named: list[ToolCall] = []
+        for number, call in enumerate(calls):
+            name = call.id if call.id and call.id not in used else f"{len(self.state.turns)}.{number}"
+            used.add(name)
+            named.append(replace(call, id=name))
+        return tuple(named)
 
     async def close(self) -> None:
         """Tell the sampler that nothing more comes. Where it cannot be told that is only logged: the episode is over."""
@@ -116,7 +128,7 @@ class Conversation:
             sampling,
             max_new_tokens=min(room, sampling.max_new_tokens),
             stop=tuple(dict.fromkeys((*sampling.stop, *stop))),
-            stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, services.renderer.end_token_id))),
+            stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *services.renderer.end_token_ids))),
             seed=None if sampling.seed is None else _request_seed(sampling.seed, state.seed, request_id),
         )
         try:

@@ -16,6 +16,7 @@ from agentrl.protocols import Renderer
 from agentrl.task import Demonstrator, Task
 from agentrl.types import (
     Action,
+    Fork,
     MaskReason,
     Message,
     Provenance,
@@ -57,24 +58,26 @@ def demonstrate(
     """
     messages, _ = env.reset(seed=seed, options={"task": task})
     assert not isinstance(messages, ToolCalls), "an episode begins with messages"
-    prompt = renderer.render(messages)
-    provenance = [Provenance.OBSERVED] * len(prompt.token_ids)
+    history = list(messages)
+    token_ids = renderer.render(messages).token_ids
+    provenance = [Provenance.OBSERVED] * len(token_ids)
     reward = 0.0
     for _ in range(max_turns):
         text = expert.act(messages)
         said = [*encode(text), *(() if text.endswith(env.stop) else (renderer.end_token_id,))]
         provenance += [Provenance.DEMONSTRATED] * len(said)
-        token_ids = (*prompt.token_ids, *said)
+        token_ids = (*token_ids, *said)
         messages, earned, over = _step(env, Message("assistant", text), tools)
         reward += earned
         if over:
             break
-        bridged = renderer.bridge(prompt, said, messages)
-        if bridged is None:
-            raise TaskError(f"task {task.id!r}: this chat template changes earlier turns, so one row cannot show them")
-        prompt = bridged
-        token_ids = prompt.token_ids
-        provenance += [Provenance.OBSERVED] * (len(token_ids) - len(provenance))
+        history.append(Message("assistant", text))
+        added = renderer.bridge(history, said, messages)
+        if isinstance(added, Fork):
+            raise TaskError(f"task {task.id!r}: one row cannot show the demonstration: {added.detail}")
+        history.extend(messages)
+        token_ids += added
+        provenance += [Provenance.OBSERVED] * len(added)
     return _row(task.id, seed, token_ids, provenance), reward
 
 

@@ -14,7 +14,7 @@ from agentrl.env import Env
 from agentrl.episode.demonstrate import LocalTool, demonstrate
 from agentrl.errors import ConfigError
 from agentrl.registry import make_env, make_tasks, tool_service
-from agentrl.render.template import ChatTemplateRenderer
+from agentrl.render.renderer import ChatRenderer
 from agentrl.task import Task, TaskSet
 from agentrl.types import Row
 
@@ -54,7 +54,7 @@ class Demonstrations:
 
     """
 
-    def __init__(self, config: Config, make_renderer: Callable[[], ChatTemplateRenderer]) -> None:
+    def __init__(self, config: Config, make_renderer: Callable[[], ChatRenderer]) -> None:
         if config.tasks.name is None:
             raise ConfigError("tasks.name is not set: demonstrations come from a taskset's demonstrator()")
         staged = sum(stage.steps for stage in config.sft.curriculum)
@@ -62,11 +62,11 @@ class Demonstrations:
             raise ConfigError(f"sft.steps={config.sft.steps}, but the stages of sft.curriculum take {staged}")
         self._config = config
         self._make_renderer = make_renderer
-        self._renderer: ChatTemplateRenderer | None = None
+        self._renderer: ChatRenderer | None = None
         self._scene: tuple[Any, _Scene] | None = None
 
     @property
-    def renderer(self) -> ChatTemplateRenderer:
+    def renderer(self) -> ChatRenderer:
         """Built when first asked for, in each process anew."""
         if self._renderer is None:
             self._renderer = self._make_renderer()

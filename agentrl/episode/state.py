@@ -8,7 +8,7 @@ from typing import Any
 
 from agentrl.episode.trajectory import Trajectory
 from agentrl.obs.rolloutformat import turn_from_dict, turn_to_dict
-from agentrl.types import Message, ToolCall, Turn, json_state
+from agentrl.types import CallStatus, ForkReason, Message, ToolCall, Turn, json_state
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +25,10 @@ class EpisodeState:
     """All tokens so far, each with who made it."""
     prompt_ids: tuple[int, ...] = ()
     """The next turn's prompt; empty before the environment was reset."""
+    added: int | None = None
+    """Tokens at the end of ``prompt_ids`` that were appended to the trajectory's; None where the prompt was rendered anew."""
+    fork: ForkReason | None = None
+    """Why it was."""
     messages: list[Message] = field(default_factory=list)
     """The conversation, for templates that must be rendered anew."""
     turns: list[Turn] = field(default_factory=list)
@@ -51,6 +55,8 @@ class EpisodeState:
             "attempt": self.attempt,
             "trajectory": self.trajectory.to_state(),
             "prompt_ids": list(self.prompt_ids),
+            "added": self.added,
+            "fork": self.fork and self.fork.value,
             "messages": [message_to_dict(message) for message in self.messages],
             "turns": [turn_to_dict(turn) for turn in self.turns],
             "reward": self.reward,
@@ -68,6 +74,8 @@ class EpisodeState:
             **fields,
             trajectory=Trajectory.from_state(data["trajectory"]),
             prompt_ids=tuple(data["prompt_ids"]),
+            added=data["added"],
+            fork=ForkReason(data["fork"]) if data["fork"] else None,
             messages=[message_from_dict(message) for message in data["messages"]],
             turns=[turn_from_dict(turn) for turn in data["turns"]],
             metrics=dict(data["metrics"]),
@@ -77,17 +85,30 @@ class EpisodeState:
 
 def message_to_dict(message: Message) -> dict[str, Any]:
     """Return a message as JSON-able data."""
-    calls = [{"id": call.id, "name": call.name, "arguments": json_state(call.arguments)} for call in message.tool_calls]
+    calls = [
+        {
+            "id": call.id,
+            "name": call.name,
+            "arguments": json_state(call.arguments),
+            "status": call.status.value,
+            "fault": call.fault,
+        }
+        for call in message.tool_calls
+    ]
     return {
         "role": message.role,
         "content": message.content,
         "tool_calls": calls,
         "tool_call_id": message.tool_call_id,
         "inline": message.inline,
+        "token_ids": list(message.token_ids),
     }
 
 
 def message_from_dict(data: Mapping[str, Any]) -> Message:
     """Return what `message_to_dict` was given."""
-    calls = tuple(ToolCall(call["id"], call["name"], call["arguments"]) for call in data["tool_calls"])
-    return Message(data["role"], data["content"], calls, data["tool_call_id"], data["inline"])
+    calls = tuple(
+        ToolCall(call["id"], call["name"], call["arguments"], CallStatus(call["status"]), call["fault"])
+        for call in data["tool_calls"]
+    )
+    return Message(data["role"], data["content"], calls, data["tool_call_id"], data["inline"], tuple(data["token_ids"]))

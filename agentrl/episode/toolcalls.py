@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from agentrl.errors import AgentrlError, ToolFailure
 from agentrl.protocols import ToolClient
-from agentrl.tool import Tool
-from agentrl.types import ToolCall, ToolResult, ToolStatus
+from agentrl.tool import Tool, unknown_tool
+from agentrl.types import CallStatus, ToolCall, ToolResult, ToolStatus
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +52,8 @@ class ToolRunner:
         known = {tool.name: tool for tool in tools}
 
         async def run(call: ToolCall) -> ToolResult:
+            if call.status is not CallStatus.OK:
+                return ToolResult(call.id, ToolStatus.INVALID, call.fault)
             if call.name not in known:
                 return _unknown(call, known)
             return _available(call, await known[call.name].run(call))
@@ -78,8 +80,7 @@ async def _all(run: Callable[[ToolCall], Awaitable[ToolResult]], calls: Sequence
 
 
 def _unknown(call: ToolCall, known: Iterable[str]) -> ToolResult:
-    message = f"there is no tool {call.name!r}; there are: {', '.join(sorted(set(known))) or 'none'}"
-    return ToolResult(call.id, ToolStatus.INVALID, message)
+    return ToolResult(call.id, ToolStatus.INVALID, unknown_tool(call.name, known))
 
 
 def _available(call: ToolCall, result: ToolResult) -> ToolResult:

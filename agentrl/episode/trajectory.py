@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.errors import SamplerError
-from agentrl.types import Generation, MaskReason, Provenance, Row, RowKey
+from agentrl.types import ForkReason, Generation, MaskReason, Provenance, Row, RowKey
 
 _NONE = -1
 
@@ -44,6 +44,8 @@ class Node:
     """``[n]`` policy version that sampled each token."""
     request_id: str = ""
     """The request that sampled them."""
+    fork: ForkReason | None = None
+    """Why they do not follow what was said last, where they begin a fork."""
 
     @property
     def start(self) -> int:
@@ -60,7 +62,10 @@ class Trajectory:
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
+        self.temperature = 1.0
+        """At which its tokens were sampled."""
         self._tip = _NONE
+        self._reason: ForkReason | None = None  # of a fork whose first node is still to come
         # Tokens up to the tip, in two parts: joining them costs a copy, which grows with the episode.
         self._before: tuple[int, ...] = ()
         self._since: tuple[int, ...] = ()
@@ -101,16 +106,22 @@ class Trajectory:
         logprobs = np.array(generation.logprobs, np.float32)
         self._append(Provenance.SAMPLED, generation.token_ids, logprobs, versions, generation.request_id)
 
-    def extend_to(self, prompt_ids: Sequence[int]) -> int:
+    def extend_to(self, prompt_ids: Sequence[int], *, added: int | None = None, fork: ForkReason | None = None) -> int:
         """Move the tip to the end of ``prompt_ids`` and return how many of them were there already.
 
         The common prefix keeps its nodes and their provenance; the rest is added as observed. A prompt that does not
         start with all tokens up to the tip forks the graph.
+
+        Args:
+            prompt_ids: the whole prompt.
+            added: how many of them were appended to the tokens up to the tip, where they were: nothing is compared.
+            fork: why the prompt was made anew, for the rows that begin here; ``TEMPLATE`` if None.
         """
         prompt_ids = tuple(prompt_ids)
         middle, known = len(self._before), len(self._before) + len(self._since)
-        if prompt_ids[:middle] != self._before or prompt_ids[middle:known] != self._since:
-            known = self._fork(np.array(prompt_ids, np.int32))  # else it was bridged, the usual case
+        assert added is None or added + known == len(prompt_ids), "what was appended follows the tip"
+        if added is None and (prompt_ids[:middle] != self._before or prompt_ids[middle:known] != self._since):
+            known, self._reason = self._fork(np.array(prompt_ids, np.int32)), fork or ForkReason.TEMPLATE
         if known < len(prompt_ids):
             self._add(Provenance.OBSERVED, np.array(prompt_ids[known:], np.int32), _NO_LOGPROBS, _NO_VERSIONS, "")
         self._before, self._since = prompt_ids, ()
@@ -137,10 +148,11 @@ class Trajectory:
                 "logprobs": node.logprobs.tolist(),
                 "versions": node.versions.tolist(),
                 "request_id": node.request_id,
+                "fork": node.fork and node.fork.value,
             }
             for node in self.nodes
         ]
-        return {"nodes": nodes, "tip": self._tip}
+        return {"nodes": nodes, "tip": self._tip, "temperature": self.temperature}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Trajectory:
@@ -156,8 +168,10 @@ class Trajectory:
                     np.array(node["logprobs"], np.float32),
                     np.array(node["versions"], np.int32),
                     node["request_id"],
+                    ForkReason(node["fork"]) if node["fork"] else None,
                 )
             )
+        graph.temperature = state["temperature"]
         graph._tip = state["tip"]
         graph._before = tuple(index for node in graph._nodes_to(graph._tip) for index in node.token_ids.tolist())
         return graph
@@ -184,8 +198,8 @@ class Trajectory:
     ) -> None:
         before = self.nodes[self._tip].end if self._tip != _NONE else 0
         end = before + len(token_ids)
-        self.nodes.append(Node(self._tip, end, provenance, token_ids, logprobs, versions, request_id))
-        self._tip = len(self.nodes) - 1
+        self.nodes.append(Node(self._tip, end, provenance, token_ids, logprobs, versions, request_id, self._reason))
+        self._tip, self._reason = len(self.nodes) - 1, None
 
     def _fork(self, prompt: NDArray[np.int32]) -> int:
         """Put the tip at the end of the longest common prefix of ``prompt`` and the graph; return its length."""
@@ -212,7 +226,8 @@ class Trajectory:
         node = self.nodes[index]
         cut_end = node.start + size
         head = Node(node.parent, cut_end, node.provenance, node.token_ids[:size], node.logprobs[:size],
-                    node.versions[:size], node.request_id)  # fmt: skip
+                    node.versions[:size], node.request_id, node.fork)  # fmt: skip
+        node.fork = None
         self.nodes.append(head)
         node.parent = len(self.nodes) - 1
         node.token_ids, node.logprobs, node.versions = node.token_ids[size:], node.logprobs[size:], node.versions[size:]
@@ -240,8 +255,10 @@ class Trajectory:
         requests = np.full(size, -1, np.int32)
         request_ids: dict[str, int] = {}
         start = 0
+        fork: ForkReason | None = None
         for index in path:
             node = self.nodes[index]
+            fork = node.fork or fork
             here = slice(start, node.end)
             start = node.end
             if node.provenance is Provenance.OBSERVED:
@@ -256,7 +273,8 @@ class Trajectory:
                 versions[here] = node.versions
                 requests[here] = request_ids.setdefault(node.request_id, len(request_ids))
         token_ids = np.concatenate([self.nodes[index].token_ids for index in path])
-        return Row(key, token_ids, provenance, mask, reason, logprobs, versions, requests, tuple(request_ids))
+        ids = tuple(request_ids)
+        return Row(key, token_ids, provenance, mask, reason, logprobs, versions, requests, ids, fork, self.temperature)
 
 
 def _common_prefix(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:

@@ -18,6 +18,8 @@ from agentrl.types import Rollout
 
 AS_JSON = ("label", "metadata")
 """Columns of any shape, kept as JSON text."""
+SMALL = ("agent_id", "row", "request_ids", "fork", "temperature")
+"""What a row holds beside its arrays."""
 ROW_GROUP = 512
 """Rollouts that are compressed together."""
 
@@ -60,7 +62,16 @@ def _schema() -> Any:
     text, number = pa.string(), pa.float64()
     turn = pa.struct([("action", text), ("observation", text), ("finish_reason", text), ("reward", number)])
     arrays = [(name, pa.list_(pa.from_numpy_dtype(kind))) for name, kind in ARRAYS.items()]
-    row = pa.struct([("agent_id", text), ("row", pa.int32()), ("request_ids", pa.list_(text)), *arrays])
+    row = pa.struct(
+        [
+            ("agent_id", text),
+            ("row", pa.int32()),
+            ("request_ids", pa.list_(text)),
+            ("fork", text),
+            ("temperature", number),
+            *arrays,
+        ]
+    )
     return pa.schema(
         [
             ("prompt_id", text),
@@ -97,14 +108,9 @@ def _read_rows(column: Any) -> list[list[dict[str, Any]]]:
     found = []
     for chunk in column.chunks:
         structs = chunk.values
-        small = structs.field("agent_id"), structs.field("row"), structs.field("request_ids")
-        agents, numbers, requests = (field.to_pylist() for field in small)
+        small = {name: structs.field(name).to_pylist() for name in SMALL}
         arrays = {name: _split(structs.field(name)) for name in ARRAYS}
-        rows = [
-            {"agent_id": agents[i], "row": numbers[i], "request_ids": requests[i]}
-            | {name: values[i] for name, values in arrays.items()}
-            for i in range(len(structs))
-        ]
+        rows = [{name: values[i] for name, values in (small | arrays).items()} for i in range(len(structs))]
         bounds = chunk.offsets.to_pylist()
         found += [rows[start:stop] for start, stop in pairwise(bounds)]
     return found

@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 import orjson
 
-from agentrl.types import Failure, FailureKind, FinishReason, Rollout, Row, RowKey, StopReason, Turn, json_state
+from agentrl.types import (
+    Failure,
+    FailureKind,
+    FinishReason,
+    ForkReason,
+    Rollout,
+    Row,
+    RowKey,
+    StopReason,
+    Turn,
+    json_state,
+)
 
 ARRAYS: dict[str, type[np.generic]] = {
     "token_ids": np.int32,
@@ -98,13 +109,26 @@ def turn_from_dict(data: Mapping[str, Any]) -> Turn:
 
 def _row_to_dict(row: Row) -> dict[str, Any]:
     arrays = {name: getattr(row, name) for name in ARRAYS}
-    return {"agent_id": row.key.agent_id, "row": row.key.row, "request_ids": row.request_ids, **arrays}
+    return {
+        "agent_id": row.key.agent_id,
+        "row": row.key.row,
+        "request_ids": row.request_ids,
+        "fork": row.fork and row.fork.value,
+        "temperature": row.temperature,
+        **arrays,
+    }
 
 
 def _row_from_dict(prompt_id: str, rollout_id: str, data: Mapping[str, Any]) -> Row:
     key = RowKey(prompt_id, rollout_id, data["agent_id"], data["row"])
     arrays: dict[str, Any] = {name: np.asarray(data[name], kind) for name, kind in ARRAYS.items()}
-    return Row(key=key, request_ids=tuple(data["request_ids"]), **arrays)
+    return Row(
+        key=key,
+        request_ids=tuple(data["request_ids"]),
+        fork=ForkReason(data["fork"]) if data["fork"] else None,
+        temperature=data["temperature"],
+        **arrays,
+    )
 
 
 def _number(value: float | None) -> float:

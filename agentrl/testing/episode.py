@@ -48,9 +48,9 @@ def play_episode(
     # Only this needs transformers, and loading it takes seconds.
     from agentrl.models.load import load_tokenizer
     from agentrl.models.resolve import resolve_model
-    from agentrl.render.template import ChatTemplateRenderer
+    from agentrl.render.choice import make_renderer
 
-    renderer = ChatTemplateRenderer(load_tokenizer(resolve_model(model)))
+    renderer = make_renderer(load_tokenizer(resolve_model(model)))
     stop = dict.fromkeys(("policy", "sampler", "environment", "tool", "sandbox", "task"), "stop")
     runner = EpisodeRunner(
         env_factory=env_factory,

@@ -10,13 +10,14 @@ import pytest
 from rich.console import Console
 
 from agentrl.config.load import load_config
+from agentrl.config.render import RenderConfig
 from agentrl.config.schema import Config
 from agentrl.episode.demonstrate import demonstrate
 from agentrl.episode.demonstrations import Demonstrations
 from agentrl.errors import ConfigError, EnvironmentFailure, RunStopped
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.registry import make_env, make_tasks, model_folder, tool_service
-from agentrl.render.template import ChatTemplateRenderer
+from agentrl.render.choice import make_renderer
 from agentrl.sft import RendererOf, batches, sft
 from agentrl.types import Provenance
 
@@ -43,14 +44,14 @@ def config(*overrides: str) -> Config:
 
 
 def demonstrations(*overrides: str) -> Demonstrations:
-    return Demonstrations(config(*overrides), RendererOf(WARM))
+    return Demonstrations(config(*overrides), RendererOf(WARM, RenderConfig()))
 
 
 def test_provenance_marks_exactly_what_the_expert_said() -> None:
     """Layout: prompt (observed), turn (demonstrated), information (observed), turn (demonstrated)."""
     tasks = make_tasks("multihop", {"scale": 0.1, "hops": [1]})
     task = tasks.split("train")[0]
-    renderer = ChatTemplateRenderer(load_tokenizer(WARM))
+    renderer = make_renderer(load_tokenizer(WARM))
     row, reward = demonstrate(
         make_env("search_r1", {"topk": 1}),
         task,
@@ -85,7 +86,7 @@ def test_a_turn_without_a_stop_string_ends_with_the_end_token() -> None:
 
 def test_a_tool_that_is_not_there_is_the_environments_failure() -> None:
     tasks = make_tasks("multihop", {"scale": 0.1})
-    renderer = ChatTemplateRenderer(load_tokenizer(WARM))
+    renderer = make_renderer(load_tokenizer(WARM))
     task = tasks.split("train")[0]
     expert = tasks.demonstrator(task, np.random.default_rng(0))
     with pytest.raises(EnvironmentFailure, match="'search'"):
@@ -131,7 +132,7 @@ def test_curriculum() -> None:
 def test_workers_change_nothing() -> None:
     def ids(workers: int) -> list[list[int]]:
         run = config("sft.steps=4", f"sft.workers={workers}")
-        found = batches(run, Demonstrations(run, RendererOf(WARM)))
+        found = batches(run, Demonstrations(run, RendererOf(WARM, RenderConfig())))
         return [micro.token_ids_R_L.flatten().tolist() for batch in found for [micro] in batch.micro]
 
     assert ids(0) == ids(2)
@@ -139,7 +140,7 @@ def test_workers_change_nothing() -> None:
 
 def test_batches_weigh_policy_and_context() -> None:
     run = config("sft.steps=1", "sft.context_weight=0.3")
-    [batch] = batches(run, Demonstrations(run, RendererOf(WARM)))
+    [batch] = batches(run, Demonstrations(run, RendererOf(WARM, RenderConfig())))
     [[micro]] = batch.micro
     said = micro.provenance_R_L == Provenance.DEMONSTRATED
     assert batch.kind == "sft"
@@ -184,4 +185,4 @@ def test_ctrl_c_saves_what_there_is(tmp_path: Path) -> None:
 
 def test_a_taskset_is_needed() -> None:
     with pytest.raises(ConfigError, match=r"tasks\.name"):
-        Demonstrations(load_config(None, []), RendererOf(WARM))
+        Demonstrations(load_config(None, []), RendererOf(WARM, RenderConfig()))

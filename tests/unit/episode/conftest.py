@@ -3,7 +3,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from agentrl.render.template import ChatTemplateRenderer
+from agentrl.render.choice import make_renderer
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
@@ -20,7 +20,7 @@ FORGETS = (
 """Leaves out what the policy said before, so every turn must be rendered anew."""
 
 
-def _renderer(template: str) -> ChatTemplateRenderer:
+def _renderer(template: str) -> make_renderer:
     vocabulary = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     base = Tokenizer(models.BPE(vocabulary, []))
     base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -28,16 +28,16 @@ def _renderer(template: str) -> ChatTemplateRenderer:
     made = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="<|im_end|>", pad_token="<|pad|>")
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]}, replace_extra_special_tokens=False)
     made.chat_template = template
-    return ChatTemplateRenderer(made)
+    return make_renderer(made)
 
 
 @pytest.fixture(scope="session")
-def renderer() -> ChatTemplateRenderer:
+def renderer() -> make_renderer:
     """One token a byte, and a template that leaves earlier turns alone."""
     return _renderer(CHATML)
 
 
 @pytest.fixture(scope="session")
-def forgetful() -> ChatTemplateRenderer:
+def forgetful() -> make_renderer:
     """One token a byte, and a template that changes earlier turns."""
     return _renderer(FORGETS)

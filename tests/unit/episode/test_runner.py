@@ -266,9 +266,9 @@ def test_the_environments_own_tools_are_run_for_the_policy(renderer):
     wrong = '<tool_call>{"name": "treble", "arguments": {}}</tool_call>'
     rollout, sampler = play(renderer, [calls[0], calls[1], wrong, "done"], WithTools)
     assert rollout.turns[0].observation == "8"
-    assert rollout.turns[1].observation.startswith("n")  # malformed: the environment hears it as text
+    assert rollout.turns[1].observation.startswith("the call is not valid JSON: Expecting value")
     assert rollout.turns[2].observation == "there is no tool 'treble'; there are: double"
-    assert rollout.metrics == {"words": 2.0}
+    assert rollout.metrics == {"words": 1.0}
     assert "<|im_start|>tool\n8<|im_end|>" in renderer.decode(sampler.asked[1].prompt.token_ids)
     assert len(rollout.rows) == 1
 

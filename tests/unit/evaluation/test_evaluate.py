@@ -27,15 +27,18 @@ class Plain:
     """A renderer of one token a message."""
 
     end_token_id = END
+    end_token_ids = (END,)
     pad_token_id = 0
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Prompt:
         return Prompt(tuple(range(1, len(messages) + 1)))
 
-    def bridge(self, previous: Prompt, sampled: Sequence[int], new: Sequence[Message], tools: Any = ()) -> Prompt:
-        return Prompt((*previous.token_ids, *sampled, *range(len(new))))
+    def bridge(
+        self, history: Sequence[Message], sampled: Sequence[int], new: Sequence[Message], tools: Any = ()
+    ) -> tuple[int, ...]:
+        return tuple(range(len(new)))
 
-    def parse(self, sampled_ids: Sequence[int]) -> Message:
+    def parse(self, sampled_ids: Sequence[int], tools: Any = ()) -> Message:
         return Message("assistant", str(len(sampled_ids)))
 
     def decode(self, token_ids: Sequence[int]) -> str:

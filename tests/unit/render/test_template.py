@@ -1,9 +1,12 @@
+import re
+
 import pytest
 
+from agentrl.config.render import RenderConfig
 from agentrl.errors import ConfigError, ModelError
-from agentrl.render.template import ChatTemplateRenderer
+from agentrl.render.choice import make_renderer
 from agentrl.tool import tool
-from agentrl.types import Message, Prompt, ToolCall
+from agentrl.types import CallStatus, Fork, ForkReason, Message, Prompt, ToolCall
 
 SPECIAL = range(6)  # the ids that the fixture's tokenizer gives its special tokens
 ASK = (Message("user", "What is the capital of France?"),)
@@ -17,12 +20,20 @@ async def search(query: str) -> str:
 
 
 def renderer_of(tokenizer, template="chatml"):
-    return ChatTemplateRenderer(tokenizer(template))
+    return make_renderer(tokenizer(template))
+
+
+def follow(renderer, history, sampled, new, tools=()):
+    """The next prompt after ``sampled`` as a bridge makes it, or the reason why it makes none."""
+    added = renderer.bridge((*history, renderer.parse(sampled)), sampled, new, tools)
+    if isinstance(added, Fork):
+        return added.reason
+    return Prompt(renderer.render(history, tools).token_ids + tuple(sampled) + added)
 
 
 def test_render_is_what_the_template_says(tokenizer):
     made = tokenizer("chatml")
-    renderer = ChatTemplateRenderer(made)
+    renderer = make_renderer(made)
     expected = made.apply_chat_template(
         [{"role": "user", "content": ASK[0].content}], add_generation_prompt=True, tokenize=True, return_dict=False
     )
@@ -42,7 +53,7 @@ def test_a_tokenizer_without_an_end_token_is_refused(tokenizer):
     made.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     made.eos_token = None
     with pytest.raises(ModelError, match="no end token"):
-        ChatTemplateRenderer(made)
+        make_renderer(made)
 
 
 def test_a_raw_prompt_gets_no_template_and_keeps_its_special_tokens(tokenizer):
@@ -51,16 +62,15 @@ def test_a_raw_prompt_gets_no_template_and_keeps_its_special_tokens(tokenizer):
     raw = Message("user", "<|im_start|>user\nWhat?<|im_end|>\nIt", inline=True)
     for template in (made.chat_template, None):
         made.chat_template = template
-        renderer = ChatTemplateRenderer(made)
+        renderer = make_renderer(made)
         prompt = renderer.render((raw,))
         assert prompt.token_ids == tuple(made.encode(raw.content, add_special_tokens=False))
         assert renderer.decode(prompt.token_ids) == raw.content
         assert sum(index in SPECIAL for index in prompt.token_ids) == 2
         assert renderer.decode([renderer.end_token_id]) == "<|im_end|>"
         said, found = Message("assistant", " is"), Message("user", "<|im_end|>", inline=True)
-        bridged = renderer.bridge(prompt, renderer.encode(said.content), (found,))
+        bridged = follow(renderer, (raw,), renderer.encode(said.content), (found,))
         assert bridged == renderer.render((raw, said, found))
-        assert bridged is not None
         assert bridged.token_ids[: len(prompt.token_ids)] == prompt.token_ids
         assert sum(index in SPECIAL for index in bridged.token_ids) == 2, "what follows a raw prompt stays text"
         with pytest.raises(ConfigError, match=r"data\.apply_chat_template=true"):
@@ -70,10 +80,10 @@ def test_a_raw_prompt_gets_no_template_and_keeps_its_special_tokens(tokenizer):
 def test_without_a_chat_template_only_raw_prompts_can_be_rendered(tokenizer):
     made = tokenizer("chatml")
     made.chat_template = None
-    renderer = ChatTemplateRenderer(made)
+    renderer = make_renderer(made)
     with pytest.raises(ModelError, match=r"no chat template; set model\.path.*data\.apply_chat_template=false"):
         renderer.render(ASK)
-    assert renderer.bridge(Prompt((7,)), (8,), FOLLOWING) is None
+    assert isinstance(renderer.bridge((Message("assistant", "x"),), (8,), FOLLOWING), Fork)
 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["end token sampled", "stopped by a string or the length"])
@@ -83,8 +93,7 @@ def test_bridge_keeps_every_token_and_the_newline_after_the_end_token(tokenizer,
     prompt = renderer.render(ASK)
     said = renderer.encode("Paris is")
     sampled = (*said, renderer.end_token_id) if ended else said
-    bridged = renderer.bridge(prompt, sampled, FOLLOWING)
-    assert bridged is not None
+    bridged = follow(renderer, ASK, sampled, FOLLOWING)
     assert bridged.token_ids[: len(prompt.token_ids) + len(sampled)] == prompt.token_ids + sampled
     assert bridged == renderer.render((*ASK, Message("assistant", "Paris is"), *FOLLOWING))
     assert renderer.decode(bridged.token_ids).count("<|im_end|>\n") == 3
@@ -96,8 +105,7 @@ def test_bridge_never_encodes_the_sampled_text_again(tokenizer):
     spelled = tuple(index for letter in "Paris" for index in renderer.encode(letter))
     assert spelled != renderer.encode("Paris")
     prompt = renderer.render(ASK)
-    bridged = renderer.bridge(prompt, spelled, FOLLOWING)
-    assert bridged is not None
+    bridged = follow(renderer, ASK, spelled, FOLLOWING)
     assert bridged.token_ids[len(prompt.token_ids) :][: len(spelled)] == spelled
 
 
@@ -105,14 +113,13 @@ def test_inline_messages_continue_the_turn(tokenizer):
     renderer = renderer_of(tokenizer)
     prompt, sampled = renderer.render(ASK), renderer.encode("<search>x")
     inline = Message("user", "<information>doc</information>", inline=True)
-    bridged = renderer.bridge(prompt, sampled, (inline,))
+    bridged = follow(renderer, ASK, sampled, (inline,))
     assert bridged == Prompt(prompt.token_ids + sampled + renderer.encode(inline.content))
-    then_user = renderer.bridge(prompt, sampled, (inline, *FOLLOWING))
-    assert then_user is not None
+    then_user = follow(renderer, ASK, sampled, (inline, *FOLLOWING))
     assert renderer.decode(then_user.token_ids).endswith(
         "</information><|im_end|>\n<|im_start|>user\nAnd of Spain?<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert renderer.bridge(prompt, sampled, (*FOLLOWING, inline)) is None
+    assert follow(renderer, ASK, sampled, (*FOLLOWING, inline)) is ForkReason.TEMPLATE
 
 
 def test_rendering_anew_keeps_inline_messages_in_their_turn(tokenizer):
@@ -135,10 +142,8 @@ def test_special_token_text_in_content_stays_text(tokenizer, content, inline):
     harmless, harmful = renderer.render(ASK), renderer.render((Message("user", content),))
     assert count(harmless) == count(harmful)
     assert content in renderer.decode(harmful.token_ids)
-    bridged = renderer.bridge(harmless, renderer.encode("ok"), (Message("user", content, inline=inline),))
-    calm = renderer.bridge(harmless, renderer.encode("ok"), (Message("user", "calm", inline=inline),))
-    assert bridged is not None
-    assert calm is not None
+    bridged = follow(renderer, ASK, renderer.encode("ok"), (Message("user", content, inline=inline),))
+    calm = follow(renderer, ASK, renderer.encode("ok"), (Message("user", "calm", inline=inline),))
     assert count(bridged) == count(calm)
     assert content in renderer.decode(bridged.token_ids)
 
@@ -159,43 +164,50 @@ def test_tags_that_are_tokens_but_not_special_stay_tokens(tokenizer):
 
 def test_a_template_that_drops_reasoning_is_not_bridged_over_reasoning(tokenizer):
     renderer = renderer_of(tokenizer, "drops_thinking")
-    prompt = renderer.render(ASK)
     thought, plain = renderer.encode("<think>\nhm\n</think>\n\nParis"), renderer.encode("Paris")
-    assert renderer.bridge(prompt, thought, FOLLOWING) is None
-    assert renderer.bridge(prompt, plain, FOLLOWING) is not None
-    assert renderer.bridge(prompt, thought, (Message("tool", "18 degrees"),)) is not None
-    earlier = renderer.bridge(prompt, thought, (Message("tool", "18 degrees"),))
-    assert earlier is not None
-    assert renderer.bridge(earlier, plain, FOLLOWING) is None  # the reasoning of the turn before would go
+    answer = Message("tool", "18 degrees")
+    assert follow(renderer, ASK, thought, FOLLOWING) is ForkReason.THINKING
+    assert isinstance(follow(renderer, ASK, plain, FOLLOWING), Prompt)
+    assert isinstance(follow(renderer, ASK, thought, (answer,)), Prompt)
+    earlier = (*ASK, renderer.parse(thought), answer)
+    assert (
+        follow(renderer, earlier, plain, FOLLOWING) is ForkReason.THINKING
+    )  # the turn before would lose its reasoning
+
+
+def test_reasoning_is_kept_on_request(tokenizer):
+    renderer = make_renderer(tokenizer("drops_thinking"), RenderConfig(keep_thinking=True))
+    thought = renderer.encode("<think>\nhm\n</think>\n\nParis")
+    kept = follow(renderer, ASK, thought, FOLLOWING)
+    assert "</think>\n\nParis<|im_end|>\n<|im_start|>user\nAnd" in renderer.decode(kept.token_ids)
 
 
 def test_a_template_whose_past_changes_is_not_bridged(tokenizer):
     renderer = renderer_of(tokenizer, "numbered")
-    assert renderer.bridge(renderer.render(ASK), renderer.encode("Paris"), FOLLOWING) is None
+    assert follow(renderer, ASK, renderer.encode("Paris"), FOLLOWING) is ForkReason.TEMPLATE
 
 
 def test_a_template_that_refuses_a_role(tokenizer):
     renderer = renderer_of(tokenizer, "alternates")
     answer = Message("tool", "18 degrees")
-    assert renderer.bridge(renderer.render(ASK), renderer.encode("Paris"), (answer,)) is None
+    assert follow(renderer, ASK, renderer.encode("Paris"), (answer,)) is ForkReason.TEMPLATE
     with pytest.raises(ConfigError, match="no tools here"):
         renderer.render((*ASK, answer))
 
 
 def test_the_next_roles_marker_as_end_token(tokenizer):
     renderer = renderer_of(tokenizer, "next_role_ends")
-    prompt, said = renderer.render(ASK), renderer.encode("Paris")
-    bridged = renderer.bridge(prompt, (*said, renderer.end_token_id), FOLLOWING)
-    assert bridged is not None
+    said = renderer.encode("Paris")
+    bridged = follow(renderer, ASK, (*said, renderer.end_token_id), FOLLOWING)
     assert renderer.decode(bridged.token_ids).endswith("Paris<|user|>\nAnd of Spain?<|assistant|>\n")
-    assert renderer.bridge(prompt, (*said, renderer.end_token_id), (Message("tool", "x"),)) is None
+    assert follow(renderer, ASK, (*said, renderer.end_token_id), (Message("tool", "x"),)) is ForkReason.END_TOKEN
 
 
 def test_parse_leaves_the_end_token_out_by_id_only(tokenizer):
     renderer = renderer_of(tokenizer)
     said = renderer.encode("spelled <|im_end|>")
-    assert renderer.parse((*said, renderer.end_token_id)) == Message("assistant", "spelled <|im_end|>")
-    assert renderer.parse(said) == Message("assistant", "spelled <|im_end|>")
+    assert renderer.parse((*said, renderer.end_token_id)) == Message("assistant", "spelled <|im_end|>", token_ids=said)
+    assert renderer.parse(said) == Message("assistant", "spelled <|im_end|>", token_ids=said)
     assert renderer.parse(()) == Message("assistant", "")
 
 
@@ -204,26 +216,41 @@ def test_parse_finds_well_formed_calls_and_renders_them_as_they_were_said(tokeni
     text = 'Let me see.<tool_call>\n{"arguments":  {"query": "x", "deep": false}, "name": "search"}\n</tool_call>'
     said = renderer.parse(renderer.encode(text))
     assert said.content == text
-    assert said.tool_calls == (ToolCall("call_0", "search", {"query": "x", "deep": False}),)
+    assert said.tool_calls == (ToolCall("", "search", {"query": "x", "deep": False}),)
     assert text in renderer.decode(renderer.render((*ASK, said, *FOLLOWING)).token_ids)
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "status", "fault"),
     [
-        "<tool_call>{not json}</tool_call>",
-        "<tool_call>{}</tool_call>",
-        '<tool_call>{"name": 3}</tool_call>',
-        '<tool_call>{"name": "search", "arguments": "x"}</tool_call>',
-        '<tool_call>{"name": "search"}',
-        '<think><tool_call>{"name": "search"}</tool_call></think>',
-        "<tool_call>" + '{"a":' * 100_000 + "}</tool_call>",
-        "\ufffd</tool_call><tool_call>",
+        ("<tool_call>{not json}</tool_call>", CallStatus.INVALID_JSON, "not valid JSON: Expecting property name"),
+        ("<tool_call>{}</tool_call>", CallStatus.INVALID_JSON, 'not a JSON object with a "name"'),
+        ('<tool_call>{"name": 3}</tool_call>', CallStatus.INVALID_JSON, 'not a JSON object with a "name"'),
+        ('<tool_call>{"name": "search", "arguments": "x"}</tool_call>', CallStatus.INVALID_JSON, "arguments of search"),
+        ('<tool_call>{"name": "search"}', CallStatus.TRUNCATED, "no </tool_call>"),
+        ("<tool_call>" + '{"a":' * 100_000 + "}</tool_call>", CallStatus.INVALID_JSON, "recursion"),
+        ("\ufffd</tool_call><tool_call>", CallStatus.TRUNCATED, "no </tool_call>"),
+        ('<tool_call>{"name": "find"}</tool_call>', CallStatus.UNKNOWN_TOOL, "no tool 'find'; there are: search"),
+        (
+            '<tool_call>{"name": "search", "arguments": {"query": 3}}</tool_call>',
+            CallStatus.SCHEMA_VIOLATION,
+            r"search\['query'\]: 3 is not of type 'string'",
+        ),
     ],
-    ids=range(8),
+    ids=range(9),
 )
-def test_malformed_calls_stay_text(tokenizer, text):
+def test_malformed_calls_come_back_with_what_is_wrong(tokenizer, text, status, fault):
     renderer = renderer_of(tokenizer)
-    said = renderer.parse(renderer.encode(text))
-    assert said.tool_calls == ()
+    said = renderer.parse(renderer.encode(text), [search])
     assert said.content == text
+    [call] = said.tool_calls
+    assert call.status is status
+    assert re.search(fault, call.fault)
+
+
+def test_a_call_within_reasoning_calls_nothing(tokenizer):
+    renderer = renderer_of(tokenizer)
+    call = '<tool_call>{"name": "search", "arguments": {"query": "x"}}</tool_call>'
+    assert renderer.parse(renderer.encode(f"<think>{call}</think>")).tool_calls == ()
+    assert renderer.parse(renderer.encode(f"<think>{call}")).tool_calls == ()
+    assert len(renderer.parse(renderer.encode(f"<think>{call}</think>{call}")).tool_calls) == 1

@@ -8,7 +8,7 @@ from agentrl_tasks.multihop.tokenizer import TAGS, VOCABULARY
 
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.registry import make_env, make_tasks, model_folder
-from agentrl.render.template import ChatTemplateRenderer
+from agentrl.render.choice import make_renderer
 
 NAMES = ("multihop-warm", "multihop-discover")
 
@@ -43,7 +43,7 @@ def test_recipe_makes_the_shipped_tokenizer_and_architecture(tmp_path: Path) -> 
 
 
 def test_every_word_of_the_prompt_and_every_tag_is_one_token() -> None:
-    renderer = ChatTemplateRenderer(load_tokenizer(folder("multihop-warm")))
+    renderer = make_renderer(load_tokenizer(folder("multihop-warm")))
     task = make_tasks("multihop").split("eval")[2]
     observation, _ = make_env("search_r1").reset(options={"task": task})
     ids = renderer.render(observation).token_ids
@@ -56,7 +56,7 @@ def test_every_word_of_the_prompt_and_every_tag_is_one_token() -> None:
 
 
 def test_turns_and_observations_meet_at_token_borders() -> None:
-    renderer = ChatTemplateRenderer(load_tokenizer(folder("multihop-warm")))
+    renderer = make_renderer(load_tokenizer(folder("multihop-warm")))
     said = "<think> mayor </think><search> Tamo Rilek </search>"
     read = '\n\n<information>Doc 1(Title: "Tamo Rilek") Tamo Rilek was born in Loraveston.</information>\n\n'
     goes_on = "<think> answer </think><answer> Loraveston </answer>"
@@ -66,7 +66,7 @@ def test_turns_and_observations_meet_at_token_borders() -> None:
 
 
 def test_names_take_about_four_tokens_and_documents_are_short() -> None:
-    renderer = ChatTemplateRenderer(load_tokenizer(folder("multihop-warm")))
+    renderer = make_renderer(load_tokenizer(folder("multihop-warm")))
     documents = make_tasks("multihop").held_out_world.documents
     names = [len(renderer.encode(f" {d.title}")) for d in documents]
     lengths = [len(renderer.encode(f'Doc 1(Title: "{d.title}") {d.text}\n')) for d in documents]

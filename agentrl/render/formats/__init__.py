@@ -1,0 +1,1 @@
+"""Chat formats, one family a file: messages as text, and what stands between two turns of the policy."""

@@ -1,0 +1,110 @@
+"""Qwen3: Qwen2.5's turns with reasoning in ``<think>``, which is left out of earlier turns once a user speaks again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentrl.render.formats.base import drops_thinking, split_thinking
+from agentrl.render.formats.chatml import END, OPENER, START, call_text, other, split_system, tools_text, turn
+from agentrl.render.parsers.base import THINK, THINK_END, CallParser
+from agentrl.render.parsers.hermes import HermesParser
+from agentrl.tool import Tool
+from agentrl.types import Fork, ForkReason, Message
+
+EMPTY_THOUGHT = f"{THINK}\n\n{THINK_END}\n\n"
+"""What the opener ends with where thinking is switched off."""
+
+
+class Qwen3Instruct:
+    """Qwen3 Instruct (2507): no reasoning, and nothing is left out."""
+
+    name = "qwen3-instruct"
+    ends: tuple[str, ...] = (END,)
+    opens_thinking = False
+    parser: CallParser = HermesParser()
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
+        """See `Format`."""
+        system, rest = split_system(messages)
+        if tools:
+            head = turn("system", (f"{system}\n\n" if rest is not messages else "") + tools_text(tools))
+        else:
+            head = turn("system", system) if rest is not messages else ""
+        return head + self._turns(rest) + (self._opener if opener else "")
+
+    def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
+        """See `Format`."""
+        return f"{END}\n" + self._turns(new) + self._opener
+
+    @property
+    def _opener(self) -> str:
+        return OPENER
+
+    def _turns(self, messages: Sequence[Message]) -> str:
+        return "".join(
+            _assistant(message, message.content) if message.role == "assistant" else other(messages, index)
+            for index, message in enumerate(messages)
+        )
+
+
+class Qwen3(Qwen3Instruct):
+    """Qwen3 as first released, which thinks unless told not to.
+
+    Args:
+        thinking: whether it is to think; otherwise the opener holds an empty thought.
+        keep_thinking: keep all reasoning in its place, so that a conversation stays one row. The template does not.
+        opens_thinking: the opener ends with ``<think>`` (Qwen3 Thinking 2507).
+    """
+
+    name = "qwen3"
+
+    def __init__(self, *, thinking: bool = True, keep_thinking: bool = False, opens_thinking: bool = False) -> None:
+        self._thinking = thinking
+        self._keep = keep_thinking
+        self.opens_thinking = opens_thinking
+        self.name = "qwen3-thinking" if opens_thinking else "qwen3"
+
+    def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
+        """See `Format`."""
+        if not self._keep:
+            if any(is_query(message) for message in new):
+                fork = drops_thinking(history, "a new user message")
+                if fork is not None:
+                    return fork
+            if not self._thinking:
+                return Fork(ForkReason.THINKING, "the empty thought of the opener is left out of earlier turns")
+        return super().boundary(history, new, tools)
+
+    @property
+    def _opener(self) -> str:
+        if self.opens_thinking:
+            return f"{OPENER}{THINK}\n"
+        return OPENER if self._thinking else OPENER + EMPTY_THOUGHT
+
+    def _turns(self, messages: Sequence[Message]) -> str:
+        queries = [index for index, message in enumerate(messages) if is_query(message)]
+        last = queries[-1] if queries else len(messages) - 1
+        return "".join(
+            _assistant(message, self._content(message, index > last, index == len(messages) - 1))
+            if message.role == "assistant"
+            else other(messages, index)
+            for index, message in enumerate(messages)
+        )
+
+    def _content(self, message: Message, current: bool, final: bool) -> str:
+        """Return an assistant message as the template divides it: reasoning only in the ``current`` exchange."""
+        reasoning, content = split_thinking(message.content)
+        if (current and (final or reasoning)) or (self._keep and reasoning):
+            return f"{THINK}\n{reasoning.strip(chr(10))}\n{THINK_END}\n\n{content.lstrip(chr(10))}"
+        return content
+
+
+def is_query(message: Message) -> bool:
+    """Return whether a message is a user's own, and not the result of a tool in a user's turn."""
+    inside = message.content.startswith("<tool_response>") and message.content.endswith("</tool_response>")
+    return message.role == "user" and not inside
+
+
+def _assistant(message: Message, content: str) -> str:
+    calls = [call_text(call) for call in message.tool_calls]
+    return f"{START}assistant\n" + "\n".join(([content] if content or not calls else []) + calls) + f"{END}\n"

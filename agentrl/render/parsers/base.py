@@ -1,0 +1,144 @@
+"""What tool-call parsers read and return."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from agentrl.tool import Tool
+from agentrl.types import CallStatus, ToolCall
+
+THINK, THINK_END = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of what the policy said."""
+
+    text: str
+    """What it says."""
+    marker: bool = False
+    """Whether it is one of the format's markers: its own token, where the tokenizer has one for it. The same characters
+    written letter by letter are not a marker then."""
+
+
+class CallParser(Protocol):
+    """Reads the tool calls of one format."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The strings that the format is made of, such as ``<tool_call>``."""
+        ...
+
+    def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+        """Return every attempt in what was said after the reasoning, in order, each with a status. Never raises.
+
+        Statuses are those that can be told without the tools: ``OK``, ``INVALID_JSON`` and ``TRUNCATED``. Ids are empty
+        where the format has none.
+
+        Args:
+            said: pieces in order, the end token left out.
+            tools: those offered, for formats whose arguments can be read only by the schema's types.
+        """
+        ...
+
+
+def split_markers(texts: Sequence[str], markers: Sequence[str]) -> Iterator[Piece]:
+    """Iterate over the pieces of texts that may hold ``markers`` as plain characters."""
+    for text in texts:
+        start = 0
+        while True:
+            found = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker, start)) >= 0]
+            if not found:
+                break
+            at, _, marker = min(found)
+            if at > start:
+                yield Piece(text[start:at])
+            yield Piece(marker, marker=True)
+            start = at + len(marker)
+        if start < len(text):
+            yield Piece(text[start:])
+
+
+def spoken(said: Sequence[Piece], *, opened: bool) -> Sequence[Piece]:
+    """Return what follows the reasoning: all after the last ``</think>``; nothing where reasoning was never closed.
+
+    Args:
+        said: one turn.
+        opened: whether the prompt ended with ``<think>`` already.
+    """
+    for index in range(len(said) - 1, -1, -1):
+        if said[index].marker and said[index].text == THINK_END:
+            said = said[index + 1 :]
+            opened = False
+            break
+    if opened:
+        return ()
+    for index, piece in enumerate(said):
+        if piece.marker and piece.text == THINK:
+            return said[:index]
+    return said
+
+
+def between(said: Sequence[Piece], opening: str, closing: str) -> Iterator[tuple[Sequence[Piece], bool]]:
+    """Iterate over what stands between each ``opening`` and its ``closing``, and whether it was closed.
+
+    An ``opening`` before the ``closing`` leaves the one before it unclosed.
+    """
+    start: int | None = None
+    for index, piece in enumerate(said):
+        if piece.marker and piece.text in (opening, closing):
+            if start is not None:
+                yield said[start:index], piece.text == closing
+            start = index + 1 if piece.text == opening else None
+    if start is not None:
+        yield said[start:], False
+
+
+def text_of(said: Sequence[Piece]) -> str:
+    """Return the characters, markers included."""
+    return "".join(piece.text for piece in said)
+
+
+def truncated(closing: str, name: str = "") -> ToolCall:
+    """Return an attempt that was never closed."""
+    return ToolCall("", name, {}, CallStatus.TRUNCATED, f"the call is cut off: it has no {closing}")
+
+
+def unreadable(fault: str, name: str = "") -> ToolCall:
+    """Return an attempt that cannot be read; ``fault`` says why."""
+    return ToolCall("", name, {}, CallStatus.INVALID_JSON, fault)
+
+
+def json_call(text: str, *, arguments: Sequence[str] = ("arguments", "parameters")) -> ToolCall:
+    """Return the call that a JSON object ``{"name": …, "arguments": {…}}`` makes.
+
+    Args:
+        text: the object.
+        arguments: keys under which arguments may stand, the usual one first. A missing key means none.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
+        return unreadable(f"the call is not valid JSON: {error}")
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return unreadable('the call is not a JSON object with a "name"')
+    given: Any = next((value[key] for key in arguments if key in value), {})
+    return named_call(value["name"], given)
+
+
+def named_call(name: str, arguments: Any, *, id: str = "") -> ToolCall:
+    """Return the call of ``name`` with ``arguments``: a JSON object, or the text of one."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            return unreadable(f"the arguments of {name} are not valid JSON: {error}", name)
+    if not isinstance(arguments, Mapping):
+        return unreadable(f"the arguments of {name} are not a JSON object", name)
+    return ToolCall(id, name, arguments)
+
+
+MakeParser = Callable[[], CallParser]

@@ -1,0 +1,24 @@
+"""Hermes and Qwen: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentrl.render.parsers.base import Piece, between, json_call, text_of, truncated
+from agentrl.tool import Tool
+from agentrl.types import ToolCall
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class HermesParser:
+    """Reads calls as Hermes 2 Pro and Qwen2.5 and later write them."""
+
+    markers = (OPEN, CLOSE)
+
+    def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+        """See `CallParser`."""
+        return [
+            json_call(text_of(body).strip()) if closed else truncated(CLOSE)
+            for body, closed in between(said, OPEN, CLOSE)
+        ]

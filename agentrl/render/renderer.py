@@ -1,0 +1,239 @@
+"""Messages to tokens and back, in one chat format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from agentrl.errors import ConfigError, ModelError
+from agentrl.render.formats.base import Format
+from agentrl.render.literal import LiteralEncoder
+from agentrl.render.parsers.base import THINK, THINK_END, CallParser, Piece, split_markers, spoken
+from agentrl.tool import Tool, checked_call
+from agentrl.types import Fork, ForkReason, Message, Prompt, ToolCall
+
+
+class ChatRenderer:
+    """Turns messages into tokens and back.
+
+    Sampled ids are never decoded and encoded again: `bridge` says what to append to them. Special-token text inside
+    messages is encoded as plain text. Not for use from several threads at once.
+
+    A conversation that starts with an inline message is a raw prompt: it gets no chat format, and its first text is
+    encoded as it is, with the special tokens that it names.
+
+    Args:
+        tokenizer: the policy's tokenizer.
+        format: how messages are written.
+        parser: reads tool calls; the format's own if None.
+
+    Raises:
+        ModelError: the tokenizer lacks the token that ends the format's turns.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, format: Format, parser: CallParser | None = None) -> None:
+        self.format = format
+        self.parser = parser or format.parser
+        self._tokenizer = tokenizer
+        self._where = f"tokenizer of model.path={tokenizer.name_or_path!r}"
+        self._encoder = LiteralEncoder(tokenizer)
+        self._end_ids = self._find_ends()
+        self._marker_ids = self._find_markers()
+
+    @property
+    def end_token_id(self) -> int:
+        """The token that the format puts at the end of a turn of the policy."""
+        return self._end_ids[0]
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """All tokens that end a turn of the policy when it samples them, `end_token_id` first."""
+        return self._end_ids
+
+    @property
+    def pad_token_id(self) -> int:
+        """The token that fills batches: the tokenizer's padding token, else the end token; nothing attends to it."""
+        pad = self._tokenizer.pad_token_id
+        return int(pad) if pad is not None else self.end_token_id
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
+        """Return the whole conversation as a prompt that asks the policy to speak next.
+
+        Inline messages continue the assistant message before them. Where they come last, the policy's turn is still
+        open, and the prompt ends with them. Where the first message is inline there is no format, see the class.
+
+        Raises:
+            ConfigError: the format refuses the conversation.
+            ModelError: the tokenizer has no chat template, and the format is made of it.
+        """
+        if messages and messages[0].inline:
+            return self._raw(messages)
+        merged = _merge_inline([self._escaped(message) for message in messages])
+        still_open = bool(messages) and messages[-1].inline and merged[-1].role == "assistant"
+        before = merged[:-1] if still_open else merged
+        try:
+            text = self.format.text(before, self._escaped_tools(tools))
+        except ValueError as error:
+            roles = ", ".join(message.role for message in before)
+            raise ConfigError(
+                f"the chat format {self.format.name} of the {self._where} refuses messages of roles {roles}: {error}"
+            ) from error
+        ids = self._encoder.template(text)
+        return Prompt(ids + self._encoder.template(merged[-1].content) if still_open else ids)
+
+    def bridge(
+        self,
+        history: Sequence[Message],
+        sampled_ids: Sequence[int],
+        new: Sequence[Message],
+        tools: Sequence[Tool] = (),
+    ) -> tuple[int, ...] | Fork:
+        """Return the ids to append to ``sampled_ids``: the rest of the turn's end, ``new``, and the next opener.
+
+        The rest of the end is what the engine did not sample of it: the end token where a stop string or the length
+        ended the turn, and the format's newline after it always. Inline messages are appended as they are.
+
+        Args:
+            history: the conversation so far; it ends with the assistant message that was sampled.
+            sampled_ids: that message as it was sampled, its end token included where there is one.
+            new: what is added to the conversation.
+            tools: those offered.
+
+        Returns:
+            ids, or a `Fork` that says why the conversation cannot go on by appending.
+        """
+        inline = tuple(takewhile(lambda message: message.inline, new))
+        added = tuple(index for message in inline for index in self.encode(message.content))
+        rest = tuple(new[len(inline) :])
+        if not rest:
+            return added
+        if any(message.inline for message in rest):
+            return Fork(ForkReason.TEMPLATE, "inline messages stand behind others")
+        escaped = [self._escaped(message) for message in rest]
+        boundary = self.format.boundary(history, escaped, self._escaped_tools(tools))
+        if isinstance(boundary, Fork):
+            return boundary
+        ids = self._encoder.template(boundary)
+        if not sampled_ids or inline or sampled_ids[-1] not in self._end_ids:
+            return added + ids
+        return self._after_end(sampled_ids[-1], ids)
+
+    def parse(self, sampled_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
+        """Return what the policy said as an assistant message, its end token left out. Never raises.
+
+        ``content`` is the whole text as it was sampled, reasoning and tool calls included; ``tool_calls`` holds every
+        attempt at a call in it that is not part of its reasoning, with a status.
+
+        Args:
+            sampled_ids: one turn.
+            tools: those offered; without them no call can be of an unknown tool or violate a schema.
+        """
+        end = len(sampled_ids)
+        if end and sampled_ids[end - 1] in self._end_ids:
+            end -= 1
+        ids = tuple(sampled_ids[:end])
+        return Message("assistant", self.decode(ids), tuple(self._calls(ids, tools)), token_ids=ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included."""
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the ids of text, in which no special token is meant, without any token added."""
+        return self._encoder.content(text)
+
+    def _calls(self, ids: Sequence[int], tools: Sequence[Tool]) -> Iterable[ToolCall]:
+        said = spoken(tuple(self._pieces(ids)), opened=self.format.opens_thinking)
+        calls = self.parser.calls(said, tools) if said else []
+        return (checked_call(call, tools) for call in calls) if tools else calls
+
+    def _pieces(self, ids: Sequence[int]) -> Iterable[Piece]:
+        """Cut a turn at markers: by id where they are tokens, by text where they are not."""
+        plain = [marker for marker in self._markers if marker not in self._marker_ids.values()]
+        start = 0
+        for index, token in enumerate([*ids, None]):
+            if token is not None and token not in self._marker_ids:
+                continue
+            if index > start:
+                yield from split_markers([self.decode(ids[start:index])], plain)
+            if token is not None:
+                yield Piece(self._marker_ids[token], marker=True)
+            start = index + 1
+
+    @property
+    def _markers(self) -> tuple[str, ...]:
+        return (THINK, THINK_END, *self.parser.markers)
+
+    def _find_markers(self) -> dict[int, str]:
+        added = {token.content: index for index, token in self._tokenizer.added_tokens_decoder.items()}
+        return {added[marker]: marker for marker in self._markers if marker in added}
+
+    def _find_ends(self) -> tuple[int, ...]:
+        special = self._encoder.special_ids
+        ends = [special[text] for text in self.format.ends if text in special]
+        if self.format.ends and (not ends or ends[0] != special[self.format.ends[0]]):
+            raise ModelError(
+                f"the {self._where} has no token {self.format.ends[0]!r}, which ends a turn of the chat format "
+                f"{self.format.name}; set render.format"
+            )
+        if self._tokenizer.eos_token_id is not None:
+            ends.append(int(self._tokenizer.eos_token_id))
+        if not ends:
+            raise ModelError(f"{self._where} has no end token: neither its chat template nor its eos_token ends a turn")
+        return tuple(dict.fromkeys(ends))
+
+    def _after_end(self, sampled: int, boundary: tuple[int, ...]) -> tuple[int, ...] | Fork:
+        """Return what follows the end token that the policy sampled: the boundary without it."""
+        if boundary and sampled == boundary[0]:
+            return boundary[1:]
+        said, meant = self.decode((sampled,)), self.decode(boundary[:1])
+        return Fork(ForkReason.END_TOKEN, f"the turn was ended by {said!r}, where the format has {meant!r}")
+
+    def _raw(self, messages: Sequence[Message]) -> Prompt:
+        """Return a raw prompt with what follows it in the same text: what the policy said, and inline messages."""
+        first, *rest = messages
+        turns = [message.role for message in rest if not message.inline and message.role != "assistant"]
+        if turns:
+            raise ConfigError(
+                f"the conversation starts with a raw prompt, and messages of roles {', '.join(turns)} follow that only a "
+                "chat template can put behind it; set data.apply_chat_template=true, or send inline messages"
+            )
+        ids = list(self._tokenizer.encode(first.content, add_special_tokens=False))
+        return Prompt(tuple(ids) + tuple(index for message in rest for index in self.encode(message.content)))
+
+    def _escaped(self, message: Message) -> Message:
+        """Return a message with special tokens in its content escaped; what the policy sampled stays as it is."""
+        if message.token_ids:
+            return replace(message, tool_calls=())  # the content says them, word for word
+        escape = self._encoder.escape
+        calls = tuple(
+            replace(call, name=escape(call.name), arguments=self._encoder.escape_json(call.arguments))
+            for call in message.tool_calls
+        )
+        return replace(message, content=escape(message.content), tool_calls=calls)
+
+    def _escaped_tools(self, tools: Sequence[Tool]) -> list[Tool]:
+        def escaped(tool: Tool) -> Tool:
+            json: Any = self._encoder.escape_json
+            return replace(
+                tool, name=json(tool.name), description=json(tool.description), parameters=json(tool.parameters)
+            )
+
+        return [escaped(tool) for tool in tools]
+
+
+def _merge_inline(messages: Sequence[Message]) -> list[Message]:
+    merged: list[Message] = []
+    for message in messages:
+        if message.inline and merged and merged[-1].role == "assistant":
+            before = merged[-1]
+            merged[-1] = replace(before, content=before.content + message.content)
+        else:
+            merged.append(message)
+    return merged
