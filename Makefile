@@ -49,6 +49,7 @@ policies: install
 	$(BIN)/agentrl sft --config search_r1/sft_base model.path=runs/init sft.out=runs/base
 	$(BIN)/agentrl sft --config search_r1/sft_warm model.path=runs/base sft.out=runs/warm
 	$(BIN)/agentrl sft --config search_r1/sft_discover model.path=runs/init sft.out=runs/discover
+	$(BIN)/agentrl sft --config search_r1/sft_detour model.path=runs/discover sft.out=runs/detour
 
 docs: install
 	$(BIN)/python -m agentrl.config.reference > docs/configuration.md

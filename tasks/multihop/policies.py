@@ -1,7 +1,8 @@
 """Folders of the policies shipped with this taskset.
 
 They were made by ``make_policy`` and then ``configs/search_r1/sft_base.yaml``, ``sft_warm.yaml`` and
-``sft_discover.yaml`` on one H200, in 265, 67 and 259 seconds; `make policies` makes them again.
+``sft_discover.yaml`` on one H200, in 265, 67 and 259 seconds, and from the last ``sft_detour.yaml`` on two cores in a
+quarter of an hour; `make policies` makes them again.
 """
 
 from pathlib import Path
@@ -11,4 +12,5 @@ _FOLDER = Path(__file__).parent / "policies"
 WARM = _FOLDER / "warm"
 """Knows the protocol, and mostly stops searching too early: the start of ``configs/search_r1/cpu.yaml``."""
 DISCOVER = _FOLDER / "discover"
-"""Was shown solutions of one hop only, and random walks: the start of ``configs/search_r1/cpu_discover.yaml``."""
+"""Was shown solutions of one hop only, some after a search that nobody asked for, and random walks: the start of
+``configs/search_r1/cpu_discover.yaml``."""
