@@ -15,7 +15,14 @@ from agentrl.config.schema import Config
 from agentrl.evaluation import mean, rollout_means
 from agentrl.types import Rollout, Row
 
-COUNTS = {"batch/rows", "batch/tokens", "batch/trained_tokens", "batch/micro_batches", "train/trained_tokens"}
+COUNTS = {
+    "batch/rows",
+    "batch/tokens",
+    "batch/trained_tokens",
+    "batch/micro_batches",
+    "train/trained_tokens",
+    "train/provenance_faults",
+}
 """Figures of an optimizer step that are added up over those of a step."""
 
 
@@ -60,6 +67,7 @@ def _pack(config: Config, rows: Sequence[Row], advantages: Mapping[str, float], 
         pad_id=pad_id,
         aggregation=config.batch.aggregation,
         temperature=config.sampler.temperature,
+        provenance=config.train.provenance,
     )
 
 

@@ -133,6 +133,8 @@ class SampleCheck:
     """Tokens that the model knows."""
     renderer: Renderer
     """Of the model's tokenizer."""
+    temperature: float
+    """``sampler.temperature``: the learner's log-probabilities are taken at it."""
 
     def __call__(self, rollouts: Sequence[Rollout], where: str) -> None:
         """Check the rollouts of a step."""
@@ -147,6 +149,16 @@ class SampleCheck:
                 raise ConfigError(
                     f"--replay: {where}: rollout {row.key.rollout_id!r} has the token id {int(row.token_ids.max())}, "
                     f"but the model knows {self.vocabulary} tokens; set model.path to the model that sampled it"
+                )
+            if row.temperature != self.temperature:
+                way = (
+                    f"set sampler.temperature={row.temperature:g}"
+                    if row.temperature
+                    else "greedy samples teach nothing"
+                )
+                raise ConfigError(
+                    f"--replay: {where}: rollout {row.key.rollout_id!r} was sampled at temperature {row.temperature:g}, but "
+                    f"the learner would take log-probabilities at sampler.temperature={self.temperature:g}; {way}"
                 )
         self._check_prompts(rollouts, where)
 
@@ -165,11 +177,11 @@ class SampleCheck:
         return [self.renderer.decode(row.token_ids[:at].tolist()) for row, at in zip(rollout.rows, starts, strict=True)]
 
 
-def sample_check(model: Path) -> SampleCheck:
-    """Return the check for a model folder."""
+def sample_check(model: Path, temperature: float) -> SampleCheck:
+    """Return the check for a model folder and ``sampler.temperature``."""
     described = json.loads((model / "config.json").read_text(encoding="utf-8"))
     vocabulary = described.get("vocab_size") or described["text_config"]["vocab_size"]
-    return SampleCheck(vocabulary, make_renderer(load_tokenizer(model)))
+    return SampleCheck(vocabulary, make_renderer(load_tokenizer(model)), temperature)
 
 
 def check_replay(config: Config, path: Path) -> list[str]:
@@ -185,7 +197,7 @@ def check_replay(config: Config, path: Path) -> list[str]:
     samples = Samples(path, config.rollout.batch_size)
     model = resolve_model(config.model.path)
     rollouts = samples[0]
-    sample_check(model)(rollouts, samples.name(0))
+    sample_check(model, config.sampler.temperature)(rollouts, samples.name(0))
     groups = group_rollouts(rollouts)
     if len(samples) == 1 and not config.algo.trains_everything and not any(rollout_advantages(config, groups).values()):
         raise ConfigError(

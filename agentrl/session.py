@@ -156,7 +156,8 @@ async def _open_sampling(session: Session, interrupt: Interrupt, exits: AsyncExi
 async def _open_replay(session: Session, interrupt: Interrupt, exits: AsyncExitStack) -> RolloutSource:
     assert session.replay is not None
     samples = Samples(session.replay, session.config.rollout.batch_size)
-    return Replay(session.config, samples, sample_check(session.model), interrupt)
+    check = sample_check(session.model, session.config.sampler.temperature)
+    return Replay(session.config, samples, check, interrupt)
 
 
 def _open_metrics(session: Session, view: ProgressView) -> MetricsLog:

@@ -14,6 +14,9 @@ import torch
 
 from agentrl.types import RowKey
 
+ProvenanceRule = Literal["strict", "warn"]
+"""What follows where a batch would train on a token that no engine sampled; ``train.provenance``."""
+
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
@@ -55,5 +58,7 @@ class GlobalBatch:
     """The sampling temperature; log-probabilities of the learner are taken at the same."""
     lr_scale: float = 1.0
     """The schedule's factor on the learning rate for this step."""
+    provenance: ProvenanceRule = "strict"
+    """In ``rl``: ``strict`` refuses a token with mask 1 that was not sampled, ``warn`` leaves it out of the loss."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Figures of the batch, such as tokens and padding, to log with the step."""

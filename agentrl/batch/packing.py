@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agentrl.batch.microbatch import GlobalBatch, MicroBatch
+from agentrl.batch.microbatch import GlobalBatch, MicroBatch, ProvenanceRule
+from agentrl.batch.provenance import check_temperature
 from agentrl.batch.weights import Aggregation, row_weights
 from agentrl.types import Row, RowKey
 
@@ -43,6 +44,7 @@ def pack(
     temperature: float = 1.0,
     context_weight: float = 0.0,
     lr_scale: float = 1.0,
+    provenance: ProvenanceRule = "strict",
 ) -> GlobalBatch:
     """Return one optimizer step's batch. Rows without any token to train on are left out.
 
@@ -56,12 +58,14 @@ def pack(
         pad_id: fills bins.
         aggregation: see `row_weights`.
         kind: ``sft`` may train on demonstrated and, with ``context_weight``, observed tokens.
-        temperature: at which the rows were sampled.
+        temperature: at which the rows were sampled; the learner's log-probabilities are taken at the same.
         context_weight: see `row_weights`.
         lr_scale: the schedule's factor for this step.
+        provenance: what the learner does with a token to train on that no engine sampled.
 
     Raises:
         KeyError: a row to train on has no advantage.
+        ProvenanceError: an ``rl`` row was sampled at another temperature.
         ValueError: ``context_weight`` outside a supervised batch, or a limit below 1.
     """
     if context_weight and kind != "sft":
@@ -73,10 +77,13 @@ def pack(
     chosen = sorted(
         (i for i, weight in enumerate(weights) if weight.any()), key=lambda i: (-len(rows[i].token_ids), rows[i].key)
     )
+    if kind == "rl":
+        check_temperature((rows[i] for i in chosen), temperature)
     bins = _first_fit([len(rows[i].token_ids) for i in chosen], tokens_per_bin)
     groups = _micro_batches([[chosen[i] for i in group] for group in bins], rows, ranks, tokens_per_micro)
     micro = [_tensors(group, rows, weights, advantages, pad_id) for group in groups]
-    batch = GlobalBatch(tuple(tuple(micro[rank::ranks]) for rank in range(ranks)), kind, temperature, lr_scale)
+    shares = tuple(tuple(micro[rank::ranks]) for rank in range(ranks))
+    batch = GlobalBatch(shares, kind, temperature, lr_scale, provenance)
     batch.metrics = _metrics(rows, chosen, micro)
     return batch
 

@@ -20,7 +20,8 @@ Packed = dict[str, Any]
 def pack_batch(batch: RankBatch) -> Packed:
     """Return a rank's batch as arrays."""
     micro = [{field.name: _plain(getattr(part, field.name)) for field in fields(part)} for part in batch.micro]
-    return {"micro": micro, "kind": batch.kind, "temperature": batch.temperature, "lr_scale": batch.lr_scale}
+    rest = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "micro"}
+    return {"micro": micro, **rest}
 
 
 def unpack_batch(packed: Packed) -> RankBatch:
@@ -29,7 +30,7 @@ def unpack_batch(packed: Packed) -> RankBatch:
     for part in packed["micro"]:
         values: Packed = {name: as_tensor(v) if isinstance(v, np.ndarray) else v for name, v in part.items()}
         micro.append(MicroBatch(**values))
-    return RankBatch(tuple(micro), packed["kind"], packed["temperature"], packed["lr_scale"])
+    return RankBatch(**(packed | {"micro": tuple(micro)}))
 
 
 def pack_weights(bucket: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, NDArray[Any]]]:

@@ -156,6 +156,10 @@ class TrainConfig(Section):
     """Write a checkpoint every so many steps; 0 only after the last."""
     keep: PositiveInt = 2
     """Checkpoints to keep."""
+    provenance: Literal["strict", "warn"] = "strict"
+    """What follows where a batch would train on a token that no engine sampled: ``strict`` refuses the batch, which ends
+    the run; ``warn`` logs the first one, leaves all of them out of the loss and counts them in
+    ``train/provenance_faults``."""
     stop_at: dict[str, float] = Field(default_factory=dict)
     """End the run once an evaluation reaches all of these, such as ``{exact_match: 0.98}``."""
 

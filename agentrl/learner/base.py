@@ -33,6 +33,8 @@ class RankBatch:
     """Log-probabilities are those of the distribution at this temperature."""
     lr_scale: float = 1.0
     """The schedule's factor on the learning rate."""
+    provenance: Literal["strict", "warn"] = "strict"
+    """Whether a token with mask 1 that was not sampled is refused or left out."""
 
 
 def split(batch: GlobalBatch, ranks: int) -> list[RankBatch]:
@@ -40,7 +42,7 @@ def split(batch: GlobalBatch, ranks: int) -> list[RankBatch]:
     counts = {len(micro) for micro in batch.micro}
     assert len(batch.micro) == ranks, f"a batch for {len(batch.micro)} ranks came to a learner of {ranks}"
     assert len(counts) == 1, f"ranks have different numbers of micro-batches: {sorted(counts)}"
-    return [RankBatch(micro, batch.kind, batch.temperature, batch.lr_scale) for micro in batch.micro]
+    return [RankBatch(micro, batch.kind, batch.temperature, batch.lr_scale, batch.provenance) for micro in batch.micro]
 
 
 class LearnerRank(Protocol):
@@ -50,7 +52,7 @@ class LearnerRank(Protocol):
         """Take one optimizer step; return metrics of the global batch, the same on every rank.
 
         Raises:
-            ProvenanceError: the batch would train on a token that nobody sampled.
+            ProvenanceError: the batch would train on a token that nobody sampled, and ``provenance`` is ``strict``.
             LearnerError: the gradient is not finite; weights and optimizer are as before.
 
         """

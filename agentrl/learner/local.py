@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from agentrl.batch.provenance import check_batch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.learner.base import LearnerRank, RowLogprobs, split
@@ -54,6 +55,7 @@ class LocalLearnerGroup:
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step; see `LearnerGroup.train_step`."""
+        check_batch(batch)
         return self.rank.train_step(split(batch, 1)[0])
 
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:

@@ -110,6 +110,10 @@ def test_errors_come_typed_and_the_ranks_stay(group, tmp_path):
     micro.provenance_R_L[tuple(micro.mask_R_L.nonzero()[0])] = Provenance.OBSERVED
     with pytest.raises(ProvenanceError, match="no engine sampled it"):
         group.train_step(batch)
+    batch.provenance = "warn"
+    figures = group.train_step(batch)
+    assert figures["train/provenance_faults"] == 1
+    assert figures["train/trained_tokens"] == batch.metrics["batch/trained_tokens"] - 1
     with pytest.raises(CheckpointError, match=r"learner\.json"):
         group.load(tmp_path / "none")
     bad = copy.deepcopy(one(2, 0))

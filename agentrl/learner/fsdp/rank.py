@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.algo import make_algorithm, sft_loss
 from agentrl.batch.microbatch import MicroBatch
-from agentrl.batch.provenance import check_micro_batch
+from agentrl.batch.provenance import admit
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.errors import LearnerError
@@ -75,10 +75,11 @@ class FsdpRank:
 
     def train_step(self, batch: RankBatch) -> dict[str, float]:
         """Take one optimizer step; see `LearnerRank.train_step`. A batch that trains no token takes none."""
-        if batch.kind == "rl":
-            for micro in batch.micro:
-                check_micro_batch(micro)
         figures = StepFigures(self.device)
+        if batch.kind == "rl":
+            admitted, faults = admit(batch.micro, batch.provenance)
+            batch = replace(batch, micro=admitted)
+            figures.count("provenance_faults", faults)
         # All at once before the policy's first pass: the weights of both models are never gathered at the same time.
         references = self._reference_logprobs(batch)
         for index, micro in enumerate(batch.micro):

@@ -49,6 +49,10 @@ class StepFigures:
         for name, value in metrics.maxima.items():
             self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
 
+    def count(self, name: str, number: int) -> None:
+        """Take in a number of this rank's, logged as the sum over ranks; every rank must give one."""
+        self._totals[name] = torch.tensor(float(number), device=self._device)
+
     def reduce(self) -> dict[str, float]:
         """Return ``train/…`` figures over all ranks: totals such as the loss as sums, else means a token, or maxima."""
         added = self._sums | self._totals

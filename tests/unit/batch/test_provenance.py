@@ -6,7 +6,7 @@ import pytest
 
 from agentrl.batch.bench import bench_masks
 from agentrl.batch.packing import pack
-from agentrl.batch.provenance import check_batch, check_rows
+from agentrl.batch.provenance import admit, check_batch, check_rows
 from agentrl.errors import ProvenanceError
 from agentrl.types import MaskReason, Provenance, Row, RowKey
 
@@ -49,7 +49,7 @@ def test_rows_and_batches_that_train_on_what_nobody_sampled_are_refused(field, v
     match = f"token 3 \\(id 13\\) of row 0 of rollout 'bad'.*{words}"
     with pytest.raises(ProvenanceError, match=match):
         check_rows(made)
-    with pytest.raises(ProvenanceError, match=match):
+    with pytest.raises(ProvenanceError, match=f"{match}.*train.provenance=warn"):
         check_batch(pack(made, {"r0": 1.0, "bad": 1.0}, ranks=1, tokens_per_bin=32, tokens_per_micro=32, pad_id=0))
 
 
@@ -74,6 +74,53 @@ def test_padding_may_not_be_trained_on():
         getattr(micro, f"{name}_R_L")[0, 6] = value
     with pytest.raises(ProvenanceError, match="padded place may not be trained on: it is padding"):
         check_batch(batch)
+
+
+def test_a_warning_leaves_out_what_nobody_sampled_and_nothing_else(caplog):
+    """
+    mask   good o o s s    bad o o s x     x was observed: s keeps its share of the four tokens, x has none
+    """
+    made = [row(), broken("provenance", Provenance.OBSERVED)]
+    options = {"ranks": 1, "tokens_per_bin": 32, "tokens_per_micro": 32, "pad_id": 0}
+    batch = pack(made, {"r0": 1.0, "bad": 1.0}, **options, provenance="warn")
+    given = batch.micro[0][0]
+    before = given.weight_R_L.clone()
+    check_batch(batch)
+    (record,) = caplog.records
+    assert record.message == (
+        "1 tokens are left out of the loss (train.provenance=warn). The first: token 3 (id 13) of row 0 of rollout 'bad', "
+        "agent 'main' may not be trained on: no engine sampled it"
+    )
+    (micro,), faults = admit(batch.micro[0], "warn")
+    assert faults == 1
+    changed = given.mask_R_L & ~micro.mask_R_L
+    assert changed.sum() == 1
+    assert micro.token_ids_R_L[changed].tolist() == [13]
+    assert [key.rollout_id for key in [micro.keys[int(micro.row_R_L[changed])]]] == ["bad"]
+    assert micro.weight_R_L[changed].item() == micro.advantages_R_L[changed].item() == 0
+    assert micro.weight_R_L[~changed].equal(before[~changed])
+    assert given.weight_R_L.equal(before), "what came with the request is not written to"
+    with pytest.raises(ProvenanceError, match=r"train\.provenance=warn"):
+        admit(batch.micro[0], "strict")
+
+
+def test_a_good_batch_is_admitted_as_it_is(caplog):
+    batch = pack([row()], {"r0": 1.0}, ranks=1, tokens_per_bin=32, tokens_per_micro=32, pad_id=0, provenance="warn")
+    check_batch(batch)
+    assert not caplog.records
+    assert admit(batch.micro[0], "warn") == (batch.micro[0], 0)
+
+
+def test_rows_of_another_temperature_are_refused():
+    options = {"ranks": 1, "tokens_per_bin": 32, "tokens_per_micro": 32, "pad_id": 0}
+    made = [row(), replace(row("warm"), temperature=0.7)]
+    words = r"row 0 of rollout 'warm'.* at temperature 0\.7, .*sampler\.temperature=1:"
+    with pytest.raises(ProvenanceError, match=words):
+        pack(made, {"r0": 1.0, "warm": 1.0}, **options)
+    with pytest.raises(ProvenanceError, match=r"rollout 'r0'.* at temperature 1, .*sampler\.temperature=0\.7"):
+        pack(made, {"r0": 1.0, "warm": 1.0}, **options, temperature=0.7)
+    assert pack(made[1:], {"warm": 1.0}, **options, temperature=0.7).temperature == 0.7
+    assert pack(made, **options, kind="sft").metrics["batch/rows"] == 2, "nobody sampled what is demonstrated"
 
 
 def test_supervised_batches_are_not_held_to_it():

@@ -184,6 +184,25 @@ def test_a_batch_with_a_token_nobody_sampled_is_refused_before_anything_changes(
     assert all(torch.equal(value, before[name]) for name, value in tensors(learner).items())
 
 
+def test_a_warning_trains_all_but_what_nobody_sampled(learners, caplog):
+    batch = make_batch(LENGTHS)
+    micro = batch.micro[0][0]
+    at = tuple(micro.mask_R_L.nonzero()[0])
+    wanted = copy.deepcopy(batch)
+    for name in ("mask", "weight", "advantages"):
+        getattr(wanted.micro[0][0], f"{name}_R_L")[at] = 0
+    learner = learners.open()
+    plain = gradients(learner, wanted, torch.float32)
+    micro.provenance_R_L[at], micro.logprobs_R_L[at] = Provenance.OBSERVED, float("nan")
+    batch.provenance = "warn"
+    found = gradients(learner, batch, torch.float32)
+    assert all(torch.equal(value, found[name]) for name, value in plain.items())
+    assert "1 tokens are left out of the loss (train.provenance=warn). The first: token" in caplog.text
+    figures = learners.open().train_step(batch)
+    assert figures["train/provenance_faults"] == 1
+    assert figures["train/trained_tokens"] == batch.metrics["batch/trained_tokens"] - 1
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing(learners):
     learner = learners.open()
     before = tensors(learner)

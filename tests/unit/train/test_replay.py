@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,7 @@ async def train(
         source = Replay(
             given,
             Samples(samples, given.rollout.batch_size),
-            SampleCheck(VOCABULARY, Letters()),  # type: ignore[arg-type]
+            SampleCheck(VOCABULARY, Letters(), 1.0),  # type: ignore[arg-type]
             interrupt,
         )
         trainer = Trainer(given, source, learner, Checkpoints(folder / "checkpoints", keep=3), metrics, view)
@@ -135,13 +136,19 @@ def test_half_a_step_is_never_saved(tmp_path: Path, fail_at: int, saved: int | N
 
 
 def test_samples_that_cannot_be_trained_on_are_refused() -> None:
-    check = SampleCheck(VOCABULARY, Letters())  # type: ignore[arg-type]
+    check = SampleCheck(VOCABULARY, Letters(), 1.0)  # type: ignore[arg-type]
     good = groups("a", "b")
     check(good, "here")
     with pytest.raises(ConfigError, match=r"token id \d+, but the model knows 3 tokens.*model\.path"):
-        SampleCheck(3, Letters())(good, "here")  # type: ignore[arg-type]
+        SampleCheck(3, Letters(), 1.0)(good, "here")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="another tokenizer"):
-        SampleCheck(VOCABULARY, Letters("A"))(good, "here")  # type: ignore[arg-type]
+        SampleCheck(VOCABULARY, Letters("A"), 1.0)(good, "here")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"'a/0' was sampled at temperature 1, but .*; set sampler\.temperature=1"):
+        SampleCheck(VOCABULARY, Letters(), 0.7)(good, "here")  # type: ignore[arg-type]
+    greedy = rollout("a", 0, 1.0)
+    greedy.rows[0] = replace(greedy.rows[0], temperature=0.0)
+    with pytest.raises(ConfigError, match=r"temperature 0, .*greedy samples teach nothing"):
+        check([greedy], "here")
     for each in good:
         each.dropped = True
     with pytest.raises(ConfigError, match="no token to train on: 4 rollouts, 4 of them dropped"):
