@@ -17,6 +17,8 @@ FormatName = Literal[
     "qwen3-thinking",
     "qwen3-instruct",
     "llama3",
+    "llama3.1",
+    "llama3.2",
     "deepseek-v3",
     "deepseek-r1",
     "glm-4",
@@ -34,7 +36,8 @@ class RenderConfig(Section):
 
     format: FormatName = "auto"
     """The chat format. ``auto`` takes the one that writes, character for character, what the tokenizer's chat template
-    writes of a set of conversations, and ``template``, the template itself, where there is none."""
+    writes of a set of conversations, and ``template``, the template itself, where there is none. ``llama3.1`` (also for
+    3.3) and ``llama3.2`` differ in the date that the policy is told: a fixed one, or the day on which the run starts."""
     chat_template: Path | None = None
     """A Jinja file that replaces the tokenizer's own chat template."""
     thinking: bool = True

@@ -11,6 +11,8 @@ from agentrl.config.render import RenderConfig
 from agentrl.errors import ConfigError
 from agentrl.render.formats.base import Format
 from agentrl.render.formats.chatml import ChatMl, Qwen25
+from agentrl.render.formats.llama3 import Llama3, Llama31, today
+from agentrl.render.formats.deepseek import DeepSeekR1, DeepSeekV3
 from agentrl.render.formats.qwen3 import Qwen3, Qwen3Instruct
 from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.parsers.choice import PARSERS
@@ -26,6 +28,11 @@ FORMATS: Mapping[str, Callable[[RenderConfig], Format]] = {
     "qwen3": lambda config: Qwen3(thinking=config.thinking, keep_thinking=config.keep_thinking),
     "qwen3-thinking": lambda config: Qwen3(keep_thinking=config.keep_thinking, opens_thinking=True),
     "qwen3-instruct": lambda _: Qwen3Instruct(),
+    "deepseek-v3": lambda _: DeepSeekV3(),
+    "deepseek-r1": lambda config: DeepSeekR1(keep_thinking=config.keep_thinking),
+    "llama3": lambda _: Llama3(),
+    "llama3.1": lambda _: Llama31(),
+    "llama3.2": lambda _: Llama31("llama3.2", date=today()),
 }
 """By ``render.format``; ``template`` and ``auto`` beside them. ``auto`` takes the first that fits."""
 

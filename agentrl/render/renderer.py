@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from agentrl.errors import ConfigError, ModelError
-from agentrl.render.formats.base import Format
+from agentrl.render.formats.base import EndsFreely, Format
 from agentrl.render.literal import LiteralEncoder
 from agentrl.render.parsers.base import THINK, THINK_END, CallParser, Piece, split_markers, spoken
 from agentrl.tool import Tool, checked_call
@@ -42,6 +42,8 @@ class ChatRenderer:
         self._where = f"tokenizer of model.path={tokenizer.name_or_path!r}"
         self._encoder = LiteralEncoder(tokenizer)
         self._end_ids = self._find_ends()
+        closings = format.closings if isinstance(format, EndsFreely) else ()
+        self._closing_ids = {self._encoder.special_ids[text] for text in closings if text in self._encoder.special_ids}
         self._marker_ids = self._find_markers()
 
     @property
@@ -190,7 +192,7 @@ class ChatRenderer:
 
     def _after_end(self, sampled: int, boundary: tuple[int, ...]) -> tuple[int, ...] | Fork:
         """Return what follows the end token that the policy sampled: the boundary without it."""
-        if boundary and sampled == boundary[0]:
+        if boundary and (sampled == boundary[0] or {sampled, boundary[0]} <= self._closing_ids):
             return boundary[1:]
         said, meant = self.decode((sampled,)), self.decode(boundary[:1])
         return Fork(ForkReason.END_TOKEN, f"the turn was ended by {said!r}, where the format has {meant!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from agentrl.render.parsers.base import THINK, THINK_END, CallParser
 from agentrl.tool import Tool
@@ -60,6 +60,16 @@ class Format(Protocol):
             new: at least one message.
             tools: those offered.
         """
+        ...
+
+
+@runtime_checkable
+class EndsFreely(Protocol):
+    """A format in which any of several tokens may end a turn, whatever follows, as Llama 3.1's ``<|eom_id|>`` may."""
+
+    @property
+    def closings(self) -> tuple[str, ...]:
+        """Those of `Format.ends` after which the conversation goes on as if the first of them had been sampled."""
         ...
 
 

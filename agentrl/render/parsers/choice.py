@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from agentrl.render.parsers.base import CallParser, MakeParser
 from agentrl.render.parsers.hermes import HermesParser
+from agentrl.render.parsers.llama3 import Llama3Parser
+from agentrl.render.parsers.pythonic import PythonicParser
 
-PARSERS: dict[str, MakeParser] = {"hermes": HermesParser}
+PARSERS: dict[str, MakeParser] = {
+    "hermes": HermesParser,
+    "llama3": Llama3Parser,
+    "pythonic": PythonicParser,
+}
 """By ``render.tool_parser``."""
 
-SIGNS: tuple[tuple[str, str], ...] = ()
+SIGNS: tuple[tuple[str, str], ...] = (
+    ("[func_name1(", "pythonic"),  # before Llama 3, whose JSON calls such templates may show for few-shot examples
+    ("Environment: ipython", "llama3"),
+)
 """Text that a chat template holds if its model writes calls in that parser's format; the first that is found decides."""
 
 

@@ -1,0 +1,121 @@
+"""Llama 3, and Llama 3.1 and later, which say the date and how to call tools.
+
+::
+
+    <|begin_of_text|><|start_header_id|>system<|end_header_id|>\\n\\n…<|eot_id|><|start_header_id|>user<|end_header_id|>…
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from agentrl.render.formats.base import schema_of, to_json
+from agentrl.render.parsers.base import CallParser
+from agentrl.render.parsers.llama3 import Llama3Parser
+from agentrl.tool import Tool
+from agentrl.types import Fork, Message
+
+BEGIN = "<|begin_of_text|>"
+END, END_FOR_TOOL, END_OF_TEXT = "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"
+
+TOOLS = (
+    "Given the following functions, please respond with a JSON for a function call "
+    "with its proper arguments that best answers the given prompt.\n\n"
+    'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
+    "Do not use variables.\n\n"
+)
+"""The wording that Llama 3.1 and later were trained with; it stands before the tools, in the first user message."""
+
+RELEASE_DATE = "26 Jul 2024"
+"""The date that Llama 3.1's and 3.3's templates have."""
+
+
+def today() -> str:
+    """Return the date as Llama 3.2's template writes it."""
+    return datetime.now().strftime("%d %b %Y")  # local time, as there
+
+
+class Llama3:
+    """Llama 3: a header and the trimmed content of every message; it knows no tools, which are left out."""
+
+    name = "llama3"
+    ends: tuple[str, ...] = (END, END_FOR_TOOL, END_OF_TEXT)
+    closings: tuple[str, ...] = (END, END_FOR_TOOL)
+    """See `EndsFreely`. Models end a call by ``<|eom_id|>``, where templates write ``<|eot_id|>``."""
+    opens_thinking = False
+    parser: CallParser = Llama3Parser()
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
+        """See `Format`."""
+        if not messages:
+            raise ValueError("there is no message")
+        return BEGIN + self._whole(messages, tools) + (header("assistant") if opener else "")
+
+    def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
+        """See `Format`."""
+        return END + self._turns(new) + header("assistant")
+
+    def _whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        return self._turns(messages)
+
+    def _turns(self, messages: Sequence[Message]) -> str:
+        return "".join(turn(message.role, message.content.strip()) for message in messages)
+
+
+class Llama31(Llama3):
+    """Llama 3.1 and later: a system block with dates, tools in the first user message, results as ``ipython``'s.
+
+    Args:
+        name: what ``render.format`` calls it.
+        date: today's, for the model to know; one and the same in a whole run, or prompts would change at midnight.
+    """
+
+    name = "llama3.1"
+
+    def __init__(self, name: str = "llama3.1", date: str = RELEASE_DATE) -> None:
+        self.name = name
+        self._date = date
+
+    def _whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        first, rest = messages[0], messages[1:]
+        system, rest = (first.content.strip(), rest) if first.role == "system" else ("", messages)
+        environment = "Environment: ipython\n" if tools else ""
+        dates = f"Cutting Knowledge Date: December 2023\nToday Date: {self._date}\n\n"
+        head = turn("system", environment + dates + system)
+        if tools:
+            if not rest:
+                raise ValueError("tools stand in the first user message, and there is none")
+            shown = "".join(f"{to_json(schema_of(tool), indent=4)}\n\n" for tool in tools)
+            head += turn("user", TOOLS + shown + rest[0].content.strip())  # whoever said it, as in the template
+            rest = rest[1:]
+        return head + self._turns(rest)
+
+    def _turns(self, messages: Sequence[Message]) -> str:
+        return "".join(_turn(message) for message in messages)
+
+
+def header(role: str) -> str:
+    """Return what opens a message."""
+    return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
+
+
+def turn(role: str, content: str) -> str:
+    """Return one message."""
+    return f"{header(role)}{content}{END}"
+
+
+def _turn(message: Message) -> str:
+    if message.tool_calls:
+        return turn("assistant", _call(message))
+    if message.role == "tool":
+        return turn("ipython", to_json(message.content))
+    return turn(message.role, message.content.strip())
+
+
+def _call(message: Message) -> str:
+    """Return the call that a message makes; the template leaves its content out."""
+    if len(message.tool_calls) != 1:
+        raise ValueError(f"a message makes one call at most, here {len(message.tool_calls)}")
+    call = message.tool_calls[0]
+    return f'{{"name": "{call.name}", "parameters": {to_json(call.arguments)}}}'

@@ -1,0 +1,39 @@
+"""Where a bracket closes in text that a policy wrote, whether or not the text is well formed."""
+
+from __future__ import annotations
+
+import re
+
+_JSON = r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)'
+_PYTHON = (
+    r'"""(?:[^\\]|\\.)*?(?:"""|\\?\Z)'
+    r"|'''(?:[^\\]|\\.)*?(?:'''|\\?\Z)"
+    rf"|{_JSON}"
+    r"|'(?:[^'\\]|\\.)*(?:'|\\?\Z)"
+)
+_BRACKET = r"|[\[({]|[\])}]"
+JSON = re.compile(_JSON + _BRACKET, re.DOTALL)
+"""Strings and brackets of JSON."""
+PYTHON = re.compile(_PYTHON + _BRACKET, re.DOTALL)
+"""Strings and brackets of Python."""
+
+
+def closing(text: str, start: int, language: re.Pattern[str]) -> int | None:
+    """Return the index behind the bracket that closes the one at ``start``, or None where nothing does.
+
+    Brackets in strings do not count, and every kind of bracket closes every other: linear in the text, no recursion.
+
+    Args:
+        text: what to read.
+        start: index of an opening bracket.
+        language: `JSON` or `PYTHON`.
+    """
+    depth = 0
+    for match in language.finditer(text, start):
+        if match[0] in "[({":
+            depth += 1
+        elif match[0] in "])}":
+            depth -= 1
+            if depth == 0:
+                return match.end()
+    return None

@@ -1,0 +1,134 @@
+"""Llama 3.2 and Llama 4: ``[f(a=1), g(b="x")]``, a list of Python calls that is read and never run."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from agentrl.render.parsers.base import Piece, between, text_of, truncated, unreadable
+from agentrl.render.parsers.brackets import PYTHON, closing
+from agentrl.tool import Tool
+from agentrl.types import ToolCall
+
+OPEN, CLOSE = "<|python_start|>", "<|python_end|>"
+
+_LIST = re.compile(r"^[^\S\n]*(\[)(?=\s*(?:[^\W\d][\w.]*\s*(?:\(|\Z)|\Z))", re.MULTILINE)
+"""A list at the start of a line whose first element is a call, as far as the turn goes."""
+
+_NAMES = {"true": True, "false": False, "null": None}
+"""JSON's words, which models write among Python's."""
+
+_UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
+"""What `ast.parse` raises: also for null bytes, numbers of too many digits, and nesting that is too deep."""
+
+
+class PythonicParser:
+    """Reads lists of calls, at the start of a line or between Llama 4's ``<|python_start|>`` and ``<|python_end|>``.
+
+    Arguments are literals, given by name. An ordinary list is no call.
+    """
+
+    markers = (OPEN, CLOSE)
+
+    def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+        """See `CallParser`."""
+        if not any(piece.marker and piece.text == OPEN for piece in said):
+            return list(_in_text(text_of(said)))
+        return [call for body, closed in between(said, OPEN, CLOSE) for call in _in_markers(text_of(body), closed)]
+
+
+def python_calls(source: str) -> list[ToolCall]:
+    """Return the calls of a Python expression: a call, or a list of calls. Never raises."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as one for an escape sequence that Python does not know
+            said = ast.parse(source, mode="eval").body
+        elements = said.elts if isinstance(said, ast.List) else [said]
+        return [_call(element) for element in elements]
+    except _UNPARSABLE as error:
+        return [unreadable(f"the call cannot be read as Python: {_reason(error)}")]
+
+
+def _in_text(text: str) -> Iterator[ToolCall]:
+    at = 0
+    while (found := _LIST.search(text, at)) is not None:
+        end = closing(text, found.start(1), PYTHON)
+        if end is None:
+            yield truncated("]")
+            return
+        yield from python_calls(text[found.start(1) : end])
+        at = end
+
+
+def _in_markers(text: str, closed: bool) -> list[ToolCall]:
+    text = text.strip()
+    if closing(text, 0, PYTHON) is None and not closed:
+        return [truncated(CLOSE)]
+    return python_calls(text)
+
+
+def _call(node: ast.expr) -> ToolCall:
+    if not isinstance(node, ast.Call):
+        return unreadable("a list of calls holds something else")
+    name = _name(node.func)
+    if not name:
+        return unreadable("what is called has no name")
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        return unreadable(f"the arguments of {name} are not given by name", name)
+    arguments: dict[str, Any] = {}
+    for keyword in node.keywords:
+        assert keyword.arg is not None
+        if keyword.arg in arguments:
+            return unreadable(f"the argument {keyword.arg!r} of {name} is given twice", name)
+        try:
+            arguments[keyword.arg] = _literal(keyword.value)
+        except ValueError as error:
+            return unreadable(f"the argument {keyword.arg!r} of {name} is {error}", name)
+    return ToolCall("", name, arguments)
+
+
+def _name(node: ast.expr) -> str:
+    """Return ``a.b.c`` of a name with dots; empty for anything else."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return a literal as JSON has it: tuples as lists.
+
+    Raises:
+        ValueError: it is none, or JSON has nothing like it.
+    """
+    match node:
+        case ast.Constant(value=str() | int() | None):
+            return node.value
+        case ast.Constant(value=float() as number) if math.isfinite(number):
+            return number
+        case ast.Name(id=name) if name in _NAMES:
+            return _NAMES[name]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float())):
+            return -_literal(node.operand)
+        case ast.List(elts=elements) | ast.Tuple(elts=elements):
+            return [_literal(element) for element in elements]
+        case ast.Dict(keys=keys, values=values):
+            return {_key(key): _literal(value) for key, value in zip(keys, values, strict=True)}
+    raise ValueError("not a literal that JSON knows")
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError("a dictionary whose keys are not all strings")
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, RecursionError | MemoryError):
+        return "it is nested too deeply"
+    return error.msg if isinstance(error, SyntaxError) else str(error)
