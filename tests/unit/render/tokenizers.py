@@ -54,6 +54,13 @@ _SMOLLM2 = Added(
     "<|im_start|>",
 )
 _LLAMA3 = Added(
+    ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    (),
+    "<|eot_id|>",
+    "<|end_of_text|>",
+    "<|begin_of_text|>",
+)
+_LLAMA31 = Added(
     ("<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>",
      "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"),
     (),
@@ -100,6 +107,8 @@ FAMILIES: Mapping[str, Added] = {
     "qwen3-thinking": _QWEN3,
     "qwen3-instruct": _QWEN3,
     "llama3": _LLAMA3,
+    "llama3.1": _LLAMA31,
+    "llama3.2": _LLAMA31,
     "deepseek-v3": _DEEPSEEK_V3,
     "deepseek-r1": _DEEPSEEK_R1,
     "glm-4": _GLM4,
