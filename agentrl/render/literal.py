@@ -1,8 +1,9 @@
 """Text that stays text: what a document says must never become a special token.
 
 A retrieved page that holds ``<|im_end|>`` would otherwise end the turn. Special tokens in *content* are encoded as the
-characters they are; those that the chat template itself writes become tokens. Added tokens that are not special, such
-as ``<search>``, are tokens everywhere.
+characters they are; those that the chat template itself writes become tokens. So it is with tokens that look special,
+such as DeepSeek's ``<｜User｜>``, which its tokenizer does not call so. Other added tokens, such as ``<search>``, are
+tokens everywhere.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +20,9 @@ from transformers import PreTrainedTokenizerBase
 # where content holds it, so escaping loses nothing.
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _ESCAPE = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
+
+_SURROGATES = re.compile("[\ud800-\udfff]+")  # JSON can spell them; they are no text, and no tokenizer takes them
+_LOOKS_SPECIAL = re.compile(r"<([|｜]).+\1>")
 
 
 class LiteralEncoder:
@@ -31,13 +36,20 @@ class LiteralEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, cache: int = 8192) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
-        self.special_ids: Mapping[str, int] = {token.content: index for index, token in added.items() if token.special}
-        """Text of every special token, and its id."""
+        self.special_ids: Mapping[str, int] = {
+            token.content: index
+            for index, token in added.items()
+            if token.special or _LOOKS_SPECIAL.fullmatch(token.content)
+        }
+        """Text of every special token and of those that look like one, and its id."""
         self._escaped = (_OPEN, *self.special_ids)
         self._numbers = {text: number for number, text in enumerate(self._escaped)}
         longest_first = sorted(self._escaped, key=len, reverse=True)
         self._in_content = re.compile("|".join(re.escape(text) for text in longest_first))
         specials = [re.escape(text) for text in longest_first if text != _OPEN]
+        unspecial = [re.escape(text) for text, index in self.special_ids.items() if not added[index].special]
+        # The tokenizer's own switch reaches special tokens only: the others are cut after their first character.
+        self._cut = re.compile(f"(?<=<)(?={'|'.join(text[1:] for text in unspecial)})") if unspecial else None
         self._in_template = re.compile(f"({'|'.join(specials)})") if specials else None
         self.content = lru_cache(maxsize=cache)(self._content)
         """``content(text)`` returns the ids of text in which no special token is meant, as a tuple."""
@@ -63,11 +75,16 @@ class LiteralEncoder:
         return _ESCAPE.sub(lambda match: self._escaped[int(match[1])], text)
 
     def _content(self, text: str) -> tuple[int, ...]:
+        text = _text(text)
         if self._in_content.search(text) is None:
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+        pieces = self._cut.split(text) if self._cut is not None else [text]
+        encode = self._tokenizer.encode
+        ids = (encode(piece, add_special_tokens=False, split_special_tokens=True) for piece in pieces)
+        return tuple(chain.from_iterable(ids))
 
     def _template(self, text: str) -> tuple[int, ...]:
+        text = _text(text)
         if _OPEN not in text:
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
         pieces = self._in_template.split(text) if self._in_template is not None else [text]
@@ -78,3 +95,10 @@ class LiteralEncoder:
             elif piece:
                 ids.extend(self._content(self.unescape(piece)))
         return tuple(ids)
+
+
+def _text(text: str) -> str:
+    """Return text with surrogates joined to the characters that they are halves of, or replaced where they are alone."""
+    return _SURROGATES.sub(
+        lambda match: match[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"), text
+    )

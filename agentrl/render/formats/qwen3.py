@@ -34,13 +34,14 @@ class Qwen3Instruct:
 
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
         """See `Format`."""
-        return f"{END}\n" + self._turns(new) + self._opener
+        return f"{END}\n" + self._turns(new, asked=any(map(is_query, history))) + self._opener
 
     @property
     def _opener(self) -> str:
         return OPENER
 
-    def _turns(self, messages: Sequence[Message]) -> str:
+    def _turns(self, messages: Sequence[Message], *, asked: bool = False) -> str:
+        """Return messages other than the system's first; ``asked`` says whether a user spoke before them."""
         return "".join(
             _assistant(message, message.content) if message.role == "assistant" else other(messages, index)
             for index, message in enumerate(messages)
@@ -66,14 +67,26 @@ class Qwen3(Qwen3Instruct):
 
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
         """See `Format`."""
-        if not self._keep:
-            if any(is_query(message) for message in new):
-                fork = drops_thinking(history, "a new user message")
-                if fork is not None:
-                    return fork
-            if not self._thinking:
-                return Fork(ForkReason.THINKING, "the empty thought of the opener is left out of earlier turns")
-        return super().boundary(history, new, tools)
+        fork = None if self._keep else self._fork(history, new)
+        return fork or super().boundary(history, new, tools)
+
+    def _fork(self, history: Sequence[Message], new: Sequence[Message]) -> Fork | None:
+        """Return a `Fork` where `text` would say something since the last query otherwise than it was said."""
+        queries = [index for index, message in enumerate(history) if is_query(message)]
+        said = history[-1].content
+        if not queries or any(map(is_query, new)):  # without a query, no turn but the last keeps its reasoning
+            fork = drops_thinking(history[queries[-1] + 1 :] if queries else history[-1:], "a new user message")
+            if fork is not None:
+                return fork
+        if not self._thinking:
+            return Fork(ForkReason.THINKING, "the empty thought of the opener is left out of earlier turns")
+        if self.opens_thinking and THINK_END not in said:
+            return Fork(
+                ForkReason.THINKING, "the opener's <think> is left out of an earlier turn that did not close it"
+            )
+        if THINK_END in said and not split_thinking(said)[0].strip("\n"):
+            return Fork(ForkReason.THINKING, "an empty thought is left out of earlier turns")
+        return None
 
     @property
     def _opener(self) -> str:
@@ -81,9 +94,9 @@ class Qwen3(Qwen3Instruct):
             return f"{OPENER}{THINK}\n"
         return OPENER if self._thinking else OPENER + EMPTY_THOUGHT
 
-    def _turns(self, messages: Sequence[Message]) -> str:
+    def _turns(self, messages: Sequence[Message], *, asked: bool = False) -> str:
         queries = [index for index, message in enumerate(messages) if is_query(message)]
-        last = queries[-1] if queries else len(messages) - 1
+        last = queries[-1] if queries else -1 if asked else len(messages) - 1
         return "".join(
             _assistant(message, self._content(message, index > last, index == len(messages) - 1))
             if message.role == "assistant"
@@ -93,6 +106,8 @@ class Qwen3(Qwen3Instruct):
 
     def _content(self, message: Message, current: bool, final: bool) -> str:
         """Return an assistant message as the template divides it: reasoning only in the ``current`` exchange."""
+        if self._keep and message.token_ids:
+            return self._opener.removeprefix(OPENER) + message.content
         reasoning, content = split_thinking(message.content)
         if (current and (final or reasoning)) or (self._keep and reasoning):
             return f"{THINK}\n{reasoning.strip(chr(10))}\n{THINK_END}\n\n{content.lstrip(chr(10))}"
