@@ -11,8 +11,10 @@ from agentrl.config.render import RenderConfig
 from agentrl.errors import ConfigError
 from agentrl.render.formats.base import Format
 from agentrl.render.formats.chatml import ChatMl, Qwen25
-from agentrl.render.formats.llama3 import Llama3, Llama31, today
 from agentrl.render.formats.deepseek import DeepSeekR1, DeepSeekV3
+from agentrl.render.formats.glm import Glm4, Glm45
+from agentrl.render.formats.kimi import KimiK2
+from agentrl.render.formats.llama3 import Llama3, Llama31, today
 from agentrl.render.formats.qwen3 import Qwen3, Qwen3Instruct
 from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.parsers.choice import PARSERS
@@ -33,6 +35,9 @@ FORMATS: Mapping[str, Callable[[RenderConfig], Format]] = {
     "llama3": lambda _: Llama3(),
     "llama3.1": lambda _: Llama31(),
     "llama3.2": lambda _: Llama31("llama3.2", date=today()),
+    "glm-4": lambda _: Glm4(),
+    "glm-4.5": lambda config: Glm45(thinking=config.thinking, keep_thinking=config.keep_thinking),
+    "kimi-k2": lambda _: KimiK2(),
 }
 """By ``render.format``; ``template`` and ``auto`` beside them. ``auto`` takes the first that fits."""
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from agentrl.render.parsers.base import CallParser, MakeParser
+from agentrl.render.parsers.deepseek import DeepSeekParser
+from agentrl.render.parsers.glm import GlmParser
 from agentrl.render.parsers.hermes import HermesParser
+from agentrl.render.parsers.kimi import KimiParser
 from agentrl.render.parsers.llama3 import Llama3Parser
 from agentrl.render.parsers.pythonic import PythonicParser
 
@@ -11,10 +14,16 @@ PARSERS: dict[str, MakeParser] = {
     "hermes": HermesParser,
     "llama3": Llama3Parser,
     "pythonic": PythonicParser,
+    "deepseek": DeepSeekParser,
+    "glm": GlmParser,
+    "kimi": KimiParser,
 }
 """By ``render.tool_parser``."""
 
 SIGNS: tuple[tuple[str, str], ...] = (
+    ("<arg_key>", "glm"),
+    ("<|tool_calls_section_begin|>", "kimi"),
+    ("<｜tool▁calls▁begin｜>", "deepseek"),
     ("[func_name1(", "pythonic"),  # before Llama 3, whose JSON calls such templates may show for few-shot examples
     ("Environment: ipython", "llama3"),
 )

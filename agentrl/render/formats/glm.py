@@ -1,0 +1,169 @@
+"""GLM-4 and GLM-4.5, in which nothing ends a turn but the marker of who speaks next.
+
+::
+
+    [gMASK]<sop><|system|>\\n…<|user|>\\n…<|assistant|>\\n…<|observation|>\\n…<|assistant|>\\n…<|user|>
+
+The policy samples that marker: it is trained on, and it is the first token of the next message. Turns open with the bare
+``<|assistant|>``, so the newline after it is the policy's too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentrl.render.formats.base import schema_of, split_thinking, to_json
+from agentrl.render.parsers.base import THINK, THINK_END, CallParser
+from agentrl.render.parsers.glm import ASSISTANT, CLOSE, KEY, KEY_END, OPEN, VALUE, VALUE_END, Glm4Parser, GlmParser
+from agentrl.tool import Tool
+from agentrl.types import Fork, ForkReason, Message, ToolCall
+
+START = "[gMASK]<sop>"
+SYSTEM, USER, OBSERVATION, END_OF_TEXT = "<|system|>", "<|user|>", "<|observation|>", "<|endoftext|>"
+EMPTY_THOUGHT = f"\n{THINK}{THINK_END}"
+NO_THINK = "/nothink"
+
+GLM4_TOOLS = (
+    "你是一个名为 ChatGLM 的人工智能助手。你是基于智谱AI训练的语言模型 GLM-4 模型开发的，"
+    "你的任务是针对用户的问题和要求提供适当的答复和支持。\n\n# 可用工具"
+)
+"""What GLM-4's system message says before its tools."""
+
+GLM4_TOOL = "\n\n## {name}\n\n{schema}\n在调用上述函数时，请使用 Json 格式表示调用的参数。"
+"""What it says of each."""
+
+GLM45_TOOLS = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n",
+    "</tools>\n\nFor each function call, output the function name and arguments within the following XML format:\n"
+    f"{OPEN}{{function-name}}\n"
+    f"{KEY}{{arg-key-1}}{KEY_END}\n{VALUE}{{arg-value-1}}{VALUE_END}\n"
+    f"{KEY}{{arg-key-2}}{KEY_END}\n{VALUE}{{arg-value-2}}{VALUE_END}\n"
+    f"...\n{CLOSE}",
+)
+"""The wording that GLM-4.5 was trained with; JSON schemas stand between, each before a newline."""
+
+
+class Glm4:
+    """GLM-4 as ``glm-4-9b-chat`` has it: a call is ``NAME\\n{…}`` as a turn of its own, a result ``<|observation|>``.
+
+    Messages without content are written as well, which that model's template leaves out.
+    """
+
+    name = "glm-4"
+    ends: tuple[str, ...] = (USER, OBSERVATION, END_OF_TEXT)
+    opens_thinking = False
+    parser: CallParser = Glm4Parser()
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
+        """See `Format`."""
+        listed = "".join(
+            GLM4_TOOL.format(name=tool.name, schema=to_json(schema_of(tool)["function"], indent=4)) for tool in tools
+        )
+        head = START + (f"{SYSTEM}\n{GLM4_TOOLS}{listed}" if tools else "")
+        return head + "".join(map(_glm4_turn, messages)) + (ASSISTANT if opener else "")
+
+    def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
+        """See `Format`."""
+        return "".join(map(_glm4_turn, new)) + ASSISTANT
+
+
+def _glm4_turn(message: Message) -> str:
+    if message.role != "assistant":
+        return f"{_MARKERS[message.role]}\n{message.content}"
+    if message.token_ids:
+        return ASSISTANT + message.content
+    calls = [f"{ASSISTANT}{call.name}\n{to_json(call.arguments)}" for call in message.tool_calls]
+    said = f"{ASSISTANT}\n{message.content}" if message.content or not calls else ""
+    return said + "".join(calls)
+
+
+_MARKERS = {"system": SYSTEM, "user": USER, "tool": OBSERVATION}
+
+
+class Glm45:
+    """GLM-4.5: reasoning in ``<think>``, which only turns since the user spoke last keep; the others hold an empty thought.
+
+    Args:
+        thinking: whether it is to think; otherwise users say ``/nothink``, and the opener holds an empty thought.
+        keep_thinking: leave turns as they were said, so that a conversation stays one row. The template does not.
+    """
+
+    name = "glm-4.5"
+    ends: tuple[str, ...] = (USER, OBSERVATION, END_OF_TEXT)
+    opens_thinking = False
+    parser: CallParser = GlmParser()
+
+    def __init__(self, *, thinking: bool = True, keep_thinking: bool = False) -> None:
+        self._thinking = thinking
+        self._keep = keep_thinking
+        self._opener = ASSISTANT if thinking else ASSISTANT + EMPTY_THOUGHT
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
+        """See `Format`."""
+        listed = "".join(f"{to_json(schema_of(tool))}\n" for tool in tools)
+        head = START + (f"{SYSTEM}\n{listed.join(GLM45_TOOLS)}" if tools else "")
+        return head + self._turns(messages) + (self._opener if opener else "")
+
+    def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
+        """See `Format`. White space around what was said, which `text` would strip, is left alone."""
+        rewritten = "" if self._keep else self._rewritten(history, new)
+        return Fork(ForkReason.THINKING, rewritten) if rewritten else self._turns(new) + self._opener
+
+    def _rewritten(self, history: Sequence[Message], new: Sequence[Message]) -> str:
+        """Return what `text` does to earlier turns where ``new`` follow, in words; empty if it leaves them alone.
+
+        Reasoning before the last user message is gone already: it was left out when that message came.
+        """
+        turns = _turns_since_user(history)
+        if self._thinking and THINK_END not in turns[-1]:
+            return "the format puts an empty thought before what was said without one"
+        if not self._thinking and THINK_END in turns[-1]:
+            return "the format puts reasoning in the place of the opener's empty thought"
+        if any(message.role == "user" for message in new) and any(split_thinking(turn)[0].strip() for turn in turns):
+            return "a new user message leaves earlier reasoning out"
+        return ""
+
+    def _turns(self, messages: Sequence[Message]) -> str:
+        last_user = max((index for index, message in enumerate(messages) if message.role == "user"), default=-1)
+        return "".join(self._turn(messages, index, index > last_user) for index in range(len(messages)))
+
+    def _turn(self, messages: Sequence[Message], index: int, current: bool) -> str:
+        """Return one message; ``current`` where no user speaks after it."""
+        message = messages[index]
+        if message.role == "assistant":
+            return self._assistant(message, current)
+        if message.role == "tool":
+            first = index == 0 or messages[index - 1].role != "tool"
+            return f"{OBSERVATION if first else ''}\n<tool_response>\n{message.content}\n</tool_response>"
+        no_think = message.role == "user" and not self._thinking and not message.content.endswith(NO_THINK)
+        return f"{_MARKERS[message.role]}\n{message.content}{NO_THINK if no_think else ''}"
+
+    def _assistant(self, message: Message, current: bool) -> str:
+        if self._keep and message.token_ids:
+            return self._opener + message.content
+        reasoning, content = split_thinking(message.content)
+        thought = reasoning.strip() if current or self._keep else ""
+        said = [f"{THINK}{thought}{THINK_END}", *([content.strip()] if content.strip() else [])]
+        return ASSISTANT + "".join(f"\n{part}" for part in [*said, *map(_call_text, message.tool_calls)])
+
+
+def _call_text(call: ToolCall) -> str:
+    arguments = "".join(
+        f"{KEY}{key}{KEY_END}\n{VALUE}{value if isinstance(value, str) else to_json(value)}{VALUE_END}\n"
+        for key, value in call.arguments.items()
+    )
+    return f"{OPEN}{call.name}\n{arguments}{CLOSE}"
+
+
+def _turns_since_user(history: Sequence[Message]) -> list[str]:
+    """Return what the policy said since the user spoke last, turn by turn; inline messages are part of a turn."""
+    turns: list[str] = []
+    for message in history:
+        if message.inline and turns:
+            turns[-1] += message.content
+        elif message.role == "user":
+            turns = []
+        elif message.role == "assistant":
+            turns.append(message.content)
+    return turns or [""]

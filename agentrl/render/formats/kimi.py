@@ -1,0 +1,67 @@
+"""Kimi K2.
+
+::
+
+    <|im_system|>tool_declare<|im_middle|>[…]<|im_end|><|im_system|>system<|im_middle|>…<|im_end|>
+    <|im_user|>user<|im_middle|>…<|im_end|><|im_assistant|>assistant<|im_middle|>…<|im_end|>
+    <|im_system|>tool<|im_middle|>## Return of ID\\n…<|im_end|>
+
+without a break between turns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from agentrl.render.formats.base import schema_of, to_json
+from agentrl.render.parsers.base import CallParser
+from agentrl.render.parsers.kimi import ARGUMENTS, CLOSE, OPEN, SECTION, SECTION_END, KimiParser
+from agentrl.tool import Tool
+from agentrl.types import Fork, Message, ToolCall
+
+END, MIDDLE = "<|im_end|>", "<|im_middle|>"
+_STARTS = {"user": "<|im_user|>", "assistant": "<|im_assistant|>"}
+_OTHER_START = "<|im_system|>"
+OPENER = f"{_STARTS['assistant']}assistant{MIDDLE}"
+
+
+class KimiK2:
+    """Kimi K2 Instruct: the policy numbers its calls itself, and what it said before stays as it was."""
+
+    name = "kimi-k2"
+    ends: tuple[str, ...] = (END,)
+    opens_thinking = False
+    parser: CallParser = KimiParser()
+
+    SYSTEM = "You are Kimi, an AI assistant created by Moonshot AI."
+    """Stands where a conversation has no system message; a newline follows it, and no other."""
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
+        """See `Format`. Tools are JSON with sorted keys, as the model's own tokenizer sorts them."""
+        schemas = [schema_of(tool) for tool in tools]
+        listed = json.dumps(schemas, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+        head = _turn("tool_declare", listed) if tools else ""
+        if messages and messages[0].role != "system":
+            head += _turn("system", self.SYSTEM) + "\n"
+        return head + "".join(map(_message, messages)) + (OPENER if opener else "")
+
+    def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
+        """See `Format`."""
+        return END + "".join(map(_message, new)) + OPENER
+
+
+def _message(message: Message) -> str:
+    if message.role == "tool":
+        return _turn("tool", f"## Return of {message.tool_call_id or ''}\n{message.content}")
+    calls = "".join(_call_text(call, index) for index, call in enumerate(message.tool_calls))
+    return _turn(message.role, message.content + (f"{SECTION}{calls}{SECTION_END}" if calls else ""))
+
+
+def _turn(role: str, content: str) -> str:
+    return f"{_STARTS.get(role, _OTHER_START)}{role}{MIDDLE}{content}{END}"
+
+
+def _call_text(call: ToolCall, index: int) -> str:
+    """Return a call; one without an id gets the one that the policy would give it."""
+    return f"{OPEN}{call.id or f'functions.{call.name}:{index}'}{ARGUMENTS}{to_json(call.arguments)}{CLOSE}"

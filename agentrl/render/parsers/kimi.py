@@ -1,0 +1,41 @@
+"""Kimi K2: ``<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>{…}<|tool_call_end|>`` in a section."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from agentrl.render.parsers.base import Piece, between, named_call, text_of, truncated, unreadable
+from agentrl.tool import Tool
+from agentrl.types import ToolCall
+
+SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+OPEN, ARGUMENTS, CLOSE = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+
+_ID = re.compile(r"(?:functions\.)?(?P<name>\S+):\d+")
+
+
+class KimiParser:
+    """Reads calls as Kimi K2 writes them. They keep the ids that the policy gave them, which say the function's name."""
+
+    markers = (SECTION, SECTION_END, OPEN, ARGUMENTS, CLOSE)
+
+    def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+        """See `CallParser`."""
+        calls = [_call(body, closed) for body, closed in between(said, OPEN, CLOSE)]
+        begun = not calls and any(not closed for _, closed in between(said, SECTION, SECTION_END))
+        return [truncated(SECTION_END)] if begun else calls
+
+
+def _call(body: Sequence[Piece], closed: bool) -> ToolCall:
+    divided = next((index for index, piece in enumerate(body) if piece.marker), len(body))
+    id = text_of(body[:divided]).strip()
+    known = _ID.fullmatch(id)
+    if not closed:
+        return replace(truncated(CLOSE, known["name"] if known else ""), id=id if known else "")
+    if known is None:
+        return unreadable(f"the call has the id {id[:80]!r}, not one such as functions.NAME:0")
+    if divided == len(body) or body[divided].text != ARGUMENTS:
+        return replace(unreadable(f"the call {id} has no {ARGUMENTS}", known["name"]), id=id)
+    return replace(named_call(known["name"], text_of(body[divided + 1 :])), id=id)
