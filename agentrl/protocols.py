@@ -108,9 +108,11 @@ class Renderer(Protocol):
         """
         ...
 
-    def parse(self, sampled_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
+    def parse(
+        self, sampled_ids: Sequence[int], tools: Sequence[Tool] = (), *, prompt_ids: Sequence[int] = ()
+    ) -> Message:
         """Return what the policy said as an assistant message, its end token left out, with every attempt to call one
-        of ``tools`` and its status. Never raises.
+        of ``tools`` and its status. Never raises. ``prompt_ids`` are what it continues.
         """
         ...
 

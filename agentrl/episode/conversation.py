@@ -12,7 +12,7 @@ from agentrl.episode.services import Services
 from agentrl.episode.state import EpisodeState
 from agentrl.errors import AgentrlError, TaskError
 from agentrl.tool import Tool
-from agentrl.types import FinishReason, Fork, Generation, Message, Prompt, StopReason, ToolCall, Turn
+from agentrl.types import FinishReason, Fork, ForkReason, Generation, Message, Prompt, StopReason, ToolCall, Turn
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class Conversation:
         """Why `sample` returned None; None while the policy may speak."""
         self._services = services
         self._said: Generation | None = None
+        self._recorded = False  # whether that is in the turns
         self._ends = {(token,) for token in services.renderer.end_token_ids}
 
     @property
@@ -60,10 +61,29 @@ class Conversation:
         state.prompt_ids, state.added = prompt.token_ids, None
         state.prompt = self._services.renderer.decode(prompt.token_ids)
 
+    def branch(self, tools: Sequence[Tool] | None = None) -> Conversation:
+        """Return another conversation of the same episode that goes on from here; it may go on at the same time."""
+        other = Conversation(self._services, self.state.branch(), self.tools if tools is None else tools)
+        other._said, other._recorded, other.stop_reason = self._said, True, self.stop_reason
+        return other
+
+    def rewrite(self, messages: Sequence[Message], reason: ForkReason = ForkReason.CONTEXT) -> None:
+        """Go on from other messages, rendered anew; rows that begin here are forks for ``reason``.
+
+        What filled the old context ends it no longer: ``stop_reason`` ``MAX_TOKENS`` is taken back.
+        """
+        state = self.state
+        state.messages = list(messages)
+        prompt = self._services.renderer.render(messages, self.tools)
+        state.prompt_ids, state.added, state.fork = prompt.token_ids, None, reason
+        self._said = None
+        if self.stop_reason is StopReason.MAX_TOKENS:
+            self.stop_reason = None
+
     async def sample(self, stop: Sequence[str] = ()) -> Message | None:
         """Let the policy speak up to one of the ``stop`` strings, its end token or the limits.
 
-        Its tool calls have ids that are unique in the conversation; without ``tools`` it makes none. None where a
+        Its tool calls have ids that are unique in the episode; without ``tools`` it makes none. None where a
         limit or an abort ends the conversation; ``stop_reason`` then says which.
 
         Raises:
@@ -71,28 +91,32 @@ class Conversation:
         """
         state, limits = self.state, self._services.limits
         room = limits.room(len(state.prompt_ids))
-        if len(state.turns) >= limits.max_turns or room < 1:
-            self.stop_reason = StopReason.MAX_TURNS if len(state.turns) >= limits.max_turns else StopReason.MAX_TOKENS
+        if state.shared.turns >= limits.max_turns or room < 1:
+            self.stop_reason = StopReason.MAX_TURNS if state.shared.turns >= limits.max_turns else StopReason.MAX_TOKENS
             return None
         state.trajectory.extend_to(state.prompt_ids, added=state.added, fork=state.fork)
         state.trajectory.temperature = self._services.sampling.temperature
         state.added, state.fork = 0, None
-        generation = await self._generate(room, stop)
+        state.shared.turns += 1
+        try:
+            generation = await self._generate(room, stop)
+        except BaseException:
+            state.shared.turns -= 1
+            raise
         state.trajectory.append_sampled(generation)
         if generation.finish_reason is FinishReason.ABORT:
             self.stop_reason = StopReason.ABORTED
             return None
-        self._said = generation
-        said = self._services.renderer.parse(generation.token_ids, self.tools)
+        self._said, self._recorded = generation, False
+        said = self._services.renderer.parse(generation.token_ids, self.tools, prompt_ids=state.prompt_ids)
         return replace(said, tool_calls=self._named(said.tool_calls) if self.tools else ())
 
     def answer(self, said: Message, new: Sequence[Message], *, reward: float = 0.0, over: bool = False) -> None:
         """Record the turn that ``said`` was and the messages that answer it; prepare the next, unless it is ``over``."""
-        assert self._said is not None, "sample comes first"
+        self.record(said, new, reward=reward)
+        assert self._said is not None, "record checks it"
         state, renderer = self.state, self._services.renderer
         generation, new = self._said, tuple(new)
-        heard = "".join(message.content for message in new)
-        state.turns.append(Turn(said.content, heard, generation.finish_reason, reward))
         state.messages.extend((said, *new))
         if over:
             return
@@ -103,12 +127,21 @@ class Conversation:
         else:
             state.prompt_ids, state.added = state.prompt_ids + generation.token_ids + added, len(added)
 
+    def record(self, said: Message, new: Sequence[Message], *, reward: float = 0.0) -> None:
+        """Record the turn that ``said`` was, with what the policy is answered; a branch leaves its first to the other."""
+        assert self._said is not None, "sample comes first"
+        if not self._recorded:
+            heard = "".join(message.content for message in new)
+            self.state.turns.append(Turn(said.content, heard, self._said.finish_reason, reward))
+        self._recorded = True
+
     def _named(self, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
-        """Return calls with ids that are unique in the conversation: their own, or the turn's number and theirs in it."""
-        used = {call.id for message in self.state.messages for call in message.tool_calls}
+        """Return calls with ids that are unique in the episode: their own, or the turn's number and theirs in it."""
+        state, used = self.state, self.state.shared.call_ids
+        turn = ".".join(str(number) for number in (*state.trajectory.branch_name, len(state.turns)))
         named: list[ToolCall] = []
         for number, call in enumerate(calls):
-            name = call.id if call.id and call.id not in used else f"{len(self.state.turns)}.{number}"
+            name = call.id if call.id and call.id not in used else f"{turn}.{number}"
             used.add(name)
             named.append(replace(call, id=name))
         return tuple(named)
@@ -122,7 +155,7 @@ class Conversation:
 
     async def _generate(self, room: int, stop: Sequence[str]) -> Generation:
         services, state, turn = self._services, self.state, len(self.state.turns)
-        request_id = f"{state.episode_id}/{turn}"
+        request_id = f"{state.name}/{turn}"
         sampling = services.sampling
         params = replace(
             sampling,

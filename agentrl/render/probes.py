@@ -49,8 +49,18 @@ PROBES: Sequence[tuple[tuple[Message, ...], tuple[Tool, ...]]] = (
 
 
 def same_text(left: Format, right: Format) -> bool:
-    """Return whether two formats write the same of every probe."""
-    return all(_text(left, *probe) == _text(right, *probe) for probe in PROBES)
+    """Return whether two formats write the same of every probe.
+
+    Where ``right`` gives tools no place, ``left`` may: it is compared without them.
+    """
+    return all(_same(left, right, *probe) for probe in PROBES)
+
+
+def _same(left: Format, right: Format, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
+    wanted = _text(right, messages, tools)
+    if _text(left, messages, tools) == wanted:
+        return True
+    return bool(tools) and wanted == _text(right, messages, ()) == _text(left, messages, ())
 
 
 def _text(format: Format, messages: Sequence[Message], tools: Sequence[Tool]) -> str | None:

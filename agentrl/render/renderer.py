@@ -16,6 +16,9 @@ from agentrl.render.parsers.base import THINK, THINK_END, CallParser, Piece, spl
 from agentrl.tool import Tool, checked_call
 from agentrl.types import Fork, ForkReason, Message, Prompt, ToolCall
 
+_OPENER_TOKENS = 16
+"""More than ``<think>`` and the space after it can have, in any tokenizer."""
+
 
 class ChatRenderer:
     """Turns messages into tokens and back.
@@ -116,7 +119,7 @@ class ChatRenderer:
         if any(message.inline for message in rest):
             return Fork(ForkReason.TEMPLATE, "inline messages stand behind others")
         escaped = [self._escaped(message) for message in rest]
-        boundary = self.format.boundary(history, escaped, self._escaped_tools(tools))
+        boundary = self.format.boundary(_merge_inline((*history, *inline)), escaped, self._escaped_tools(tools))
         if isinstance(boundary, Fork):
             return boundary
         ids = self._encoder.template(boundary)
@@ -124,7 +127,9 @@ class ChatRenderer:
             return added + ids
         return self._after_end(sampled_ids[-1], ids)
 
-    def parse(self, sampled_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
+    def parse(
+        self, sampled_ids: Sequence[int], tools: Sequence[Tool] = (), *, prompt_ids: Sequence[int] = ()
+    ) -> Message:
         """Return what the policy said as an assistant message, its end token left out. Never raises.
 
         ``content`` is the whole text as it was sampled, reasoning and tool calls included; ``tool_calls`` holds every
@@ -133,12 +138,15 @@ class ChatRenderer:
         Args:
             sampled_ids: one turn.
             tools: those offered; without them no call can be of an unknown tool or violate a schema.
+            prompt_ids: what it continues, to see whether that began to reason; without it, the format's usual opener.
         """
         end = len(sampled_ids)
         if end and sampled_ids[end - 1] in self._end_ids:
             end -= 1
         ids = tuple(sampled_ids[:end])
-        return Message("assistant", self.decode(ids), tuple(self._calls(ids, tools)), token_ids=ids)
+        return Message(
+            "assistant", self.decode(ids), tuple(self._calls(ids, tools, self._opened(prompt_ids))), token_ids=ids
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
@@ -150,8 +158,14 @@ class ChatRenderer:
         """Return the ids of text, in which no special token is meant, without any token added."""
         return self._encoder.content(text)
 
-    def _calls(self, ids: Sequence[int], tools: Sequence[Tool]) -> Iterable[ToolCall]:
-        said = spoken(tuple(self._pieces(ids)), opened=self.format.opens_thinking)
+    def _opened(self, prompt_ids: Sequence[int]) -> bool:
+        """Return whether a prompt ends with ``<think>``: in DeepSeek R1 it does not where a tool has answered."""
+        if not self.format.opens_thinking or not prompt_ids:
+            return self.format.opens_thinking
+        return self.decode(prompt_ids[-_OPENER_TOKENS:]).rstrip().endswith(THINK)
+
+    def _calls(self, ids: Sequence[int], tools: Sequence[Tool], opened: bool) -> Iterable[ToolCall]:
+        said = spoken(tuple(self._pieces(ids)), opened=opened)
         calls = self.parser.calls(said, tools) if said else []
         return (checked_call(call, tools) for call in calls) if tools else calls
 
@@ -232,10 +246,11 @@ class ChatRenderer:
 
 def _merge_inline(messages: Sequence[Message]) -> list[Message]:
     merged: list[Message] = []
-    for message in messages:
-        if message.inline and merged and merged[-1].role == "assistant":
-            before = merged[-1]
-            merged[-1] = replace(before, content=before.content + message.content)
+    for index, message in enumerate(messages):
+        goes_on = message.role == "assistant" and index > 0 and messages[index - 1].inline
+        if (message.inline or goes_on) and merged and merged[-1].role == "assistant":
+            before, calls = merged[-1], message.tool_calls
+            merged[-1] = replace(before, content=before.content + message.content, tool_calls=before.tool_calls + calls)
         else:
             merged.append(message)
     return merged

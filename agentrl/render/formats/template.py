@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl.errors import ModelError
 from agentrl.render.boundary import Proof, boundary_text, prove
-from agentrl.render.formats.base import drops_thinking, schema_of
+from agentrl.render.formats.base import drops_thinking, schema_of, to_json
 from agentrl.render.parsers.base import THINK, CallParser
 from agentrl.render.parsers.choice import parser_of_template
 from agentrl.tool import Tool
@@ -59,15 +59,23 @@ class TemplateFormat:
                 "prompts as they are"
             )
         try:
-            text = self._tokenizer.apply_chat_template(
-                [_as_dict(message) for message in messages],
-                tools=[schema_of(tool) for tool in tools] or None,
-                add_generation_prompt=opener,
-                tokenize=False,
-                **self._variables,
-            )
+            return self._apply([_as_dict(message) for message in messages], tools, opener)
         except (jinja2.TemplateError, TypeError) as error:  # how templates say that they know no such conversation
+            if not any(message.tool_calls for message in messages):
+                raise ValueError(str(error)) from error
+        try:  # templates such as DeepSeek's want arguments as the text of a JSON object
+            return self._apply([_as_dict(message, arguments=to_json) for message in messages], tools, opener)
+        except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(str(error)) from error
+
+    def _apply(self, messages: list[dict[str, Any]], tools: Sequence[Tool], opener: bool) -> str:
+        text = self._tokenizer.apply_chat_template(
+            messages,
+            tools=[schema_of(tool) for tool in tools] or None,
+            add_generation_prompt=opener,
+            tokenize=False,
+            **self._variables,
+        )
         assert isinstance(text, str)
         return text
 
@@ -116,13 +124,13 @@ class TemplateFormat:
         return re.search(re.escape(THINK) + r"\s*\Z", text) is not None
 
 
-def _as_dict(message: Message) -> dict[str, Any]:
+def _as_dict(message: Message, arguments: Callable[[Any], Any] = lambda given: given) -> dict[str, Any]:
     said: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_call_id is not None:
         said["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
         said["tool_calls"] = [
-            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": arguments(call.arguments)}}
             for call in message.tool_calls
         ]
     return said

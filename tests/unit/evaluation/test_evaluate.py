@@ -38,7 +38,7 @@ class Plain:
     ) -> tuple[int, ...]:
         return tuple(range(len(new)))
 
-    def parse(self, sampled_ids: Sequence[int], tools: Any = ()) -> Message:
+    def parse(self, sampled_ids: Sequence[int], tools: Any = (), *, prompt_ids: Any = ()) -> Message:
         return Message("assistant", str(len(sampled_ids)))
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -1,0 +1,147 @@
+"""DeepSeek V3, and R1, which reasons first.
+
+::
+
+    <｜begin▁of▁sentence｜>SYSTEM<｜User｜>…<｜Assistant｜>…<｜end▁of▁sentence｜><｜User｜>…<｜Assistant｜>
+
+What tools answered follows the policy's turn at once, and its next turn follows that with no ``<｜Assistant｜>`` and,
+in R1, no ``<think>``::
+
+    …<｜tool▁calls▁end｜><｜end▁of▁sentence｜><｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>…<｜tool▁output▁end｜><｜tool▁outputs▁end｜>…
+
+The published templates keep to this up to the first answer of a tool in a conversation. Later they leave openings out
+(``<｜Assistant｜><｜tool▁calls▁begin｜>``, ``<｜tool▁outputs▁begin｜>``) and closings (``<｜tool▁outputs▁end｜>``); here every
+exchange is written as the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentrl.render.formats.base import schema_of, to_json
+from agentrl.render.parsers.base import THINK, THINK_END, CallParser
+from agentrl.render.parsers.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEP, TYPE, DeepSeekParser
+from agentrl.tool import Tool
+from agentrl.types import Fork, ForkReason, Message, ToolCall
+
+BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
+OUTPUTS, OUTPUTS_END = "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"
+OUTPUT, OUTPUT_END = "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"
+
+TOOLS = "## Tools\n\n### Function\n\nYou have the following functions available:\n"
+"""How DeepSeek's model cards have the system prompt begin to tell of tools. The templates give them no place."""
+
+
+class DeepSeekV3:
+    """DeepSeek V3: nothing is left out of earlier turns. Offered tools are told in the system prompt."""
+
+    name = "deepseek-v3"
+    ends: tuple[str, ...] = (END,)
+    opens_thinking = False
+    parser: CallParser = DeepSeekParser()
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
+        """See `Format`. System messages are joined, wherever they stand."""
+        system = [message.content for message in messages if message.role == "system"]
+        if tools:
+            system.append(tools_text(tools))
+        rest = [message for message in messages if message.role != "system"]
+        return BEGIN + "\n\n".join(system) + self._turns(rest) + (self._opener(rest) if opener else "")
+
+    def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
+        """See `Format`."""
+        if any(message.role == "system" for message in new):
+            return Fork(ForkReason.TEMPLATE, "system messages stand at the beginning, and one came later")
+        return END + self._turns(new) + self._opener(new)
+
+    def _turns(self, messages: Sequence[Message]) -> str:
+        return "".join(self._turn(messages, index) for index in range(len(messages)))
+
+    def _turn(self, messages: Sequence[Message], index: int) -> str:
+        message = messages[index]
+        before, after = _role(messages, index - 1), _role(messages, index + 1)
+        if message.role == "tool":
+            opening, closing = "" if before == "tool" else OUTPUTS, "" if after == "tool" else OUTPUTS_END
+            return f"{opening}{OUTPUT}{message.content}{OUTPUT_END}{closing}"
+        if message.role == "user":
+            return USER + message.content
+        opening = "" if before == "tool" else ASSISTANT
+        return opening + self._content(message, before) + _calls_text(message.tool_calls) + END
+
+    def _opener(self, messages: Sequence[Message]) -> str:
+        return "" if _role(messages, len(messages) - 1) == "tool" else ASSISTANT + self._thought
+
+    @property
+    def _thought(self) -> str:
+        """What the opener ends with."""
+        return ""
+
+    def _content(self, message: Message, before: str) -> str:
+        """Return what stands of an assistant message's content after a message of the role ``before``."""
+        return message.content
+
+
+class DeepSeekR1(DeepSeekV3):
+    """DeepSeek R1: the opener begins to think, and earlier reasoning is left out.
+
+    Only what follows a tool's answer at once, and what was given together with ``tool_calls``, keeps its reasoning.
+
+    Args:
+        keep_thinking: keep all reasoning in its place, so that a conversation stays one row. The template does not.
+    """
+
+    name = "deepseek-r1"
+    opens_thinking = True
+
+    def __init__(self, *, keep_thinking: bool = False) -> None:
+        self._keep = keep_thinking
+
+    def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
+        """See `Format`. Where a turn was opened with ``<think>``, that at least is left out once it is over."""
+        boundary = super().boundary(history, new, tools)
+        if not self._keep and isinstance(boundary, str) and _before_turn(history) != "tool":
+            return Fork(
+                ForkReason.THINKING, "the reasoning of a turn, and its opening <think>, are left out afterwards"
+            )
+        return boundary
+
+    @property
+    def _thought(self) -> str:
+        return f"{THINK}\n"
+
+    def _content(self, message: Message, before: str) -> str:
+        content = message.content
+        if before == "tool":
+            return content
+        if self._keep:
+            reasons = THINK_END in content and THINK not in content.partition(THINK_END)[0]
+            return self._thought + content if message.token_ids or reasons else content
+        return content if message.tool_calls else content.rpartition(THINK_END)[2]
+
+
+def tools_text(tools: Sequence[Tool]) -> str:
+    """Return what the system prompt says of tools."""
+    return TOOLS + "".join(
+        f"\n- `{tool.name}`:\n```json\n{to_json(schema_of(tool)['function'], indent=4)}\n```" for tool in tools
+    )
+
+
+def _calls_text(calls: Sequence[ToolCall]) -> str:
+    if not calls:
+        return ""
+    written = (f"{CALL}{TYPE}{SEP}{call.name}\n```json\n{to_json(call.arguments)}\n```{CALL_END}" for call in calls)
+    return CALLS + "\n".join(written) + CALLS_END
+
+
+def _role(messages: Sequence[Message], index: int) -> str:
+    return messages[index].role if 0 <= index < len(messages) else ""
+
+
+def _before_turn(history: Sequence[Message]) -> str:
+    """Return the role of what stands before the policy's last turn; inline messages are part of the turn."""
+    at = len(history) - 1
+    while at > 0 and (history[at].inline or history[at - 1].inline):
+        at -= 1
+    before = [message for message in history[:at] if message.role != "system"]
+    return _role(before, len(before) - 1)

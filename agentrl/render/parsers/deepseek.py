@@ -1,0 +1,97 @@
+"""DeepSeek V3, R1 and V3.1: calls in tokens of their own.
+
+::
+
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\\n```json\\n{…}\\n```<｜tool▁call▁end｜>…<｜tool▁calls▁end｜>
+
+V3.1 leaves type and fence out: ``<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentrl.render.parsers.base import Piece, between, named_call, text_of, truncated, unreadable
+from agentrl.tool import Tool
+from agentrl.types import ToolCall
+
+CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+TYPE = "function"
+"""The type of every call of V3 and R1."""
+FENCE, FENCE_END = "\n```json\n", "\n```"
+
+
+class DeepSeekParser:
+    """Reads calls as DeepSeek V3 and R1 write them, and as V3.1 does."""
+
+    markers = (CALLS, CALLS_END, CALL, CALL_END, SEP)
+
+    def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+        """See `CallParser`."""
+        calls: list[ToolCall] = []
+        outside = 0
+        for start, end, closed in _sections(said):
+            calls += _outside(said[outside:start])
+            calls += _section(said[start + 1 : end], closed)
+            outside = end
+        return calls + _outside(said[outside:])
+
+
+def _sections(said: Sequence[Piece]) -> list[tuple[int, int, bool]]:
+    """Return where each section of calls begins and ends, and whether it is closed; another opening goes on with it."""
+    sections: list[tuple[int, int, bool]] = []
+    start: int | None = None
+    for index, piece in enumerate(said):
+        if start is None and _is(piece, CALLS):
+            start = index
+        elif start is not None and _is(piece, CALLS_END):
+            sections.append((start, index, True))
+            start = None
+    return sections if start is None else [*sections, (start, len(said), False)]
+
+
+def _section(said: Sequence[Piece], closed: bool) -> list[ToolCall]:
+    calls = [
+        _call(body) if whole else truncated(CALL_END, _name(body)) for body, whole in between(said, CALL, CALL_END)
+    ]
+    if calls:
+        return calls
+    return [unreadable(f"there is no {CALL} in the tool calls") if closed else truncated(CALLS_END)]
+
+
+def _outside(said: Sequence[Piece]) -> list[ToolCall]:
+    """Return the attempts that engines would not see: they look for calls in a section only."""
+    fault = f"the call does not stand between {CALLS} and {CALLS_END}"
+    return [
+        unreadable(fault, _name(body)) if whole else truncated(CALL_END, _name(body))
+        for body, whole in between(said, CALL, CALL_END)
+    ]
+
+
+def _call(body: Sequence[Piece]) -> ToolCall:
+    seps = [index for index, piece in enumerate(body) if _is(piece, SEP)]
+    if len(seps) != 1:
+        return unreadable(f"the call has {len(seps)} {SEP}, and needs one: {TYPE}{SEP}NAME")
+    before, after = text_of(body[: seps[0]]).strip(), text_of(body[seps[0] + 1 :]).strip()
+    if before and before != TYPE and after.startswith("{") and not any(piece.marker for piece in body[: seps[0]]):
+        return named_call(before, after)
+    name, fence, arguments = after.partition(FENCE)
+    if before != TYPE or not fence or not arguments.endswith(FENCE_END) or not name.strip() or "\n" in name.strip():
+        return unreadable(
+            f"the call is not of the form {TYPE}{SEP}NAME, a line ```json, the arguments as a JSON object, a line ```",
+            _name(body),
+        )
+    return named_call(name.strip(), arguments.removesuffix(FENCE_END))
+
+
+def _name(body: Sequence[Piece]) -> str:
+    """Return the name of a call that cannot be read, where it stands in a line of its own that is whole."""
+    text = text_of(body)
+    head, _, rest = text.partition(SEP)
+    name, newline, _ = rest.partition("\n")
+    return name.strip() if head.strip() == TYPE and newline else ""
+
+
+def _is(piece: Piece, marker: str) -> bool:
+    return piece.marker and piece.text == marker
