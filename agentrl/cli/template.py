@@ -1,0 +1,170 @@
+"""``agentrl template check``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from agentrl.config.load import load_config
+from agentrl.config.render import RenderConfig
+from agentrl.errors import ConfigError, TemplateError
+
+if TYPE_CHECKING:
+    from agentrl.render.check import Findings
+    from agentrl.render.crossings import Crossing
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    check = actions.add_parser(
+        "check",
+        help="what a tokenizer's chat template does to sampled tokens, and what agentrl does about it",
+        description="Say what a tokenizer's chat template does to the tokens that a policy sampled, and what agentrl does "
+        "about it. Needs neither network nor weights.",
+    )
+    check.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="DIR",
+        help="a folder with a tokenizer, a model's name, or a cached hub id",
+    )
+    check.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="a Jinja file to take for the tokenizer's own"
+    )
+    check.add_argument("--json", action="store_true", help="print the findings as JSON")
+    check.add_argument("overrides", nargs="*", metavar="render.key=value", help="settings to check it under")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Check and print.
+
+    Raises:
+        ConfigError, ModelError, MissingError: something cannot be read.
+        TemplateError: no conversation can be trained with the template.
+    """
+    config = _config(arguments)
+    from agentrl.models.load import load_tokenizer
+    from agentrl.models.resolve import resolve_model
+    from agentrl.render.check import check_template
+
+    path = Path(arguments.tokenizer).expanduser()
+    folder = path.resolve() if path.is_dir() else resolve_model(arguments.tokenizer, "--tokenizer", fetch=False)
+    findings = check_template(load_tokenizer(folder, "--tokenizer"), config)
+    console = Console()
+    if arguments.json:
+        console.print_json(json.dumps({**asdict(findings), "summary": findings.summary()}))
+    else:
+        _print(findings, console)
+    if findings.fault:
+        raise TemplateError(f"--tokenizer {arguments.tokenizer}: {findings.fault}")
+
+
+def _config(arguments: argparse.Namespace) -> RenderConfig:
+    for override in arguments.overrides:
+        if not override.startswith("render."):
+            raise ConfigError(f"{override}: agentrl template check takes settings of the section render only")
+    config = load_config(None, arguments.overrides).render
+    file: Path | None = arguments.chat_template
+    if file is None:
+        return config
+    if not file.is_file():
+        raise ConfigError(f"--chat-template {file}: there is no such file")
+    return config.model_copy(update={"chat_template": file})
+
+
+def _print(findings: Findings, console: Console) -> None:
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column()
+    for name, value in _facts(findings):
+        facts.add_row(name, escape(value))
+    console.print(facts, highlight=False)
+    if not findings.crossings:
+        return
+    table = Table("turn", "before", "the template", "agentrl")
+    for crossing in findings.crossings:
+        table.add_row(crossing.turn, crossing.before, _template_does(crossing), escape(_agentrl_does(crossing)))
+    console.print(table)
+    _print_differences(findings, console)
+
+
+def _facts(findings: Findings) -> list[tuple[str, str]]:
+    how = "hand-written, as the template has it" if findings.hand_written else "the template itself"
+    thought = ", so a turn starts in its reasoning" if findings.opens_thinking else ""
+    dropped = ", ".join(findings.drops_thinking)
+    split = ", ".join(findings.split_markers)
+    reads: dict[bool | None, str] = {
+        True: "reads the template's calls",
+        False: "does not read the template's calls; set render.tool_parser",
+    }
+    return [
+        ("format", f"{findings.format} ({how})"),
+        ("opener", f"{findings.opener!r}{thought}"),
+        *_end_facts(findings),
+        ("markers", f"no single token: {split}" if split else f"{len(findings.markers)}, each a token of its own"),
+        ("reasoning", f"left out before {dropped}" if dropped else "kept"),
+        ("tool calls", f"{findings.parser}: {reads.get(findings.reads_calls, 'the template writes none')}"),
+    ]
+
+
+def _end_facts(findings: Findings) -> list[tuple[str, str]]:
+    from agentrl.render.check import Ending
+
+    end = findings.end
+    written, stops = " or ".join(end.written), " or ".join(end.stops)
+    said = {
+        Ending.TRAINED: f"{written}: the engine stops there, so it is sampled and trained",
+        Ending.OTHER: f"the engine stops at {stops}, the template writes {written}: each turn begins a new row",
+        Ending.SPLIT: f"the engine stops at {stops}; the template's {written} is no single token and is never trained",
+        Ending.UNKNOWN: f"the engine stops at {stops}; the template shows no end token",
+    }
+    facts = [("end of turn", said[end.ending])]
+    if end.after:
+        tokens = f"{end.after_tokens} token{'s' if end.after_tokens > 1 else ''}"
+        facts.append(("after it", f"{end.after!r}, {tokens}: added to the next prompt, never sampled, never trained"))
+    return facts
+
+
+def _template_does(crossing: Crossing) -> str:
+    if crossing.preserved is None:
+        return "refuses"
+    if crossing.preserved:
+        return "keeps it"
+    return "drops reasoning" if crossing.drops_thinking else "changes it"
+
+
+def _agentrl_does(crossing: Crossing) -> str:
+    from agentrl.render.crossings import Outcome
+
+    words = {
+        Outcome.BRIDGE: "bridge: the row goes on",
+        Outcome.KEEP: "keep: the row goes on with the reasoning",
+        Outcome.FORK: f"fork: a new row ({crossing.reason})",
+        Outcome.REFUSE: "refuse: the episode ends",
+    }
+    return words[crossing.outcome]
+
+
+def _print_differences(findings: Findings, console: Console) -> None:
+    """Print each difference once, under the first turn that has it, and each refusal."""
+    seen: set[object] = set()
+    for crossing in findings.crossings:
+        about = crossing.difference if crossing.difference is not None else crossing.detail
+        if not about or about in seen:
+            continue
+        seen.add(about)
+        console.print(f"\n[bold]{crossing.turn}, before {crossing.before}[/]", highlight=False)
+        difference = crossing.difference
+        if difference is not None:
+            console.print(f"  was     …{difference.shared + difference.was!r}", highlight=False, markup=False)
+            console.print(f"  is now  …{difference.shared + difference.is_now!r}", highlight=False, markup=False)
+        if crossing.detail:
+            console.print(f"  {crossing.outcome}: {crossing.detail}", highlight=False, markup=False)
