@@ -1,0 +1,22 @@
+"""The worked example of docs/loss_masks.md is what the runner makes of that episode."""
+
+import importlib.util
+from pathlib import Path
+
+from agentrl.types import ForkReason
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("make_loss_masks", DOCS / "make_loss_masks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_shows_the_rows_as_they_are():
+    maker = load()
+    assert maker.page() == (DOCS / "loss_masks.md").read_text(encoding="utf-8"), "run python docs/make_loss_masks.py"
+    first, second = maker.play()
+    assert (first.fork, second.fork) == (None, ForkReason.THINKING)
