@@ -13,8 +13,6 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.unit.render.tokenizers import qwen_tokenizer  # noqa: E402
-
 from agentrl import Env, Message, Task, tool  # noqa: E402
 from agentrl.config.failure import FailureConfig  # noqa: E402
 from agentrl.config.render import RenderConfig  # noqa: E402
@@ -24,6 +22,7 @@ from agentrl.episode.runner import EpisodeRunner  # noqa: E402
 from agentrl.render.choice import make_renderer  # noqa: E402
 from agentrl.testing import ScriptedSampler  # noqa: E402
 from agentrl.types import MaskReason, Provenance, Row, SamplingParams  # noqa: E402
+from tests.unit.render.tokenizers import qwen_tokenizer  # noqa: E402
 
 PAGE = Path(__file__).parent / "loss_masks.md"
 SAYS = (
@@ -46,6 +45,7 @@ class Sums(Env):
     tools = (multiply,)
 
     def step(self, action):
+        """Ask the second question, or end."""
         if "408" in action.content:
             return (), 1.0, True, False, {}
         return (Message("user", "And 17 × 24?"),), 0.0, False, False, {}
