@@ -7,7 +7,17 @@ from agentrl.registry import make_env, register_env
 from agentrl.rewards.sample import Sample
 from agentrl.task import Task, TaskSet
 from agentrl.tool import Tool, ToolService, tool
-from agentrl.types import Message, Rollout, StopReason, ToolCall, ToolCalls, ToolResult, ToolResults, ToolStatus
+from agentrl.types import (
+    Message,
+    Rewrite,
+    Rollout,
+    StopReason,
+    ToolCall,
+    ToolCalls,
+    ToolResult,
+    ToolResults,
+    ToolStatus,
+)
 
 __version__ = "0.1.0"
 
@@ -17,6 +27,7 @@ __all__ = [
     "Chat",
     "Env",
     "Message",
+    "Rewrite",
     "Rollout",
     "Sample",
     "StopReason",

@@ -25,7 +25,8 @@ class Env(gymnasium.Env[Observation, Action]):
     each other replay bit for bit.
 
     An observation holds the messages *added* since the policy last spoke. An environment with a text protocol of
-    its own may return `ToolCalls` in its place; the runner runs them and steps again with the `ToolResults`.
+    its own may return `ToolCalls` in its place; the runner runs them and steps again with the `ToolResults`. One that
+    shortens the conversation returns a `Rewrite`: the policy goes on from its messages alone.
 
     The last ``info`` of an episode may hold ``metrics``, a ``dict[str, float]`` that is averaged over episodes and logged.
     """

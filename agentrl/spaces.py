@@ -9,7 +9,7 @@ from typing import Any
 
 import gymnasium
 
-from agentrl.types import Message, ToolCalls, ToolResults
+from agentrl.types import Message, Rewrite, ToolCalls, ToolResults
 
 _SYLLABLES = ("a", "an", "be", "for", "it", "lo", "me", "no", "of", "so", "the", "to", "we", "yes", "zu")
 
@@ -20,7 +20,7 @@ def _sample_text(rng: Any) -> str:
 
 
 class MessageSpace(gymnasium.Space[Any]):
-    """All observations: tuples of `Message`, or `ToolCalls` that the environment wants run."""
+    """All observations: tuples of `Message`, `ToolCalls` that the environment wants run, or a `Rewrite`."""
 
     def sample(self, mask: Any | None = None, probability: Any | None = None) -> tuple[Message, ...]:
         """Return one user message of random words."""
@@ -28,7 +28,7 @@ class MessageSpace(gymnasium.Space[Any]):
 
     def contains(self, x: Any) -> bool:
         """Return whether ``x`` is an observation."""
-        if isinstance(x, ToolCalls):
+        if isinstance(x, ToolCalls | Rewrite):
             return True
         return isinstance(x, tuple) and all(isinstance(message, Message) for message in x)
 

@@ -142,8 +142,25 @@ class Fork:
     """The same in words, with the value at fault."""
 
 
-Observation = tuple[Message, ...] | ToolCalls
-"""What an environment returns: the messages *added* since the policy last spoke, or calls to run first."""
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """Returned by ``Env.step`` in place of added messages: the policy goes on from these alone, such as a summary.
+
+    What it said before stays in the rollout, in rows of its own.
+    """
+
+    messages: tuple[Message, ...]
+    """The whole conversation from here on; the first is not ``inline``, unless it is a raw prompt."""
+
+    def __post_init__(self) -> None:
+        """Refuse an empty conversation, and what are no messages."""
+        if not self.messages or not all(isinstance(message, Message) for message in self.messages):
+            raise ValueError(f"Rewrite takes a tuple of one or more Messages, not {self.messages!r:.100}")
+
+
+Observation = tuple[Message, ...] | ToolCalls | Rewrite
+"""What an environment returns: the messages *added* since the policy last spoke, calls to run first, or another
+conversation to go on from."""
 
 Action = Message | ToolResults
 """What an environment receives: what the policy said, or the results of the calls it asked for."""

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from agentrl.episode.state import EpisodeState
 from agentrl.episode.toolcalls import ToolRunner
 from agentrl.task import Task
 from agentrl.tool import Tool
-from agentrl.types import Failure, Message, Rollout, StopReason, ToolCall, ToolResult
+from agentrl.types import Failure, ForkReason, Message, Rollout, StopReason, ToolCall, ToolResult
 
 
 class Agent:
@@ -75,7 +75,7 @@ class Agent:
         """
         self._calls[name] += 1
         call = ToolCall(f"{name}-{self._calls[name]}", name, arguments or {})
-        own = tuple(tool for chat in self.chats for tool in chat.tools)
+        own = tuple(tool for chat in self.chats for one in chat.all_chats() for tool in one.tools)
         (result,) = await self._runner.asked((call,), own)
         return result
 
@@ -103,24 +103,27 @@ class Agent:
 
 
 class Chat:
-    """One conversation with the policy; made by `Agent.chat`.
+    """One conversation with the policy; made by `Agent.chat`, or by `branch` within the same rollout.
 
     What it samples is trained on, whatever is added is only read: ids, log-probabilities and masks are recorded as
-    they come, and no text is ever encoded again.
+    they come, and no text is ever encoded again. Branches may sample at the same time.
     """
 
     def __init__(self, agent: Agent, talk: Conversation, messages: Sequence[Message]) -> None:
         """Begin with ``messages``; `Agent.chat` does that."""
+        self.branches: list[Chat] = []
+        """Those that were begun by `branch`, in order."""
         self._agent = agent
         self._talk = talk
         self._said: Message | None = None
         self._new: list[Message] = []
         self._begun = self._sampling = False
+        self._anew: ForkReason | None = None  # why the next prompt is made of the new messages alone
         self.add(*messages)
 
     @property
     def rollout_id(self) -> str:
-        """The id that this chat's rollout has."""
+        """The id that this chat's rollout has, and its branches'."""
         return self._talk.state.rollout_id
 
     @property
@@ -131,8 +134,9 @@ class Chat:
     @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation so far."""
+        before = () if self._anew else tuple(self._talk.state.messages)
         said = () if self._said is None else (self._said,)
-        return (*self._talk.state.messages, *said, *self._new)
+        return (*before, *said, *self._new)
 
     @property
     def stop_reason(self) -> StopReason | None:
@@ -150,6 +154,65 @@ class Chat:
                 raise TypeError(f"a chat takes agentrl.Message, not {message!r:.100}")
         self._new += messages
 
+    def branch(self, messages: Sequence[Message] | None = None, *, tools: Sequence[Tool] | None = None) -> Chat:
+        """Begin another conversation of the same rollout: a subagent, a second try, a request for a summary.
+
+        Its rows belong to this chat's rollout and share its reward; what both have sampled is trained once. Its turns
+        count against the same ``rollout.max_turns``; ``rollout.max_tokens`` holds for each prompt with its answer.
+
+        Args:
+            messages: what the policy reads first; without them it goes on from this chat's conversation so far.
+            tools: those that the policy is told of; this chat's if None.
+
+        Raises:
+            RuntimeError: the chat is sampling, and so its conversation is not known.
+        """
+        if messages is None and self._sampling:
+            raise RuntimeError("this chat is sampling; branch it before or after, or give chat.branch(messages)")
+        if messages is None and tools is not None and tuple(tools) != tuple(self.tools):
+            messages = self.messages  # every prompt lists the tools, so the conversation is rendered anew
+        chat = Chat(self._agent, self._talk.branch(tools), self._new if messages is None else messages)
+        if messages is None:
+            chat._said, chat._begun, chat._anew = self._said, self._begun, self._anew
+        else:
+            chat._anew = ForkReason.BRANCH
+        self.branches.append(chat)
+        return chat
+
+    def rewrite(self, messages: Sequence[Message]) -> None:
+        """Go on from other messages, such as a summary: they replace the conversation and what was added to it.
+
+        What was sampled stays in the rollout. After a summary `sample` goes on where ``rollout.max_tokens`` had ended it.
+
+        Raises:
+            RuntimeError: the chat is sampling.
+            TypeError: not a `Message`.
+            ValueError: there is none.
+        """
+        if self._sampling:
+            raise RuntimeError("this chat is sampling; rewrite it before or after")
+        if not messages:
+            raise ValueError("chat.rewrite needs the messages to go on from")
+        old, self._new = self._new, []
+        try:
+            self.add(*messages)
+        except TypeError:
+            self._new = old
+            raise
+        if self._said is not None:
+            self._talk.record(self._said, self._new)
+        self._said = None
+        if self._begun and self._anew is None:
+            self._anew = ForkReason.CONTEXT
+        if self.stop_reason is StopReason.MAX_TOKENS:
+            self._talk.stop_reason = None
+
+    def all_chats(self) -> Iterator[Chat]:
+        """Iterate over this chat and all branches of it and of them."""
+        yield self
+        for branch in self.branches:
+            yield from branch.all_chats()
+
     async def sample(self, *, stop: Sequence[str] = ()) -> Message | None:
         """Let the policy speak, up to one of the ``stop`` strings or its end token, and return what it said.
 
@@ -163,7 +226,9 @@ class Chat:
             SamplerError: the engine failed.
         """
         if self._sampling:
-            raise RuntimeError("this chat is sampling already; sample side by side with several agent.chat(...)")
+            raise RuntimeError(
+                "this chat is sampling already; sample side by side with chat.branch(...) or agent.chat(...)"
+            )
         self._sampling = True
         try:
             return await self._sample(stop)
@@ -194,12 +259,14 @@ class Chat:
         if not self._new and self._talk.ended_its_turn:
             raise ValueError("the policy has ended its turn: chat.add(Message('user', …)) before it speaks again")
         said, new = self._said, tuple(self._new)
-        if said is not None:
+        if self._anew is not None:
+            self._talk.rewrite(new, self._anew)
+        elif said is not None:
             self._talk.answer(said, new)
         else:
             assert not self._begun, "a turn that was not sampled has a stop reason"
             self._talk.begin(new, self._agent.task.id)
-        self._begun, self._said = True, None
+        self._begun, self._said, self._anew = True, None, None
         self._new.clear()
 
     def rollout(
@@ -209,7 +276,7 @@ class Chat:
         metrics: Mapping[str, float] | None = None,
         stop_reason: StopReason | None = None,
     ) -> Rollout:
-        """Return the conversation as a rollout.
+        """Return the conversation, its branches within, as a rollout.
 
         Args:
             reward: of all of it; a reward function (``reward.function``) replaces it.
@@ -217,13 +284,17 @@ class Chat:
             stop_reason: why it is over; by default the limit that ended it, else ``TERMINATED``.
 
         Raises:
-            ValueError: the reward or a figure is no finite number.
+            ValueError: the reward or a figure is no finite number, or this is a branch.
         """
+        if self._talk.state.trajectory.branch_name:
+            raise ValueError(
+                "a branch has no rollout of its own: call rollout() on the chat that agent.chat(...) returned"
+            )
         figures = {"reward": float(reward), **{name: float(value) for name, value in (metrics or {}).items()}}
         for name, value in figures.items():
             if not math.isfinite(value):
                 raise ValueError(f"chat.rollout: {name} is {value}; it must be a finite number")
-        self._last_turn()
+        self._last_turns()
         state = self._talk.state
         state.reward = figures["reward"]
         state.metrics = {name: figures[name] for name in metrics or {}}
@@ -231,21 +302,22 @@ class Chat:
             state.turns[-1].reward = state.reward
         reason = stop_reason or self.stop_reason or StopReason.TERMINATED
         rollout = as_rollout(self._agent.task, state, reason, self._agent.seconds)
-        rollout.dropped = self.stop_reason is StopReason.ABORTED
+        rollout.dropped = any(chat.stop_reason is StopReason.ABORTED for chat in self.all_chats())
         return rollout
 
     def cut(self, reason: StopReason, failure: Failure | None) -> Rollout:
         """Return the conversation as the rollout of an episode that did not come to its end."""
-        self._last_turn()
+        self._last_turns()
         reason = self.stop_reason or reason if failure is None else reason
         return as_rollout(self._agent.task, self._talk.state, reason, self._agent.seconds, failure)
 
-    def _last_turn(self) -> None:
-        if self._said is not None:
-            self._talk.answer(self._said, self._new, over=True)
-            self._said = None
-            self._new.clear()
+    def _last_turns(self) -> None:
+        for chat in self.all_chats():
+            if chat._said is not None:
+                chat._talk.answer(chat._said, chat._new, over=True)
+                chat._said = None
+                chat._new.clear()
 
     async def close(self) -> None:
-        """Say that no further turn comes."""
+        """Say that no further turn comes, of its branches neither: they are of the same session."""
         await self._talk.close()

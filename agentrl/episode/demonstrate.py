@@ -20,6 +20,7 @@ from agentrl.types import (
     MaskReason,
     Message,
     Provenance,
+    Rewrite,
     Row,
     RowKey,
     ToolCall,
@@ -57,7 +58,7 @@ def demonstrate(
 
     """
     messages, _ = env.reset(seed=seed, options={"task": task})
-    assert not isinstance(messages, ToolCalls), "an episode begins with messages"
+    assert isinstance(messages, tuple), "an episode begins with messages"
     history = list(messages)
     token_ids = renderer.render(messages).token_ids
     provenance = [Provenance.OBSERVED] * len(token_ids)
@@ -87,6 +88,8 @@ def _step(env: Env, action: Action, tools: Mapping[str, LocalTool]) -> tuple[tup
         results = ToolResults(tuple(_call(call, tools) for call in observation.calls))
         observation, earned, terminated, truncated, _ = env.step(results)
         reward += earned
+    if isinstance(observation, Rewrite):
+        raise EnvironmentFailure("the environment rewrites the conversation; one row cannot show the demonstration")
     return observation, float(reward), terminated or truncated
 
 

@@ -10,9 +10,9 @@ class Limits:
     """Limits of one episode; the configuration's ``rollout.*`` and ``sampler.max_new_tokens``."""
 
     max_turns: int
-    """Turns of the policy."""
+    """Turns of the policy in the whole episode, those of its branches included."""
     max_tokens: int
-    """Tokens of the context, prompt and observations included."""
+    """Tokens of one context, prompt and observations included; a branch or a rewritten conversation has its own."""
     max_seconds: float
     """Wall time, tools and queues included."""
     max_new_tokens: int

@@ -18,7 +18,7 @@ def as_rollout(
         reward=state.reward,
         stop_reason=reason,
         metrics=state.metrics,
-        turns=state.turns,
+        turns=state.all_turns,
         prompt=state.prompt,
         failure=failure,
         dropped=reason is StopReason.ABORTED,

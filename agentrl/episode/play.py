@@ -13,9 +13,9 @@ from agentrl.episode.envcalls import EnvCalls
 from agentrl.episode.services import Services
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.toolcalls import ToolRunner
-from agentrl.errors import AgentrlError
+from agentrl.errors import AgentrlError, EnvironmentFailure
 from agentrl.task import Task
-from agentrl.types import Info, Message, Observation, StopReason, ToolCalls, ToolResults
+from agentrl.types import Info, Message, Observation, Rewrite, StopReason, ToolCalls, ToolResults
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +78,10 @@ class Episode:
             await self._env.set_state(self._env_state)
             return
         step = await self._settle((observation, 0.0, False, False, info))
+        if isinstance(step[0], Rewrite):
+            raise EnvironmentFailure(
+                f"{type(self._env.env).__name__} begins an episode with a Rewrite; only step may give one"
+            )
         self._talk.begin(_messages(step[0]), self._task.id)
 
     async def _turns(self) -> StopReason:
@@ -85,6 +89,10 @@ class Episode:
         while (said := await talk.sample(env.stop)) is not None:
             observation, reward, terminated, truncated, _ = await self._hear(said)
             over = terminated or truncated
+            if isinstance(observation, Rewrite) and not over:
+                talk.record(said, observation.messages, reward=reward)
+                talk.rewrite(observation.messages)
+                continue
             talk.answer(said, _messages(observation), reward=reward, over=over)
             if over:
                 return StopReason.TERMINATED if terminated else StopReason.TRUNCATED
@@ -127,4 +135,6 @@ class Episode:
 
 
 def _messages(observation: Observation) -> tuple[Message, ...]:
+    if isinstance(observation, Rewrite):
+        return observation.messages
     return () if isinstance(observation, ToolCalls) else observation  # calls that came with the end are not run

@@ -12,8 +12,21 @@ from agentrl.types import CallStatus, ForkReason, Message, ToolCall, Turn, json_
 
 
 @dataclass(slots=True, eq=False)
+class Shared:
+    """What all conversations of an episode count together."""
+
+    turns: int = 0
+    """Turns of the policy, those that it has begun included."""
+    call_ids: set[str] = field(default_factory=set)
+    """Of its tool calls so far."""
+
+
+@dataclass(slots=True, eq=False)
 class EpisodeState:
-    """An episode between two turns. The environment's own state joins it in `to_dict`."""
+    """A conversation between two turns, with the branches that began in it; its first one is the episode.
+
+    The environment's own state joins it in `to_dict`.
+    """
 
     rollout_id: str
     """Unique in the run."""
@@ -32,7 +45,7 @@ class EpisodeState:
     messages: list[Message] = field(default_factory=list)
     """The conversation, for templates that must be rendered anew."""
     turns: list[Turn] = field(default_factory=list)
-    """What was said, for people to read; their number counts against the limit."""
+    """What was said in this conversation, for people to read."""
     reward: float = 0.0
     """Sum so far."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -41,19 +54,50 @@ class EpisodeState:
     """The first prompt as text."""
     seconds: float = 0.0
     """Wall time used before it was last taken up."""
+    shared: Shared = field(default_factory=Shared)
+    """What its branches share with it."""
+    branches: list[EpisodeState] = field(default_factory=list)
+    """Other conversations of the same rollout, such as subagents', in the order they were begun."""
 
     @property
     def episode_id(self) -> str:
         """Names this attempt to engines and tools: what they answered to an earlier one must not come back."""
         return f"{self.rollout_id}~{self.attempt}" if self.attempt else self.rollout_id
 
+    @property
+    def name(self) -> str:
+        """Names the conversation; requests are numbered within it."""
+        return "/".join((self.episode_id, *(f"branch-{number}" for number in self.trajectory.branch_name)))
+
+    @property
+    def all_turns(self) -> list[Turn]:
+        """The turns of this conversation, then those of its branches."""
+        return [*self.turns, *(turn for branch in self.branches for turn in branch.all_turns)]
+
+    def branch(self) -> EpisodeState:
+        """Begin another conversation of the rollout, which goes on from here."""
+        other = EpisodeState(self.rollout_id, self.seed, self.attempt, shared=self.shared)
+        other.trajectory = self.trajectory.branch()
+        other.prompt_ids, other.added, other.fork = self.prompt_ids, self.added, self.fork
+        other.messages, other.prompt = list(self.messages), self.prompt
+        self.branches.append(other)
+        return other
+
     def to_dict(self, env_state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state as JSON-able data, with what ``Env.get_state`` returned."""
+        return {
+            **self._talk(),
+            "trajectory": self.trajectory.to_state(),
+            "turns_begun": self.shared.turns,
+            "call_ids": sorted(self.shared.call_ids),
+            "env": json_state(env_state),
+        }
+
+    def _talk(self) -> dict[str, Any]:
         return {
             "rollout_id": self.rollout_id,
             "seed": self.seed,
             "attempt": self.attempt,
-            "trajectory": self.trajectory.to_state(),
             "prompt_ids": list(self.prompt_ids),
             "added": self.added,
             "fork": self.fork and self.fork.value,
@@ -63,16 +107,24 @@ class EpisodeState:
             "metrics": dict(self.metrics),
             "prompt": self.prompt,
             "seconds": self.seconds,
-            "env": json_state(env_state),
+            "branches": [branch._talk() for branch in self.branches],
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> tuple[EpisodeState, dict[str, Any]]:
         """Return what `to_dict` was given: the episode's state and the environment's."""
+        shared = Shared(data["turns_begun"], set(data["call_ids"]))
+        return cls._from_talk(data, Trajectory.from_state(data["trajectory"]), shared), dict(data["env"])
+
+    @classmethod
+    def _from_talk(cls, data: Mapping[str, Any], trajectory: Trajectory, shared: Shared) -> EpisodeState:
         fields = {key: data[key] for key in ("rollout_id", "seed", "attempt", "reward", "prompt", "seconds")}
-        state = cls(
+        branches = zip(data["branches"], trajectory.branches, strict=True)
+        return cls(
             **fields,
-            trajectory=Trajectory.from_state(data["trajectory"]),
+            trajectory=trajectory,
+            shared=shared,
+            branches=[cls._from_talk(branch, its_trajectory, shared) for branch, its_trajectory in branches],
             prompt_ids=tuple(data["prompt_ids"]),
             added=data["added"],
             fork=ForkReason(data["fork"]) if data["fork"] else None,
@@ -80,7 +132,6 @@ class EpisodeState:
             turns=[turn_from_dict(turn) for turn in data["turns"]],
             metrics=dict(data["metrics"]),
         )
-        return state, dict(data["env"])
 
 
 def message_to_dict(message: Message) -> dict[str, Any]:

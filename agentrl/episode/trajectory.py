@@ -1,8 +1,7 @@
-"""What one agent saw and said in an episode: a graph of tokens, each with who made it.
+"""What one conversation saw and said: a path through the token graph of its episode, which it grows at its tip.
 
-A node holds only the tokens it adds to its parent, all of one provenance and, if sampled, of one request. A prompt
-that starts like an earlier one reuses its nodes by the longest common *token* prefix and forks at the first difference,
-so nothing is ever patched. Each leaf is one training row; a sampled node that leaves share is trained in the first.
+A prompt that starts like an earlier one reuses its nodes by the longest common *token* prefix and forks at the first
+difference. Other conversations of the episode (`branch`) grow the same graph, each at a tip of its own, in any order.
 
 Token layout of a row of two turns (``p`` prompt, ``a b`` sampled, ``o`` observation), masks beneath::
 
@@ -12,46 +11,16 @@ Token layout of a row of two turns (``p`` prompt, ``a b`` sampled, ``o`` observa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.episode.graph import ROOT, Node, TokenGraph, node_from_dict, node_to_dict
 from agentrl.errors import SamplerError
-from agentrl.types import ForkReason, Generation, MaskReason, Provenance, Row, RowKey
-
-_NONE = -1
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """Tokens that follow another node's. ``n`` tokens; the last two arrays are empty unless they were sampled."""
-
-    parent: int
-    """Index of the node before; -1 at a root."""
-    end: int
-    """Tokens from the root to the end of this node."""
-    provenance: Provenance
-    """Of all its tokens."""
-    token_ids: NDArray[np.int32]
-    """``[n]``, at least one."""
-    logprobs: NDArray[np.float32]
-    """``[n]`` at the sampling temperature."""
-    versions: NDArray[np.int32]
-    """``[n]`` policy version that sampled each token."""
-    request_id: str = ""
-    """The request that sampled them."""
-    fork: ForkReason | None = None
-    """Why they do not follow what was said last, where they begin a fork."""
-
-    @property
-    def start(self) -> int:
-        """Tokens before this node."""
-        return self.end - len(self.token_ids)
-
+from agentrl.types import ForkReason, Generation, Provenance, Row
 
 _NO_LOGPROBS = np.zeros(0, np.float32)
 _NO_VERSIONS = np.zeros(0, np.int32)
@@ -61,11 +30,13 @@ class Trajectory:
     """Grows at its tip; `extend_to` moves the tip, forking where it must."""
 
     def __init__(self) -> None:
-        self.nodes: list[Node] = []
-        self.temperature = 1.0
-        """At which its tokens were sampled."""
-        self._tip = _NONE
-        self._reason: ForkReason | None = None  # of a fork whose first node is still to come
+        self.graph = TokenGraph()
+        """Of the whole episode."""
+        self.branches: list[Trajectory] = []
+        """Those that began here, in order."""
+        self._name: tuple[int, ...] = ()
+        self._tip = ROOT
+        self._fork: ForkReason | None = None
         # Tokens up to the tip, in two parts: joining them costs a copy, which grows with the episode.
         self._before: tuple[int, ...] = ()
         self._since: tuple[int, ...] = ()
@@ -76,9 +47,31 @@ class Trajectory:
         return self._before + self._since
 
     @property
+    def temperature(self) -> float:
+        """At which the episode's tokens were sampled."""
+        return self.graph.temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self.graph.temperature = value
+
+    @property
     def sampled_tokens(self) -> int:
-        """Tokens that the policy sampled, shared ones once."""
-        return sum(len(node.token_ids) for node in self.nodes if node.provenance is Provenance.SAMPLED)
+        """Tokens that the policy sampled in the episode, shared ones once."""
+        return self.graph.sampled_tokens
+
+    @property
+    def branch_name(self) -> tuple[int, ...]:
+        """Which conversation of the episode this is, see `Node.branch`."""
+        return self._name
+
+    def branch(self) -> Trajectory:
+        """Return another conversation of the episode, whose tip is here so far; rows that it begins are ``BRANCH``."""
+        other = Trajectory()
+        other.graph, other._tip, other._before, other._since = self.graph, self._tip, self._before, self._since
+        other._name, other._fork = (*self._name, len(self.branches)), ForkReason.BRANCH
+        self.branches.append(other)
+        return other
 
     def append_observed(self, token_ids: Sequence[int]) -> None:
         """Add tokens that nobody sampled."""
@@ -90,6 +83,8 @@ class Trajectory:
 
     def append_sampled(self, generation: Generation) -> None:
         """Add what an engine sampled; nothing, where it was aborted before the first token.
+
+        The same tokens sampled twice are two samples, and both are trained.
 
         Raises:
             SamplerError: ids, log-probabilities, versions and request do not belong together.
@@ -114,67 +109,54 @@ class Trajectory:
 
         Args:
             prompt_ids: the whole prompt.
-            added: how many of them were appended to the tokens up to the tip, where they were: nothing is compared.
+            added: how many of them were appended to the tokens up to the tip, where they were: nothing before them is
+                compared.
             fork: why the prompt was made anew, for the rows that begin here; ``TEMPLATE`` if None.
         """
         prompt_ids = tuple(prompt_ids)
         middle, known = len(self._before), len(self._before) + len(self._since)
         assert added is None or added + known == len(prompt_ids), "what was appended follows the tip"
         if added is None and (prompt_ids[:middle] != self._before or prompt_ids[middle:known] != self._since):
-            known, self._reason = self._fork(np.array(prompt_ids, np.int32)), fork or ForkReason.TEMPLATE
+            self._tip, known, self._fork = ROOT, 0, fork or ForkReason.TEMPLATE
+        self._tip, more = self.graph.walk(self._tip, prompt_ids[known:])
+        known += more
         if known < len(prompt_ids):
-            self._add(Provenance.OBSERVED, np.array(prompt_ids[known:], np.int32), _NO_LOGPROBS, _NO_VERSIONS, "")
+            self._add(Provenance.OBSERVED, prompt_ids[known:], _NO_LOGPROBS, _NO_VERSIONS, "")
         self._before, self._since = prompt_ids, ()
         return known
 
     def rows(self, prompt_id: str, rollout_id: str, agent_id: str = "main") -> list[Row]:
-        """Return one row a leaf, in the order their last nodes were added; none where nothing is to be trained on."""
-        parents = {node.parent for node in self.nodes}
-        trained: set[int] = set()
-        rows: list[Row] = []
-        for leaf in range(len(self.nodes)):
-            if leaf not in parents:
-                rows.append(self._row(RowKey(prompt_id, rollout_id, agent_id, len(rows)), leaf, trained))
-        return rows if trained else []
+        """Return the episode's rows, one a leaf of its graph; none where nothing is to be trained on.
+
+        This conversation's come first, in the order they were begun, then those of its branches. All but the first
+        say why they fork. A sampled token is trained in the first row that has it.
+        """
+        return self.graph.rows(prompt_id, rollout_id, agent_id)
 
     def to_state(self) -> dict[str, Any]:
-        """Return the graph as JSON-able data."""
-        nodes = [
-            {
-                "parent": node.parent,
-                "end": node.end,
-                "provenance": int(node.provenance),
-                "token_ids": node.token_ids.tolist(),
-                "logprobs": node.logprobs.tolist(),
-                "versions": node.versions.tolist(),
-                "request_id": node.request_id,
-                "fork": node.fork and node.fork.value,
-            }
-            for node in self.nodes
-        ]
-        return {"nodes": nodes, "tip": self._tip, "temperature": self.temperature}
+        """Return the graph and the conversations that grow it from here on as JSON-able data."""
+        nodes = [node_to_dict(node) for node in self.graph.nodes]
+        return {"nodes": nodes, "temperature": self.temperature, **self._place()}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Trajectory:
-        """Return the graph that `to_state` wrote."""
-        graph = cls()
-        for node in state["nodes"]:
-            graph.nodes.append(
-                Node(
-                    node["parent"],
-                    node["end"],
-                    Provenance(node["provenance"]),
-                    np.array(node["token_ids"], np.int32),
-                    np.array(node["logprobs"], np.float32),
-                    np.array(node["versions"], np.int32),
-                    node["request_id"],
-                    ForkReason(node["fork"]) if node["fork"] else None,
-                )
-            )
-        graph.temperature = state["temperature"]
-        graph._tip = state["tip"]
-        graph._before = tuple(index for node in graph._nodes_to(graph._tip) for index in node.token_ids.tolist())
-        return graph
+        """Return what `to_state` wrote."""
+        graph = TokenGraph([node_from_dict(node) for node in state["nodes"]], state["temperature"])
+        return cls._placed(graph, state)
+
+    def _place(self) -> dict[str, Any]:
+        branches = [branch._place() for branch in self.branches]
+        fork = self._fork and self._fork.value
+        return {"tip": self._tip, "name": list(self._name), "fork": fork, "branches": branches}
+
+    @classmethod
+    def _placed(cls, graph: TokenGraph, place: dict[str, Any]) -> Trajectory:
+        trajectory = cls()
+        trajectory.graph, trajectory._tip, trajectory._name = graph, place["tip"], tuple(place["name"])
+        trajectory._fork = ForkReason(place["fork"]) if place["fork"] else None
+        trajectory._before = graph.token_ids(trajectory._tip)
+        trajectory.branches = [cls._placed(graph, branch) for branch in place["branches"]]
+        return trajectory
 
     def _append(
         self,
@@ -185,102 +167,21 @@ class Trajectory:
         request_id: str = "",
     ) -> None:
         if len(token_ids):
-            self._add(provenance, np.array(token_ids, np.int32), logprobs, versions, request_id)
+            self._add(provenance, token_ids, logprobs, versions, request_id)
             self._since += tuple(token_ids)
 
     def _add(
         self,
         provenance: Provenance,
-        token_ids: NDArray[np.int32],
+        token_ids: Sequence[int],
         logprobs: NDArray[np.float32],
         versions: NDArray[np.int32],
         request_id: str,
     ) -> None:
-        before = self.nodes[self._tip].end if self._tip != _NONE else 0
-        end = before + len(token_ids)
-        self.nodes.append(Node(self._tip, end, provenance, token_ids, logprobs, versions, request_id, self._reason))
-        self._tip, self._reason = len(self.nodes) - 1, None
-
-    def _fork(self, prompt: NDArray[np.int32]) -> int:
-        """Put the tip at the end of the longest common prefix of ``prompt`` and the graph; return its length."""
-        children: dict[int, list[int]] = {}
-        for index, node in enumerate(self.nodes):
-            children.setdefault(node.parent, []).append(index)
-        self._tip, known = _NONE, 0
-        while True:
-            best, common = _NONE, 0
-            for child in children.get(self._tip, ()):
-                same = _common_prefix(self.nodes[child].token_ids, prompt[known:])
-                if same > common:
-                    best, common = child, same
-            if best == _NONE:
-                return known
-            known += common
-            if common < len(self.nodes[best].token_ids):
-                self._tip = self._split(best, common)
-                return known
-            self._tip = best
-
-    def _split(self, index: int, size: int) -> int:
-        """Cut a node after ``size`` tokens and return the new node that holds them; the rest stays at ``index``."""
-        node = self.nodes[index]
-        cut_end = node.start + size
-        head = Node(node.parent, cut_end, node.provenance, node.token_ids[:size], node.logprobs[:size],
-                    node.versions[:size], node.request_id, node.fork)  # fmt: skip
-        node.fork = None
-        self.nodes.append(head)
-        node.parent = len(self.nodes) - 1
-        node.token_ids, node.logprobs, node.versions = node.token_ids[size:], node.logprobs[size:], node.versions[size:]
-        return node.parent
-
-    def _indices_to(self, tip: int) -> list[int]:
-        path: list[int] = []
-        while tip != _NONE:
-            path.append(tip)
-            tip = self.nodes[tip].parent
-        return path[::-1]
-
-    def _nodes_to(self, tip: int) -> Iterator[Node]:
-        return (self.nodes[index] for index in self._indices_to(tip))
-
-    def _row(self, key: RowKey, leaf: int, trained: set[int]) -> Row:
-        """Build the row of ``leaf`` and add the nodes that it trains to ``trained``."""
-        path = self._indices_to(leaf)
-        size = self.nodes[leaf].end
-        provenance = np.zeros(size, np.uint8)
-        mask = np.zeros(size, np.uint8)
-        reason = np.full(size, MaskReason.OBSERVED, np.uint8)
-        logprobs = np.zeros(size, np.float32)
-        versions = np.full(size, -1, np.int32)
-        requests = np.full(size, -1, np.int32)
-        request_ids: dict[str, int] = {}
-        start = 0
-        fork: ForkReason | None = None
-        for index in path:
-            node = self.nodes[index]
-            fork = node.fork or fork
-            here = slice(start, node.end)
-            start = node.end
-            if node.provenance is Provenance.OBSERVED:
-                continue
-            provenance[here] = node.provenance
-            fresh = index not in trained
-            mask[here] = fresh
-            reason[here] = MaskReason.NONE if fresh else MaskReason.SHARED
-            trained.add(index)
-            if node.provenance is Provenance.SAMPLED:
-                logprobs[here] = node.logprobs
-                versions[here] = node.versions
-                requests[here] = request_ids.setdefault(node.request_id, len(request_ids))
-        token_ids = np.concatenate([self.nodes[index].token_ids for index in path])
-        ids = tuple(request_ids)
-        return Row(key, token_ids, provenance, mask, reason, logprobs, versions, requests, ids, fork, self.temperature)
-
-
-def _common_prefix(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
-    size = min(len(left), len(right))
-    different = left[:size] != right[:size]
-    return int(different.argmax()) if different.any() else size
+        ids = np.array(token_ids, np.int32)
+        end = self.graph.end(self._tip) + len(ids)
+        node = Node(self._tip, end, provenance, ids, logprobs, versions, request_id, self._name, self._fork)
+        self._tip = self.graph.add(node)
 
 
 def _fault(generation: Generation) -> str:

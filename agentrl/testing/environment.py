@@ -15,7 +15,18 @@ from agentrl.env import Env, Step
 from agentrl.errors import AgentrlError
 from agentrl.task import Task
 from agentrl.testing.contract import require
-from agentrl.types import Action, Info, Message, Observation, ToolCall, ToolCalls, ToolResult, ToolResults, ToolStatus
+from agentrl.types import (
+    Action,
+    Info,
+    Message,
+    Observation,
+    Rewrite,
+    ToolCall,
+    ToolCalls,
+    ToolResult,
+    ToolResults,
+    ToolStatus,
+)
 
 Respond = Callable[[ToolCall], ToolResult]
 """Runs a tool call, such as ``SearchService.local(…)``."""
@@ -107,6 +118,7 @@ class _Record:
         rng = np.random.default_rng(self.seed)
         env, self.first = self.start(self.seed)
         observation, info = self.first
+        require(not isinstance(observation, Rewrite), f"{type(env).__name__}.reset gives a Rewrite; only step may")
         self._check_said(env, observation, info, set())
         known_calls: set[str] = set()
         for _ in range(_STEPS):
@@ -143,7 +155,7 @@ class _Record:
         name = type(env).__name__
         require(
             env.observation_space.contains(observation),
-            f"{name} must give a tuple of Messages or ToolCalls, it gave {observation!r}",
+            f"{name} must give a tuple of Messages, ToolCalls or a Rewrite, it gave {observation!r}",
         )
         if isinstance(observation, ToolCalls):
             require(bool(observation.calls), f"{name} asks for tools to be run and names none")

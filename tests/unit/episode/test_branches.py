@@ -1,0 +1,508 @@
+"""Subagents and context compression: several conversations in one rollout, over one graph of tokens."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl import Message, Rewrite, StopReason, Task, ToolCall, ToolCalls, ToolResults, tool
+from agentrl.batch.provenance import check_rows
+from agentrl.config.failure import FailureConfig
+from agentrl.env import Env
+from agentrl.episode.failure import FailurePolicy
+from agentrl.episode.limits import Limits
+from agentrl.episode.play import Episode
+from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.episode.state import EpisodeState
+from agentrl.episode.trajectory import Trajectory
+from agentrl.testing import ScriptedSampler, check_env
+from agentrl.types import FinishReason, ForkReason, Generation, MaskReason, Provenance, SamplingParams
+
+TASK = Task("t", (Message("user", "plan it"),), answer="x")
+BRANCH, CONTEXT = ForkReason.BRANCH, ForkReason.CONTEXT
+
+
+class Keeping(ScriptedSampler):
+    """Keeps what it said; answers a request by the last number in its name, later the smaller it is."""
+
+    said: tuple[tuple[tuple[int, ...], Generation], ...] = ()
+
+    async def generate(self, prompt, params, **names):
+        for _ in range(9 - int(names["request_id"][-1])):
+            await asyncio.sleep(0)
+        generation = await super().generate(prompt, params, **names)
+        self.said += ((prompt.token_ids, generation),)
+        return generation
+
+
+def build(renderer, script, generate=None, env=Env, **limits):
+    sampler = Keeping(script, encode=renderer.encode, end_token_id=renderer.end_token_id, version=3)
+    given = {"max_turns": 20, "max_tokens": 4096, "max_seconds": 30.0, "max_new_tokens": 64} | limits
+    return EpisodeRunner(
+        env_factory=env,
+        renderer=renderer,
+        sampler=sampler,
+        tool_clients={},
+        limits=Limits(**given),
+        sampling=SamplingParams(max_new_tokens=given["max_new_tokens"], seed=5, temperature=0.7),
+        failure=FailurePolicy(FailureConfig(max_failed_share=1)),
+        max_concurrency=4,
+        generate=generate,
+    ), sampler
+
+
+def play(renderer, script, generate=None, **options):
+    runner, sampler = build(renderer, script, generate, **options)
+    (rollout,) = asyncio.run(runner.run_many([Job(TASK, 1, "e")]))
+    check(rollout, sampler.said)
+    return rollout, sampler
+
+
+def check(rollout, said):
+    """Every sampled token is trained once, and the rows hold what the sampler was asked with what it said."""
+    assert rollout.failure is None, rollout.failure
+    rows = rollout.rows
+    check_rows(rows)
+    sampled = [token for _, generation in said for token in generation.token_ids]
+    assert sum(int(row.mask.sum()) for row in rows) == len(sampled) == rollout.sampled_tokens
+    trained = {}
+    for row in rows:
+        for place in np.flatnonzero(row.mask):
+            request = row.request_ids[row.requests[place]]
+            trained.setdefault(request, []).append((int(row.token_ids[place]), float(row.logprobs[place])))
+    for prompt, generation in said:
+        path = prompt + generation.token_ids
+        assert any(tuple(row.token_ids[: len(path)].tolist()) == path for row in rows)
+        if generation.token_ids:
+            expected = zip(generation.token_ids, np.float32(generation.logprobs).tolist(), strict=True)
+            assert trained[generation.request_id] == list(expected)
+    assert len({generation.request_id for _, generation in said}) == len(said)
+    assert [row.key.row for row in rows] == list(range(len(rows)))
+    assert [row.fork is None for row in rows] == [row.key.row == 0 for row in rows]
+    assert {row.key.rollout_id for row in rows} <= {"e"}
+    assert {row.temperature for row in rows} <= {0.7}
+
+
+def texts(renderer, rollout):
+    return [renderer.decode(row.token_ids[row.mask == 1].tolist()) for row in rollout.rows]
+
+
+def test_subagents_beside_each_other_are_rows_of_one_rollout(renderer):
+    async def generate(task, agent):
+        chat = agent.chat(task.prompt)
+        await chat.sample()
+        helpers = [chat.branch([Message("user", f"part {part}")]) for part in "ab"]
+        answers = await asyncio.gather(*(helper.sample() for helper in helpers))
+        chat.add(Message("user", " ".join(answer.content for answer in answers)))
+        await chat.sample()
+        return chat.rollout(1.0)
+
+    rollout, sampler = play(renderer, lambda asked: asked.request_id, generate)
+    assert texts(renderer, rollout) == [
+        "e/0<|im_end|>e/1<|im_end|>",
+        "e/branch-0/0<|im_end|>",
+        "e/branch-1/0<|im_end|>",
+    ]
+    assert [row.fork for row in rollout.rows] == [None, BRANCH, BRANCH]
+    assert [turn.action for turn in rollout.turns] == ["e/0", "e/1", "e/branch-0/0", "e/branch-1/0"]
+    assert rollout.turns[1].reward == rollout.reward == 1.0
+    assert {asked.session_id for asked in sampler.asked} == {"e"}
+    assert sampler.closed == ["e"]
+    assert len({asked.params.seed for asked in sampler.asked}) == 4
+
+
+def test_branches_share_what_was_said_before_and_it_is_trained_once(renderer):
+    """Both go on from the same turn, at the same time; the chat itself does not."""
+
+    async def generate(task, agent):
+        chat = agent.chat(task.prompt)
+        await chat.sample()
+        tries = [chat.branch() for _ in range(2)]
+        for number, one in enumerate(tries):
+            one.add(Message("user", f"try {number}"))
+        await asyncio.gather(*(one.sample() for one in tries))
+        return chat.rollout()
+
+    rollout, sampler = play(renderer, lambda asked: asked.request_id, generate)
+    first, second = rollout.rows
+    assert texts(renderer, rollout) == ["e/0<|im_end|>e/branch-0/0<|im_end|>", "e/branch-1/0<|im_end|>"]
+    shared = second.mask_reason == MaskReason.SHARED
+    assert renderer.decode(second.token_ids[shared].tolist()) == "e/0<|im_end|>"
+    assert (first.token_ids[: len(shared)][shared] == second.token_ids[shared]).all()
+    assert (first.fork, second.fork) == (None, BRANCH)
+    assert [turn.action for turn in rollout.turns] == ["e/0", "e/branch-0/0", "e/branch-1/0"]
+    assert sampler.asked[1].prompt.token_ids[: len(first.token_ids)] != ()
+
+
+def test_the_same_tokens_sampled_twice_are_two_samples(renderer):
+    async def generate(task, agent):
+        chat = agent.chat(task.prompt)
+        await asyncio.gather(chat.branch().sample(), chat.sample(), chat.branch().sample())
+        return chat.rollout()
+
+    rollout, _ = play(renderer, lambda asked: "same", generate)
+    assert texts(renderer, rollout) == ["same<|im_end|>"] * 3
+    assert [row.request_ids for row in rollout.rows] == [("e/0",), ("e/branch-0/0",), ("e/branch-1/0",)]
+    assert [row.fork for row in rollout.rows] == [None, BRANCH, BRANCH]
+
+
+def test_rows_do_not_depend_on_who_was_first(renderer):
+    """The requests are answered in another order; the rows stay as they are."""
+
+    async def generate(task, agent):
+        chat = agent.chat(task.prompt)
+        await chat.sample()
+        helpers = [chat.branch() for _ in range(3)]
+
+        async def work(one, waits):
+            for _ in range(waits):
+                await asyncio.sleep(0)
+            for _ in range(2):
+                one.add(Message("user", "the same for all"))
+                await one.sample()
+
+        order = [30, 20, 10] if task.metadata["late"] else [0, 10, 20]
+        chat.add(Message("user", "and you"))
+        await asyncio.gather(chat.sample(), *(work(one, waits) for one, waits in zip(helpers, order, strict=True)))
+        return chat.rollout()
+
+    made = []
+    for late in (False, True):
+        runner, _ = build(renderer, lambda asked: asked.request_id, generate)
+        task = Task("t", TASK.prompt, metadata={"late": late})
+        (rollout,) = asyncio.run(runner.run_many([Job(task, 1, "e")]))
+        made.append([(row.fork, row.token_ids.tolist(), row.mask.tolist(), row.request_ids) for row in rollout.rows])
+    assert made[0] == made[1]
+    assert len(made[0]) == 4
+
+
+def test_a_summary_replaces_the_conversation_when_the_context_is_full(renderer):
+    async def generate(task, agent):
+        chat = agent.chat(task.prompt)
+        summaries = 0
+        while True:
+            said = await chat.sample()
+            if said is None and chat.stop_reason is StopReason.MAX_TOKENS and summaries < 2:
+                summaries += 1
+                chat.rewrite([*task.prompt, Message("user", f"so far: {len(chat.messages)}")])
+                assert chat.stop_reason is None
+                continue
+            if said is None:
+                break
+            chat.add(Message("user", "go on"))
+        return chat.rollout()
+
+    rollout, sampler = play(renderer, ["abcdefgh"] * 12, generate, max_tokens=190, max_turns=12)
+    assert [row.fork for row in rollout.rows] == [None, CONTEXT, CONTEXT]
+    assert all(len(row.token_ids) <= 190 for row in rollout.rows)
+    assert rollout.stop_reason is StopReason.MAX_TURNS
+    assert len(rollout.turns) == 12
+    prompts = [renderer.decode(asked.prompt.token_ids) for asked in sampler.asked]
+    assert sum("so far" in prompt for prompt in prompts) > 1
+
+
+def test_rewriting_keeps_what_was_said_and_drops_what_was_not_yet_read(renderer):
+    async def generate(task, agent):
+        chat = agent.chat([Message("user", "never read")])
+        chat.rewrite(task.prompt)
+        assert chat.messages == task.prompt
+        await chat.sample()
+        chat.add(Message("user", "never read"))
+        chat.rewrite([Message("user", "new")])
+        chat.add(Message("user", "more"))
+        assert [message.content for message in chat.messages] == ["new", "more"]
+        side = chat.branch()
+        await chat.sample()
+        await side.sample()
+        return chat.rollout()
+
+    rollout, sampler = play(renderer, ["one", "two", "three"], generate)
+    assert texts(renderer, rollout) == ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"]
+    assert [row.fork for row in rollout.rows] == [None, CONTEXT, CONTEXT]
+    assert [(turn.action, turn.observation) for turn in rollout.turns] == [("one", "new"), ("two", ""), ("three", "")]
+    assert not any("never" in renderer.decode(asked.prompt.token_ids) for asked in sampler.asked)
+    assert sampler.asked[1].prompt == sampler.asked[2].prompt
+
+
+def test_turns_of_branches_count_and_their_context_is_their_own(renderer):
+    async def generate(task, agent):
+        chat = agent.chat([Message("user", "x" * 100)])
+        await chat.sample()
+        side = chat.branch(task.prompt)
+        deep = side.branch([Message("user", "y" * 500)])
+        assert await deep.sample() is None
+        assert deep.stop_reason is StopReason.MAX_TOKENS
+        assert await side.sample() is not None
+        chat.add(Message("user", "again"))
+        assert await chat.sample() is None
+        assert chat.stop_reason is StopReason.MAX_TURNS
+        return chat.rollout()
+
+    rollout, _ = play(renderer, ["a", "b"], generate, max_turns=2, max_tokens=200)
+    assert rollout.stop_reason is StopReason.MAX_TURNS
+    assert len(rollout.rows) == 2
+
+
+def test_calls_of_branches_have_ids_of_their_own(renderer):
+    @tool()
+    async def double(number: int) -> str:
+        """Double it."""
+        return str(2 * number)
+
+    ids = []
+
+    async def generate(task, agent):
+        chat = agent.chat(task.prompt, tools=[double])
+        side = chat.branch([Message("user", "you too")])
+        bare = chat.branch([Message("user", "you not")], tools=[])
+        for one in (chat, side, bare):
+            said = await one.sample()
+            ids.extend(call.id for call in said.tool_calls)
+        assert (await agent.call("double", {"number": 2})).content == "4"
+        return chat.rollout()
+
+    play(
+        renderer,
+        ['<tool_call>{"name": "double", "arguments": {"number": 1}}</tool_call>'] * 3,
+        generate,
+        max_new_tokens=99,
+    )
+    assert ids == ["0.0", "0.0.0"]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (lambda chat: chat.branch().rollout(), "a branch has no rollout of its own"),
+        (lambda chat: chat.rewrite([]), "needs the messages to go on from"),
+        (lambda chat: chat.rewrite(["hm"]), "takes agentrl.Message, not 'hm'"),
+        (lambda chat: chat.branch([Message("user", "a")]).rewrite([]), "needs the messages"),
+    ],
+)
+def test_mistakes(renderer, mistake, words):
+    async def generate(task, agent):
+        chat = agent.chat(task.prompt)
+        mistake(chat)
+        return chat.rollout()
+
+    runner, _ = build(renderer, [], generate)
+    (rollout,) = asyncio.run(runner.run_many([Job(TASK, 1, "e")]))
+    assert rollout.failure is not None
+    assert words in rollout.failure.message
+
+
+def test_a_chat_that_is_sampling_is_not_branched_or_rewritten(renderer):
+    async def generate(task, agent):
+        chat = agent.chat(task.prompt)
+        running = asyncio.ensure_future(chat.sample())
+        await asyncio.sleep(0)
+        for use in (chat.branch, lambda: chat.rewrite(task.prompt)):
+            with pytest.raises(RuntimeError, match="this chat is sampling"):
+                use()
+        side = chat.branch([Message("user", "aside")])
+        await asyncio.gather(running, side.sample())
+        return chat.rollout()
+
+    rollout, _ = play(renderer, lambda asked: asked.request_id, generate)
+    assert len(rollout.rows) == 2
+
+
+class Summing(Env):
+    """Asks for words; after each second one it puts all of them in a summary."""
+
+    def reset(self, *, seed=None, options=None):
+        first = super().reset(seed=seed, options=options)
+        self.words = []
+        return first
+
+    def step(self, action):
+        if isinstance(action, ToolResults):
+            return Rewrite((Message("user", f"words: {' '.join(self.words)}"),)), 0.25, False, False, {}
+        self.words.append(action.content)
+        over = len(self.words) > 4
+        if len(self.words) % 2 or over:
+            return (Message("user", "more"),), 0.0, over, False, {}
+        if len(self.words) == 4:
+            return (
+                ToolCalls((ToolCall(f"c{len(self.words)}", "count", {"words": len(self.words)}),)),
+                0.0,
+                False,
+                False,
+                {},
+            )
+        return Rewrite((Message("user", f"words: {' '.join(self.words)}"),)), 0.5, False, False, {}
+
+    def get_state(self):
+        return {**super().get_state(), "words": self.words}
+
+    def set_state(self, state):
+        super().set_state(state)
+        self.words = state["words"]
+
+
+@tool()
+async def count(words: int) -> str:
+    """Count."""
+    return str(words)
+
+
+Summing.tools = (count,)
+
+
+def test_an_environment_rewrites_the_conversation(renderer):
+    rollout, sampler = play(renderer, ["one", "two", "three", "four", "five"], env=Summing)
+    assert [row.fork for row in rollout.rows] == [None, CONTEXT, CONTEXT]
+    assert [turn.observation for turn in rollout.turns] == [
+        "more",
+        "words: one two",
+        "more",
+        "words: one two three four",
+        "more",
+    ]
+    assert rollout.reward == 0.75
+    assert [turn.reward for turn in rollout.turns] == [0, 0.5, 0, 0.25, 0]
+    assert renderer.render((Message("user", "words: one two"),), (count,)) == sampler.asked[2].prompt
+    check_env(Summing)
+
+
+def test_an_episode_that_was_rewritten_goes_on_from_its_state(renderer):
+    script = ["one", "two", "three", "four", "five"]
+    whole, _ = play(renderer, script, env=Summing)
+
+    async def run(turns):
+        runner, _ = build(renderer, script[:turns], env=Summing)
+        first = Episode(runner._services, TASK, EpisodeState("e", 1))
+        with pytest.raises(AssertionError, match="wants more"):
+            await first.play()
+        state, env_state = EpisodeState.from_dict(json.loads(json.dumps(await first.snapshot())))
+        rest, _ = build(renderer, lambda asked: script[turns + asked.turn], env=Summing)
+        await Episode(rest._services, TASK, state, env_state).play()
+        return state
+
+    for turns in range(1, 5):
+        state = asyncio.run(run(turns))
+        rows = state.trajectory.rows("t", "e")
+        assert state.shared.turns == 5
+        assert [row.token_ids.tolist() for row in rows] == [row.token_ids.tolist() for row in whole.rows]
+        assert [(row.fork, row.request_ids) for row in rows] == [(row.fork, row.request_ids) for row in whole.rows]
+
+
+class BeginsAnew(Env):
+    def reset(self, *, seed=None, options=None):
+        return Rewrite((Message("user", "hm"),)), super().reset(seed=seed, options=options)[1]
+
+
+class Empties(Env):
+    def step(self, action):
+        return Rewrite(()), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize(
+    ("env", "words"), [(BeginsAnew, "begins an episode with a Rewrite"), (Empties, "one or more Messages, not")]
+)
+def test_environments_that_rewrite_wrongly(renderer, env, words):
+    runner, _ = build(renderer, ["a"], env=env)
+    (rollout,) = asyncio.run(runner.run_many([Job(TASK, 1, "e")]))
+    assert rollout.failure is not None
+    assert words in rollout.failure.message
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["say", "say", "say", "branch", "subagent", "rewrite"]), st.integers(0, 9), st.integers(0, 2)
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60)
+@given(actions=ACTIONS, forgets=st.booleans(), beside=st.booleans())
+def test_whatever_is_branched_and_rewritten_each_token_is_trained_once(renderer, forgetful, actions, forgets, beside):
+    """Random conversations in one rollout, one after the other or beside each other; few words, so that much is shared."""
+
+    async def generate(task, agent):
+        chats = [agent.chat(task.prompt)]
+        waiting = {}
+
+        async def settle():
+            await asyncio.gather(*waiting.values())
+            waiting.clear()
+
+        for kind, which, word in actions:
+            number = which % len(chats)
+            chat, message = chats[number], Message("user", f"w{word}")
+            if number in waiting or not beside:
+                await settle()
+            if kind == "say":
+                chat.add(message)
+                waiting[number] = asyncio.ensure_future(chat.sample())
+            elif kind == "rewrite":
+                chat.rewrite([message])
+            else:
+                chats.append(chat.branch([message] if kind == "subagent" else None))
+        await settle()
+        return chats[0].rollout(0.5)
+
+    def script(asked):
+        return ["a", "ab", "b", ""][sum(map(ord, asked.request_id)) % 4]
+
+    rollout, sampler = play(forgetful if forgets else renderer, script, generate, max_turns=9)
+    assert len(rollout.turns) == len(sampler.asked) <= 9
+
+
+OPS = st.lists(
+    st.tuples(
+        st.integers(0, 3), st.sampled_from(["go", "go", "anew", "branch"]), st.lists(st.integers(0, 2), max_size=4)
+    ),
+    max_size=14,
+)
+
+
+def grow(trajectories, ops, said, first=0):
+    for number, (which, kind, tokens) in enumerate(ops, first):
+        one = trajectories[which % len(trajectories)]
+        if kind == "branch":
+            trajectories.append(one.branch())
+            continue
+        prompt = (*one.token_ids, *tokens) if kind == "go" else tuple(tokens)
+        one.extend_to(prompt, added=len(tokens) if kind == "go" else None, fork=CONTEXT)
+        ids = tuple(tokens[::-1])
+        one.append_sampled(Generation(ids, (-0.5,) * len(ids), FinishReason.STOP, ((0, number),), 0, f"r{number}"))
+        said.append((prompt, ids))
+
+
+def flat(trajectory):
+    return [
+        (row.key, row.fork, row.request_ids, row.token_ids.tolist(), row.mask_reason.tolist(), row.versions.tolist())
+        for row in trajectory.rows("t", "e")
+    ]
+
+
+@given(OPS, OPS)
+def test_the_graph_of_several_conversations(before, after):
+    trajectories, said = [Trajectory()], []
+    grow(trajectories, before, said)
+    state = trajectories[0].to_state()
+    back = Trajectory.from_state(json.loads(json.dumps(state)))
+    assert back.to_state() == state
+    assert flat(back) == flat(trajectories[0])
+    others, found = [back], {(): back}
+    for trajectory in trajectories[1:]:
+        *parent, index = trajectory.branch_name
+        found[trajectory.branch_name] = found[tuple(parent)].branches[index]
+        others.append(found[trajectory.branch_name])
+        assert others[-1].token_ids == trajectory.token_ids
+    grow(others, after, [], 99)
+    grow(trajectories, after, said, 99)
+    assert flat(back) == flat(trajectories[0])
+    rows = trajectories[0].rows("t", "e")
+    assert sum(int(row.mask.sum()) for row in rows) == sum(len(ids) for _, ids in said) == back.sampled_tokens
+    assert all((row.provenance[row.mask == 1] == Provenance.SAMPLED).all() for row in rows)
+    made = [tuple(row.token_ids.tolist()) for row in rows]
+    assert not rows or all(any(row[: len(p + ids)] == p + ids for row in made) for p, ids in said)
+    assert all(any(p + ids == row for p, ids in said) for row in made)
+    assert [row.fork is None for row in rows] == [row.key.row == 0 for row in rows]
