@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from agentrl.render.parsers.base import CallParser, MakeParser
 from agentrl.render.parsers.deepseek import DeepSeekParser
-from agentrl.render.parsers.glm import GlmParser
+from agentrl.render.parsers.glm import Glm4Parser, GlmParser
 from agentrl.render.parsers.hermes import HermesParser
 from agentrl.render.parsers.kimi import KimiParser
 from agentrl.render.parsers.llama3 import Llama3Parser
 from agentrl.render.parsers.pythonic import PythonicParser
+from agentrl.render.parsers.tags import TagsParser
 
 PARSERS: dict[str, MakeParser] = {
     "hermes": HermesParser,
     "llama3": Llama3Parser,
     "pythonic": PythonicParser,
     "deepseek": DeepSeekParser,
+    "glm-4": Glm4Parser,
     "glm": GlmParser,
     "kimi": KimiParser,
+    "tags": TagsParser,
 }
 """By ``render.tool_parser``."""
 
 SIGNS: tuple[tuple[str, str], ...] = (
     ("<arg_key>", "glm"),
+    ("可用工具", "glm-4"),
     ("<|tool_calls_section_begin|>", "kimi"),
     ("<｜tool▁calls▁begin｜>", "deepseek"),
     ("[func_name1(", "pythonic"),  # before Llama 3, whose JSON calls such templates may show for few-shot examples

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
-from jsonschema import Draft202012Validator
-
 from agentrl.render.parsers.base import Piece, between, named_call, text_of, truncated, unreadable
+from agentrl.render.parsers.values import kinds_of, part_of, read_value
 from agentrl.tool import Tool
 from agentrl.types import CallStatus, ToolCall
 
@@ -16,9 +14,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 ASSISTANT = "<|assistant|>"
 
-_KINDS = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _ORDER = (KEY, KEY_END, VALUE, VALUE_END)
-_DEEPEST = 16  # a schema may refer to itself
 
 
 class GlmParser:
@@ -70,7 +66,7 @@ def _call(body: Sequence[Piece], closed: bool, schemas: Mapping[str, Mapping[str
         return unreadable(str(fault), name)
     for key, text in pairs:
         try:
-            arguments[key] = _value(text, _kinds(_part(_part(schema, "properties"), key), schema))
+            arguments[key] = read_value(text, kinds_of(part_of(part_of(schema, "properties"), key), schema))
         except (ValueError, RecursionError) as fault:
             return unreadable(f"the argument {key} of {name} is not valid JSON: {fault}", name)
     return ToolCall("", name, arguments)
@@ -95,55 +91,6 @@ def _pairs(body: Sequence[Piece]) -> Iterator[tuple[str, str]]:
         raise ValueError(f"the call has {CLOSE} where {_ORDER[len(fields) % len(_ORDER)]} is due")
     for at in range(0, len(fields), len(_ORDER)):
         yield fields[at][1].strip(), fields[at + 2][1]
-
-
-def _value(text: str, kinds: frozenset[str]) -> Any:
-    """Return what ``text`` is as a value that may be of ``kinds``.
-
-    Raises:
-        ValueError: it is not JSON, and may not be a string.
-    """
-    if kinds == {"string"}:
-        return text
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        if "string" in kinds:
-            return text
-        raise
-    if "string" not in kinds:
-        return value
-    fits = not isinstance(value, str) and any(Draft202012Validator.TYPE_CHECKER.is_type(value, kind) for kind in kinds)
-    return value if fits else text
-
-
-def _kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """Return the JSON types that a value may have by ``schema``, a part of ``root``; all where it does not say."""
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
-        return _KINDS
-    if "$ref" in schema:
-        return _kinds(_referred(str(schema["$ref"]), root), root, depth + 1)
-    if "type" in schema:
-        named = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
-        return _KINDS.intersection(named) or _KINDS
-    if "const" in schema or "enum" in schema:
-        values = [schema["const"]] if "const" in schema else schema["enum"]
-        is_type = Draft202012Validator.TYPE_CHECKER.is_type
-        return frozenset(kind for kind in _KINDS if any(is_type(value, kind) for value in values))
-    either = [part for key in ("anyOf", "oneOf") for part in schema.get(key, ())]
-    return frozenset[str]().union(*(_kinds(part, root, depth + 1) for part in either)) or _KINDS
-
-
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the part of ``root`` that a reference such as ``#/$defs/Point`` names; None where it names none."""
-    found: Any = root
-    for key in reference.removeprefix("#").strip("/").split("/"):
-        found = _part(found, key)
-    return found
-
-
-def _part(schema: Any, key: str) -> Any:
-    return schema.get(key) if isinstance(schema, Mapping) else None
 
 
 def _divided(said: Sequence[Piece]) -> Iterator[Sequence[Piece]]:

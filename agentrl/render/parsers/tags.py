@@ -1,0 +1,119 @@
+"""Plain XML tags: ``<NAME>…</NAME>``, where ``NAME`` is a tool that was offered."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from agentrl.render.parsers.base import Piece, named_call, text_of, truncated, unreadable
+from agentrl.render.parsers.values import kinds_of, part_of, read_value
+from agentrl.tool import Tool
+from agentrl.types import ToolCall
+
+_TAG = re.compile(r"<([A-Za-z_][\w.-]*)>")
+
+
+class TagsParser:
+    """Reads calls that are named by their tags, as prompts of one's own often ask for::
+
+        <add>{"a": 1, "b": 2}</add>
+        <add><a>1</a><b>2</b></add>
+        <search>capital of France</search>
+
+    Between the tags stands a JSON object of arguments; or one tag a parameter, with what the schema says: a string as it
+    is, everything else as JSON; or the bare text, where the tool wants one string and nothing else. A tag that names no
+    offered tool is text. No tag is a token of its own for this parser, even where the tokenizer has it.
+    """
+
+    markers: tuple[str, ...] = ()
+
+    def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+        """See `CallParser`."""
+        return list(_calls(text_of(said), {tool.name: tool for tool in tools}))
+
+
+def _calls(text: str, tools: Mapping[str, Tool]) -> Iterator[ToolCall]:
+    if not tools:
+        return
+    opening = re.compile(f"<({'|'.join(map(re.escape, tools))})>")
+    at = 0
+    while (found := opening.search(text, at)) is not None:
+        name, start = found[1], found.end()
+        end = text.find(f"</{name}>", start)
+        again = text.find(found[0], start)
+        if end < 0 or 0 <= again < end:
+            yield truncated(f"</{name}>", name)
+            at = start
+        else:
+            yield _call(tools[name], text[start:end].strip())
+            at = end + len(name) + len("</>")
+
+
+def _call(tool: Tool, body: str) -> ToolCall:
+    schema, only = tool.parameters, _only_string(tool.parameters)
+    if not body:
+        return ToolCall("", tool.name, {})
+    if body.startswith("{") and (only is None or _is_object(body, only)):
+        return named_call(tool.name, body)
+    tag = _TAG.match(body)
+    if tag is not None and (only is None or tag[1] in (part_of(schema, "properties") or ())):
+        try:
+            return ToolCall("", tool.name, _parameters(body, schema))
+        except (ValueError, RecursionError) as fault:
+            return unreadable(f"the call of {tool.name}: {fault}", tool.name)
+    if only is not None:
+        return ToolCall("", tool.name, {only: body})
+    return unreadable(f"the call of {tool.name} is neither a JSON object nor one tag a parameter", tool.name)
+
+
+def _only_string(schema: Mapping[str, Any]) -> str | None:
+    """Return the one parameter that is required, where it is a string."""
+    required = tuple(map(str, schema.get("required", ())))
+    if len(required) != 1:
+        return None
+    name = required[0]
+    return name if kinds_of(part_of(part_of(schema, "properties"), name), schema) == {"string"} else None
+
+
+def _is_object(body: str, name: str) -> bool:
+    """Return whether a text that starts with a brace is meant as an object with the parameter ``name``."""
+    return re.search(rf'["\']?{re.escape(name)}["\']?\s*:', body) is not None
+
+
+def _parameters(body: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a sequence of tags gives.
+
+    Raises:
+        ValueError: it is none, or a value is not of its type.
+    """
+    arguments: dict[str, Any] = {}
+    while body:
+        tag = _TAG.match(body)
+        if tag is None:
+            raise ValueError(f"{body[:40]!r} stands where a parameter's tag is due")
+        name = tag[1]
+        if name in arguments:
+            raise ValueError(f"the parameter {name} is given twice")
+        value, body = _value(body[tag.end() :], name)
+        kinds = kinds_of(part_of(part_of(schema, "properties"), name), schema)
+        try:
+            arguments[name] = read_value(value if kinds == {"string"} else value.strip(), kinds)
+        except (ValueError, RecursionError) as fault:
+            raise ValueError(f"the parameter {name} is not valid JSON: {fault}") from None
+    return arguments
+
+
+def _value(text: str, name: str) -> tuple[str, str]:
+    """Return the text of a parameter without the newlines at its ends, and what follows its closing tag.
+
+    The closing tag is the first with nothing but another parameter behind it, so that a value may hold its text.
+    """
+    closing = f"</{name}>"
+    at = text.find(closing)
+    while at >= 0:
+        rest = text[at + len(closing) :].lstrip()
+        if not rest or _TAG.match(rest):
+            return text[:at].removeprefix("\n").removesuffix("\n"), rest
+        at = text.find(closing, at + 1)
+    raise ValueError(f"the parameter {name} has no {closing}")

@@ -1,0 +1,64 @@
+"""Arguments that a call gives as text: the tool's schema says what they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jsonschema import Draft202012Validator
+
+_KINDS = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+_DEEPEST = 16  # a schema may refer to itself
+
+
+def read_value(text: str, kinds: frozenset[str]) -> Any:
+    """Return what ``text`` is as a value that may be of ``kinds``.
+
+    Strings stand as they are, everything else as JSON. Where both are allowed, JSON that is no string is read as JSON.
+
+    Raises:
+        ValueError: it is not JSON, and may not be a string.
+    """
+    if kinds == {"string"}:
+        return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        if "string" in kinds:
+            return text
+        raise
+    if "string" not in kinds:
+        return value
+    fits = not isinstance(value, str) and any(Draft202012Validator.TYPE_CHECKER.is_type(value, kind) for kind in kinds)
+    return value if fits else text
+
+
+def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """Return the JSON types that a value may have by ``schema``, a part of ``root``; all where it does not say."""
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return _KINDS
+    if "$ref" in schema:
+        return kinds_of(_referred(str(schema["$ref"]), root), root, depth + 1)
+    if "type" in schema:
+        named = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+        return _KINDS.intersection(named) or _KINDS
+    if "const" in schema or "enum" in schema:
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        is_type = Draft202012Validator.TYPE_CHECKER.is_type
+        return frozenset(kind for kind in _KINDS if any(is_type(value, kind) for value in values))
+    either = [part for key in ("anyOf", "oneOf") for part in schema.get(key, ())]
+    return frozenset[str]().union(*(kinds_of(part, root, depth + 1) for part in either)) or _KINDS
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the part of ``root`` that a reference such as ``#/$defs/Point`` names; None where it names none."""
+    found: Any = root
+    for key in reference.removeprefix("#").strip("/").split("/"):
+        found = part_of(found, key)
+    return found
+
+
+def part_of(schema: Any, key: str) -> Any:
+    """Return what stands under ``key``; None where there is nothing, or ``schema`` is no object."""
+    return schema.get(key) if isinstance(schema, Mapping) else None
