@@ -101,18 +101,23 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
     thought = ", so a turn starts in its reasoning" if findings.opens_thinking else ""
     dropped = ", ".join(findings.drops_thinking)
     split = ", ".join(findings.split_markers)
-    reads: dict[bool | None, str] = {
-        True: "reads the template's calls",
-        False: "does not read the template's calls; set render.tool_parser",
-    }
     return [
         ("format", f"{findings.format} ({how})"),
         ("opener", f"{findings.opener!r}{thought}"),
         *_end_facts(findings),
         ("markers", f"no single token: {split}" if split else f"{len(findings.markers)}, each a token of its own"),
         ("reasoning", f"left out before {dropped}" if dropped else "kept"),
-        ("tool calls", f"{findings.parser}: {reads.get(findings.reads_calls, 'the template writes none')}"),
+        ("tool calls", _calls(findings)),
     ]
+
+
+def _calls(findings: Findings) -> str:
+    if findings.reads_calls is None:
+        return f"parser {findings.parser}; the template writes none"
+    if findings.reads_calls:
+        return f"parser {findings.parser}, which reads the template's calls"
+    others = ", ".join(f"render.tool_parser={name}" for name in findings.readers)
+    return f"parser {findings.parser}, which does not read the template's calls: {others or 'no parser does'}"
 
 
 def _end_facts(findings: Findings) -> list[tuple[str, str]]:
@@ -145,7 +150,7 @@ def _agentrl_does(crossing: Crossing) -> str:
     from agentrl.render.crossings import Outcome
 
     words = {
-        Outcome.BRIDGE: "bridge: the row goes on",
+        Outcome.BRIDGE: "bridge: the row goes on" + (", in other words" if crossing.exact is False else ""),
         Outcome.KEEP: "keep: the row goes on with the reasoning",
         Outcome.FORK: f"fork: a new row ({crossing.reason})",
         Outcome.REFUSE: "refuse: the episode ends",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -13,7 +14,9 @@ from agentrl.render.crossings import MARKER, Crossing, Outcome, Scene, cross_all
 from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.parsers.base import THINK, THINK_END
 from agentrl.render.parsers.choice import PARSERS
-from agentrl.types import CallStatus, ForkReason
+from agentrl.types import ForkReason
+
+_SHORT = {"a user message": "user messages", "a tool result": "tool results", "two tool results": "tool results"}
 
 
 class Ending(StrEnum):
@@ -72,9 +75,11 @@ class Findings:
     markers: tuple[Marker, ...]
     """In the order in which they appear."""
     parser: str
-    """What ``render.tool_parser`` calls the parser that reads tool calls."""
+    """What ``render.tool_parser`` calls the parser that reads tool calls; the format's name where only it has it."""
     reads_calls: bool | None
     """Whether it reads the calls that the template writes; None where it writes none."""
+    readers: tuple[str, ...]
+    """All parsers that do, by ``render.tool_parser``."""
     crossings: tuple[Crossing, ...]
     """What happens to each kind of turn before each kind of message."""
     fault: str
@@ -95,26 +100,30 @@ class Findings:
         if self.fault:
             return f"{self.format}: cannot be used for conversations: {self.fault}"
         name = f"{self.format}, {'hand-written' if self.hand_written else 'generic'}"
-        written, stops = self.end.written, self.end.stops
+        unread = ", which does not read the template's" if self.reads_calls is False else ""
+        return f"{name}; {self._rows()}; {self._ends()}; tool calls: {self.parser}{unread}"
+
+    def _ends(self) -> str:
+        written, stop = " or ".join(self.end.written), self.end.stops[0]
         if self.end.ending is Ending.TRAINED:
-            end = f"turns end with {' or '.join(written)}, which is trained"
-        elif written:
-            end = f"turns end with {stops[0]}, where the template writes {' or '.join(written)}"
-        else:
-            end = f"turns end with {stops[0]}, and the template shows no end"
-        return f"{name}; {self._rows()}; {end}; tool calls: {self.parser}"
+            return f"turns end with {written}, which is trained"
+        if written:
+            return f"turns end with {stop}, where the template writes {written}"
+        return f"turns end with {stop}, and the template shows no end"
 
     def _rows(self) -> str:
-        forks = [crossing for crossing in self.crossings if crossing.outcome is Outcome.FORK]
-        if any(crossing.outcome is Outcome.KEEP for crossing in self.crossings):
-            return "one row an episode, earlier reasoning kept"
-        thinking = [crossing.before for crossing in forks if crossing.reason is ForkReason.THINKING]
-        others = [crossing.before for crossing in forks if crossing.reason is not ForkReason.THINKING]
-        if others:
-            return f"a new row before {_words(others)}"
-        if thinking:
-            return f"a new row before {_words(thinking)} once there is reasoning"
-        return "one row an episode"
+        """Return when a new row begins. System messages between turns are too rare to be told of."""
+        usual = [crossing for crossing in self.crossings if crossing.before in _SHORT]
+        forks = [crossing for crossing in usual if crossing.outcome is Outcome.FORK]
+        always = _words(crossing for crossing in forks if crossing.reason is not ForkReason.THINKING)
+        thinking = _words(crossing for crossing in forks if crossing.reason is ForkReason.THINKING)
+        told = [f"a new row before {always}"] if always else []
+        told += [f"a new row before {thinking} once there is reasoning"] if thinking and thinking != always else []
+        kept = any(crossing.outcome is Outcome.KEEP for crossing in usual)
+        told = told or ["one row an episode, earlier reasoning kept" if kept else "one row an episode"]
+        results = [crossing.outcome for crossing in usual if crossing.before == "a tool result"]
+        told += ["no tool results"] if set(results) == {Outcome.REFUSE} else []
+        return ", ".join(told)
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | None = None) -> Findings:
@@ -134,6 +143,8 @@ def check_template(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | No
     written = choose_format(tokenizer, config.model_copy(update={"format": shown, "keep_thinking": False}))
     scene = Scene(tokenizer, renderer, written)
     crossings = cross_all(scene)
+    callers = [turn for turn in scene.turns if turn.calls]
+    names = (name for name, make in PARSERS.items() if type(make()) is type(renderer.parser))
     return Findings(
         format=renderer.format.name,
         hand_written=not isinstance(renderer.format, TemplateFormat),
@@ -141,8 +152,9 @@ def check_template(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | No
         opens_thinking=renderer.format.opens_thinking,
         end=_end(scene),
         markers=_markers(scene),
-        parser=next(name for name, make in PARSERS.items() if type(make()) is type(renderer.parser)),
-        reads_calls=_reads_calls(scene),
+        parser=next(names, renderer.format.name),
+        reads_calls=all(scene.reads(turn, renderer.parser) for turn in callers) if callers else None,
+        readers=tuple(name for name, make in PARSERS.items() if all(scene.reads(turn, make()) for turn in callers)),
         crossings=crossings,
         fault=_fault(scene, crossings),
     )
@@ -163,30 +175,19 @@ def _end(scene: Scene) -> TurnEnd:
 def _markers(scene: Scene) -> tuple[Marker, ...]:
     seen = "".join(scene.texts)
     parser = [marker for marker in scene.renderer.parser.markers if marker in seen]
-    found = [*scene.ends, *MARKER.findall(seen), *parser, *(mark for mark in (THINK, THINK_END) if mark in seen)]
+    thought = [mark for mark in (THINK, THINK_END) if mark in scene.thoughtless]
+    found = [*scene.ends, *MARKER.findall(seen), *parser, *thought]
     return tuple(Marker(text, len(scene.ids(text))) for text in dict.fromkeys(found))
-
-
-def _reads_calls(scene: Scene) -> bool | None:
-    turns = [turn for turn in scene.turns if turn.calls]
-    if not turns:
-        return None
-    read = [scene.renderer.parse(scene.ids(turn.body), scene.tools).tool_calls for turn in turns]
-    return all(
-        [(call.name, call.arguments, call.status) for call in calls]
-        == [(call.name, call.arguments, CallStatus.OK) for call in turn.calls]
-        for calls, turn in zip(read, turns, strict=True)
-    )
 
 
 def _fault(scene: Scene, crossings: tuple[Crossing, ...]) -> str:
     if not scene.opener:
         return scene.refusal
-    if all(crossing.outcome is Outcome.REFUSE for crossing in crossings):
-        return next((crossing.detail for crossing in crossings if crossing.detail), "it refuses every second turn")
+    spoken = [crossing for crossing in crossings if crossing.turn != "tool call"]
+    if all(crossing.outcome is Outcome.REFUSE for crossing in spoken):
+        return next((crossing.detail for crossing in spoken if crossing.detail), "it has no turn of an assistant")
     return ""
 
 
-def _words(befores: list[str]) -> str:
-    words = list(dict.fromkeys(befores))
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+def _words(crossings: Iterable[Crossing]) -> str:
+    return " and ".join(dict.fromkeys(_SHORT[crossing.before] for crossing in crossings))

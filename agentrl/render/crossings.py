@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl.errors import ConfigError, ModelError
 from agentrl.render.formats.base import Format
-from agentrl.render.parsers.base import THINK, THINK_END
+from agentrl.render.parsers.base import THINK, THINK_END, CallParser
 from agentrl.render.probes import TOOLS
 from agentrl.render.renderer import ChatRenderer
 from agentrl.tool import Tool
-from agentrl.types import Fork, ForkReason, Message, ToolCall
+from agentrl.types import CallStatus, Fork, ForkReason, Message, ToolCall
 
 _ASK, _MORE, _WORDS, _THOUGHT = Message("user", "qa1"), Message("user", "qa2"), "as1", "re1"
 _EARLIER = Message("assistant", "as0")
@@ -136,6 +136,11 @@ class Scene:
         text = self._behind(())
         return text[len(end) :] if (end := self._end_of(text)) else ""
 
+    @property
+    def thoughtless(self) -> str:
+        """What the template says itself: all that it wrote of turns without reasoning."""
+        return "".join(text for text in self.texts if _THOUGHT not in text)
+
     @cached_property
     def turns(self) -> tuple[Turn, ...]:
         """The kinds of turn that a policy has in this format. One whose opener opens a thought always reasons."""
@@ -159,6 +164,13 @@ class Scene:
     def ids(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a text of the template, special ones included."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False)) if text else ()
+
+    def reads(self, turn: Turn, parser: CallParser) -> bool:
+        """Return whether a parser reads the calls of a turn."""
+        renderer = ChatRenderer(self._tokenizer, self.renderer.format, parser)
+        calls = renderer.parse(self.ids(turn.body), self.tools).tool_calls
+        read = [(call.name, call.arguments, call.status) for call in calls]
+        return read == [(call.name, call.arguments, CallStatus.OK) for call in turn.calls]
 
     def cross(self, turn: Turn, before: str) -> Crossing:
         """Return what becomes of a turn before the messages that ``before`` names."""
