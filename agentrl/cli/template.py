@@ -143,7 +143,9 @@ def _template_does(crossing: Crossing) -> str:
         return "refuses"
     if crossing.preserved:
         return "keeps it"
-    return "drops reasoning" if crossing.drops_thinking else "changes it"
+    if crossing.drops_thinking:
+        return "never has reasoning" if crossing.stable else "drops reasoning"
+    return "never has it so" if crossing.stable else "changes it"
 
 
 def _agentrl_does(crossing: Crossing) -> str:

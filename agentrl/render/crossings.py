@@ -71,8 +71,11 @@ class Crossing:
     """What follows, such as ``a user message``."""
     preserved: bool | None
     """Whether the template leaves prompt and turn as they were; None where it refuses such a conversation."""
+    stable: bool | None
+    """Whether it leaves its own words of them as they were: where nothing is preserved and this holds, it never writes the
+    turn as it is sampled; otherwise the new messages make it change."""
     difference: Difference | None
-    """The first one, where it does not."""
+    """The first one between what was sampled and what it writes, where the turn is not preserved."""
     drops_thinking: bool
     """Whether the reasoning is gone from what it writes."""
     outcome: Outcome
@@ -179,6 +182,8 @@ class Scene:
         looks = [self._look(context, turn.body, new, tools) for context in ((_ASK,), (_ASK, _EARLIER, _MORE))]
         preserved, difference = next((look for look in looks if not look[0]), looks[0])
         whole = self.text((_ASK, self._said(turn.body), *new), tools)
+        closed = self.text((_ASK, self._said(turn.body)), tools, opener=False)
+        stable = None if whole is None or closed is None else whole.startswith(closed)
         drops = _THOUGHT in turn.body and whole is not None and _THOUGHT not in whole
         outcome, reason, detail, bridged = self._outcome(turn, new, tools, whole)
         if outcome is Outcome.BRIDGE and preserved is False:
@@ -186,7 +191,7 @@ class Scene:
         exact = None
         if outcome is Outcome.BRIDGE and whole is not None:
             exact = self.renderer.decode(bridged) == self.renderer.decode(self.ids(whole))
-        return Crossing(turn.kind, before, preserved, difference, drops, outcome, reason, detail, exact)
+        return Crossing(turn.kind, before, preserved, stable, difference, drops, outcome, reason, detail, exact)
 
     def _said(self, body: str) -> Message:
         return Message("assistant", body, token_ids=self.ids(body))

@@ -39,6 +39,7 @@ PROBES: Sequence[tuple[tuple[Message, ...], tuple[Tool, ...]]] = (
     ((_ASK, _SAID, _MORE), ()),
     ((_ASK, _THOUGHT, _MORE), ()),
     ((_SYSTEM, _ASK, _SAID, _MORE, _THOUGHT, _ASK), ()),
+    ((_SYSTEM, _ASK, _THOUGHT, _SYSTEM, _MORE), ()),
     ((_ASK,), TOOLS),
     ((_SYSTEM, _ASK), TOOLS),
     ((_ASK, _CALL, _FOUND), TOOLS[:1]),
