@@ -46,6 +46,8 @@ class Tool:
             return f"{self.name}{at}: {error.message}"
         except RecursionError:
             return f"{self.name}: the arguments are nested too deeply"
+        except (ArithmeticError, ValueError) as error:  # of numbers such as NaN and 1e999, which Python reads in JSON
+            return f"{self.name}: the arguments hold a number that cannot be checked: {error}"
         return ""
 
     async def run(self, call: ToolCall) -> ToolResult:

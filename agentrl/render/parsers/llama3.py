@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from agentrl.render.parsers.base import Piece, json_call, text_of, truncated, unreadable
@@ -23,6 +24,8 @@ _NEXT = re.compile(r"[\s;,]*(\{)")
 """Behind a call, the next one."""
 _BUILTIN = re.compile(r"[^\W\d]\w*\.call\s*(\()")
 """``brave_search.call(query="…")``: how Llama 3.1 calls the tools that it was trained with."""
+_UNFINISHED = re.compile(r"[\w.]*")
+"""As far as the turn goes, that or nothing."""
 
 _STARTS = (
     '{"name":',
@@ -47,8 +50,9 @@ class Llama3Parser:
         """See `CallParser`."""
         names = {tool.name for tool in tools}
         tags = [index for index, piece in enumerate(said) if piece.marker and piece.text == TAG]
-        calls = list(_in_text(text_of(said[: tags[0]] if tags else said), names))
-        for tag, following in zip(tags, [*tags[1:], len(said)], strict=True):
+        tags.append(len(said))
+        calls = list(_in_text(text_of(said[: tags[0]]), names))
+        for tag, following in pairwise(tags):
             calls += _behind_tag(text_of(said[tag + 1 : following]), names)
         return calls
 
@@ -63,10 +67,10 @@ def _behind_tag(text: str, names: set[str]) -> Iterator[ToolCall]:
         yield truncated("}") if end is None else json_call(text[:end], arguments=ARGUMENTS)
         if end is not None:
             yield from _in_text(text, names, end)
-    elif text:
-        yield unreadable(f'what follows {TAG} is not a JSON object with a "name"')
-    else:
+    elif _UNFINISHED.fullmatch(text):
         yield truncated("}")
+    else:
+        yield unreadable(f'what follows {TAG} is not a JSON object with a "name"')
 
 
 def _builtin(text: str, opening: int) -> ToolCall:

@@ -66,9 +66,8 @@ def _in_text(text: str) -> Iterator[ToolCall]:
 
 def _in_markers(text: str, closed: bool) -> list[ToolCall]:
     text = text.strip()
-    if closing(text, 0, PYTHON) is None and not closed:
-        return [truncated(CLOSE)]
-    return python_calls(text)
+    end = closing(text, 0, PYTHON)
+    return [truncated(CLOSE)] if end is None and not closed else python_calls(text[:end])
 
 
 def _call(node: ast.expr) -> ToolCall:
