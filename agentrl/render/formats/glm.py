@@ -115,17 +115,18 @@ class Glm45:
 
         Reasoning before the last user message is gone already: it was left out when that message came.
         """
-        turns = _turns_since_user(history)
-        if self._thinking and THINK_END not in turns[-1]:
+        said = history[-1].content
+        if self._thinking and THINK_END not in said:
             return "the format puts an empty thought before what was said without one"
-        if not self._thinking and THINK_END in turns[-1]:
+        if not self._thinking and THINK_END in said:
             return "the format puts reasoning in the place of the opener's empty thought"
-        if any(message.role == "user" for message in new) and any(split_thinking(turn)[0].strip() for turn in turns):
+        turns = (message.content for message in history[_last_user(history) + 1 :] if message.role == "assistant")
+        if _last_user(new) >= 0 and any(split_thinking(turn)[0].strip() for turn in turns):
             return "a new user message leaves earlier reasoning out"
         return ""
 
     def _turns(self, messages: Sequence[Message]) -> str:
-        last_user = max((index for index, message in enumerate(messages) if message.role == "user"), default=-1)
+        last_user = _last_user(messages)
         return "".join(self._turn(messages, index, index > last_user) for index in range(len(messages)))
 
     def _turn(self, messages: Sequence[Message], index: int, current: bool) -> str:
@@ -156,14 +157,5 @@ def _call_text(call: ToolCall) -> str:
     return f"{OPEN}{call.name}\n{arguments}{CLOSE}"
 
 
-def _turns_since_user(history: Sequence[Message]) -> list[str]:
-    """Return what the policy said since the user spoke last, turn by turn; inline messages are part of a turn."""
-    turns: list[str] = []
-    for message in history:
-        if message.inline and turns:
-            turns[-1] += message.content
-        elif message.role == "user":
-            turns = []
-        elif message.role == "assistant":
-            turns.append(message.content)
-    return turns or [""]
+def _last_user(messages: Sequence[Message]) -> int:
+    return max((index for index, message in enumerate(messages) if message.role == "user"), default=-1)
