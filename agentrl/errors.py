@@ -20,6 +20,7 @@
     ├── ToolServerError            a tool server that does not start, or died
     ├── LearnerError               a learner that failed
     │   └── ProvenanceError        a batch that would train on tokens nobody sampled
+    ├── AuditError                 saved rollouts that are not as they were sampled
     ├── CheckpointError            a checkpoint that is not whole
     ├── TemplateError              a chat template that no conversation can be trained with
     └── RunStopped                 the failure policy or Ctrl-C ended the run; what it had is saved
@@ -127,6 +128,10 @@ class LearnerError(AgentrlError):
 
 class ProvenanceError(LearnerError):
     """A batch would train on a token that no engine sampled."""
+
+
+class AuditError(AgentrlError):
+    """Saved rollouts are not as the policy sampled them."""
 
 
 class CheckpointError(AgentrlError):

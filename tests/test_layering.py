@@ -21,6 +21,7 @@ LEVELS = [
     {
         "init",
         "interrupt",
+        "audit",
         "evaluation",
         "tasksource",
         "collect",

@@ -46,7 +46,7 @@ def test_public_names() -> None:
     import agentrl
 
     assert set(agentrl.__all__) == {
-        "Agent", "AsyncEnv", "Chat", "Env", "Message", "Rollout", "Sample", "StopReason", "Task", "TaskSet", "Tool",
+        "Agent", "AsyncEnv", "Chat", "Env", "Message", "Rewrite", "Rollout", "Sample", "StopReason", "Task", "TaskSet", "Tool",
         "ToolCall", "ToolCalls", "ToolResult", "ToolResults", "ToolService", "ToolStatus", "make_env", "register_env",
         "tool", "uses_tools",
     }  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from agentrl.types import Rollout
 
 AS_JSON = ("label", "metadata")
 """Columns of any shape, kept as JSON text."""
-SMALL = ("agent_id", "row", "request_ids", "fork", "temperature")
+SMALL = ("agent_id", "row", "request_ids", "fork", "temperature", "crc32")
 """What a row holds beside its arrays."""
 ROW_GROUP = 512
 """Rollouts that are compressed together."""
@@ -42,18 +42,31 @@ def read_parquet(path: Path) -> list[Rollout]:
         ConfigError: the file cannot be read, or is none of these.
 
     """
+    return [rollout_from_dict(data) for data in iter_parquet(path)]
+
+
+def iter_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    """Iterate over the rollouts of a file as `rollout_to_dict` makes them, a row group in memory at a time.
+
+    Raises:
+        ConfigError: as `read_parquet`.
+
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path)
+        file = pq.ParquetFile(path)
+        missing = [name for name in _schema().names if name not in file.schema_arrow.names]
+        if missing:
+            raise ConfigError(f"{path} holds no rollouts: it lacks the column(s) {', '.join(missing)}")
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group)
+            lines = table.drop_columns(["rows"]).to_pylist()
+            for line, rows in zip(lines, _read_rows(table["rows"]), strict=True):
+                yield _from_line(line, rows)
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"{path} is no parquet file that can be read: {error}") from None
-    missing = [name for name in _schema().names if name not in table.column_names]
-    if missing:
-        raise ConfigError(f"{path} holds no rollouts: it lacks the column(s) {', '.join(missing)}")
-    lines = table.drop_columns(["rows"]).to_pylist()
-    return [_from_line(line, rows) for line, rows in zip(lines, _read_rows(table["rows"]), strict=True)]
 
 
 def _schema() -> Any:
@@ -69,6 +82,7 @@ def _schema() -> Any:
             ("request_ids", pa.list_(text)),
             ("fork", text),
             ("temperature", number),
+            ("crc32", pa.int64()),
             *arrays,
         ]
     )
@@ -98,9 +112,9 @@ def _to_line(rollout: Rollout) -> dict[str, Any]:
     return line | {name: json.dumps(line[name]) for name in AS_JSON}
 
 
-def _from_line(line: dict[str, Any], rows: list[dict[str, Any]]) -> Rollout:
+def _from_line(line: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     line = line | {name: json.loads(line[name]) for name in AS_JSON}
-    return rollout_from_dict(line | {"metrics": dict(line["metrics"]), "rows": rows})
+    return line | {"metrics": dict(line["metrics"]), "rows": rows}
 
 
 def _read_rows(column: Any) -> list[list[dict[str, Any]]]:

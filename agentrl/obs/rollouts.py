@@ -15,15 +15,20 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import orjson
 
 from agentrl.errors import ConfigError
-from agentrl.obs.parquet import read_parquet, write_parquet
-from agentrl.obs.rolloutformat import decode_rollout, encode_rollout
+from agentrl.obs.parquet import iter_parquet, read_parquet, write_parquet
+from agentrl.obs.rolloutformat import decode_rollout, encode_rollout, rollout_from_dict, row_checksum
 from agentrl.types import Rollout
 
 Keep = Literal["all", "first", "none"]
 """Which of a step's rollouts are written: all, those of the step's first task, or none."""
+
+_NO_ROLLOUT = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
+"""What comes of reading what is no rollout."""
 
 _STEP = re.compile(r"step_(\d{6,})\.(?:jsonl|parquet|advantages\.json)")
 
@@ -128,10 +133,42 @@ def read_rollouts(path: Path) -> list[Rollout]:
     return [_decode(path, number, line) for number, line in enumerate(lines[:-1], 1)]
 
 
+def scan_rollouts(path: Path) -> Iterator[tuple[Rollout | str, list[int]]]:
+    """Iterate over a file's rollouts one at a time, those that are damaged included; for checks.
+
+    Yields:
+        a rollout, or in words why it is none, and the places of its rows that are not as they were written.
+
+    Raises:
+        ConfigError: the file cannot be read.
+
+    """
+    if path.suffix == ".parquet":
+        yield from map(_scanned, iter_parquet(path))
+        return
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield _scanned(line)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _scanned(line: bytes | dict[str, Any]) -> tuple[Rollout | str, list[int]]:
+    try:
+        data = orjson.loads(line) if isinstance(line, bytes) else line
+        rollout = rollout_from_dict(data)
+        rows = enumerate(zip(rollout.rows, data["rows"], strict=True))
+        return rollout, [place for place, (row, saved) in rows if saved.get("crc32") != row_checksum(row)]
+    except _NO_ROLLOUT as error:
+        return f"no rollout as agentrl writes them: {type(error).__name__}: {error}", []
+
+
 def _decode(path: Path, number: int, line: bytes) -> Rollout:
     try:
         return decode_rollout(line)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _NO_ROLLOUT as error:
         raise ConfigError(
             f"{path}, line {number}: no rollout as agentrl writes them: {type(error).__name__}: {error}"
         ) from None

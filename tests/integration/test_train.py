@@ -52,6 +52,12 @@ def test_every_sampled_token_of_the_first_step_has_its_source(trained: tuple[Pat
                 assert version == (0 if provenance == 1 else -1)
 
 
+def test_the_audit_of_the_run_finds_nothing(trained: tuple[Path, str]) -> None:
+    done = agentrl("audit", "run", cwd=trained[0].parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "sampled turns" in done.stdout, "the run's configuration names the tokenizer"
+
+
 def test_evaluation_of_the_checkpoint(trained: tuple[Path, str]) -> None:
     folder, _ = trained
     done = agentrl("eval", "--checkpoint", "run", "eval.size=48", "--json", "eval.json", cwd=folder.parent)

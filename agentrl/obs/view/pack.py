@@ -65,6 +65,7 @@ def _row_header(row: Row) -> dict[str, Any]:
     return {
         "agent": row.key.agent_id,
         "row": row.key.row,
+        "fork": row.fork and row.fork.value,
         "tokens": len(row.token_ids),
         "sampled": int((row.provenance == Provenance.SAMPLED).sum()),
         "versions": runs(row.versions),

@@ -89,7 +89,7 @@ def rollout_view(entry: Entry, decode: Decode | str) -> RenderableType:
     else:
         for row in rollout.rows:
             if len(rollout.rows) > 1:
-                parts.append(Text(f"— {row.key.agent_id} {row.key.row} —", "bold"))
+                parts.append(Text(f"— {row_name(row)} —", "bold"))
             parts.append(_row_text(row, token_texts(row, decode)))
     parts.append(Text("  ".join(f"{key} {value:g}" for key, value in sorted(rollout.metrics.items())), "yellow"))
     if rollout.label is not None:
@@ -130,11 +130,19 @@ def tokens_table(entry: Entry, decode: Decode | str) -> RenderableType:
     for title in ("", "id", "text", "made by", "mask", "log-prob", "ver.", "request", "adv."):
         table.add_column(title, no_wrap=True)
     for row in entry.rollout.rows:
+        if len(entry.rollout.rows) > 1:
+            table.add_row("", "", Text(row_name(row), "bold"))
         texts = [""] * len(row.token_ids) if isinstance(decode, str) else token_texts(row, decode)
         for place, text in enumerate(texts):
             table.add_row(*_token_cells(entry, row, place, text), style=_style(row, place))
         table.add_section()
     return Group(Text(headline(entry), "bold"), table)
+
+
+def row_name(row: Row) -> str:
+    """Return a row's agent and number, and why it forks."""
+    fork = f" · {row.fork.value}" if row.fork else ""
+    return printable(f"{row.key.agent_id} {row.key.row}{fork}")
 
 
 def _token_cells(entry: Entry, row: Row, place: int, text: str) -> list[str | Text]:

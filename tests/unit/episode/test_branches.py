@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl import Message, Rewrite, StopReason, Task, ToolCall, ToolCalls, ToolResults, tool
+from agentrl.audit.run import rollout_faults
 from agentrl.batch.provenance import check_rows
 from agentrl.config.failure import FailureConfig
 from agentrl.env import Env
@@ -64,6 +65,7 @@ def play(renderer, script, generate=None, **options):
 def check(rollout, said):
     """Every sampled token is trained once, and the rows hold what the sampler was asked with what it said."""
     assert rollout.failure is None, rollout.failure
+    assert rollout_faults(rollout) == []
     rows = rollout.rows
     check_rows(rows)
     sampled = [token for _, generation in said for token in generation.token_ids]

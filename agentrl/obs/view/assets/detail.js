@@ -36,7 +36,7 @@ function siblings(i, group) {
 
 function rowTabs(i, rollout) {
   return h('div', { class: 'tabs rows' }, rollout.rows.map((row, k) => h('button', { type: 'button',
-    'aria-selected': k === state.row ? 'true' : 'false', onclick: () => show(i, { row: k }) }, `${row.agent} ${row.row}`)));
+    'aria-selected': k === state.row ? 'true' : 'false', onclick: () => show(i, { row: k }) }, `${row.agent} ${row.row}${row.fork ? ` · ${row.fork}` : ''}`)));
 }
 
 function legend(rollout) {

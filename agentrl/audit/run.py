@@ -1,0 +1,73 @@
+"""Audits files of rollouts, one rollout in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from agentrl.audit.forks import graph_faults
+from agentrl.audit.report import Fault, Report, Violation
+from agentrl.audit.rows import row_faults
+from agentrl.audit.texts import Texts, sampled_turns
+from agentrl.batch.provenance import check_rows
+from agentrl.errors import ProvenanceError
+from agentrl.obs.rollouts import scan_rollouts
+from agentrl.types import Rollout
+
+
+def audit_files(paths: Iterable[Path], texts: Texts | None = None) -> Report:
+    """Check every rollout of some files, and return what was found.
+
+    Args:
+        paths: ``….jsonl`` or ``….parquet``.
+        texts: of the tokenizer of the model that sampled; without it texts are not compared and drift is not measured.
+
+    Raises:
+        ConfigError: a file cannot be read at all.
+    """
+    report = Report()
+    for path in paths:
+        ids: set[str] = set()
+        for number, (found, damaged) in enumerate(scan_rollouts(path), 1):
+            where = f"{path}:{number}"
+            if isinstance(found, str):
+                report.violations.append(Violation(where, "", Fault(found)))
+                continue
+            faults = [Fault("it is not as it was written: its checksum is another", row) for row in damaged]
+            if found.rollout_id in ids:
+                faults.append(Fault("the file holds a rollout of this id already"))
+            ids.add(found.rollout_id)
+            faults += rollout_faults(found, texts)
+            report.violations += [Violation(where, found.rollout_id, fault) for fault in faults]
+            _count(report, found, texts, sound=not faults)
+    return report
+
+
+def rollout_faults(rollout: Rollout, texts: Texts | None = None) -> list[Fault]:
+    """Return what is wrong with a rollout; empty if nothing is. Rows that are broken themselves are not compared."""
+    faults = [fault for row in rollout.rows for fault in row_faults(row)]
+    if not faults:
+        faults = [*graph_faults(rollout), *_refused(rollout)]
+    if not faults and texts is not None:
+        faults = list(texts.faults(rollout, sampled_turns(rollout)))
+    return faults
+
+
+def _refused(rollout: Rollout) -> Iterator[Fault]:
+    """Yield what the learner itself would refuse the rows for."""
+    try:
+        check_rows(rollout.rows)
+    except ProvenanceError as error:
+        yield Fault(f"the learner refuses it: {error}")
+
+
+def _count(report: Report, rollout: Rollout, texts: Texts | None, *, sound: bool) -> None:
+    report.rollouts += 1
+    report.rows += len(rollout.rows)
+    report.tokens += sum(len(row.token_ids) for row in rollout.rows)
+    report.trained += sum(int(row.mask.sum()) for row in rollout.rows)
+    report.forks.update(row.fork.value for row in rollout.rows if row.fork is not None)
+    if sound:
+        report.sampled += rollout.sampled_tokens
+        if texts is not None:
+            texts.measure(rollout, sampled_turns(rollout), report)

@@ -1,0 +1,83 @@
+"""What the tokenizer tells of saved rollouts: whether ids say what was written beside them, and what drift there would be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from agentrl.audit.report import EXAMPLES, Drifted, Fault, Report
+from agentrl.types import Provenance, Rollout
+
+Turns = dict[str, tuple[int, ...]]
+"""The ids that each request sampled."""
+
+
+class Texts:
+    """Reads ids with the tokenizer of the policy.
+
+    Args:
+        tokenizer: that of the model that sampled.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def faults(self, rollout: Rollout, turns: Turns) -> Iterator[Fault]:
+        """Yield texts beside the rows that their ids do not say: the prompt, and what the policy said."""
+        if (
+            rollout.prompt
+            and rollout.rows
+            and not any(self._begins(rollout, place) for place in range(len(rollout.rows)))
+        ):
+            yield Fault(f"no row begins with the prompt, {rollout.prompt[:60]!r}…")
+        said = Counter(self.decode(ids) for ids in turns.values())
+        said.update(self.decode(ids[:-1]) for ids in turns.values())  # without the token that ends a turn
+        for number, turn in enumerate(rollout.turns):
+            if turn.action and not said[turn.action]:
+                yield Fault(f"no request sampled what turn {number} says, {turn.action[:60]!r}…")
+
+    def measure(self, rollout: Rollout, turns: Turns, report: Report) -> None:
+        """Count how many turns would come back as other ids if their text were tokenised again."""
+        for request, ids in turns.items():
+            report.turns += 1
+            again = tuple(self._tokenizer.encode(self.decode(ids), add_special_tokens=False))
+            if again == ids:
+                continue
+            report.drifted += 1
+            if len(report.examples) < EXAMPLES:
+                pairs = zip(ids, again, strict=False)
+                first = next(
+                    (place for place, (one, other) in enumerate(pairs) if one != other), min(len(ids), len(again))
+                )
+                text = self.decode(ids[first:])
+                report.examples.append(Drifted(rollout.rollout_id, request, first, text, ids[first:], again[first:]))
+
+    def decode(self, ids: tuple[int, ...]) -> str:
+        """Return the text of ids, special tokens included."""
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def _begins(self, rollout: Rollout, place: int) -> bool:
+        row = rollout.rows[place]
+        made = row.provenance != Provenance.OBSERVED
+        size = int(made.argmax()) if made.any() else len(made)
+        return self.decode(tuple(row.token_ids[:size].tolist())).startswith(rollout.prompt)
+
+
+def sampled_turns(rollout: Rollout) -> Turns:
+    """Return what each request sampled; where a fork cuts it in one row, as another has it whole."""
+    turns: Turns = {}
+    for row in rollout.rows:
+        starts = np.flatnonzero(np.diff(row.requests, prepend=-1, append=-1))
+        for start, end in pairwise(starts):
+            request = int(row.requests[start])
+            if 0 <= request < len(row.request_ids):
+                name = row.request_ids[request]
+                if end - start > len(turns.get(name, ())):
+                    turns[name] = tuple(row.token_ids[start:end].tolist())
+    return turns

@@ -1,0 +1,79 @@
+"""``agentrl audit``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from agentrl.errors import AuditError, MissingError, ModelError, UnknownNameError
+from agentrl.obs.view.source import open_run
+
+if TYPE_CHECKING:
+    from agentrl.audit.texts import Texts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument(
+        "samples", type=Path, metavar="SAMPLES", help="a run's folder, its rollouts/, or a file of rollouts"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="DIR", help="model folder or name that sampled them; default model.path of the run"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Check, and print what was found.
+
+    Raises:
+        AuditError: there is a violation.
+    """
+    from agentrl.audit.run import audit_files
+    from agentrl.audit.show import example_lines, report_table
+
+    console = Console()
+    samples: Path = arguments.samples
+    files = open_run(samples)
+    texts = _texts(arguments.tokenizer, samples)
+    with console.status("reading rollouts"):
+        report = audit_files(files.steps.values(), None if isinstance(texts, str) else texts)
+    console.print(report_table(report, texts if isinstance(texts, str) else ""))
+    for line in example_lines(report):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for violation in report.violations:
+        console.print(str(violation), style="red", markup=False, highlight=False, soft_wrap=True)
+    if report.violations:
+        where = len({violation.where for violation in report.violations})
+        raise AuditError(f"{len(report.violations)} violations in {where} rollouts of {samples}")
+
+
+def _texts(tokenizer: str | None, samples: Path) -> Texts | str:
+    """Return what reads ids: by ``--tokenizer``, else that of the run's ``model.path``; or why there is none."""
+    from agentrl.audit.texts import Texts
+    from agentrl.models.load import load_tokenizer
+    from agentrl.models.resolve import resolve_model
+
+    if tokenizer is not None:
+        return Texts(load_tokenizer(resolve_model(tokenizer, "--tokenizer", fetch=False), "--tokenizer"))
+    path = _model_path(samples)
+    if path is None:
+        return "not measured: no config.yaml beside the rollouts names a model; give --tokenizer DIR"
+    try:
+        return Texts(load_tokenizer(resolve_model(path, fetch=False)))
+    except (MissingError, ModelError, UnknownNameError) as error:
+        return f"not measured: {error}; give --tokenizer DIR"
+
+
+def _model_path(samples: Path) -> str | None:
+    import yaml
+
+    for folder in (samples, samples.absolute().parent, samples.absolute().parent.parent):
+        config = folder / "config.yaml"
+        if config.is_file():
+            read = yaml.safe_load(config.read_text(encoding="utf-8"))
+            path = (read.get("model") or {}).get("path") if isinstance(read, dict) else None
+            return None if path is None else str(path)
+    return None
