@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -144,9 +144,9 @@ class ChatRenderer:
         if end and sampled_ids[end - 1] in self._end_ids:
             end -= 1
         ids = tuple(sampled_ids[:end])
-        return Message(
-            "assistant", self.decode(ids), tuple(self._calls(ids, tools, self._opened(prompt_ids))), token_ids=ids
-        )
+        text = self.decode(ids)
+        pieces = tuple(self._pieces(ids, text))
+        return Message("assistant", text, tuple(self._calls(pieces, tools, self._opened(prompt_ids))), token_ids=ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
@@ -164,14 +164,17 @@ class ChatRenderer:
             return self.format.opens_thinking
         return self.decode(prompt_ids[-_OPENER_TOKENS:]).rstrip().endswith(THINK)
 
-    def _calls(self, ids: Sequence[int], tools: Sequence[Tool], opened: bool) -> Iterable[ToolCall]:
-        said = spoken(tuple(self._pieces(ids)), opened=opened)
+    def _calls(self, pieces: Sequence[Piece], tools: Sequence[Tool], opened: bool) -> Iterable[ToolCall]:
+        said = spoken(pieces, opened=opened)
         calls = self.parser.calls(said, tools) if said else []
         return (checked_call(call, tools) for call in calls) if tools else calls
 
-    def _pieces(self, ids: Sequence[int]) -> Iterable[Piece]:
-        """Cut a turn at markers: by id where they are tokens, by text where they are not."""
+    def _pieces(self, ids: Sequence[int], text: str) -> Iterable[Piece]:
+        """Cut a turn, whose whole ``text`` is known, at markers: by id where they are tokens, by text where they are not."""
         plain = [marker for marker in self._markers if marker not in self._marker_ids.values()]
+        if self._marker_ids.keys().isdisjoint(ids):
+            yield from split_markers([text], plain)
+            return
         start = 0
         for index, token in enumerate([*ids, None]):
             if token is not None and token not in self._marker_ids:
@@ -193,7 +196,7 @@ class ChatRenderer:
     def _find_ends(self) -> tuple[int, ...]:
         special = self._encoder.special_ids
         ends = [special[text] for text in self.format.ends if text in special]
-        if self.format.ends and (not ends or ends[0] != special[self.format.ends[0]]):
+        if self.format.ends and (not ends or ends[0] != special.get(self.format.ends[0])):
             raise ModelError(
                 f"the {self._where} has no token {self.format.ends[0]!r}, which ends a turn of the chat format "
                 f"{self.format.name}; set render.format"
@@ -224,15 +227,24 @@ class ChatRenderer:
         return Prompt(tuple(ids) + tuple(index for message in rest for index in self.encode(message.content)))
 
     def _escaped(self, message: Message) -> Message:
-        """Return a message with special tokens in its content escaped; what the policy sampled stays as it is."""
-        if message.token_ids:
-            return replace(message, tool_calls=())  # the content says them, word for word
+        """Return a message with special tokens in its texts escaped, but for those that the policy sampled as tokens."""
         escape = self._encoder.escape
+        if message.token_ids:  # the content says the calls, word for word
+            return replace(message, content=self._escaped_sample(message), tool_calls=())
+        json = self._encoder.escape_json
         calls = tuple(
-            replace(call, name=escape(call.name), arguments=self._encoder.escape_json(call.arguments))
+            replace(call, id=escape(call.id), name=escape(call.name), arguments=json(call.arguments))
             for call in message.tool_calls
         )
-        return replace(message, content=escape(message.content), tool_calls=calls)
+        answers = None if message.tool_call_id is None else escape(message.tool_call_id)
+        return replace(message, content=escape(message.content), tool_calls=calls, tool_call_id=answers)
+
+    def _escaped_sample(self, message: Message) -> str:
+        """Return what the policy said, with special tokens escaped that it only spelt."""
+        special = set(self._encoder.special_ids.values())
+        runs = groupby(message.token_ids, special.__contains__)
+        said = [(self.decode(tuple(run)), is_special) for is_special, run in runs]
+        return "".join(text if is_special else self._encoder.escape(text) for text, is_special in said)
 
     def _escaped_tools(self, tools: Sequence[Tool]) -> list[Tool]:
         def escaped(tool: Tool) -> Tool:
@@ -244,7 +256,9 @@ class ChatRenderer:
         return [escaped(tool) for tool in tools]
 
 
-def _merge_inline(messages: Sequence[Message]) -> list[Message]:
+def _merge_inline(messages: Sequence[Message]) -> Sequence[Message]:
+    if not any(message.inline for message in messages):
+        return messages
     merged: list[Message] = []
     for index, message in enumerate(messages):
         goes_on = message.role == "assistant" and index > 0 and messages[index - 1].inline

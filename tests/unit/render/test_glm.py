@@ -250,3 +250,11 @@ def test_glm4_goes_on_by_appending_alone(played):
         plain = [message if message.role != "assistant" else Message("assistant", message.content[1:])
                  for message in messages]  # fmt: skip
         assert renderer.decode(prompt) == renderer.decode(renderer.render(plain, tools).token_ids)
+
+
+def test_a_marker_that_is_only_spelt_stays_text_when_a_conversation_is_rendered_anew():
+    renderer = renderer_of()
+    said = renderer.parse((*ids_of(renderer, "\n<think></think>\n"), *renderer.encode("<|user|> said")))
+    prompt = renderer.render((ASK, said, FOUND)).token_ids
+    assert prompt.count(renderer.end_token_id) == 1
+    assert "</think>\n<|user|> said<|observation|>" in renderer.decode(prompt)

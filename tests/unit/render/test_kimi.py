@@ -1,0 +1,228 @@
+"""Kimi K2 against the package ``renderers``, and what its parser reads."""
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.config.render import RenderConfig
+from agentrl.render.choice import make_renderer
+from agentrl.render.formats.base import schema_of
+from agentrl.render.formats.kimi import KimiK2
+from agentrl.types import CallStatus, Fork, Message, ToolCall
+from tests.unit.render.conversations import TOOLS, contents, look_up, well_formed, words
+from tests.unit.render.oracles import Other, as_dicts
+from tests.unit.render.tokenizers import MARKERS, family_tokenizer
+
+KIMI = family_tokenizer("kimi-k2")
+ASK, MORE = Message("user", "What is the capital of France?"), Message("user", "And of Spain?")
+BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+OPEN, ARGUMENTS, CLOSE = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+CALL = f'{BEGIN}{OPEN}functions.look_up:0{ARGUMENTS}{{"word": "Paris"}}{CLOSE}{END}'
+settled = settings(max_examples=50, deadline=None)
+
+
+@cache
+def renderer_of(**config):
+    return make_renderer(KIMI, RenderConfig(format="kimi-k2", **config))
+
+
+def ids_of(text):
+    """What an engine samples that says ``text``: markers are tokens."""
+    return tuple(KIMI.encode(text, add_special_tokens=False))
+
+
+class Wrapped(Other):
+    """The other renderer with tools as Kimi's own tokenizer gives them to its template: as OpenAI's schemas."""
+
+    def __init__(self):
+        super().__init__(KIMI, "kimi-k2")
+
+    def render(self, messages, tools=()):
+        specs = [schema_of(tool) for tool in tools] or None
+        return tuple(self._renderer.render_ids(as_dicts(messages), tools=specs, add_generation_prompt=True))
+
+
+# text
+
+
+@settled
+@given(well_formed(reasoning=True), st.booleans())
+def test_tokens_are_those_of_another_renderer(conversation, keep):
+    messages, tools = conversation
+    assert renderer_of(keep_thinking=keep).render(messages, tools).token_ids == Wrapped().render(messages, tools)
+
+
+def test_text():
+    call = Message("assistant", "Let me see.", (ToolCall("functions.look_up:0", "look_up", {"word": "é"}),))
+    found = Message("tool", "Paris", tool_call_id="functions.look_up:0")
+    written = KimiK2().text((ASK, call, found), [look_up])
+    assert written.startswith(
+        '<|im_system|>tool_declare<|im_middle|>[{"function":{"description":"Look a word up.","name"'
+    )
+    assert written.partition("<|im_end|>")[2] == (
+        "<|im_system|>system<|im_middle|>You are Kimi, an AI assistant created by Moonshot AI.<|im_end|>\n"
+        "<|im_user|>user<|im_middle|>What is the capital of France?<|im_end|>"
+        f"<|im_assistant|>assistant<|im_middle|>Let me see.{BEGIN}{OPEN}functions.look_up:0{ARGUMENTS}"
+        f'{{"word": "é"}}{CLOSE}{END}<|im_end|>'
+        "<|im_system|>tool<|im_middle|>## Return of functions.look_up:0\nParis<|im_end|>"
+        "<|im_assistant|>assistant<|im_middle|>"
+    )
+    assert (
+        KimiK2()
+        .text((Message("system", "Be brief."), ASK), ())
+        .startswith("<|im_system|>system<|im_middle|>Be brief.<|im_end|><|im_user|>")
+    )
+
+
+def test_a_call_without_an_id_gets_its_number():
+    calls = (ToolCall("", "look_up", {}), ToolCall("", "add", {}))
+    written = KimiK2().text((ASK, Message("assistant", "", calls)), ())
+    assert f"functions.look_up:0{ARGUMENTS}{{}}" in written
+    assert f"functions.add:1{ARGUMENTS}{{}}" in written
+
+
+# turns that follow
+
+
+@settled
+@given(
+    st.lists(
+        st.tuples(contents, st.booleans(), st.sampled_from(["user", "tool", "both"]), st.booleans()),
+        min_size=1, max_size=4,
+    )
+)  # fmt: skip
+def test_everything_goes_on_by_appending(played):
+    renderer, other, tools = renderer_of(), Wrapped(), (look_up,)
+    messages, prompt = [ASK], renderer.render((ASK,), (look_up,)).token_ids
+    for text, calls, kind, ended in played:
+        sampled = renderer.encode(text) + (ids_of(CALL) if calls else ()) + (ids_of("<|im_end|>") if ended else ())
+        said = renderer.parse(sampled, tools)
+        messages.append(said)
+        found = Message("tool", "a city", tool_call_id="functions.look_up:0")
+        new = {"user": (MORE,), "tool": (found, found), "both": (found, MORE)}[kind]
+        added = renderer.bridge(messages, sampled, new, tools)
+        assert not isinstance(added, Fork)
+        if "<think>" not in text and "</think>" not in text:  # in K2 they are text as any other
+            assert prompt + sampled + added == other.bridge(prompt, sampled, new, tools)
+        prompt += sampled + added
+        messages.extend(new)
+        if not any(marker in text for marker in MARKERS):
+            assert renderer.decode(prompt) == renderer.decode(renderer.render(messages, tools).token_ids)
+
+
+def test_end_tokens():
+    renderer = renderer_of()
+    assert [renderer.decode([index]) for index in renderer.end_token_ids] == ["<|im_end|>", "[EOS]"]
+
+
+def test_the_policys_id_names_the_result():
+    renderer = renderer_of()
+    sampled = ids_of(CALL.replace(":0", ":7"))
+    said = renderer.parse(sampled, [look_up])
+    assert [call.id for call in said.tool_calls] == ["functions.look_up:7"]
+    added = renderer.bridge((ASK, said), sampled, (Message("tool", "x", tool_call_id=said.tool_calls[0].id),))
+    assert renderer.decode(added) == (
+        "<|im_end|><|im_system|>tool<|im_middle|>## Return of functions.look_up:7\nx<|im_end|>"
+        "<|im_assistant|>assistant<|im_middle|>"
+    )
+
+
+def test_an_id_cannot_hold_special_tokens():
+    renderer = renderer_of()
+    spelt = tuple(index for letter in "functions.<|im_end|>:0" for index in renderer.encode(letter))
+    sampled = ids_of(BEGIN + OPEN) + spelt + ids_of(f"{ARGUMENTS}{{}}{CLOSE}{END}")
+    said = renderer.parse(sampled)
+    new = (Message("tool", "x", tool_call_id=said.tool_calls[0].id),)
+    added = renderer.bridge((ASK, said), sampled, new)
+    assert added.count(renderer.end_token_id) == 2
+    anew = renderer.render((ASK, replace(said, token_ids=(), content=""), *new)).token_ids
+    assert anew.count(renderer.end_token_id) == 4  # system, user, assistant, tool
+
+
+# parser
+
+
+_free = st.text("ab c019é你.-+\n\t\\/<>{}[]\":,'", max_size=12)
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | _free,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_free, inner, max_size=3),
+    max_leaves=5,
+)
+_calls = st.lists(st.tuples(st.sampled_from(["look_up", "add", "a.b-c"]), st.dictionaries(_free, _json, max_size=3)),
+                  min_size=1, max_size=3)  # fmt: skip
+
+
+def written(calls):
+    """Calls as the format writes them."""
+    made = tuple(ToolCall("", name, arguments) for name, arguments in calls)
+    text = KimiK2().text((Message("system", ""), Message("assistant", "", made)), (), opener=False)
+    return text[text.index(BEGIN) : text.index(END) + len(END)]
+
+
+@settled
+@given(_calls, words)
+def test_calls_are_read_as_they_were_meant(calls, before):
+    said = renderer_of().parse(ids_of(before + written(calls)))
+    assert [(call.name, call.arguments) for call in said.tool_calls] == calls
+    assert [call.id for call in said.tool_calls] == [f"functions.{name}:{at}" for at, (name, _) in enumerate(calls)]
+    assert {call.status for call in said.tool_calls} == {CallStatus.OK}
+
+
+@settled
+@given(_calls, st.data())
+def test_calls_that_are_cut_off_are_never_others(calls, data):
+    ids = ids_of(written(calls))
+    cut = ids[: data.draw(st.integers(0, len(ids) - 1))]
+    whole = cut.count(*ids_of(CLOSE))
+    read = renderer_of().parse(cut).tool_calls
+    assert [(call.name, call.arguments) for call in read[:whole]] == calls[:whole]
+    begun = bool(cut) and (cut.count(*ids_of(OPEN)) > whole or not whole)
+    assert [call.status for call in read[whole:]] == [CallStatus.TRUNCATED] * begun
+
+
+@settled
+@given(st.lists(st.one_of(contents, st.sampled_from([CALL, *MARKERS])), max_size=6).map("".join), st.booleans())
+def test_whatever_is_said_can_be_read(text, letters):
+    ids = KIMI.encode(text, add_special_tokens=False, split_special_tokens=letters)
+    for call in renderer_of().parse(ids, TOOLS).tool_calls:
+        json.dumps(dict(call.arguments))
+        assert bool(call.fault) == (call.status is not CallStatus.OK)
+
+
+def test_a_call_spelt_letter_by_letter_is_no_call():
+    renderer = renderer_of()
+    spelt = tuple(index for letter in CALL for index in renderer.encode(letter))
+    said = renderer.parse(spelt, [look_up])
+    assert said.content == CALL
+    assert said.tool_calls == ()
+    assert len(renderer.parse(ids_of(CALL), [look_up]).tool_calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "fault", "id"),
+    [
+        (f"{OPEN}look_up{ARGUMENTS}{{}}{CLOSE}", CallStatus.INVALID_JSON, "'look_up', not one such as functions.", ""),
+        (f"{OPEN}functions.add:1{{}}{CLOSE}", CallStatus.INVALID_JSON, "id 'functions.add:1{}', not one such", ""),
+        (f"{OPEN}functions.add:1{CLOSE}", CallStatus.INVALID_JSON, f"has no {ARGUMENTS}", "functions.add:1"),
+        (f"{OPEN} add:1 {ARGUMENTS}{{{CLOSE}", CallStatus.INVALID_JSON, "arguments of add are not valid JSON", "add:1"),
+        (f"{OPEN}functions.add:1{ARGUMENTS}[]{CLOSE}", CallStatus.INVALID_JSON, "not a JSON object", "functions.add:1"),
+        (f"{OPEN}functions.sub:1{ARGUMENTS}{{}}{CLOSE}", CallStatus.UNKNOWN_TOOL, "no tool 'sub'", "functions.sub:1"),
+        (f"{OPEN}functions.add:1{ARGUMENTS}{{}}{CLOSE}", CallStatus.SCHEMA_VIOLATION, "add: 'a' is a", "functions.add:1"),
+        (f"{OPEN}functions.add:1{ARGUMENTS}{{}}", CallStatus.TRUNCATED, f"it has no {CLOSE}", "functions.add:1"),
+        (f"{OPEN}functions.ad", CallStatus.TRUNCATED, f"it has no {CLOSE}", ""),
+        ("", CallStatus.TRUNCATED, f"it has no {END}", ""),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_call_is_said(body, status, fault, id):
+    [call] = renderer_of().parse(ids_of(BEGIN + body), TOOLS).tool_calls
+    assert call.status is status
+    assert fault in call.fault
+    assert call.id == id
+
+
+def test_an_empty_section_calls_nothing():
+    assert renderer_of().parse(ids_of(f"hm{BEGIN}{END}")).tool_calls == ()
