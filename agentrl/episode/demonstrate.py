@@ -54,7 +54,7 @@ def demonstrate(
 
     Raises:
         TaskError: the tokens of an earlier turn would change when the template renders the next one.
-        EnvironmentFailure: the environment asked for a tool that is not in ``tools``.
+        EnvironmentFailure: the environment asked for a tool that is not in ``tools``, or rewrote the conversation.
 
     """
     messages, _ = env.reset(seed=seed, options={"task": task})

@@ -8,18 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl import Message, Rewrite, StopReason, Task, ToolCall, ToolCalls, ToolResults, tool
+from agentrl import Message, Rewrite, Rollout, StopReason, Task, ToolCall, ToolCalls, ToolResults, tool
 from agentrl.audit.run import rollout_faults
 from agentrl.batch.provenance import check_rows
 from agentrl.config.failure import FailureConfig
 from agentrl.env import Env
+from agentrl.episode.demonstrate import demonstrate
 from agentrl.episode.failure import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.play import Episode
 from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.trajectory import Trajectory
-from agentrl.testing import ScriptedSampler, check_env
+from agentrl.errors import EnvironmentFailure
+from agentrl.testing import ContractError, ScriptedSampler, check_env
 from agentrl.types import FinishReason, ForkReason, Generation, MaskReason, Provenance, SamplingParams
 
 TASK = Task("t", (Message("user", "plan it"),), answer="x")
@@ -396,6 +398,9 @@ class BeginsAnew(Env):
     def reset(self, *, seed=None, options=None):
         return Rewrite((Message("user", "hm"),)), super().reset(seed=seed, options=options)[1]
 
+    def step(self, action):
+        return (), 0.0, True, False, {}
+
 
 class Empties(Env):
     def step(self, action):
@@ -410,6 +415,18 @@ def test_environments_that_rewrite_wrongly(renderer, env, words):
     (rollout,) = asyncio.run(runner.run_many([Job(TASK, 1, "e")]))
     assert rollout.failure is not None
     assert words in rollout.failure.message
+
+
+def test_the_check_of_environments_and_demonstrations_know_rewrites(renderer):
+    with pytest.raises(ContractError, match=r"BeginsAnew\.reset gives a Rewrite; only step may"):
+        check_env(BeginsAnew)
+    with pytest.raises(EnvironmentFailure, match="rewrites the conversation; one row cannot show"):
+        demonstrate(Summing(), TASK, Expert(), seed=0, tools={}, renderer=renderer, encode=renderer.encode, max_turns=4)
+
+
+class Expert:
+    def act(self, messages):
+        return "word"
 
 
 ACTIONS = st.lists(
@@ -504,6 +521,8 @@ def test_the_graph_of_several_conversations(before, after):
     rows = trajectories[0].rows("t", "e")
     assert sum(int(row.mask.sum()) for row in rows) == sum(len(ids) for _, ids in said) == back.sampled_tokens
     assert all((row.provenance[row.mask == 1] == Provenance.SAMPLED).all() for row in rows)
+    sampled = trajectories[0].sampled_tokens if rows else 0
+    assert rollout_faults(Rollout("t", "e", rows, 0.0, StopReason.TERMINATED, sampled_tokens=sampled)) == []
     made = [tuple(row.token_ids.tolist()) for row in rows]
     assert not rows or all(any(row[: len(p + ids)] == p + ids for row in made) for p, ids in said)
     assert all(any(p + ids == row for p, ids in said) for row in made)
