@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.batch.bench import MaskFigures, bench_masks
 from agentrl.config.schema import Config
 from agentrl.episode.bench import RolloutFigures, bench_rollout, synthetic_rows
+from agentrl.episode.bench_tokens import LongEpisode, converse, long_episode, retokenise
 from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.models.load import load_tokenizer
 from agentrl.models.resolve import resolve_model
 from agentrl.preflight import open_tasks
 from agentrl.protocols import Sampler
+from agentrl.render.choice import make_renderer
 from agentrl.stack import open_stack
 from agentrl.task import TaskSet
 from agentrl.tasksource import TaskOrder, episode_seed
@@ -99,3 +105,64 @@ def measure_masks(config: Config) -> Iterator[tuple[str, MaskFigures]]:
                 build, tokens_per_bin=config.batch.tokens_per_bin, tokens_per_micro=config.batch.tokens_per_micro
             ),
         )
+
+
+LONG_TURNS = (32, 64, 128)
+"""Turns of the long episodes: 16k, 32k and 64k tokens."""
+TURN_TOKENS = 512
+"""Tokens a turn in them, half of them sampled."""
+REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LongFigures:
+    """What exact tokens of one long episode cost, and what tokenising it anew every turn would. CPU time of one thread."""
+
+    turns: int
+    tokens: int
+    """Of the finished conversation."""
+    seconds: float
+    """Rendering, bridges, parsing, trajectory, rows, packing and the check, the observations' tokens among it; the mean
+    of three."""
+    retokenise_s: float
+    """Tokenising the whole conversation by the chat template before every turn: the observations' tokens and no more."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the conversation by the time that they cost us."""
+        return self.tokens / self.seconds
+
+    @property
+    def ratio(self) -> float:
+        """How much cheaper."""
+        return self.retokenise_s / self.seconds
+
+
+def measure_long(config: Config) -> Iterator[LongFigures]:
+    """Hold conversations of more and more turns with the tokenizer of ``model.path``, both ways.
+
+    Raises:
+        ModelError: the tokenizer has no chat template.
+    """
+    tokenizer = load_tokenizer(resolve_model(config.model.path))
+
+    def seconds(episode: LongEpisode) -> tuple[float, int]:
+        renderer = make_renderer(tokenizer, config.render)  # a fresh one has nothing cached
+        sizes = {"tokens_per_bin": config.batch.tokens_per_bin, "tokens_per_micro": config.batch.tokens_per_micro}
+        start = time.thread_time()
+        figures = bench_masks(lambda: asyncio.run(converse(renderer, episode)), **sizes)
+        return time.thread_time() - start, figures.tokens
+
+    def episode(turns: int) -> LongEpisode:
+        end = make_renderer(tokenizer, config.render).end_token_id
+        return long_episode(tokenizer, end, turns, TURN_TOKENS, seed=turns)
+
+    def texts(episode: LongEpisode) -> list[str]:
+        return [str(tokenizer.decode(list(said.token_ids[:-1]))) for said in episode.said]
+
+    seconds(episode(4)), retokenise(tokenizer, episode(4), texts(episode(4)))
+    for turns in LONG_TURNS:
+        long = episode(turns)
+        runs = [seconds(long) for _ in range(REPEATS)]
+        spent = sum(run for run, _ in runs) / REPEATS
+        yield LongFigures(turns, runs[0][1], spent, retokenise(tokenizer, long, texts(long)))

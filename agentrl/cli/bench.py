@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     rollout.add_argument("--episodes", type=int, default=256, help="episodes to run")
     add_config_arguments(rollout)
-    masks = actions.add_parser("masks", help="tokens/s of building rows, packing and checking them, on one core")
+    masks = actions.add_parser(
+        "masks", help="tokens/s from turns to checked batches, against tokenising every turn anew"
+    )
     add_config_arguments(masks)
     view = actions.add_parser("view", help="seconds to make a page of a large run, and to open it in a browser")
     view.add_argument("--rollouts", type=int, default=2000, help="rollouts of the synthetic run")
@@ -61,13 +63,30 @@ def _rollout(arguments: argparse.Namespace, config: Config, console: Console) ->
 
 
 def _masks(config: Config, console: Console) -> None:
-    from agentrl.bench import measure_masks
+    from agentrl.bench import measure_long, measure_masks
 
     table = Table("episodes", "tokens", "rows tokens/s", "packing tokens/s", "check tokens/s", "all tokens/s")
     for name, figure in measure_masks(config):
         rates = (figure.build_tokens_per_s, figure.pack_tokens_per_s, figure.check_tokens_per_s, figure.tokens_per_s)
         table.add_row(name, f"{figure.tokens:,}", *(f"{rate:,.0f}" for rate in rates))
     console.print(table)
+    table = Table("turns", "tokens", "exact s", "tokens/s", "µs a token", "retokenised s", "times cheaper")
+    with console.status("holding long conversations"):
+        for long in measure_long(config):
+            table.add_row(
+                str(long.turns),
+                f"{long.tokens:,}",
+                f"{long.seconds:.3f}",
+                f"{long.tokens_per_s:,.0f}",
+                f"{1e6 / long.tokens_per_s:.2f}",
+                f"{long.retokenise_s:.2f}",
+                f"{long.ratio:.1f}",
+            )
+    console.print(table)
+    console.print(
+        "exact: render, bridge, parse, graph, rows, pack, check; retokenised: the chat template on the whole conversation "
+        "every turn. Tokenising the observations counts on both sides (target 20 times cheaper, µs a token level)"
+    )
 
 
 def _view(rollouts: int, tokens: int, console: Console) -> None:

@@ -125,7 +125,8 @@ class Conversation:
             state.prompt_ids, state.added = renderer.render(state.messages, self.tools).token_ids, None
             state.fork = added.reason
         else:
-            state.prompt_ids, state.added = state.prompt_ids + generation.token_ids + added, len(added)
+            # What is new is joined first: each joining copies all that it joins.
+            state.prompt_ids, state.added = state.prompt_ids + (generation.token_ids + added), len(added)
 
     def record(self, said: Message, new: Sequence[Message], *, reward: float = 0.0) -> None:
         """Record the turn that ``said`` was, with what the policy is answered; a branch leaves its first to the other."""
