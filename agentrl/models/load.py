@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,23 +14,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+_TOKENIZER_SUFFIXES = (".json", ".model", ".jinja", ".txt")
 
 
 def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizerBase:
     """Return the tokenizer that lies in ``folder``; ``key`` is where the user named it, for messages. Needs no torch.
 
+    The vocabulary is read once in a process; each caller has settings of its own, such as ``chat_template``.
+
     Raises:
         ModelError: there is none, or it cannot be read.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
     # transformers would make an empty tokenizer of the right class out of config.json alone.
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(f"{key}={folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
+    files = sorted(path for path in folder.iterdir() if path.suffix in _TOKENIZER_SUFFIXES)
+    stamp = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return copy(_read_tokenizer(folder, stamp))
     except Exception as error:  # transformers raises whatever its readers do
         raise ModelError(f"{key}={folder}: its tokenizer cannot be loaded: {_words(error)}") from error
+
+
+@lru_cache(maxsize=2)
+def _read_tokenizer(folder: Path, stamp: tuple[tuple[str, int, int], ...]) -> PreTrainedTokenizerBase:
+    """Read a tokenizer, which takes a second or two for a large vocabulary; ``stamp`` changes with its files."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
 

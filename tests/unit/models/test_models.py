@@ -67,3 +67,18 @@ def test_no_model_and_no_tokenizer_say_where(folder: Path, tmp_path: Path) -> No
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match=rf"model\.path={folder}: its tokenizer cannot be loaded"):
         load_tokenizer(folder)
+
+
+def test_a_tokenizer_is_read_once_and_again_when_its_files_change(tmp_path: Path) -> None:
+    shipped = resolve_model("multihop-warm")
+    for file in shipped.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    first = load_tokenizer(tmp_path)
+    own, first.chat_template = first.chat_template, "of this caller alone"
+    again = load_tokenizer(tmp_path)
+    assert again.backend_tokenizer is first.backend_tokenizer
+    assert again.chat_template == own
+    (tmp_path / "chat_template.jinja").write_text("new")
+    assert load_tokenizer(tmp_path).chat_template == "new"
+    with pytest.raises(ModelError, match=r"^--tokenizer="):
+        load_tokenizer(tmp_path / "..", "--tokenizer")

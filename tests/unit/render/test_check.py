@@ -24,7 +24,7 @@ PAIRS = [
     ("qwen3", "gptoss"),
     ("llama3", "llama3"),
     ("llama3", "llama3_1"),
-    ("deepseek-r1", "deepseek-v3"),
+    ("deepseek-r1", "deepseekv3"),
     ("glm-4.5", "glm-4.5"),
     ("qwen3", "gemma3"),
     ("qwen3", "cohere2"),
@@ -63,7 +63,7 @@ def test_a_user_message_after_reasoning(family: str, name: str, preserved: bool)
 
 def test_deepseek_never_has_the_reasoning_that_it_opens() -> None:
     """Its own words of a turn stay, which is what trl calls prefix-preserving; what was sampled is not among them."""
-    crossing = at(check("deepseek-r1", "deepseek-v3"), "reasoning", USER)
+    crossing = at(check("deepseek-r1", "deepseekv3"), "reasoning", USER)
     assert (crossing.preserved, crossing.stable, crossing.drops_thinking) == (False, True, True)
     assert (at(check("qwen3", "qwen3"), "reasoning", USER)).stable is False
 
@@ -113,7 +113,7 @@ def test_every_bridge_says_what_the_template_says(family: str, name: str) -> Non
         ("qwen3", "qwen3_5_think", "template", False, "hermes", False),
         ("llama3", "llama3", "llama3", True, "llama3", None),
         ("llama3", "llama3_1", "llama3.1", True, "llama3", True),
-        ("deepseek-r1", "deepseek-v3", "deepseek-r1", True, "deepseek", True),
+        ("deepseek-r1", "deepseekv3", "deepseek-r1", True, "deepseek", True),
         ("glm-4.5", "glm-4.5", "glm-4.5", True, "glm", True),
         ("qwen3", "gemma3", "template", False, "hermes", None),
     ],
@@ -140,7 +140,7 @@ def test_another_parser_that_reads_the_calls_is_named() -> None:
     [
         ("qwen3", "qwen3", ("<|im_end|>",), Ending.TRAINED, "\n"),
         ("llama3", "llama3_1", ("<|eot_id|>",), Ending.TRAINED, ""),
-        ("deepseek-r1", "deepseek-v3", ("<｜end▁of▁sentence｜>",), Ending.TRAINED, ""),
+        ("deepseek-r1", "deepseekv3", ("<｜end▁of▁sentence｜>",), Ending.TRAINED, ""),
         ("glm-4.5", "glm-4.5", ("<|user|>", "<|observation|>"), Ending.TRAINED, ""),
         ("llama3", "qwen3", ("<|im_end|>",), Ending.SPLIT, "\n"),
         ("qwen3", "gptoss", ("<|return|>", "<|end|>"), Ending.SPLIT, ""),
@@ -174,7 +174,7 @@ def test_openers_and_markers() -> None:
     assert findings.split_markers == ()
     assert check("qwen2.5", "qwen3").split_markers == ("<think>", "</think>"), "Qwen2.5 has no token for them"
     assert check("qwen2.5", "qwen2.5").split_markers == (), "its template says nothing of them"
-    thinking = check("deepseek-r1", "deepseek-v3")
+    thinking = check("deepseek-r1", "deepseekv3")
     assert (thinking.opener, thinking.opens_thinking) == ("<｜Assistant｜><think>\n", True)
 
 
