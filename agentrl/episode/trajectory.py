@@ -53,6 +53,11 @@ class Trajectory:
 
     @temperature.setter
     def temperature(self, value: float) -> None:
+        if value != self.temperature and self.sampled_tokens:
+            raise ValueError(
+                f"what was sampled at temperature {self.temperature:g} cannot go on at {value:g}: a row has one temperature; "
+                f"set sampler.temperature={self.temperature:g}"
+            )
         self.graph.temperature = value
 
     @property

@@ -455,6 +455,30 @@ def test_an_environments_close_is_called(renderer):
     assert closed == [2]
 
 
+def test_an_episode_does_not_go_on_at_another_temperature(renderer):
+    async def run():
+        first, _ = build(renderer, ["a"], max_turns=1)
+        episode = Episode(first._services, task(), EpisodeState("e", 1))
+        assert await episode.play() is StopReason.MAX_TURNS
+        state, env_state = EpisodeState.from_dict(json.loads(json.dumps(await episode.snapshot())))
+        colder = build(renderer, ["a", "bb"])[0].with_sampling(temperature=0.5, top_p=1.0, top_k=-1)
+        with pytest.raises(ValueError, match=r"at temperature 1 cannot go on at 0\.5.*sampler\.temperature=1"):
+            await Episode(colder._services, task(), state, env_state).play()
+        (row,) = state.trajectory.rows("t0", "e")
+        assert row.temperature == 1.0
+
+    asyncio.run(run())
+
+
+def test_rows_say_at_which_temperature_they_were_sampled(renderer):
+    async def run():
+        runner = build(renderer, ["a", "bb", "ccc", "done"])[0].with_sampling(temperature=0.5, top_p=1.0, top_k=-1)
+        (rollout,) = await runner.run(task(), 1, "e")
+        assert [row.temperature for row in rollout.rows] == [0.5]
+
+    asyncio.run(run())
+
+
 def test_an_episode_goes_on_from_its_state(renderer):
     """Two turns, through JSON, then the rest: the same as in one go."""
     script = ["a", "bb", "ccc", "done"]
