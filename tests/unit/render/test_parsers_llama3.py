@@ -95,7 +95,7 @@ def test_a_call_is_seen_to_be_cut_off_wherever_that_is(parser, text):
 
 
 @pytest.mark.parametrize("parser", PARSERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), offered=st.sampled_from([(), TOOLS]))
 def test_anything_can_be_read(parser, data, offered):
     """Text and markers in any order."""
