@@ -21,8 +21,7 @@ TEMPLATES: Mapping[str, str] = {
     "llama3": "llama3",
     "llama3.1": "llama3_1",
     "llama3.2": "llama3_2",
-    "deepseek-v3": "deepseekv3",
-    "deepseek-r1": "deepseek_r1_distill",
+    "deepseek-r1": "deepseekv3",  # trl's name; it opens with <think> and drops reasoning, as R1's does
     "glm-4.5": "glm4moe",
 }
 """By chat format: the name of trl's template of it. ``template`` takes any other name too."""

@@ -16,8 +16,7 @@ from tests.unit.render.conversations import TOOLS, calls, contents, well_formed,
 from tests.unit.render.oracles import Other, template, template_text
 from tests.unit.render.tokenizers import family_tokenizer
 
-R1_TEMPLATE = template("deepseek-v3")
-"""What trl ships under V3's name reasons first and drops reasoning: it is the one that R1 was published with."""
+R1_TEMPLATE = template("deepseek-r1")
 
 V3_TEMPLATE = re.sub(
     r"{% if '</think>' in content %}.*?{% endif %}",
@@ -84,7 +83,7 @@ def test_it_writes_what_the_template_writes(name, text, data):
 def test_the_distilled_models_template_agrees_where_there_are_no_tools(messages, system):
     given = (Message("system", system), *messages)
     made = family_tokenizer("deepseek-r1")
-    assert DeepSeekR1().text(given, ()) == template_text(made, "deepseek-r1", given)
+    assert DeepSeekR1().text(given, ()) == template_text(made, "deepseek_r1_distill", given)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-r1"])
@@ -130,7 +129,7 @@ def test_offered_tools_are_told_in_the_system_prompt():
     [
         ("deepseek-v3", V3_TEMPLATE, "deepseek-v3"),
         ("deepseek-r1", R1_TEMPLATE, "deepseek-r1"),
-        ("deepseek-r1", template("deepseek-r1"), "template"),
+        ("deepseek-r1", template("deepseek_r1_distill"), "template"),
     ],
 )
 def test_auto_recognises_the_templates(family, text, name):
