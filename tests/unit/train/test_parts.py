@@ -15,7 +15,7 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.collect import merge_figures, rollout_advantages, rollout_figures, train_batches
 from agentrl.config.load import load_config
 from agentrl.episode.bench import synthetic_rows
-from agentrl.errors import RunStopped
+from agentrl.errors import ProvenanceError, RunStopped
 from agentrl.interrupt import Interrupt
 from agentrl.tasksource import TaskOrder, episode_seed
 from agentrl.types import Rollout, StopReason
@@ -55,6 +55,16 @@ def rollout(prompt: str, sample: int, reward: float, hops: int = 1) -> Rollout:
 
 def trained(batch: GlobalBatch) -> set[str]:
     return {key.rollout_id for rank in batch.micro for micro in rank for key in micro.keys}
+
+
+def test_batches_take_the_temperature_and_the_provenance_rule_of_the_run() -> None:
+    groups = group_rollouts([rollout("p", sample, float(sample)) for sample in range(2)])
+    advantages = rollout_advantages(load_config(None), groups)
+    (strict,) = train_batches(load_config(None), groups, advantages, 0)
+    (warn,) = train_batches(load_config(None, ["train.provenance=warn"]), groups, advantages, 0)
+    assert (strict.provenance, warn.provenance) == ("strict", "warn")
+    with pytest.raises(ProvenanceError, match=r"temperature 1, .*sampler\.temperature=0\.7"):
+        train_batches(load_config(None, ["sampler.temperature=0.7"]), groups, advantages, 0)
 
 
 def test_only_rollouts_with_an_advantage_are_trained_on() -> None:
