@@ -16,6 +16,7 @@ Render = Callable[[Sequence[Message], Sequence[Tool], bool], str]
 _ASK = (Message("user", "qa1"),)
 _SAID = "as1"
 _REASONED = "<think>\nre1\n</think>\n\nas1"
+_EMPTY = "<think>\n\n</think>\n\nas1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class Proof:
     """Earlier turns stay as they were, whatever their number."""
     preserves_reasoning: bool
     """They do even where they hold a ``<think>`` block, which many templates drop."""
+    preserves_empty_thoughts: bool
+    """They do even where that block is empty, which some templates drop sooner."""
 
 
 def prove(render: Render, roles: Sequence[str], tools: Sequence[Tool]) -> Proof:
@@ -33,7 +36,8 @@ def prove(render: Render, roles: Sequence[str], tools: Sequence[Tool]) -> Proof:
     new = tuple(Message(role, f"nw{number}", tool_call_id="c1" if role == "tool" else None)  # type: ignore[arg-type]
                 for number, role in enumerate(roles))  # fmt: skip
     plain = _preserves(render, _SAID, new, tools)
-    return Proof(plain, plain and _preserves(render, _REASONED, new, tools))
+    reasoned, empty = (plain and _preserves(render, said, new, tools) for said in (_REASONED, _EMPTY))
+    return Proof(plain, reasoned, empty)
 
 
 def boundary_text(render: Render, new: Sequence[Message], tools: Sequence[Tool]) -> str | None:

@@ -95,6 +95,11 @@ def split_thinking(content: str) -> tuple[str, str]:
     return reasoning, content.rpartition(THINK_END)[2].lstrip("\n")
 
 
+def holds_empty_thought(content: str) -> bool:
+    """Return whether what the policy said closed its reasoning and holds none."""
+    return THINK_END in content and not split_thinking(content)[0].strip("\n")
+
+
 def drops_thinking(history: Sequence[Message], where: str) -> Fork | None:
     """Return a `Fork` where an assistant message of ``history`` holds reasoning.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentrl.render.formats.base import drops_thinking, split_thinking
+from agentrl.render.formats.base import drops_thinking, holds_empty_thought, split_thinking
 from agentrl.render.formats.chatml import END, OPENER, START, call_text, other, split_system, tools_text, turn
 from agentrl.render.parsers.base import THINK, THINK_END, CallParser
 from agentrl.render.parsers.hermes import HermesParser
@@ -72,10 +72,9 @@ class Qwen3(Qwen3Instruct):
 
     def _fork(self, history: Sequence[Message], new: Sequence[Message]) -> Fork | None:
         """Return a `Fork` where `text` would say something since the last query otherwise than it was said."""
-        queries = [index for index, message in enumerate(history) if is_query(message)]
-        said = history[-1].content
-        if not queries or any(map(is_query, new)):  # without a query, no turn but the last keeps its reasoning
-            fork = drops_thinking(history[queries[-1] + 1 :] if queries else history[-1:], "a new user message")
+        last, said = _last_query(history), history[-1].content
+        if last is None or any(map(is_query, new)):  # without a query, no turn but the last keeps its reasoning
+            fork = drops_thinking(history[-1:] if last is None else history[last + 1 :], "a new user message")
             if fork is not None:
                 return fork
         if not self._thinking:
@@ -84,7 +83,7 @@ class Qwen3(Qwen3Instruct):
             return Fork(
                 ForkReason.THINKING, "the opener's <think> is left out of an earlier turn that did not close it"
             )
-        if THINK_END in said and not split_thinking(said)[0].strip("\n"):
+        if holds_empty_thought(said):
             return Fork(ForkReason.THINKING, "an empty thought is left out of earlier turns")
         return None
 
@@ -95,8 +94,8 @@ class Qwen3(Qwen3Instruct):
         return OPENER if self._thinking else OPENER + EMPTY_THOUGHT
 
     def _turns(self, messages: Sequence[Message], *, asked: bool = False) -> str:
-        queries = [index for index, message in enumerate(messages) if is_query(message)]
-        last = queries[-1] if queries else -1 if asked else len(messages) - 1
+        found = _last_query(messages)
+        last = found if found is not None else -1 if asked else len(messages) - 1
         return "".join(
             _assistant(message, self._content(message, index > last, index == len(messages) - 1))
             if message.role == "assistant"
@@ -118,6 +117,10 @@ def is_query(message: Message) -> bool:
     """Return whether a message is a user's own, and not the result of a tool in a user's turn."""
     inside = message.content.startswith("<tool_response>") and message.content.endswith("</tool_response>")
     return message.role == "user" and not inside
+
+
+def _last_query(messages: Sequence[Message]) -> int | None:
+    return next((index for index in range(len(messages) - 1, -1, -1) if is_query(messages[index])), None)
 
 
 def _assistant(message: Message, content: str) -> str:

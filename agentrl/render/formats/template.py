@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl.errors import ModelError
 from agentrl.render.boundary import Proof, boundary_text, prove
-from agentrl.render.formats.base import drops_thinking, schema_of, to_json
+from agentrl.render.formats.base import drops_thinking, holds_empty_thought, schema_of, to_json
 from agentrl.render.parsers.base import THINK, CallParser
 from agentrl.render.parsers.choice import parser_of_template
 from agentrl.tool import Tool
@@ -93,6 +93,8 @@ class TemplateFormat:
             fork = drops_thinking(history, f"the template, before messages of {', '.join(roles)},")
             if fork is not None:
                 return fork
+        if not proof.preserves_empty_thoughts and not self._keep and holds_empty_thought(history[-1].content):
+            return Fork(ForkReason.THINKING, "the template leaves the empty thought of an earlier turn out")
         text = self._boundary(_Key(tuple(new), tuple(tools)))
         return text or Fork(ForkReason.TEMPLATE, f"the template refuses messages of {', '.join(roles)}")
 
@@ -106,12 +108,18 @@ class TemplateFormat:
         return self.text(messages, tools, opener=opener)
 
     def _find_ends(self) -> tuple[str, ...]:
-        """Return the special token that begins the boundary of a user's message, or nothing."""
+        """Return the special token that follows what the policy said before a user's message, or nothing."""
         if not self._tokenizer.chat_template:
             return ()
-        found = self._boundary(_Key((Message("user", "nw1"),), ()))
+        try:
+            text = self.text((Message("user", "qa1"), Message("assistant", "as1"), Message("user", "nw1")), ())
+        except ValueError:
+            return ()
+        _, there, found = text.rpartition("as1")
+        if not there:  # the template leaves out what was said before
+            return ()
         added = self._tokenizer.added_tokens_decoder.values()
-        special = [token.content for token in added if token.special and found and found.startswith(token.content)]
+        special = [token.content for token in added if token.special and found.startswith(token.content)]
         return (max(special, key=len),) if special else ()
 
     def _opens_thinking(self) -> bool:
