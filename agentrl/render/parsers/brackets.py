@@ -1,8 +1,12 @@
-"""Where a bracket closes in text that a policy wrote, whether or not the text is well formed."""
+"""Where brackets close and markers stand in text that a policy wrote, whether or not the text is well formed."""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from agentrl.render.parsers.base import Piece
 
 _JSON = r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)'
 _PYTHON = (
@@ -37,3 +41,20 @@ def closing(text: str, start: int, language: re.Pattern[str]) -> int | None:
             if depth == 0:
                 return match.end()
     return None
+
+
+def positions(said: Sequence[Piece], marker: str) -> list[int]:
+    """Return where in the characters of ``said`` a marker stands, in order."""
+    found: list[int] = []
+    at = 0
+    for piece in said:
+        if piece.marker and piece.text == marker:
+            found.append(at)
+        at += len(piece.text)
+    return found
+
+
+def next_of(positions: Sequence[int], at: int, default: int) -> int:
+    """Return the first of sorted positions from ``at`` on."""
+    index = bisect_left(positions, at)
+    return positions[index] if index < len(positions) else default

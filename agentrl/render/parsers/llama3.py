@@ -6,11 +6,10 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from agentrl.render.parsers.base import Piece, json_call, text_of, truncated, unreadable
-from agentrl.render.parsers.brackets import JSON, PYTHON, closing
+from agentrl.render.parsers.brackets import JSON, PYTHON, closing, next_of, positions
 from agentrl.render.parsers.pythonic import python_calls
 from agentrl.tool import Tool
 from agentrl.types import ToolCall
@@ -24,7 +23,7 @@ _NEXT = re.compile(r"[\s;,]*(\{)")
 """Behind a call, the next one."""
 _BUILTIN = re.compile(r"[^\W\d]\w*\.call\s*(\()")
 """``brave_search.call(query="…")``: how Llama 3.1 calls the tools that it was trained with."""
-_UNFINISHED = re.compile(r"[\w.]*")
+_UNFINISHED = re.compile(r"[\w.]*\s*")
 """As far as the turn goes, that or nothing."""
 
 _STARTS = (
@@ -48,59 +47,52 @@ class Llama3Parser:
 
     def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         """See `CallParser`."""
-        names = {tool.name for tool in tools}
-        tags = [index for index, piece in enumerate(said) if piece.marker and piece.text == TAG]
-        tags.append(len(said))
-        calls = list(_in_text(text_of(said[: tags[0]]), names))
-        for tag, following in pairwise(tags):
-            calls += _behind_tag(text_of(said[tag + 1 : following]), names)
-        return calls
+        return list(_read(text_of(said), positions(said, TAG), {tool.name for tool in tools}))
 
 
-def _behind_tag(text: str, names: set[str]) -> Iterator[ToolCall]:
-    text = text.strip()
-    builtin = _BUILTIN.match(text)
-    if builtin is not None:
-        yield _builtin(text, builtin.start(1))
-    elif text.startswith("{"):
-        end = closing(text, 0, JSON)
-        yield truncated("}") if end is None else json_call(text[:end], arguments=ARGUMENTS)
-        if end is not None:
-            yield from _in_text(text, names, end)
-    elif _UNFINISHED.fullmatch(text):
-        yield truncated("}")
-    else:
-        yield unreadable(f'what follows {TAG} is not a JSON object with a "name"')
-
-
-def _builtin(text: str, opening: int) -> ToolCall:
-    end = closing(text, opening, PYTHON)
-    if end is None:
-        return truncated(")")
-    call = python_calls(text[:end])[0]
-    return replace(call, name=call.name.removesuffix(".call"))
-
-
-def _in_text(text: str, names: set[str], behind: int | None = None) -> Iterator[ToolCall]:
-    """Iterate over the calls in text.
-
-    Args:
-        text: what was said.
-        names: of the tools offered.
-        behind: where a call ended, if one did; what comes before is left out.
-    """
-    at = behind or 0
-    while (found := (behind is not None and _NEXT.match(text, at)) or _OBJECT.search(text, at)) is not None:
-        start = found.start(1)
-        end = closing(text, start, JSON)
-        if end is None:  # whatever follows is within it
-            if _begun(text[start:]):
-                yield truncated("}")
+def _read(text: str, tags: Sequence[int], names: set[str]) -> Iterator[ToolCall]:
+    """Iterate over the calls in text, with a tag at each of ``tags``; those within an object are part of it."""
+    at: int | None = 0
+    behind = False
+    while at is not None:
+        tag = next_of(tags, at, len(text))
+        found = (behind and _NEXT.match(text, at, tag)) or _OBJECT.search(text, at, tag)
+        if found:
+            call, at = _object(text, found.start(1), names)
+        elif tag < len(text):
+            call, at = _tagged(text, tag + len(TAG))
+        else:
             return
-        call = _call(text[start:end], names)
+        behind = call is not None
         if call is not None:
             yield call
-        at, behind = end, end if call is not None else None
+
+
+def _object(text: str, start: int, names: set[str]) -> tuple[ToolCall | None, int | None]:
+    """Return the call that the object at ``start`` makes, if it is one, and where it ends, if it does."""
+    end = closing(text, start, JSON)
+    if end is not None:
+        return _call(text[start:end], names), end
+    return (truncated("}") if _begun(text[start:]) else None), None  # whatever follows is within it
+
+
+def _tagged(text: str, start: int) -> tuple[ToolCall, int | None]:
+    """Return the call behind a tag, whatever it is, and where it ends, if it does."""
+    while text[start : start + 1].isspace():
+        start += 1
+    builtin = _BUILTIN.match(text, start)
+    if builtin is not None:
+        end = closing(text, builtin.start(1), PYTHON)
+        if end is None:
+            return truncated(")"), None
+        call = python_calls(text[start:end])[0]
+        return replace(call, name=call.name.removesuffix(".call")), end
+    if text.startswith("{", start):
+        end = closing(text, start, JSON)
+        return (truncated("}") if end is None else json_call(text[start:end], arguments=ARGUMENTS)), end
+    if _UNFINISHED.fullmatch(text, start):
+        return truncated("}"), None
+    return unreadable(f'what follows {TAG} is not a JSON object with a "name"'), start
 
 
 def _call(text: str, names: set[str]) -> ToolCall | None:

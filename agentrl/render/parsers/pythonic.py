@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from agentrl.render.parsers.base import Piece, between, text_of, truncated, unreadable
-from agentrl.render.parsers.brackets import PYTHON, closing
+from agentrl.render.parsers.base import Piece, text_of, truncated, unreadable
+from agentrl.render.parsers.brackets import PYTHON, closing, next_of, positions
 from agentrl.tool import Tool
 from agentrl.types import ToolCall
 
@@ -18,6 +18,9 @@ OPEN, CLOSE = "<|python_start|>", "<|python_end|>"
 
 _LIST = re.compile(r"^[^\S\n]*(\[)(?=\s*(?:[^\W\d][\w.]*\s*(?:\(|\Z)|\Z))", re.MULTILINE)
 """A list at the start of a line whose first element is a call, as far as the turn goes."""
+
+_MARKED = re.compile(r"\s*(\[|[^\W\d][\w.]*\s*(?:\(|\Z)|\Z)")
+"""A list or a call, as far as the turn goes."""
 
 _NAMES = {"true": True, "false": False, "null": None}
 """JSON's words, which models write among Python's."""
@@ -36,9 +39,7 @@ class PythonicParser:
 
     def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         """See `CallParser`."""
-        if not any(piece.marker and piece.text == OPEN for piece in said):
-            return list(_in_text(text_of(said)))
-        return [call for body, closed in between(said, OPEN, CLOSE) for call in _in_markers(text_of(body), closed)]
+        return list(_read(text_of(said), positions(said, OPEN)))
 
 
 def python_calls(source: str) -> list[ToolCall]:
@@ -53,21 +54,25 @@ def python_calls(source: str) -> list[ToolCall]:
         return [unreadable(f"the call cannot be read as Python: {_reason(error)}")]
 
 
-def _in_text(text: str) -> Iterator[ToolCall]:
+def _read(text: str, opens: Sequence[int]) -> Iterator[ToolCall]:
+    """Iterate over the calls in text, with an `OPEN` at each of ``opens``; those within a list are part of it."""
     at = 0
-    while (found := _LIST.search(text, at)) is not None:
+    while True:
+        marker = next_of(opens, at, len(text))
+        found = _LIST.search(text, at, marker)
+        if found is None and marker == len(text):
+            return
+        at = marker + len(OPEN)
+        found = found or _MARKED.match(text, at)
+        if found is None:
+            yield unreadable(f"what follows {OPEN} is not a list of calls")
+            continue
         end = closing(text, found.start(1), PYTHON)
-        if end is None:
+        if end is None:  # whatever follows is within it
             yield truncated("]")
             return
         yield from python_calls(text[found.start(1) : end])
         at = end
-
-
-def _in_markers(text: str, closed: bool) -> list[ToolCall]:
-    text = text.strip()
-    end = closing(text, 0, PYTHON)
-    return [truncated(CLOSE)] if end is None and not closed else python_calls(text[:end])
 
 
 def _call(node: ast.expr) -> ToolCall:

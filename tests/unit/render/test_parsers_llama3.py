@@ -162,6 +162,15 @@ def test_a_marker_that_the_tokenizer_has_is_not_one_letter_by_letter():
     assert PARSERS[0].calls([Piece(TAG, marker=True), Piece(call)], TOOLS) == [ToolCall("", "add")]
 
 
+def test_a_marker_within_an_argument_is_part_of_it():
+    """Whether the policy said it by its token or by letters: nothing else can be meant there."""
+    text = f'{{"name": "add", "parameters": {{"a": "{TAG}"}}}}'
+    assert read(PARSERS[0], text + TAG + text) == [ToolCall("", "add", {"a": TAG})] * 2
+    start = "<|python_start|>"
+    assert read(PARSERS[1], f"[add(a='{start}')]") == [ToolCall("", "add", {"a": start})]
+    assert read(PARSERS[1], f"{start}[add(a='{start}')]<|python_end|>") == [ToolCall("", "add", {"a": start})]
+
+
 def test_what_follows_a_call_and_is_none():
     assert len(read(PARSERS[0], '{"name": "add", "parameters": {}} is {"name": "add", "parameters": {}}')) == 1
     assert len(read(PARSERS[0], f'{TAG}{{"name": "add"}}; {{"answer": 4}}\n{{"name": "add"}}')) == 2
@@ -196,8 +205,8 @@ def test_what_follows_a_call_and_is_none():
         (PARSERS[1], "[add(a=" + "9" * 5000 + ")]", "cannot be read as Python"),
         (PARSERS[1], "[add(a=" + "-" * 50_000 + "1)]", "nested too deeply"),
         (PARSERS[1], "[add(a=1" + "+1" * 50_000 + ")]", "nested too deeply"),
-        (PARSERS[1], "<|python_start|>add(<|python_end|>", "cannot be read as Python"),
-        (PARSERS[1], "<|python_start|><|python_end|>", "cannot be read as Python"),
+        (PARSERS[1], "<|python_start|>add(a b)<|python_end|>", "cannot be read as Python"),
+        (PARSERS[1], "<|python_start|><|python_end|>", "not a list of calls"),
     ],
 )
 def test_what_cannot_be_read(parser, text, fault):
@@ -215,7 +224,23 @@ def test_python_literals_are_json():
 
 
 @pytest.mark.parametrize(
-    "unit", ['{"name":\n', "[f(a=\n", "{\n", "[\n", '"', "'", '"""', "\\", "{}\n", "[f()]\n", " ", "[ \n"]
+    "unit",
+    [
+        '{"name":\n',
+        "[f(a=\n",
+        "{\n",
+        "[\n",
+        '"',
+        "'",
+        '"""',
+        "\\",
+        "{}\n",
+        "[f()]\n",
+        "<|python_tag|>",
+        "<|python_start|>x",
+        " ",
+        "[ \n",
+    ],
 )
 @pytest.mark.parametrize("parser", PARSERS)
 def test_long_turns_are_read_in_time_that_grows_with_their_length(parser, unit):
