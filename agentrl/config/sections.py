@@ -104,9 +104,10 @@ class RolloutConfig(Section):
     n_samples_per_prompt: PositiveInt = 8
     """Episodes a prompt: the group that advantages are computed over."""
     max_turns: PositiveInt = 8
-    """Turns an episode may have."""
+    """Turns an episode may have, those of its subagents included."""
     max_tokens: PositiveInt = 1024
-    """Tokens an episode may have, prompt and observations included."""
+    """Tokens that the policy may have before it at once, its answer included: prompt, turns and observations of one
+    conversation."""
     max_seconds: PositiveFloat = 300.0
     """Seconds an episode may take."""
     concurrency: PositiveInt = 256
