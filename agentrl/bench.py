@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from agentrl.batch.bench import MaskFigures, bench_masks
 from agentrl.config.schema import Config
@@ -111,7 +112,7 @@ LONG_TURNS = (32, 64, 128)
 """Turns of the long episodes: 16k, 32k and 64k tokens."""
 TURN_TOKENS = 512
 """Tokens a turn in them, half of them sampled."""
-REPEATS = 3
+REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,8 @@ class LongFigures:
     tokens: int
     """Of the finished conversation."""
     seconds: float
-    """Rendering, bridges, parsing, trajectory, rows, packing and the check, the observations' tokens among it; the mean
-    of three."""
+    """Rendering, bridges, parsing, trajectory, rows, packing and the check, the observations' tokens among it; the
+    median of five conversations."""
     retokenise_s: float
     """Tokenising the whole conversation by the chat template before every turn: the observations' tokens and no more."""
 
@@ -164,5 +165,5 @@ def measure_long(config: Config) -> Iterator[LongFigures]:
     for turns in LONG_TURNS:
         long = episode(turns)
         runs = [seconds(long) for _ in range(REPEATS)]
-        spent = sum(run for run, _ in runs) / REPEATS
+        spent = median(run for run, _ in runs)
         yield LongFigures(turns, runs[0][1], spent, retokenise(tokenizer, long, texts(long)))
