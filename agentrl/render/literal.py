@@ -75,7 +75,7 @@ class LiteralEncoder:
         return _ESCAPE.sub(lambda match: self._escaped[int(match[1])], text)
 
     def _content(self, text: str) -> tuple[int, ...]:
-        text = _text(text)
+        text = unicode_text(text)
         if self._in_content.search(text) is None:
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
         pieces = self._cut.split(text) if self._cut is not None else [text]
@@ -84,7 +84,7 @@ class LiteralEncoder:
         return tuple(chain.from_iterable(ids))
 
     def _template(self, text: str) -> tuple[int, ...]:
-        text = _text(text)
+        text = unicode_text(text)
         if _OPEN not in text:
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
         pieces = self._in_template.split(text) if self._in_template is not None else [text]
@@ -97,8 +97,23 @@ class LiteralEncoder:
         return tuple(ids)
 
 
-def _text(text: str) -> str:
+def unicode_text(text: str) -> str:
     """Return text with surrogates joined to the characters that they are halves of, or replaced where they are alone."""
     return _SURROGATES.sub(
         lambda match: match[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"), text
     )
+
+
+def unicode_json(value: Any) -> Any:
+    """Return a JSON value with `unicode_text` for every string in it.
+
+    Raises:
+        RecursionError: it is nested too deeply.
+    """
+    if isinstance(value, str):
+        return unicode_text(value)
+    if isinstance(value, Mapping):
+        return {unicode_text(str(key)): unicode_json(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [unicode_json(item) for item in value]
+    return value

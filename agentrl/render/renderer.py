@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl.errors import ConfigError, ModelError
 from agentrl.render.formats.base import EndsFreely, Format
-from agentrl.render.literal import LiteralEncoder
-from agentrl.render.parsers.base import THINK, THINK_END, CallParser, Piece, split_markers, spoken
+from agentrl.render.literal import LiteralEncoder, unicode_json, unicode_text
+from agentrl.render.parsers.base import THINK, THINK_END, CallParser, Piece, split_markers, spoken, unreadable
 from agentrl.tool import Tool, checked_call
 from agentrl.types import Fork, ForkReason, Message, Prompt, ToolCall
 
@@ -166,7 +166,7 @@ class ChatRenderer:
 
     def _calls(self, pieces: Sequence[Piece], tools: Sequence[Tool], opened: bool) -> Iterable[ToolCall]:
         said = spoken(pieces, opened=opened)
-        calls = self.parser.calls(said, tools) if said else []
+        calls = map(_unicode_call, self.parser.calls(said, tools) if said else [])
         return (checked_call(call, tools) for call in calls) if tools else calls
 
     def _pieces(self, ids: Sequence[int], text: str) -> Iterable[Piece]:
@@ -254,6 +254,15 @@ class ChatRenderer:
             )
 
         return [escaped(tool) for tool in tools]
+
+
+def _unicode_call(call: ToolCall) -> ToolCall:
+    """Return a call whose strings every tokenizer and JSON writer takes: JSON can spell halves of characters."""
+    name, id, fault = unicode_text(call.name), unicode_text(call.id), unicode_text(call.fault)
+    try:
+        return replace(call, name=name, id=id, arguments=unicode_json(call.arguments), fault=fault)
+    except RecursionError:
+        return unreadable("the arguments are nested too deeply", name)
 
 
 def _merge_inline(messages: Sequence[Message]) -> Sequence[Message]:

@@ -165,18 +165,19 @@ def _bpe(size: int | None) -> models.BPE:
 
     A token's rank is its id, and it is the merge of the two that BPE of lower ranks leaves of it.
     """
-    ranks = dict(list(_ranks().items())[:size])
+    known = dict(list(ranks().items())[:size])
     stand_ins = map(chr, range(256, 512))
     letters = [chr(byte) if chr(byte).isprintable() and byte != 32 else next(stand_ins) for byte in range(256)]
 
     def spelt(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
 
-    merges = [tuple(map(spelt, _halves(token, ranks))) for token in sorted(ranks, key=ranks.__getitem__) if token[1:]]
-    return models.BPE({spelt(token): rank for token, rank in ranks.items()}, merges)
+    merges = [tuple(map(spelt, _halves(token, known))) for token in sorted(known, key=known.__getitem__) if token[1:]]
+    return models.BPE({spelt(token): rank for token, rank in known.items()}, merges)
 
 
-def _ranks() -> dict[bytes, int]:
+def ranks() -> dict[bytes, int]:
+    """Return the tokens of Qwen's BPE, each with its rank."""
     package = find_spec("dashscope")
     assert package is not None, "pip install dashscope (part of agentrl[dev])"
     lines = (Path(str(package.origin)).parent / "resources" / "qwen.tiktoken").read_bytes().split()
