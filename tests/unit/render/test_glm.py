@@ -22,7 +22,7 @@ ASK = Message("user", "What is the capital of France?")
 FOUND = Message("tool", "Paris", tool_call_id="c1")
 MORE = Message("user", "And of Spain?")
 CALL = "<tool_call>look_up\n<arg_key>word</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>"
-settled = settings(max_examples=60, deadline=None)
+settled = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def renderer_of(name="glm-4.5", **config):

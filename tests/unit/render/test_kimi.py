@@ -22,7 +22,7 @@ ASK, MORE = Message("user", "What is the capital of France?"), Message("user", "
 BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 OPEN, ARGUMENTS, CLOSE = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 CALL = f'{BEGIN}{OPEN}functions.look_up:0{ARGUMENTS}{{"word": "Paris"}}{CLOSE}{END}'
-settled = settings(max_examples=50, deadline=None)
+settled = settings(max_examples=50, deadline=None, derandomize=True)
 
 
 @cache
