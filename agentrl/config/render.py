@@ -36,7 +36,8 @@ class RenderConfig(Section):
 
     format: FormatName = "auto"
     """The chat format. ``auto`` takes the one that writes, character for character, what the tokenizer's chat template
-    writes of a set of conversations, and ``template``, the template itself, where there is none. ``llama3.1`` (also for
+    writes of a set of conversations, and ``template``, the template itself, where there is none; a template
+    that gives tools no place leaves them to the format. ``llama3.1`` (also for
     3.3) and ``llama3.2`` differ in the date that the policy is told: a fixed one, or the day on which the run starts."""
     chat_template: Path | None = None
     """A Jinja file that replaces the tokenizer's own chat template."""
