@@ -234,3 +234,22 @@ def test_half_a_character_in_a_call_can_be_answered():
     assert (call.status, echo) == (CallStatus.OK, "�")
     added = renderer.bridge([ASK, said], ids, [Message("tool", "\ud83d", tool_call_id="c")], TOOLS)
     assert "<tool_response>\n�\n</tool_response>" in renderer.decode(added)
+
+
+def test_a_turn_with_inline_text_is_one_turn():
+    """What the policy says after inline text goes on with its turn, in a bridge and in a full render."""
+    renderer = make(format="qwen3")
+    turns = [("Look: x?", [Message("user", " [4] ", inline=True)]), ("so 4", [MORE])]
+    history, prompt = [ASK], renderer.render([ASK]).token_ids
+    for text, new in turns:
+        ids = renderer.encode(text)
+        history.append(renderer.parse(ids))
+        prompt += ids + renderer.bridge(history, ids, new)
+        history += new
+    said = "assistant\nLook: x? [4] so 4<|im_end|>\n<|im_start|>user\nAnd?"
+    assert said in renderer.decode(prompt)
+    assert renderer.decode(prompt) == renderer.decode(renderer.render(history).token_ids)
+    thinking = renderer.bridge(
+        [ASK, Message("assistant", thought("r", "a")), *turns[0][1], Message("assistant", "b")], (65,), [MORE]
+    )
+    assert thinking.reason is ForkReason.THINKING
