@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jsonschema
 from pydantic import TypeAdapter
+from referencing.exceptions import Unresolvable
 
 from agentrl.types import CallStatus, ToolCall, ToolResult, ToolStatus
 
@@ -44,6 +45,8 @@ class Tool:
         except jsonschema.ValidationError as error:
             at = "".join(f"[{part!r}]" for part in error.absolute_path)
             return f"{self.name}{at}: {error.message}"
+        except Unresolvable as error:
+            return f"{self.name}: its own schema refers to what is not there: {error}"
         except RecursionError:
             return f"{self.name}: the arguments are nested too deeply"
         except (ArithmeticError, ValueError) as error:  # of numbers such as NaN and 1e999, which Python reads in JSON

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from agentrl.tool import Tool
 from agentrl.types import CallStatus, ToolCall
@@ -112,6 +113,26 @@ def unreadable(fault: str, name: str = "") -> ToolCall:
     return ToolCall("", name, {}, CallStatus.INVALID_JSON, fault)
 
 
+def read_json(text: str) -> Any:
+    """Return what strict JSON says. Python's own reader lets ``NaN``, ``Infinity`` and ``1e999`` pass, which no tool
+    server could be sent.
+
+    Raises:
+        ValueError: it is not JSON.
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(text, parse_constant=_no_number, parse_float=_finite)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_number(text)
+
+
 def json_call(text: str, *, arguments: Sequence[str] = ("arguments", "parameters")) -> ToolCall:
     """Return the call that a JSON object ``{"name": …, "arguments": {…}}`` makes.
 
@@ -120,7 +141,7 @@ def json_call(text: str, *, arguments: Sequence[str] = ("arguments", "parameters
         arguments: keys under which arguments may stand, the usual one first. A missing key means none.
     """
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
         return unreadable(f"the call is not valid JSON: {error}")
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -133,7 +154,7 @@ def named_call(name: str, arguments: Any, *, id: str = "") -> ToolCall:
     """Return the call of ``name`` with ``arguments``: a JSON object, or the text of one."""
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = read_json(arguments)
         except (ValueError, RecursionError) as error:
             return unreadable(f"the arguments of {name} are not valid JSON: {error}", name)
     if not isinstance(arguments, Mapping):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentrl.render.parsers.base import Piece, json_call, text_of, truncated, unreadable
+from agentrl.render.parsers.base import Piece, json_call, read_json, text_of, truncated, unreadable
 from agentrl.render.parsers.brackets import JSON, PYTHON, closing, next_of, positions
 from agentrl.render.parsers.pythonic import python_calls
 from agentrl.tool import Tool
@@ -98,7 +97,7 @@ def _tagged(text: str, start: int) -> tuple[ToolCall, int | None]:
 def _call(text: str, names: set[str]) -> ToolCall | None:
     """Return the call that an object makes, whether or not it is well formed; None if it is ordinary JSON."""
     try:
-        value: Any = json.loads(text)
+        value: Any = read_json(text)
     except (ValueError, RecursionError):
         return json_call(text, arguments=ARGUMENTS) if _begun(text) else None
     name = value.get("name")

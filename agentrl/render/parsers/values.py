@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from jsonschema import Draft202012Validator
+
+from agentrl.render.parsers.base import read_json
 
 _KINDS = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _DEEPEST = 16  # a schema may refer to itself
@@ -23,7 +24,7 @@ def read_value(text: str, kinds: frozenset[str]) -> Any:
     if kinds == {"string"}:
         return text
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except (ValueError, RecursionError):
         if "string" in kinds:
             return text

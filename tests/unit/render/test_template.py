@@ -1,3 +1,4 @@
+import dataclasses
 import re
 
 import pytest
@@ -254,3 +255,21 @@ def test_a_call_within_reasoning_calls_nothing(tokenizer):
     assert renderer.parse(renderer.encode(f"<think>{call}</think>")).tool_calls == ()
     assert renderer.parse(renderer.encode(f"<think>{call}")).tool_calls == ()
     assert len(renderer.parse(renderer.encode(f"<think>{call}</think>{call}")).tool_calls) == 1
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_json_does_not_have_are_a_fault(tokenizer, number):
+    renderer = renderer_of(tokenizer)
+    text = f'<tool_call>{{"name": "search", "arguments": {{"query": {number}}}}}</tool_call>'
+    [call] = renderer.parse(renderer.encode(text)).tool_calls
+    assert call.status is CallStatus.INVALID_JSON
+    assert number in call.fault
+
+
+def test_a_schema_that_refers_to_nothing_is_a_fault_and_no_error(tokenizer):
+    broken = dataclasses.replace(search, parameters={"properties": {"query": {"$ref": "#/$defs/none"}}})
+    renderer = renderer_of(tokenizer)
+    text = '<tool_call>{"name": "search", "arguments": {"query": "x"}}</tool_call>'
+    [call] = renderer.parse(renderer.encode(text), [broken]).tool_calls
+    assert call.status is CallStatus.SCHEMA_VIOLATION
+    assert "refers to what is not there" in call.fault
