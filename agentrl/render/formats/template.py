@@ -11,9 +11,9 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from agentrl.errors import ModelError
-from agentrl.render.boundary import Proof, boundary_text, prove
+from agentrl.render.boundary import Proof, boundary_text, prove, text_after_reasoning
 from agentrl.render.formats.base import drops_thinking, holds_empty_thought, schema_of, to_json
-from agentrl.render.parsers.base import THINK, CallParser
+from agentrl.render.parsers.base import THINK, THINK_END, CallParser
 from agentrl.render.parsers.choice import parser_of_template
 from agentrl.tool import Tool
 from agentrl.types import Fork, ForkReason, Message
@@ -59,14 +59,20 @@ class TemplateFormat:
                 "prompts as they are"
             )
         try:
-            return self._apply([_as_dict(message) for message in messages], tools, opener)
+            return self._apply([self._as_dict(message) for message in messages], tools, opener)
         except (jinja2.TemplateError, TypeError) as error:  # how templates say that they know no such conversation
             if not any(message.tool_calls for message in messages):
                 raise ValueError(str(error)) from error
         try:  # templates such as DeepSeek's want arguments as the text of a JSON object
-            return self._apply([_as_dict(message, arguments=to_json) for message in messages], tools, opener)
+            return self._apply([self._as_dict(message, arguments=to_json) for message in messages], tools, opener)
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(str(error)) from error
+
+    def _as_dict(self, message: Message, arguments: Callable[[Any], Any] = lambda given: given) -> dict[str, Any]:
+        said = _as_dict(message, arguments)
+        if message.token_ids and self.opens_thinking and THINK not in message.content:
+            said["content"] = f"{THINK}\n{message.content}"  # the opener, which stood before it
+        return said
 
     def _apply(self, messages: list[dict[str, Any]], tools: Sequence[Tool], opener: bool) -> str:
         text = self._tokenizer.apply_chat_template(
@@ -84,6 +90,11 @@ class TemplateFormat:
         if not self._tokenizer.chat_template:
             return Fork(ForkReason.TEMPLATE, "there is no chat template")
         roles = tuple(message.role for message in new)
+        if self.opens_thinking and self._keep:
+            kept = text_after_reasoning(self._render, new, tools)
+            return kept or Fork(ForkReason.TEMPLATE, "what the template writes after a turn depends on what was before")
+        if self.opens_thinking and THINK_END not in history[-1].content:
+            return Fork(ForkReason.THINKING, "the template closes the reasoning that the policy left open")
         proof = self._prove(roles, _Key((), tuple(tools)))
         if not proof.preserves:
             return Fork(
@@ -99,10 +110,10 @@ class TemplateFormat:
         return text or Fork(ForkReason.TEMPLATE, f"the template refuses messages of {', '.join(roles)}")
 
     def _prove_uncached(self, roles: tuple[str, ...], key: _Key) -> Proof:
-        return prove(self._render, roles, key.tools)
+        return prove(self._render, roles, key.tools, opened=self.opens_thinking)
 
     def _boundary_uncached(self, key: _Key) -> str | None:
-        return boundary_text(self._render, key.messages, key.tools)
+        return boundary_text(self._render, key.messages, key.tools, opened=self.opens_thinking)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool], opener: bool) -> str:
         return self.text(messages, tools, opener=opener)
@@ -132,7 +143,7 @@ class TemplateFormat:
         return re.search(re.escape(THINK) + r"\s*\Z", text) is not None
 
 
-def _as_dict(message: Message, arguments: Callable[[Any], Any] = lambda given: given) -> dict[str, Any]:
+def _as_dict(message: Message, arguments: Callable[[Any], Any]) -> dict[str, Any]:
     said: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_call_id is not None:
         said["tool_call_id"] = message.tool_call_id

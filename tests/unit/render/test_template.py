@@ -8,6 +8,8 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.render.choice import make_renderer
 from agentrl.tool import tool
 from agentrl.types import CallStatus, Fork, ForkReason, Message, Prompt, ToolCall
+from tests.unit.render.oracles import template
+from tests.unit.render.tokenizers import qwen_tokenizer
 
 SPECIAL = range(6)  # the ids that the fixture's tokenizer gives its special tokens
 ASK = (Message("user", "What is the capital of France?"),)
@@ -61,8 +63,8 @@ def test_a_raw_prompt_gets_no_template_and_keeps_its_special_tokens(tokenizer):
     """``the text's own tokens | sampled | inline text``, with a chat template at hand or without one."""
     made = tokenizer("chatml")
     raw = Message("user", "<|im_start|>user\nWhat?<|im_end|>\nIt", inline=True)
-    for template in (made.chat_template, None):
-        made.chat_template = template
+    for text in (made.chat_template, None):
+        made.chat_template = text
         renderer = make_renderer(made)
         prompt = renderer.render((raw,))
         assert prompt.token_ids == tuple(made.encode(raw.content, add_special_tokens=False))
@@ -273,3 +275,20 @@ def test_a_schema_that_refers_to_nothing_is_a_fault_and_no_error(tokenizer):
     [call] = renderer.parse(renderer.encode(text), [broken]).tool_calls
     assert call.status is CallStatus.SCHEMA_VIOLATION
     assert "refers to what is not there" in call.fault
+
+
+def test_a_template_whose_opener_begins_to_reason():
+    """Qwen3.5: a tool's result leaves the turn as it is, a user's message drops its reasoning."""
+    made = qwen_tokenizer(template("qwen3_5_think"))
+    renderer = make_renderer(made, RenderConfig(format="template"))
+    ids = (*renderer.encode("hm\n</think>\n\nParis"), renderer.end_token_id)
+    answer = Message("tool", "18 degrees")
+    went_on = follow(renderer, ASK, ids, (answer,))
+    assert went_on == Prompt(
+        renderer.render((*ASK, Message("assistant", "<think>\nhm\n</think>\n\nParis"), answer)).token_ids
+    )
+    assert follow(renderer, ASK, ids, FOLLOWING) is ForkReason.THINKING
+    assert follow(renderer, ASK, renderer.encode("still thinking"), (answer,)) is ForkReason.THINKING
+    keeps = make_renderer(made, RenderConfig(format="template", keep_thinking=True))
+    kept = renderer.decode(follow(keeps, ASK, ids, FOLLOWING).token_ids)
+    assert "<think>\nhm\n</think>\n\nParis<|im_end|>\n<|im_start|>user\nAnd of Spain?" in kept
