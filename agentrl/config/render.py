@@ -27,7 +27,7 @@ FormatName = Literal[
 ]
 """See `RenderConfig.format`."""
 
-ParserName = Literal["auto", "hermes", "llama3", "pythonic", "deepseek", "glm-4", "glm", "kimi", "tags"]
+ParserName = Literal["auto", "hermes", "llama3", "pythonic", "deepseek", "glm-4", "glm", "kimi", "qwen3-coder", "tags"]
 """See `RenderConfig.tool_parser`."""
 
 

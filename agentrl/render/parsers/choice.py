@@ -9,6 +9,7 @@ from agentrl.render.parsers.hermes import HermesParser
 from agentrl.render.parsers.kimi import KimiParser
 from agentrl.render.parsers.llama3 import Llama3Parser
 from agentrl.render.parsers.pythonic import PythonicParser
+from agentrl.render.parsers.qwen3_coder import Qwen3CoderParser
 from agentrl.render.parsers.tags import TagsParser
 
 PARSERS: dict[str, MakeParser] = {
@@ -19,12 +20,14 @@ PARSERS: dict[str, MakeParser] = {
     "glm-4": Glm4Parser,
     "glm": GlmParser,
     "kimi": KimiParser,
+    "qwen3-coder": Qwen3CoderParser,
     "tags": TagsParser,
 }
 """By ``render.tool_parser``."""
 
 SIGNS: tuple[tuple[str, str], ...] = (
     ("<arg_key>", "glm"),
+    ("<function=", "qwen3-coder"),
     ("可用工具", "glm-4"),
     ("<|tool_calls_section_begin|>", "kimi"),
     ("<｜tool▁calls▁begin｜>", "deepseek"),

@@ -110,7 +110,7 @@ def test_every_bridge_says_what_the_template_says(family: str, name: str) -> Non
     [
         ("qwen2.5", "qwen2.5", "qwen2.5", True, "hermes", True),
         ("qwen3", "qwen3_vl", "template", False, "hermes", True),
-        ("qwen3", "qwen3_5_think", "template", False, "hermes", False),
+        ("qwen3", "qwen3_5_think", "template", False, "qwen3-coder", True),
         ("llama3", "llama3", "llama3", True, "llama3", None),
         ("llama3", "llama3_1", "llama3.1", True, "llama3", True),
         ("deepseek-r1", "deepseekv3", "deepseek-r1", True, "deepseek", True),

@@ -1,0 +1,88 @@
+"""Qwen3-Coder, Qwen3.5 and Nemotron 3: ``<tool_call>``, the function and its parameters as tags of their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from agentrl.render.parsers.base import Piece, between, text_of, truncated, unreadable
+from agentrl.render.parsers.hermes import CLOSE, OPEN
+from agentrl.render.parsers.values import kinds_of, part_of, read_value
+from agentrl.tool import Tool
+from agentrl.types import ToolCall
+
+_FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>(.*)</function>\s*", re.DOTALL)
+_NAME = re.compile(r"\s*<function=([^<>\n]+)>")
+_OPENING = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
+_CLOSING = re.compile(r"\n?</parameter>(?=\s*(?:<parameter=|\Z))")
+"""The end of a value; one that is followed by anything else is part of it."""
+
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+"""The templates write these of values that are neither strings, lists nor objects, as Python prints them."""
+
+
+class Qwen3CoderParser:
+    """Reads calls as these models write them::
+
+        <tool_call>
+        <function=NAME>
+        <parameter=KEY>
+        VALUE
+        </parameter>
+        </function>
+        </tool_call>
+
+    Strings stand there as they are, everything else as JSON, so the schema says which it is, as in GLM-4.5.
+    """
+
+    markers = (OPEN, CLOSE)
+
+    def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+        """See `CallParser`."""
+        schemas = {tool.name: tool.parameters for tool in tools}
+        return [_call(text_of(body), closed, schemas) for body, closed in between(said, OPEN, CLOSE)]
+
+
+def _call(text: str, closed: bool, schemas: Mapping[str, Mapping[str, Any]]) -> ToolCall:
+    named = _NAME.match(text)
+    name = named[1].strip() if named else ""
+    if not closed:
+        return truncated(CLOSE, name)
+    whole = _FUNCTION.fullmatch(text)
+    if whole is None:
+        return unreadable("the call is not <function=NAME> … </function>", name)
+    schema = schemas.get(name, {})
+    arguments: dict[str, Any] = {}
+    try:
+        for key, value in _parameters(whole[2]):
+            arguments[key] = _value(key, value, schema)
+    except ValueError as fault:
+        return unreadable(f"{name}: {fault}", name)
+    return ToolCall("", name, arguments)
+
+
+def _parameters(text: str) -> Iterator[tuple[str, str]]:
+    """Iterate over the parameters and the text of their values.
+
+    Raises:
+        ValueError: there is something else.
+    """
+    at = 0
+    while text[at:].strip():
+        opening = _OPENING.match(text, at)
+        closing = _CLOSING.search(text, opening.end()) if opening else None
+        if opening is None:
+            raise ValueError(f"{text[at:].strip()[:80]!r} stands where <parameter=…> is due")
+        if closing is None:
+            raise ValueError(f"the parameter {opening[1]} has no </parameter>")
+        yield opening[1].strip(), text[opening.end() : closing.start()]
+        at = closing.end()
+
+
+def _value(key: str, text: str, schema: Mapping[str, Any]) -> Any:
+    kinds = kinds_of(part_of(part_of(schema, "properties"), key), schema)
+    try:
+        return read_value(text if "string" in kinds else _PYTHON.get(text, text), kinds)
+    except (ValueError, RecursionError) as fault:
+        raise ValueError(f"the argument {key} is not valid JSON: {fault}") from fault
