@@ -253,6 +253,42 @@ def test_a_tool_server_that_fails_is_retried_then_dropped(renderer, client):
     assert client.closed == sampler.closed == ["e", "e~1", "e~2"]
 
 
+def test_calls_of_one_turn_run_side_by_side_and_come_back_in_order(renderer):
+    """Three calls, the second malformed: the others meet at a barrier, and the first to begin is the last to end."""
+    ended = []
+
+    @tool(timeout_s=5)
+    async def meet(name: str) -> str:
+        """Wait for the other call."""
+        await barrier.wait()
+        await asyncio.sleep(0.05 if name == "first" else 0)
+        ended.append(name)
+        return f"{name} is here"
+
+    class Meeting(Guess):
+        tools = (meet,)
+
+    calls = [
+        f'<tool_call>{{"name": "meet", "arguments": {{"name": "{name}"}}}}</tool_call>' for name in ("first", "third")
+    ]
+    script = [f"{calls[0]}<tool_call>{{}}</tool_call>{calls[1]}", "done"]
+    long = SamplingParams(max_new_tokens=512)
+    runner, sampler = build(renderer, script, Meeting, sampling=long, max_new_tokens=512)
+
+    async def run():
+        nonlocal barrier
+        barrier = asyncio.Barrier(2)
+        return await runner.run(task(), 1, "e")
+
+    barrier = None
+    (rollout,) = asyncio.run(run())
+    assert ended == ["third", "first"]
+    fault = 'the call is not a JSON object with a "name"'
+    assert rollout.turns[0].observation == f"first is here{fault}third is here"
+    prompt = renderer.decode(sampler.asked[1].prompt.token_ids)
+    assert prompt.index("first is here") < prompt.index(fault) < prompt.index("third is here")
+
+
 def test_the_environments_own_tools_are_run_for_the_policy(renderer):
     @tool(timeout_s=1)
     async def double(number: int) -> str:
