@@ -23,9 +23,13 @@ if TYPE_CHECKING:
     from agentrl.task import TaskSet
 
 
+async def _only_in_its_server(**arguments: Any) -> str:
+    raise NotImplementedError("this tool runs in its server only; the runner calls it through its client")
+
+
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool that runs where the runner runs. Made by `tool`."""
+    """A tool that the policy may call. Made by `tool` it runs where the runner runs; `served` names one of a server."""
 
     name: str
     """What the policy calls it."""
@@ -33,10 +37,12 @@ class Tool:
     """The docstring's first paragraph; part of what the policy reads."""
     parameters: Mapping[str, Any]
     """JSON Schema of the arguments."""
-    function: Callable[..., Awaitable[str | ToolResult]]
+    function: Callable[..., Awaitable[str | ToolResult]] = _only_in_its_server
     """The coroutine."""
-    timeout_s: float
+    timeout_s: float = 30.0
     """Seconds before a call counts as timed out."""
+    server: str = ""
+    """The registered tool (``agentrl.tools``) whose server runs it; empty where `function` does."""
 
     def fault_of(self, arguments: Mapping[str, Any]) -> str:
         """Return where and how arguments violate the schema, in jsonschema's words; empty if they do not."""
@@ -135,6 +141,12 @@ class ToolService(ABC):
 
     name: ClassVar[str]
     """The registered name, and the name in `ToolCall`."""
+    sandboxed: ClassVar[bool] = False
+    """Whether the run's ``sandbox`` section is given to `check` and `launch_arguments`, as ``options["sandbox"]``."""
+
+    def tools(self, options: Mapping[str, Any]) -> tuple[Tool, ...]:
+        """Return what a policy may call on the server, each with ``server`` set to `name`; none where it cannot."""
+        return ()
 
     @abstractmethod
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

@@ -35,6 +35,14 @@ class ToolStatus(StrEnum):
     """The tool did not answer in its time."""
     UNAVAILABLE = "unavailable"
     """The server could not be reached or failed itself: an infrastructure failure, never the policy's fault."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """Code used more memory than its sandbox may."""
+    OUTPUT_CUT = "output_cut"
+    """Code was ended because it printed more than it may; ``content`` holds the beginning."""
+    KILLED = "killed"
+    """A signal ended the code, such as a segmentation fault."""
+    SANDBOX_FAILURE = "sandbox_failure"
+    """The sandbox failed itself: an infrastructure failure, never the policy's fault. Clients raise `SandboxFailure`."""
 
 
 class CallStatus(StrEnum):

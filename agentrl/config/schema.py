@@ -11,6 +11,7 @@ from agentrl.config.evaluation import EvalConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.config.render import RenderConfig
 from agentrl.config.reward import RewardConfig
+from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.sections import (
     BatchConfig,
     EnvConfig,
@@ -42,6 +43,8 @@ class Config(Section):
     """The reward function, where it is not the environment's own."""
     tools: dict[str, ToolConfig] = Field(default_factory=dict)
     """Tool servers, by the tool's name."""
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
+    """Where tool servers that the run starts run code."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     """The policy."""
     render: RenderConfig = Field(default_factory=RenderConfig)

@@ -1,0 +1,76 @@
+"""Where code of the policy runs, and how much of the machine it may have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+
+from agentrl.config.base import Section
+
+Backend = Literal["bubblewrap", "docker", "unsafe_subprocess"]
+
+
+class SandboxLimits(Section):
+    """What one sandbox may use. Memory, processes, disk and inodes are counted over all its processes."""
+
+    wall_s: PositiveFloat = 10.0
+    """Seconds a call may take."""
+    cpu_s: PositiveInt = 10
+    """Seconds of CPU time a process may use in a call."""
+    cpus: PositiveFloat = 1.0
+    """Cores that all processes together may keep busy."""
+    memory_mb: PositiveInt = 256
+    """Memory of all processes together, files in the sandbox included, MiB."""
+    processes: int = Field(default=64, ge=4)
+    """Processes and threads at the same time."""
+    open_files: int = Field(default=256, ge=32)
+    """Open files a process."""
+    file_mb: PositiveInt = 32
+    """Size of one file, MiB."""
+    disk_mb: PositiveInt = 64
+    """Size of all files, MiB. They lie in memory and count there too."""
+    inodes: int = Field(default=8192, ge=64)
+    """Files and folders."""
+    output_kb: PositiveInt = 1024
+    """What a call may print, KiB; more ends it."""
+
+
+class SandboxConfig(Section):
+    """The sandbox that tools run code in."""
+
+    backend: Backend = "bubblewrap"
+    """``bubblewrap`` needs no daemon, ``docker`` a running one; ``unsafe_subprocess`` is no sandbox at all: the policy's
+    code can do whatever this user can."""
+    limits: SandboxLimits = Field(default_factory=SandboxLimits)
+    """What one sandbox may use."""
+    hosts: tuple[str, ...] = ()
+    """Where code may connect to by HTTP or HTTPS through a proxy, as ``name:port``; nowhere without any."""
+    python: str = "python3"
+    """The interpreter in the sandbox, by name or by path."""
+    readonly: tuple[Path, ...] = ()
+    """Folders of this machine that code may read, such as a virtual environment; they have the same path inside."""
+    image: str = "python:3.12-slim"
+    """The image of ``docker``; it must be there already and have Python 3.9 or newer."""
+    docker_url: str | None = None
+    """The daemon's address; without one ``DOCKER_HOST`` or the usual socket."""
+    accept_no_memory_limit: bool = False
+    """Run without cgroups: each process has its limits, but many small ones together may use all memory."""
+
+    @field_validator("hosts")
+    @classmethod
+    def _host_and_port(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            name, _, port = host.rpartition(":")
+            if not name or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ValueError(f"{host!r} is no name:port, such as pypi.org:443")
+        return hosts
+
+    @field_validator("readonly")
+    @classmethod
+    def _absolute(cls, paths: tuple[Path, ...]) -> tuple[Path, ...]:
+        for path in paths:
+            if not path.is_absolute() or path == Path("/"):
+                raise ValueError(f"{path} is no absolute path of a folder")
+        return paths

@@ -1,0 +1,1 @@
+"""Sandboxes: places where a policy's code runs and can do no harm."""

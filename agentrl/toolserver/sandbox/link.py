@@ -1,0 +1,94 @@
+"""Frames to and from the runner in a sandbox: four bytes of length, then a JSON object with the request's id."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import orjson
+
+LENGTH = struct.Struct("<I")
+MAX_FRAME = 256 * 2**20
+"""No reply is as long: a longer one means that the stream is not the runner's."""
+
+
+class ByteReader(Protocol):
+    """What is read from: `asyncio.StreamReader`, or one that takes a container's stream apart."""
+
+    async def readexactly(self, n: int) -> bytes:
+        """Return n bytes, or raise `asyncio.IncompleteReadError` where the stream ends before."""
+        ...
+
+
+class ByteWriter(Protocol):
+    """What is written to: `asyncio.StreamWriter`."""
+
+    def write(self, data: bytes) -> None:
+        """Take bytes."""
+        ...
+
+    async def drain(self) -> None:
+        """Wait until there is room for more."""
+        ...
+
+    def close(self) -> None:
+        """End the stream."""
+        ...
+
+
+class LinkError(Exception):
+    """The stream ended, or what came is no frame."""
+
+
+class RunnerLink:
+    """Requests to one runner, one at a time; a reply to an earlier request is never taken for this one's."""
+
+    def __init__(self, reader: ByteReader, writer: ByteWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._number = 0
+
+    async def request(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request and return the reply to it. The caller sees to time limits, and to one request at a time.
+
+        Raises:
+            LinkError: the runner is gone, or does not speak our language.
+
+        """
+        self._number += 1
+        frame = orjson.dumps({**fields, "id": self._number})
+        try:
+            self._writer.write(LENGTH.pack(len(frame)) + frame)
+            await self._writer.drain()
+            while True:
+                reply = await self._read()
+                if reply.get("id") == self._number:
+                    return reply
+        except (OSError, EOFError, ValueError) as error:
+            raise LinkError(f"{type(error).__name__}: {error}") from error
+
+    async def _read(self) -> dict[str, Any]:
+        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        if length > MAX_FRAME:
+            raise ValueError(f"a frame of {length} bytes")
+        reply = orjson.loads(await self._reader.readexactly(length))
+        if not isinstance(reply, dict):
+            raise ValueError(f"a frame that holds a {type(reply).__name__}")
+        return reply
+
+    def close(self) -> None:
+        """Close the stream: the runner ends itself."""
+        self._writer.close()
+
+
+async def pipe_link(read_fd: int, write_fd: int) -> RunnerLink:
+    """Return a link over two pipes, and own their file descriptors from now on."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=2**20)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), open(read_fd, "rb", buffering=0))
+    transport, protocol = await loop.connect_write_pipe(
+        lambda: asyncio.streams.FlowControlMixin(loop=loop), open(write_fd, "wb", buffering=0)
+    )
+    return RunnerLink(reader, asyncio.StreamWriter(transport, protocol, reader, loop))

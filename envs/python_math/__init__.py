@@ -1,0 +1,1 @@
+"""Mathematics with a Python tool."""

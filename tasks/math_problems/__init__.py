@@ -1,0 +1,1 @@
+"""Problems with a number for an answer."""

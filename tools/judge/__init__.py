@@ -1,0 +1,1 @@
+"""Runs programs against hidden tests, in a sandbox of their own."""

@@ -1,0 +1,1 @@
+"""A shell in a sandbox."""
