@@ -3,7 +3,7 @@
 from agentrl.env import AsyncEnv, Env
 from agentrl.episode.agent import Agent, Chat
 from agentrl.episode.generate import uses_tools
-from agentrl.registry import make_env, register_env
+from agentrl.registry import make_env, register_env, register_tool, served_tools
 from agentrl.rewards.sample import Sample
 from agentrl.task import Task, TaskSet
 from agentrl.tool import Tool, ToolService, tool
@@ -42,6 +42,8 @@ __all__ = [
     "ToolStatus",
     "make_env",
     "register_env",
+    "register_tool",
+    "served_tools",
     "tool",
     "uses_tools",
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -16,9 +17,10 @@ from agentrl.env import Env
 from agentrl.errors import ConfigError, UnknownNameError, unknown_name
 from agentrl.resolve import is_reference, load_object
 from agentrl.task import TaskSet
-from agentrl.tool import ToolService
+from agentrl.tool import Tool, ToolService
 
 E = TypeVar("E", bound=type[Env])
+T = TypeVar("T", bound=Tool | type[ToolService])
 
 ENVS = "agentrl.envs"
 TOOLS = "agentrl.tools"
@@ -43,6 +45,24 @@ def register_env(name: str) -> Callable[[E], E]:
             raise ConfigError(f"environment name {name!r} is taken by {other.__module__}.{other.__qualname__}")
         _registered[ENVS][name] = cls
         return cls
+
+    return wrap
+
+
+def register_tool(name: str) -> Callable[[T], T]:
+    """Register a `Tool` or a `ToolService` under ``name`` for this process; use as a decorator, above ``@tool``.
+
+    Raises:
+        ConfigError: another tool has the name.
+
+    """
+
+    def wrap(given: T) -> T:
+        other = _registered[TOOLS].setdefault(name, given)
+        if other is not given and getattr(other, "__qualname__", other) != getattr(given, "__qualname__", given):
+            raise ConfigError(f"tool name {name!r} is taken by {other!r:.100}")
+        _registered[TOOLS][name] = given
+        return given
 
     return wrap
 
@@ -99,11 +119,52 @@ def make_env(name: str, options: Mapping[str, Any] | None = None) -> Env:
 
 
 def tool_service(name: str) -> ToolService:
-    """Return the tool service registered under ``name``."""
-    service = _lookup(TOOLS, name, "tool", f"tools.{name}")
-    built = service() if inspect.isclass(service) else service
-    assert isinstance(built, ToolService), f"entry point {name!r} is no agentrl.ToolService"
+    """Return the tool service registered under ``name``.
+
+    Raises:
+        UnknownNameError: nothing has that name.
+        ConfigError: it is a plain `Tool`; ``agentrl.toolserver.service.find_service`` makes a service of one.
+
+    """
+    found = registered_tool(name)
+    if isinstance(found, Tool):
+        raise ConfigError(f"tools.{name}: {name} is a plain agentrl.Tool and no service")
+    return found
+
+
+def registered_tool(name: str) -> ToolService | Tool:
+    """Return the tool or tool service registered under ``name``, or what ``path/to/file.py:name`` refers to.
+
+    Raises:
+        UnknownNameError: nothing has that name.
+        ConfigError: the file, or the name in it, does not exist or is no tool.
+
+    """
+    key = f"tools.{name}"
+    found = load_object(name, key) if is_reference(name) else _lookup(TOOLS, name, "tool", key)
+    built = found() if inspect.isclass(found) and issubclass(found, ToolService) else found
+    if not isinstance(built, ToolService | Tool):
+        raise ConfigError(f"{key}: {name} is {built!r:.100}, and neither an agentrl.Tool nor an agentrl.ToolService")
     return built
+
+
+def served_tools(name: str, options: Mapping[str, Any] | None = None) -> tuple[Tool, ...]:
+    """Return the tools of a registered tool's server, for `Env.tools`: the policy calls them, the runner asks the server.
+
+    In a run each gives way to the same tool as the run's ``tools.NAME.options`` make it, with its description and schema.
+
+    Example::
+
+        class CodeEnv(Env):
+            tool_names = ("python",)
+
+            def __init__(self) -> None:
+                self.tools = served_tools("python")
+    """
+    found = registered_tool(name)
+    if isinstance(found, Tool):
+        return (replace(found, server=name),)
+    return found.tools(options or {})
 
 
 def make_tasks(name: str, options: Mapping[str, Any] | None = None) -> TaskSet:

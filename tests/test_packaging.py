@@ -48,6 +48,6 @@ def test_public_names() -> None:
     assert set(agentrl.__all__) == {
         "Agent", "AsyncEnv", "Chat", "Env", "Message", "Rewrite", "Rollout", "Sample", "StopReason", "Task", "TaskSet", "Tool",
         "ToolCall", "ToolCalls", "ToolResult", "ToolResults", "ToolService", "ToolStatus", "make_env", "register_env",
-        "tool", "uses_tools",
+        "register_tool", "served_tools", "tool", "uses_tools",
     }  # fmt: skip
     assert all(hasattr(agentrl, name) for name in agentrl.__all__)

@@ -1,0 +1,115 @@
+"""Options of hosted tools, as a run's configuration or a server's file has them; faults are told by key."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from agentrl.config.base import Section
+from agentrl.config.load import Tree, merge, parse_override, read_yaml
+from agentrl.config.sandbox import SandboxConfig
+from agentrl.config.toolserver import ClientConfig, ServerConfig, ToolServerConfig
+from agentrl.errors import ConfigError
+from agentrl.registry import TOOLS, names
+
+S = TypeVar("S", bound=Section)
+
+SHARED: dict[str, type[Section]] = {"server": ServerConfig, "client": ClientConfig, "sandbox": SandboxConfig}
+"""What options of every hosted tool may hold beside its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions(Generic[S]):
+    """``tools.NAME.options`` of a run, taken apart."""
+
+    own: S
+    """The tool's own."""
+    server: ServerConfig
+    """Of a server that the run starts."""
+    client: ClientConfig
+    """Of the run's calls."""
+    sandbox: SandboxConfig
+    """The run's ``sandbox`` section."""
+
+
+def read_options(section: type[S], options: Mapping[str, Any], name: str) -> RunOptions[S]:
+    """Check ``tools.NAME.options``.
+
+    Raises:
+        ConfigError: an unknown option or a value that does not fit, by key.
+
+    """
+    key = f"tools.{name}.options."
+    own = {option: value for option, value in options.items() if option not in SHARED}
+    return RunOptions(
+        read_section(section, own, key, [*SHARED]),
+        read_section(ServerConfig, options.get("server"), f"{key}server."),
+        read_section(ClientConfig, options.get("client"), f"{key}client."),
+        read_section(SandboxConfig, options.get("sandbox"), "sandbox."),
+    )
+
+
+def read_section(section: type[S], values: Mapping[str, Any] | None, key: str, others: Sequence[str] = ()) -> S:
+    """Return ``values`` as a section; ``key`` stands before each key in messages, ``others`` are known beside its own.
+
+    Raises:
+        ConfigError: one line for every fault, each with its key.
+
+    """
+    if values is not None and not isinstance(values, Mapping):
+        raise ConfigError(f"{key.rstrip('.')}={values!r}: this is a section, with keys of its own")
+    try:
+        return section.model_validate(dict(values or {}))
+    except ValidationError as error:
+        known = [*section.model_fields, *others]
+        raise ConfigError("\n".join(_describe(fault, key, known) for fault in error.errors())) from None
+
+
+def _describe(fault: Mapping[str, Any], prefix: str, known: Sequence[str]) -> str:
+    key = prefix + ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
+        hint = f" Did you mean {prefix + close[0]!r}?" if close else ""
+        top = f" Known: {', '.join(known) or 'none'}." if len(fault["loc"]) == 1 else ""
+        return f"unknown key {key!r}.{hint}{top}"
+    value = fault["input"]
+    shown = f"={value!r}" if not isinstance(value, dict | BaseModel) else ""
+    return f"{key}{shown}: {str(fault['msg']).removeprefix('Value error, ')}"
+
+
+def make_server_config(file: Path | None, overrides: Sequence[str], tools: Sequence[str] = ()) -> ToolServerConfig:
+    """Return the configuration of a tool server: those of ``file``, with ``tools`` added and settings on top.
+
+    Args:
+        file: YAML with the sections ``server``, ``sandbox`` and ``tools``; options of tools by their names.
+        overrides: ``key=value``; ``python.stateful=true`` is short for ``tools.python.stateful=true``.
+        tools: served whether or not the file names them.
+
+    Raises:
+        ConfigError: a key is unknown, a value does not fit, or there is no tool to serve. Options of the tools are
+            checked where they are made.
+
+    """
+    tree: Tree = read_yaml(file) if file is not None else {}
+    for name in tools:
+        tree = merge(tree, {"tools": {name: {}}})
+    for override in overrides:
+        tree = merge(tree, _with_tool(parse_override(override), tree))
+    if isinstance(tree.get("tools"), dict):
+        tree["tools"] = {name: {} if options is None else options for name, options in tree["tools"].items()}
+    config = read_section(ToolServerConfig, tree, "")
+    if not config.tools:
+        raise ConfigError(f"there is no tool to serve; name one in tools: {', '.join(names(TOOLS))}")
+    return config
+
+
+def _with_tool(setting: Tree, tree: Tree) -> Tree:
+    (key,) = setting
+    served = tree.get("tools")
+    here = [*served] if isinstance(served, dict) else []
+    return {"tools": setting} if key not in ToolServerConfig.model_fields and key in here else setting

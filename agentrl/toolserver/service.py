@@ -1,0 +1,237 @@
+"""Tools with a server of agentrl's own: what a run, the command line and the server need to know of them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import stat
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import yaml
+
+from agentrl.config.base import Section
+from agentrl.config.sandbox import SandboxConfig
+from agentrl.config.toolserver import ToolServerConfig
+from agentrl.errors import ConfigError, MissingError
+from agentrl.registry import registered_tool
+from agentrl.tool import Tool, ToolService
+from agentrl.toolserver.hosted import HostedTool, PlainTool
+from agentrl.toolserver.options import RunOptions, make_server_config, read_options, read_section
+from agentrl.types import ToolCall, ToolResult
+
+if TYPE_CHECKING:
+    from agentrl.protocols import ToolClient
+    from agentrl.task import TaskSet
+
+_DOCKER_SOCKET = "unix:///var/run/docker.sock"
+
+
+class HostedService(ToolService):
+    """A registered tool that a tool server of agentrl's hosts: one `HostedTool`, or several that share their sessions.
+
+    Example::
+
+        class DiceService(HostedService):
+            name = "dice"
+            Options = DiceOptions          # a Section
+            needs_sandbox = False
+
+            def hosted(self, options: DiceOptions) -> Sequence[HostedTool]:
+                return [Dice(options.sides)]
+    """
+
+    Options: ClassVar[type[Section]] = Section
+    """The tool's own options: ``tools.NAME.options`` in a run, ``tools.NAME`` at a server."""
+    needs_sandbox: ClassVar[bool] = False
+    """Whether its tools run code in a sandbox."""
+
+    def __init_subclass__(cls) -> None:
+        """Say to the run that the ``sandbox`` section is wanted, where it is."""
+        super().__init_subclass__()
+        cls.sandboxed = cls.needs_sandbox
+
+    @abstractmethod
+    def hosted(self, options: Any) -> Sequence[HostedTool]:
+        """Return the tools, not started yet; ``options`` are an `Options`.
+
+        Raises:
+            ConfigError: they do not fit each other.
+
+        """
+
+    def tools(self, options: Mapping[str, Any]) -> tuple[Tool, ...]:
+        """Return what a policy may call with these options of a run."""
+        hosted = self.hosted(self._read(options).own)
+        return tuple(replace(tool.spec, server=self.name) for tool in hosted)
+
+    def make(self, options: Mapping[str, Any]) -> Sequence[HostedTool]:
+        """Return the tools for the options that a server's file has under ``tools.NAME``."""
+        return self.hosted(read_section(self.Options, options, f"tools.{self.name}."))
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add ``--config FILE`` and ``key=value``."""
+        parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with the sections server, sandbox, tools")
+        parser.add_argument(
+            "overrides",
+            nargs="*",
+            metavar="key=value",
+            help=f"settings over those of the file: {self.name}.OPTION=…, server.max_sessions=…, sandbox.backend=…",
+        )
+
+    def serve(self, arguments: argparse.Namespace) -> None:
+        """Serve until told to stop."""
+        config = make_server_config(arguments.config, arguments.overrides, [self.name])
+        serve(config, host=arguments.host, port=arguments.port)
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Check values, and that the sandbox's program or daemon is there."""
+        parsed = self._read(options)
+        self.hosted(parsed.own)
+        if self.needs_sandbox:
+            check_backend(parsed.sandbox)
+
+    def launch_arguments(self, options: Mapping[str, Any], tasks: TaskSet, folder: Path) -> Sequence[str]:
+        """Write the server's configuration to ``folder/server.yaml``."""
+        parsed = self._read(options)
+        own = parsed.own.model_dump(mode="json")
+        config = ToolServerConfig(server=parsed.server, sandbox=parsed.sandbox, tools={self.name: own})
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "server.yaml"
+        file.touch(mode=0o600)  # it may hold a token
+        file.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+        return [f"--config={file.resolve()}"]
+
+    def client(self, url: str, options: Mapping[str, Any]) -> ToolClient:
+        """Return a client of one server, or of several whose addresses are separated by commas."""
+        from agentrl.toolserver.pool import ToolServerPool
+
+        parsed = self._read(options)
+        config = parsed.client
+        if config.token is None and parsed.server.token is not None:
+            config = config.model_copy(update={"token": parsed.server.token})
+        return ToolServerPool(url, config, key=f"tools.{self.name}.url")
+
+    def _read(self, options: Mapping[str, Any]) -> RunOptions[Section]:
+        return read_options(self.Options, options, self.name)
+
+    @classmethod
+    def local(
+        cls, corpora: Mapping[str, Iterable[Mapping[str, str]]], options: Mapping[str, Any] | None = None
+    ) -> Callable[[ToolCall], ToolResult]:
+        """Return the tools as a plain function that runs them in this process, in a sandbox as at their server.
+
+        Calls are of one episode until ``end_episode`` is called on what is returned.
+        """
+        from agentrl.toolserver.local import LocalTools
+
+        service = cls()
+        parsed = service._read(options or {})
+        return LocalTools(service.hosted(parsed.own), parsed.sandbox if cls.needs_sandbox else None)
+
+
+class PlainService(HostedService):
+    """The server of an `agentrl.Tool`; `plain_service` makes one for a tool."""
+
+    tool: ClassVar[Tool]
+
+    def hosted(self, options: Section) -> Sequence[HostedTool]:
+        """Return the tool alone."""
+        return [PlainTool(self.tool)]
+
+
+def plain_service(name: str, tool: Tool) -> PlainService:
+    """Return the service that serves ``tool`` under ``name``."""
+    cls = type("PlainService", (PlainService,), {"name": name, "tool": tool})
+    service = cls()
+    assert isinstance(service, PlainService)
+    return service
+
+
+def find_service(name: str) -> ToolService:
+    """Return the service of a registered tool, or of the `agentrl.Tool` that ``path/to/file.py:name`` refers to.
+
+    Raises:
+        UnknownNameError: nothing has that name.
+        ConfigError: the file, or the name in it, does not exist or is no tool.
+
+    """
+    found = registered_tool(name)
+    return plain_service(name, found) if isinstance(found, Tool) else found
+
+
+def make_tools(config: ToolServerConfig) -> list[HostedTool]:
+    """Return the tools that a server's configuration names, not started yet.
+
+    Raises:
+        UnknownNameError: no tool of that name is registered.
+        ConfigError: options that do not fit, a tool with a server of another kind, or two tools of one name.
+
+    """
+    tools: dict[str, HostedTool] = {}
+    for name, options in config.tools.items():
+        service = find_service(name)
+        if not isinstance(service, HostedService):
+            raise ConfigError(
+                f"tools.{name}: {name} has a server of its own kind; start it with agentrl tools serve {name}"
+            )
+        for tool in service.make(options):
+            if tool.spec.name in tools:
+                raise ConfigError(f"tools.{name}: there is a tool {tool.spec.name!r} at this server already")
+            tools[tool.spec.name] = tool
+    return list(tools.values())
+
+
+def needs_sandbox(config: ToolServerConfig) -> bool:
+    """Return whether any tool of a server runs code in a sandbox."""
+    services = (find_service(name) for name in config.tools)
+    return any(isinstance(service, HostedService) and service.needs_sandbox for service in services)
+
+
+def serve(config: ToolServerConfig, *, host: str, port: int) -> None:
+    """Serve all tools of a configuration until told to stop.
+
+    Raises:
+        UserError: the configuration cannot be used on this machine.
+        PortInUseError: something else listens on the port.
+
+    """
+    from agentrl.toolserver.server import serve_tools
+
+    tools = make_tools(config)
+    serve_tools(tools, config, host=host, port=port, sandboxed=needs_sandbox(config))
+
+
+def check_backend(config: SandboxConfig) -> None:
+    """Check what is cheap to know of the sandbox's backend.
+
+    Raises:
+        MissingError: its program, package or daemon is not there; the message says what to install or set.
+
+    """
+    if config.backend == "bubblewrap":
+        if shutil.which("bwrap") is None:
+            raise MissingError(
+                "sandbox.backend=bubblewrap, but there is no bwrap here: install the system's package 'bubblewrap', or set "
+                "sandbox.backend=docker, or tools.NAME.url to a server elsewhere"
+            )
+        if shutil.which(config.python) is None:
+            raise MissingError(f"sandbox.python={config.python}: there is no such program here")
+    if config.backend == "docker":
+        _check_docker(config)
+
+
+def _check_docker(config: SandboxConfig) -> None:
+    url = config.docker_url or os.environ.get("DOCKER_HOST") or _DOCKER_SOCKET
+    if not url.startswith("unix://"):
+        return  # only asking it would tell
+    path = Path(url.removeprefix("unix://"))
+    if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
+        raise MissingError(
+            f"sandbox.backend=docker, but no daemon listens at {path}: start dockerd, or set sandbox.docker_url or "
+            "DOCKER_HOST to where one does"
+        )
