@@ -1,0 +1,147 @@
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from agentrl.toolserver.hosted import ToolSession
+from agentrl.toolserver.results import REPLACED, as_result, cut_middle, run_job
+from agentrl.toolserver.sandbox.base import Job, Outcome, Sandbox
+from agentrl.types import ToolCall, ToolResult, ToolStatus
+
+CALL = ToolCall("c1", "python", {})
+
+
+def content(status: ToolStatus, out: str = "", err: str = "", code: int | None = 0, detail: str = "") -> str:
+    return as_result(CALL, Outcome(status, out, err, code, 0.1, detail), 1000).content
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted"),
+    [
+        (content(ToolStatus.OK, "1\n2\n"), "1\n2"),
+        (content(ToolStatus.OK), "[no output]"),
+        (content(ToolStatus.OK, "\n\n"), "[no output]"),
+        (content(ToolStatus.OK, "a", "b\n"), "a\nb"),
+        (content(ToolStatus.OK, "", "b\n"), "b"),
+        (content(ToolStatus.OK, "  a\n"), "  a"),
+        (content(ToolStatus.ERROR, "a\n", "Traceback", 1), "a\nTraceback\n[exit status 1]"),
+        (content(ToolStatus.ERROR, code=3), "[exit status 3]"),
+        (
+            content(ToolStatus.ERROR, code=4, detail="the process ended, variables are lost"),
+            "[exit status 4]\n[the process ended, variables are lost]",
+        ),
+        (content(ToolStatus.TIMEOUT, "a\n", code=None, detail="timed out after 10 s"), "a\n[timed out after 10 s]"),
+        (content(ToolStatus.OUT_OF_MEMORY, code=None, detail="out of memory"), "[out of memory]"),
+        (content(ToolStatus.KILLED, code=-11, detail="killed by SIGSEGV"), "[killed by SIGSEGV]"),
+    ],
+)
+def test_a_policy_reads_what_was_printed_and_what_ended_it(got: str, wanted: str) -> None:
+    assert got == wanted
+
+
+def test_data_are_everything_and_json() -> None:
+    long = "x" * 5000
+    result = as_result(CALL, Outcome(ToolStatus.ERROR, long, "e", 2, 0.25, "d"), 100)
+    assert json.loads(json.dumps(result.data)) == {
+        "stdout": long,
+        "stderr": "e",
+        "exit_code": 2,
+        "seconds": 0.25,
+        "detail": "d",
+    }
+    assert result.call_id == "c1"
+    assert result.status is ToolStatus.ERROR
+
+
+@pytest.mark.parametrize("size", [100, 101])
+def test_the_middle_of_long_text_is_left_out_and_counted(size: int) -> None:
+    text = "".join(chr(0x4E00 + i) for i in range(1000))
+    cut = cut_middle(text, size)
+    head, note, tail = cut.split("\n")
+    assert note == f"[… {1000 - size} characters left out …]"
+    assert text.startswith(head)
+    assert text.endswith(tail)
+    assert len(head) + len(tail) == size
+    assert cut_middle(text[:size], size) == text[:size]
+
+
+def test_the_end_of_a_long_output_is_told_whatever_is_cut() -> None:
+    outcome = Outcome(ToolStatus.OUTPUT_CUT, "x" * 10_000, "", None, 1.0, "ended after printing 10000 bytes")
+    assert as_result(CALL, outcome, 100).content.endswith("\n[ended after printing 10000 bytes]")
+
+
+class FakeSandbox(Sandbox):
+    def __init__(self, name: str) -> None:
+        self.id = name
+        self.up = True
+        self.jobs: list[Job] = []
+
+    @property
+    def alive(self) -> bool:
+        return self.up
+
+    async def run(self, job: Job) -> Outcome:
+        self.jobs.append(job)
+        if job.code == "die":
+            self.up = False
+            return Outcome(ToolStatus.OUT_OF_MEMORY, "", "", None, 0.0, "out of memory; the sandbox was ended")
+        return Outcome(ToolStatus.OK, f"{self.id}\n", "", 0, 0.0)
+
+    async def write_file(self, path: str, content: bytes) -> None:
+        raise AssertionError("not asked for")
+
+    async def read_file(self, path: str, max_bytes: int = 2**20) -> bytes:
+        raise AssertionError("not asked for")
+
+    async def close(self) -> None:
+        self.up = False
+
+
+class FakeSession(ToolSession):
+    def __init__(self) -> None:
+        self.id = "s"
+        self.state: dict[str, Any] = {}
+        self.opened: list[FakeSandbox] = []
+
+    async def sandbox(self) -> Sandbox:
+        if not self.opened or not self.opened[-1].alive:
+            self.opened.append(FakeSandbox(f"box{len(self.opened)}"))
+        return self.opened[-1]
+
+    @asynccontextmanager
+    async def fresh_sandbox(self) -> AsyncIterator[Sandbox]:
+        yield FakeSandbox("fresh")
+
+
+def runs(session: FakeSession, *jobs: Job) -> list[ToolResult]:
+    async def run() -> list[ToolResult]:
+        return [await run_job(session, CALL, job, 100) for job in jobs]
+
+    return asyncio.run(run())
+
+
+def test_a_policy_is_told_once_that_its_files_are_lost() -> None:
+    session = FakeSession()
+    job = Job("c", code="x")
+    said = runs(session, job, job)
+    session.opened[0].up = False
+    said += runs(session, job, job)
+    assert [result.content for result in said] == ["box0", "box0", f"{REPLACED}\nbox1", "box1"]
+
+
+def test_it_is_not_told_twice_where_the_outcome_said_so() -> None:
+    ended, after = runs(FakeSession(), Job("c", code="die"), Job("c", code="x"))
+    assert ended.content == "[out of memory; the sandbox was ended]"
+    assert after.content == "box1"
+
+
+@pytest.mark.parametrize("job", [Job("c", code="print('\ud800')"), Job("c", argv=("echo", "\udfff"))])
+def test_half_a_character_never_reaches_the_sandbox(job: Job) -> None:
+    session = FakeSession()
+    (result,) = runs(session, job)
+    assert result.status is ToolStatus.INVALID
+    assert "is no character" in result.content
+    assert not session.opened

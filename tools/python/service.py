@@ -1,0 +1,40 @@
+"""The Python tool as agentrl starts and calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from pydantic import Field, PositiveFloat
+
+from agentrl.config.base import Section
+from agentrl.toolserver.hosted import HostedTool
+from agentrl.toolserver.service import HostedService
+
+from .tool import PythonTool
+
+
+class PythonOptions(Section):
+    """``tools.python.options``."""
+
+    stateful: bool = False
+    """Keep variables, functions and imports from call to call."""
+    timeout_s: PositiveFloat | None = None
+    """Seconds a call may take; without it ``sandbox.limits.wall_s``."""
+    max_chars: int = Field(default=8000, ge=100)
+    """Characters of output that the policy reads; of longer ones the middle is left out."""
+
+
+class PythonService(HostedService):
+    """Python in a sandbox of the episode's own."""
+
+    name: ClassVar[str] = "python"
+    Options: ClassVar[type[Section]] = PythonOptions
+    needs_sandbox: ClassVar[bool] = True
+
+    def hosted(self, options: Section) -> Sequence[HostedTool]:
+        """Return the one tool."""
+        assert isinstance(options, PythonOptions)
+        return [
+            PythonTool(self.name, stateful=options.stateful, timeout_s=options.timeout_s, max_chars=options.max_chars)
+        ]

@@ -1,0 +1,55 @@
+"""Runs the policy's Python code in its episode's sandbox."""
+
+from __future__ import annotations
+
+import re
+
+from agentrl import Tool, ToolCall, ToolResult
+from agentrl.toolserver.hosted import HostedTool, ToolSession
+from agentrl.toolserver.results import run_job
+from agentrl.toolserver.sandbox.base import Job
+
+_DESCRIPTION = (
+    "Run Python code and return what it prints, standard output before standard error. "
+    "Only printed values are seen. Files in the working directory stay for later calls; "
+)
+_STATELESS = "every call is a new program, so variables and imports do not stay."
+_STATEFUL = "variables, functions and imports stay for later calls too."
+_FENCED = re.compile(r"\s*(`{3,}|~{3,})[ \t]*[\w+-]*[ \t]*\r?\n(?P<code>.*?)\r?\n?[ \t]*\1\s*", re.DOTALL)
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"code": {"type": "string", "description": "A complete Python program."}},
+    "required": ["code"],
+    "additionalProperties": False,
+}
+
+
+class PythonTool(HostedTool):
+    """Python in the session's sandbox.
+
+    Args:
+        name: what the policy calls it.
+        stateful: keep variables from call to call.
+        timeout_s: seconds a call may take; None takes the sandbox's limit.
+        max_chars: characters of output that the policy reads.
+    """
+
+    def __init__(
+        self, name: str = "python", *, stateful: bool = False, timeout_s: float | None = None, max_chars: int = 8000
+    ) -> None:
+        super().__init__(Tool(name, _DESCRIPTION + (_STATEFUL if stateful else _STATELESS), _PARAMETERS))
+        self._stateful = stateful
+        self._timeout_s = timeout_s
+        self._max_chars = max_chars
+
+    async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
+        """Run the argument ``code``."""
+        code = without_fence(call.arguments["code"])
+        job = Job(call.id, code=code, wall_s=self._timeout_s, stateful=self._stateful)
+        return await run_job(session, call, job, self._max_chars)
+
+
+def without_fence(code: str) -> str:
+    """Return code without a Markdown fence around all of it, which many policies cannot help writing."""
+    fenced = _FENCED.fullmatch(code)
+    return fenced["code"] if fenced else code

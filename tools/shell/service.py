@@ -1,0 +1,36 @@
+"""The shell tool as agentrl starts and calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from pydantic import Field, PositiveFloat
+
+from agentrl.config.base import Section
+from agentrl.toolserver.hosted import HostedTool
+from agentrl.toolserver.service import HostedService
+
+from .tool import ShellTool
+
+
+class ShellOptions(Section):
+    """``tools.shell.options``."""
+
+    timeout_s: PositiveFloat | None = None
+    """Seconds a call may take; without it ``sandbox.limits.wall_s``."""
+    max_chars: int = Field(default=8000, ge=100)
+    """Characters of output that the policy reads; of longer ones the middle is left out."""
+
+
+class ShellService(HostedService):
+    """Shell commands in a sandbox of the episode's own."""
+
+    name: ClassVar[str] = "shell"
+    Options: ClassVar[type[Section]] = ShellOptions
+    needs_sandbox: ClassVar[bool] = True
+
+    def hosted(self, options: Section) -> Sequence[HostedTool]:
+        """Return the one tool."""
+        assert isinstance(options, ShellOptions)
+        return [ShellTool(self.name, timeout_s=options.timeout_s, max_chars=options.max_chars)]
