@@ -1,0 +1,39 @@
+"""Random weights for a small policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .tokenizer import VOCABULARY, save_tokenizer
+
+
+def save_policy(folder: Path, texts: Iterable[str], *, vocabulary: int = VOCABULARY, seed: int = 0) -> None:
+    """Write an untrained policy into ``folder``, a Hugging Face model with the tokenizer of ``texts``."""
+    init_model(folder, save_tokenizer(folder, texts, vocabulary), seed=seed)
+
+
+def init_model(folder: Path, tokenizer: Any, *, seed: int = 0) -> None:
+    """Write a Qwen3 model of about 1.7M random parameters in bfloat16 into ``folder``, for a loaded ``tokenizer``."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=512,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        initializer_range=0.03,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(seed)
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
