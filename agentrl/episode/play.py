@@ -101,7 +101,7 @@ class Episode:
 
     async def _hear(self, said: Message) -> Step:
         """Give the environment, or the tools that the policy calls, what it said."""
-        if not said.tool_calls:
+        if not said.tool_calls or self._env.env.hears_calls:
             return await self._settle(await self._env.step(said))
         results = await self._tools.local(said.tool_calls, self._env.env.tools)
         answers = tuple(Message("tool", result.content, tool_call_id=result.call_id) for result in results)
