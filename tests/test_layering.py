@@ -33,6 +33,7 @@ LEVELS = [
         "eval",
         "sft",
         "bench",
+        "bench_sandbox",
         "source",
         "replay",
         "rollout",
