@@ -1,0 +1,23 @@
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from dockerd import DockerHost, NoDocker, running_dockerd
+
+
+@pytest.fixture(scope="session")
+def dockerd() -> Iterator[DockerHost]:
+    """A Docker daemon with an image that has Python; tests that need it are skipped where there can be none."""
+    try:
+        context = running_dockerd()
+        host = context.__enter__()
+    except NoDocker as error:
+        pytest.skip(f"Docker: {error}")
+    try:
+        yield host
+    finally:
+        context.__exit__(None, None, None)
