@@ -1,0 +1,352 @@
+"""One episode at a tool server: its calls, each run once, and its sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import orjson
+
+from agentrl.errors import SandboxFailure, ToolFailure
+from agentrl.tool import unknown_tool
+from agentrl.toolserver.hosted import HostedTool, ToolSession
+from agentrl.toolserver.metrics import UNKNOWN, Metrics
+from agentrl.toolserver.sandbox.base import Sandbox, SandboxBackend
+from agentrl.types import ToolCall, ToolResult, ToolStatus
+
+_log = logging.getLogger(__name__)
+
+REMEMBERED_BYTES = 2 * 2**20
+"""Results of a session that are kept for retries, as JSON; the oldest go first, the last one always stays."""
+REMEMBERED_CALLS = 4096
+"""Call ids of a session that are kept."""
+
+
+class Refusal(Exception):
+    """A request that the server does not do, and why."""
+
+    status: ClassVar[int] = 400
+    """The status of HTTP that says the same."""
+
+
+class UnknownSession(Refusal):
+    """There is no such session, as far as the server remembers."""
+
+    status = 404
+
+
+class SessionGone(Refusal):
+    """The session was closed."""
+
+    status = 410
+
+
+class Conflict(Refusal):
+    """The call's id belongs to another call of the session, or to one whose result is no longer kept."""
+
+    status = 409
+
+
+class Full(Refusal):
+    """All sessions are taken and none became free in time."""
+
+    status = 503
+
+
+class Draining(Refusal):
+    """The server is about to stop."""
+
+    status = 503
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call came to."""
+
+    result: ToolResult
+    body: bytes
+    """The result as JSON: ``{"call_id", "status", "content", "data"}``."""
+
+    @classmethod
+    def of(cls, result: ToolResult) -> Answer:
+        """Return the answer of a result.
+
+        Raises:
+            TypeError: its data, or its content, cannot be written as JSON.
+
+        """
+        fields = {
+            "call_id": result.call_id,
+            "status": result.status.value,
+            "content": result.content,
+            "data": result.data,
+        }
+        return cls(result, orjson.dumps(fields))
+
+
+@dataclass(slots=True)
+class _Remembered:
+    """A call that was begun."""
+
+    digest: bytes
+    """Of tool and arguments."""
+    answer: asyncio.Future[Answer] | None
+    """None where the result is no longer kept."""
+    size: int = 0
+    """Bytes of the result; 0 while the call runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionParts:
+    """What all sessions of a server share."""
+
+    backend: SandboxBackend | None
+    tools: Mapping[str, HostedTool]
+    metrics: Metrics
+    clock: Callable[[], float] = time.monotonic
+
+
+class HostedSession:
+    """One episode.
+
+    Args:
+        session_id: unique at the server.
+        episode_id: the client's own name for it; may be empty.
+        parts: what it shares with others.
+    """
+
+    def __init__(self, session_id: str, episode_id: str, parts: SessionParts) -> None:
+        self.id = session_id
+        self.episode_id = episode_id
+        self.state: dict[str, Any] = {}
+        self.turn = asyncio.Lock()
+        """Held by the call that uses the sandbox."""
+        self._parts = parts
+        self._calls: OrderedDict[str, _Remembered] = OrderedDict()
+        self._kept_bytes = 0
+        self._running: dict[asyncio.Task[None], tuple[ToolCall, asyncio.Future[Answer]]] = {}
+        self._sandbox: Sandbox | None = None
+        self._fresh = 0
+        self._used = parts.clock()
+        self._closed: asyncio.Task[None] | None = None
+
+    @property
+    def running(self) -> set[asyncio.Future[Answer]]:
+        """The answers that calls still owe."""
+        return {answer for _, answer in self._running.values()}
+
+    def idle_seconds(self) -> float:
+        """Return how long nobody has called; 0 while a call runs."""
+        return 0.0 if self._running else self._parts.clock() - self._used
+
+    def touch(self) -> None:
+        """Note that the session is wanted."""
+        self._used = self._parts.clock()
+
+    def remembers(self, call_id: str) -> bool:
+        """Return whether a call of that id was begun."""
+        return call_id in self._calls
+
+    async def call(self, call: ToolCall) -> Answer:
+        """Return what a call comes to. One with the id of an earlier call gets that one's answer, once it is there.
+
+        The call runs on by itself where the caller gives up waiting.
+
+        Raises:
+            Conflict: the id is that of another call.
+
+        """
+        self.touch()
+        return await asyncio.shield(self._begun(call))
+
+    def _begun(self, call: ToolCall) -> asyncio.Future[Answer]:
+        try:
+            digest = _digest(call)
+        except (UnicodeEncodeError, ValueError) as error:  # half a character, or a number such as NaN
+            answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+            fault = f"{call.name}: the arguments cannot be passed on: {error}"
+            answer.set_result(Answer.of(ToolResult(call.id, ToolStatus.INVALID, fault)))
+            return answer
+        known = self._calls.get(call.id)
+        if known is None:
+            return self._begin(call, digest)
+        if known.digest != digest:
+            raise Conflict(f"call_id {call.id!r} was another call of this session; each call needs an id of its own")
+        if known.answer is None:
+            raise Conflict(f"call_id {call.id!r} was answered long ago, and its result is no longer kept")
+        return known.answer
+
+    def _begin(self, call: ToolCall, digest: bytes) -> asyncio.Future[Answer]:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        remembered = self._calls[call.id] = _Remembered(digest, answer)
+        task = asyncio.create_task(self._run(call, remembered, answer), name=f"call-{self.id}-{call.id}")
+        self._running[task] = call, answer
+        task.add_done_callback(self._ended)
+        return answer
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._running[task]
+        self.touch()
+
+    async def _run(self, call: ToolCall, remembered: _Remembered, future: asyncio.Future[Answer]) -> None:
+        metrics, known = self._parts.metrics, self._parts.tools.get(call.name)
+        label = call.name if known is not None else UNKNOWN
+        started = time.perf_counter()
+        if known is None:
+            answer = Answer.of(ToolResult(call.id, ToolStatus.INVALID, unknown_tool(call.name, self._parts.tools)))
+        else:
+            answer = await self._answer(known, call)
+        metrics.call_seconds.labels(label).observe(time.perf_counter() - started)
+        metrics.calls.labels(label, answer.result.status.value).inc()
+        if not future.done():
+            future.set_result(answer)
+            self._keep(remembered, len(answer.body))
+
+    async def _answer(self, tool: HostedTool, call: ToolCall) -> Answer:
+        fault = tool.spec.fault_of(call.arguments)
+        if fault:
+            return Answer.of(ToolResult(call.id, ToolStatus.INVALID, fault))
+        turn = _Turn(self)
+        try:
+            result = await tool.call(turn, call)
+            if not isinstance(result, ToolResult) or result.call_id != call.id:
+                raise TypeError(f"the tool answered call {call.id!r} with {result!r:.200}")
+            return Answer.of(result)
+        except SandboxFailure as error:
+            _log.warning("session %s, call %s of %s: %s", self.id, call.id, call.name, error)
+            self._parts.metrics.sandbox_failures.inc()
+            status, said = ToolStatus.SANDBOX_FAILURE, str(error)
+        except ToolFailure as error:
+            _log.warning("session %s, call %s of %s: %s", self.id, call.id, call.name, error)
+            status, said = ToolStatus.UNAVAILABLE, str(error)
+        except (
+            Exception
+        ) as error:  # a fault of the tool's code: the episode's failure policy decides, the log has it all
+            _log.exception("session %s, call %s: the tool %s failed", self.id, call.id, call.name)
+            status, said = ToolStatus.UNAVAILABLE, f"{type(error).__name__}: {error}"
+        finally:
+            turn.end()
+        return Answer.of(ToolResult(call.id, status, said.encode(errors="replace").decode()))
+
+    def _keep(self, remembered: _Remembered, size: int) -> None:
+        """Count a result's bytes, and let go of the oldest results where they are too many."""
+        remembered.size = size
+        self._kept_bytes += size
+        for one in self._calls.values():
+            if self._kept_bytes <= REMEMBERED_BYTES:
+                break
+            if one.size and one is not remembered:
+                self._kept_bytes -= one.size
+                one.size, one.answer = 0, None
+        while len(self._calls) > REMEMBERED_CALLS and (oldest := next(iter(self._calls.values()))) is not remembered:
+            if oldest.answer is not None and not oldest.answer.done():
+                break  # it runs since long ago
+            self._kept_bytes -= oldest.size
+            self._calls.popitem(last=False)
+
+    async def own_sandbox(self) -> Sandbox:
+        """Return the living sandbox of the session; only the call that has the turn may ask."""
+        assert self.turn.locked()
+        if self._sandbox is not None and not self._sandbox.alive:
+            dead, self._sandbox = self._sandbox, None
+            await self._end_sandbox(dead)
+        if self._sandbox is None:
+            self._sandbox = await self._open_sandbox(self.id)
+        return self._sandbox
+
+    @asynccontextmanager
+    async def fresh_sandbox(self) -> AsyncIterator[Sandbox]:
+        """Yield a sandbox of its own for scoring."""
+        self._fresh += 1
+        sandbox = await self._open_sandbox(f"{self.id}-fresh-{self._fresh}")
+        try:
+            yield sandbox
+        finally:
+            await self._end_sandbox(sandbox)
+
+    async def _open_sandbox(self, name: str) -> Sandbox:
+        if self._parts.backend is None:
+            raise RuntimeError(
+                "a tool asked for a sandbox at a server that has none; its service must say needs_sandbox = True"
+            )
+        started = time.perf_counter()
+        sandbox = await self._parts.backend.open(name)
+        self._parts.metrics.sandbox_start_seconds.observe(time.perf_counter() - started)
+        self._parts.metrics.sandboxes_open.inc()
+        return sandbox
+
+    async def _end_sandbox(self, sandbox: Sandbox) -> None:
+        self._parts.metrics.sandboxes_open.dec()
+        try:
+            await sandbox.close()
+        except Exception:  # whoever closes a session can do nothing about it; the backend looks again at the next start
+            _log.exception("session %s: sandbox %s could not be closed", self.id, sandbox.id)
+
+    async def close(self, why: str) -> None:
+        """End the session: calls that run are cut off and answered with ``unavailable``. A second call waits for the first."""
+        if self._closed is None:
+            self._closed = asyncio.create_task(self._close(why), name=f"close-{self.id}")
+        await asyncio.shield(self._closed)
+
+    async def _close(self, why: str) -> None:
+        running = dict(self._running)
+        for task, (call, answer) in running.items():
+            if not answer.done():
+                said = f"the session {why} while the call ran"
+                answer.set_result(Answer.of(ToolResult(call.id, ToolStatus.UNAVAILABLE, said)))
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+        if self._sandbox is not None:
+            await self._end_sandbox(self._sandbox)
+
+
+class _Turn(ToolSession):
+    """The session as one call sees it: the call's first use of the sandbox waits until no other call uses it."""
+
+    def __init__(self, session: HostedSession) -> None:
+        self.id = session.id
+        self.state = session.state
+        self._session = session
+        self._asking = asyncio.Lock()
+        self._mine = False
+        self._over = False
+
+    async def sandbox(self) -> Sandbox:
+        """Return the session's sandbox; until the call ends no other call of the session gets it."""
+        async with self._asking:
+            assert not self._over, "the call has ended, and the sandbox is another call's"
+            if not self._mine:
+                await self._session.turn.acquire()
+                self._mine = True
+            return await self._session.own_sandbox()
+
+    def fresh_sandbox(self) -> AbstractAsyncContextManager[Sandbox]:
+        """Return a sandbox that nothing of the episode has touched."""
+        return self._session.fresh_sandbox()
+
+    def end(self) -> None:
+        """Let the next call have the sandbox."""
+        self._over = True
+        if self._mine:
+            self._mine = False
+            self._session.turn.release()
+
+
+def _digest(call: ToolCall) -> bytes:
+    """Return what tells calls of one id apart.
+
+    Raises:
+        ValueError: the arguments hold what cannot be passed on to a program.
+
+    """
+    text = json.dumps([call.name, call.arguments], sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
