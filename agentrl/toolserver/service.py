@@ -108,13 +108,13 @@ class HostedService(ToolService):
 
     def client(self, url: str, options: Mapping[str, Any]) -> ToolClient:
         """Return a client of one server, or of several whose addresses are separated by commas."""
-        from agentrl.toolserver.pool import ToolServerPool
+        from agentrl.toolserver.client import ToolServerClient
 
         parsed = self._read(options)
         config = parsed.client
         if config.token is None and parsed.server.token is not None:
             config = config.model_copy(update={"token": parsed.server.token})
-        return ToolServerPool(url, config, key=f"tools.{self.name}.url")
+        return ToolServerClient(url, config, key=f"tools.{self.name}.url")
 
     def _read(self, options: Mapping[str, Any]) -> RunOptions[Section]:
         return read_options(self.Options, options, self.name)
