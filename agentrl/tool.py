@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import inspect
+import json
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import jsonschema
+from jsonschema.exceptions import best_match
+from jsonschema.protocols import Validator
+from jsonschema.validators import validator_for
 from pydantic import TypeAdapter
 from referencing.exceptions import Unresolvable
 
@@ -25,6 +29,15 @@ if TYPE_CHECKING:
 
 async def _only_in_its_server(**arguments: Any) -> str:
     raise NotImplementedError("this tool runs in its server only; the runner calls it through its client")
+
+
+@lru_cache(maxsize=1024)
+def _validator(schema: str) -> Validator:
+    """Return what checks arguments against a schema, given as JSON: checking the schema itself takes most of the time."""
+    parsed = json.loads(schema)
+    cls = validator_for(parsed)
+    cls.check_schema(parsed)
+    return cls(parsed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +60,10 @@ class Tool:
     def fault_of(self, arguments: Mapping[str, Any]) -> str:
         """Return where and how arguments violate the schema, in jsonschema's words; empty if they do not."""
         try:
-            jsonschema.validate(dict(arguments), dict(self.parameters))
-        except jsonschema.ValidationError as error:
-            at = "".join(f"[{part!r}]" for part in error.absolute_path)
-            return f"{self.name}{at}: {error.message}"
+            error = best_match(_validator(json.dumps(self.parameters, default=dict)).iter_errors(dict(arguments)))
+            if error is not None:
+                at = "".join(f"[{part!r}]" for part in error.absolute_path)
+                return f"{self.name}{at}: {error.message}"
         except Unresolvable as error:
             return f"{self.name}: its own schema refers to what is not there: {error}"
         except RecursionError:
