@@ -73,8 +73,8 @@ class Job:
     """What it can read."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables added to the sandbox's own few."""
-    cwd: str = WORK
-    """Where it starts."""
+    cwd: str = ""
+    """Where it starts, relative to `WORK` or absolute."""
     wall_s: float | None = None
     """Seconds; None takes the sandbox's limit."""
     cpu_s: int | None = None

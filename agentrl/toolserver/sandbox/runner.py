@@ -293,6 +293,7 @@ class Runner:
 
     def op_run(self, request):
         began = time.monotonic()
+        request["cwd"] = os.path.join(self.settings["work"], request["cwd"])
         outcome = self.run_stateful(request) if request["stateful"] else self.run_once(request)
         outcome["seconds"] = time.monotonic() - began
         return outcome
