@@ -32,9 +32,8 @@ class PythonService(HostedService):
     Options: ClassVar[type[Section]] = PythonOptions
     needs_sandbox: ClassVar[bool] = True
 
-    def hosted(self, options: Section) -> Sequence[HostedTool]:
+    def hosted(self, options: PythonOptions) -> Sequence[HostedTool]:
         """Return the one tool."""
-        assert isinstance(options, PythonOptions)
         return [
             PythonTool(self.name, stateful=options.stateful, timeout_s=options.timeout_s, max_chars=options.max_chars)
         ]

@@ -30,7 +30,6 @@ class ShellService(HostedService):
     Options: ClassVar[type[Section]] = ShellOptions
     needs_sandbox: ClassVar[bool] = True
 
-    def hosted(self, options: Section) -> Sequence[HostedTool]:
+    def hosted(self, options: ShellOptions) -> Sequence[HostedTool]:
         """Return the one tool."""
-        assert isinstance(options, ShellOptions)
         return [ShellTool(self.name, timeout_s=options.timeout_s, max_chars=options.max_chars)]

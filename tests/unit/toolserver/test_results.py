@@ -1,15 +1,12 @@
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
-from agentrl.toolserver.hosted import ToolSession
 from agentrl.toolserver.results import REPLACED, as_result, cut_middle, run_job
 from agentrl.toolserver.sandbox.base import Job, Outcome, Sandbox
 from agentrl.types import ToolCall, ToolResult, ToolStatus
+from tests.unit.toolserver.tool_sessions import LoneSession
 
 CALL = ToolCall("c1", "python", {})
 
@@ -100,23 +97,11 @@ class FakeSandbox(Sandbox):
         self.up = False
 
 
-class FakeSession(ToolSession):
-    def __init__(self) -> None:
-        self.id = "s"
-        self.state: dict[str, Any] = {}
-        self.opened: list[FakeSandbox] = []
-
-    async def sandbox(self) -> Sandbox:
-        if not self.opened or not self.opened[-1].alive:
-            self.opened.append(FakeSandbox(f"box{len(self.opened)}"))
-        return self.opened[-1]
-
-    @asynccontextmanager
-    async def fresh_sandbox(self) -> AsyncIterator[Sandbox]:
-        yield FakeSandbox("fresh")
+def lone() -> LoneSession:
+    return LoneSession(lambda number: FakeSandbox(f"box{number}"))
 
 
-def runs(session: FakeSession, *jobs: Job) -> list[ToolResult]:
+def runs(session: LoneSession, *jobs: Job) -> list[ToolResult]:
     async def run() -> list[ToolResult]:
         return [await run_job(session, CALL, job, 100) for job in jobs]
 
@@ -124,23 +109,23 @@ def runs(session: FakeSession, *jobs: Job) -> list[ToolResult]:
 
 
 def test_a_policy_is_told_once_that_its_files_are_lost() -> None:
-    session = FakeSession()
+    session = lone()
     job = Job("c", code="x")
     said = runs(session, job, job)
-    session.opened[0].up = False
+    asyncio.run(session.opened[0].close())
     said += runs(session, job, job)
     assert [result.content for result in said] == ["box0", "box0", f"{REPLACED}\nbox1", "box1"]
 
 
 def test_it_is_not_told_twice_where_the_outcome_said_so() -> None:
-    ended, after = runs(FakeSession(), Job("c", code="die"), Job("c", code="x"))
+    ended, after = runs(lone(), Job("c", code="die"), Job("c", code="x"))
     assert ended.content == "[out of memory; the sandbox was ended]"
     assert after.content == "box1"
 
 
 @pytest.mark.parametrize("job", [Job("c", code="print('\ud800')"), Job("c", argv=("echo", "\udfff"))])
 def test_half_a_character_never_reaches_the_sandbox(job: Job) -> None:
-    session = FakeSession()
+    session = lone()
     (result,) = runs(session, job)
     assert result.status is ToolStatus.INVALID
     assert "is no character" in result.content
