@@ -144,7 +144,7 @@ def child_main(request, stdin, stdout, stderr, cpu):
         with contextlib.suppress(BaseException):
             # A program that is not there, a folder that is gone: the policy's mistake, in the shell's words and status.
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        status = 127
+        status = 126 if isinstance(error, PermissionError) else 127
     os._exit(status)
 
 
