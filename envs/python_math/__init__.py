@@ -1,1 +1,6 @@
-"""Mathematics with a Python tool."""
+"""Mathematics with a Python tool; the answer stands in a box."""
+
+from .env import PythonMathEnv
+from .scoring import same_answer
+
+__all__ = ["PythonMathEnv", "same_answer"]

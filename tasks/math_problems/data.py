@@ -1,0 +1,194 @@
+"""The taskset: generated problems, or those of DAPO-Math-17k and GSM8K files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+
+from agentrl.data.rows import Row, read_rows
+from agentrl.errors import ConfigError, MissingError, unknown_name
+from agentrl.task import Task, TaskSet
+from agentrl.types import Message
+
+from .demonstrator import FAULTS, Expert
+from .families import FAMILIES
+from .generated import Generated
+from .rows import COLUMNS, FORMATS, Published, format_of
+
+Files = str | Path | Sequence[str | Path]
+"""One file or several."""
+SPLITS = ("train", "eval")
+
+
+class Problems(Sequence[Task]):
+    """The tasks of published rows, each made when it is asked for."""
+
+    def __init__(self, split: str, problems: Sequence[Published]) -> None:
+        """Ask ``problems`` in their order."""
+        self._split, self._problems = split, problems
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        numbers = range(len(self._problems))[index]
+        return self._task(numbers) if isinstance(numbers, int) else [self._task(number) for number in numbers]
+
+    def __iter__(self) -> Iterator[Task]:
+        return map(self._task, range(len(self._problems)))
+
+    def _task(self, number: int) -> Task:
+        asked = self._problems[number]
+        return Task(
+            id=f"math_problems/{self._split}/{number}",
+            prompt=(Message("user", asked.question),),
+            answer=asked.answer,
+            metadata={"data_source": asked.source, "index": asked.index},
+        )
+
+
+class MathProblems(TaskSet):
+    """Problems with one answer. Splits: ``train`` and ``eval``.
+
+    Without files they are generated, endlessly many and none in both splits; with files they are those of the files, read
+    when a split is first asked for.
+    """
+
+    def __init__(
+        self,
+        train: Files | None = None,
+        eval: Files | None = None,
+        format: str = "auto",
+        families: Sequence[str] = tuple(FAMILIES),
+        levels: Sequence[int] = (1, 2, 3, 4),
+        seed: int = 0,
+        train_size: int = 100_000,
+        eval_size: int = 384,
+        faults: Mapping[str, float] | None = None,
+    ) -> None:
+        """Name the files, or say what to generate.
+
+        Args:
+            train: JSONL or parquet files to train on.
+            eval: JSONL or parquet files to evaluate on; beside ``train`` files and without any nothing is evaluated.
+            format: ``dapo``, ``gsm8k``, or ``auto`` to look at each file's first row.
+            families: kinds of generated problems, taken in turn.
+            levels: numbers of operations that generated problems may take, of 1 to 4.
+            seed: draws the generated problems; ``eval`` has the same ones whatever it is.
+            train_size: generated problems in ``train``.
+            eval_size: generated problems in ``eval``.
+            faults: probability of each of `FAULTS` in a demonstration; the rest are clean.
+
+        Raises:
+            ConfigError: an option is out of range.
+            UnknownNameError: a format, family or fault is unknown.
+
+        """
+        self._files = {"train": _paths(train), "eval": _paths(eval)}
+        if format != "auto" and format not in FORMATS:
+            raise unknown_name("format", format, ("auto", *FORMATS), "tasks.options.format")
+        self._format = format
+        _check_generated(families, levels, train_size, eval_size)
+        self._families, self._levels, self._seed = tuple(families), tuple(levels), seed
+        self._sizes = {"train": train_size, "eval": eval_size}
+        self._faults = dict(faults or {})
+        _check_faults(self._faults)
+        self._splits: dict[str, Sequence[Task]] = {}
+
+    def split(self, name: str) -> Sequence[Task]:
+        """Return the tasks of ``train`` or ``eval``.
+
+        Raises:
+            MissingError: a file of either is not there.
+            ConfigError: only ``eval`` has files, a file holds no rows, or a row does not fit; the message says where.
+
+        """
+        if name not in SPLITS:
+            raise unknown_name("split", name, SPLITS, "tasks.train_split, tasks.eval_split")
+        if name not in self._splits:
+            self._splits[name] = self._read(name) if any(self._files.values()) else self._generate(name)
+        return self._splits[name]
+
+    def demonstrator(self, task: Task, rng: np.random.Generator) -> Expert:
+        """Return an expert for a generated ``task``, with a fault drawn by the option ``faults``.
+
+        Raises:
+            NotImplementedError: the task comes from a file, which has no program that solves it.
+
+        """
+        if "code" not in task.metadata:
+            raise NotImplementedError(
+                f"task {task.id!r} comes from a file: only generated problems have demonstrations"
+            )
+        draw, fault = float(rng.random()), None
+        for name, probability in self._faults.items():
+            if draw < probability:
+                fault = name
+                break
+            draw -= probability
+        return Expert(task, fault, rng)
+
+    def _generate(self, name: str) -> Generated:
+        seed = self._seed if name == "train" else 0
+        return Generated(name, self._sizes[name], self._families, self._levels, seed)
+
+    def _read(self, name: str) -> Problems:
+        lacks = [
+            f"tasks.options.{option}={path}: there is no such file"
+            for option, paths in self._files.items()
+            for path in paths
+            if not path.is_file()
+        ]
+        if lacks:
+            raise MissingError("\n".join(lacks))
+        if name == "train" and not self._files[name]:
+            raise ConfigError("tasks.options.eval names files and tasks.options.train none: give it files too")
+        read = (self._problems(path, f"tasks.options.{name}") for path in self._files[name])
+        return Problems(name, list(chain.from_iterable(read)))
+
+    def _problems(self, path: Path, key: str) -> list[Published]:
+        parse: Callable[[Row], Published] | None = FORMATS.get(self._format)
+        found = []
+        for row in read_rows(path, key, COLUMNS):
+            parse = parse or FORMATS[format_of(row)]
+            found.append(parse(row))
+        if not found:
+            raise ConfigError(f"{key}={path}: the file holds no rows")
+        return found
+
+
+def _check_generated(families: Sequence[str], levels: Sequence[int], train_size: int, eval_size: int) -> None:
+    if not families:
+        raise ConfigError(f"tasks.options.families is empty: name some of {', '.join(FAMILIES)}")
+    for family in families:
+        if family not in FAMILIES:
+            raise unknown_name("family", family, FAMILIES, "tasks.options.families")
+        if not set(levels) & set(FAMILIES[family].levels):
+            has = ", ".join(map(str, FAMILIES[family].levels))
+            raise ConfigError(f"tasks.options.levels={list(levels)}: family {family!r} has none of them; it has {has}")
+    if not set(levels) <= {1, 2, 3, 4}:
+        raise ConfigError(f"tasks.options.levels={list(levels)}: name some of 1, 2, 3 and 4")
+    if train_size < 1 or eval_size < 1:
+        raise ConfigError(f"tasks.options: {train_size=} and {eval_size=} must be greater than 0")
+
+
+def _check_faults(faults: Mapping[str, float]) -> None:
+    for name in faults:
+        if name not in FAULTS:
+            raise unknown_name("fault", name, FAULTS, "tasks.options.faults")
+    if any(p < 0 for p in faults.values()) or sum(faults.values()) > 1 + 1e-9:
+        raise ConfigError(f"tasks.options.faults={dict(faults)}: probabilities are ≥ 0 and sum to at most 1")
+
+
+def _paths(files: Files | None) -> list[Path]:
+    if files is None:
+        return []
+    return [Path(file).expanduser() for file in ([files] if isinstance(files, str | Path) else files)]

@@ -1,0 +1,69 @@
+"""Scripted experts that solve generated problems with the tool, with the slips that a warm start is to have."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+
+from agentrl.task import Task
+from agentrl.types import Message
+
+FAULTS = ("guess", "method", "copy", "read", "unboxed", "call")
+"""What an expert may do wrong, at most one in an episode.
+
+guess: answers without the tool. method: runs a program with a mistake of method. copy: copies a digit of the problem
+wrongly. read: copies a digit of the result wrongly. unboxed: gives the answer without a box. call: writes a call that
+cannot be read, and then guesses.
+"""
+
+_DIGIT = re.compile(r"\d")
+
+
+class Expert:
+    """Calls the tool with the problem's program, and puts what it printed into the box."""
+
+    def __init__(self, task: Task, fault: str | None, rng: np.random.Generator) -> None:
+        """Solve a generated ``task`` with the ``fault``, one of `FAULTS`, or without."""
+        self._program, self._wrong = str(task.metadata["code"]), list(task.metadata["wrong"])
+        self._right = str(task.answer)
+        self._fault = fault
+        self._rng = rng
+        self._called = False
+
+    def act(self, observation: tuple[Message, ...]) -> str:
+        """Return the call, and after that the answer."""
+        if self._called or self._fault == "guess":
+            return self._answer(observation[-1].content)
+        self._called = True
+        return self._call(self._code())
+
+    def _code(self) -> str:
+        if self._fault == "method":
+            return self._wrong[int(self._rng.integers(len(self._wrong)))]
+        return self._slip(self._program) if self._fault == "copy" else self._program
+
+    def _call(self, code: str) -> str:
+        call = json.dumps({"name": "python", "arguments": {"code": code}}, ensure_ascii=False)
+        return f"<tool_call>\n{call[:-2] if self._fault == 'call' else call}\n</tool_call>"
+
+    def _answer(self, result: str) -> str:
+        if self._fault in ("guess", "call"):
+            result = self._guess()
+        elif self._fault == "read":
+            result = self._slip(result)
+        return result if self._fault == "unboxed" else f"\\boxed{{{result}}}"
+
+    def _guess(self) -> str:
+        """Return digits as many as the answer has."""
+        return _DIGIT.sub(lambda _: str(self._rng.integers(10)), self._right)
+
+    def _slip(self, text: str) -> str:
+        """Return ``text`` with one of its digits changed; without digits, cut short."""
+        places = [match.start() for match in _DIGIT.finditer(text)]
+        if not places:
+            return text[:-1]
+        at = places[int(self._rng.integers(len(places)))]
+        digit = (int(text[at]) + int(self._rng.integers(1, 10))) % 10
+        return f"{text[:at]}{digit}{text[at + 1 :]}"

@@ -1,0 +1,111 @@
+"""One published row as a problem: of DAPO-Math-17k, or of GSM8K."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.data.rows import Row
+from agentrl.errors import ConfigError
+
+COLUMNS = ("prompt", "question", "answer", "reward_model", "data_source", "extra_info")
+"""What is read of parquet files."""
+MARK = "####"
+"""What stands before the answer at the end of a solution of GSM8K."""
+
+_DAPO_WRAPPER = (
+    "where $Answer is the answer to the problem.",
+    'Remember to put your answer on its own line after "Answer:".',
+)
+"""How the instruction around a published DAPO problem ends, and the one behind it begins; it asks for no box."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What a row asks."""
+
+    question: str
+    """The problem, without the instructions published around it."""
+    answer: str
+    """What is right."""
+    source: str
+    """The data set it is from; the file's name where the row does not say."""
+    index: int | str
+    """Its name there; its number in the file where the row does not say."""
+
+
+def dapo(row: Row) -> Published:
+    """Return the problem in a row ``{prompt, reward_model: {ground_truth}, data_source, extra_info}``.
+
+    Raises:
+        ConfigError: a key is missing or its value does not fit; the message has file, line or row, key, and the keys there.
+
+    """
+    prompt = row.values.get("prompt")
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt:
+        prompt = prompt[-1].get("content") if isinstance(prompt[-1], Mapping) else None
+    question = _text(row, "prompt", prompt, "a text, or a list of messages with one at the end")
+    model = row.values.get("reward_model")
+    answer = model.get("ground_truth") if isinstance(model, Mapping) else None
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)
+    extra = row.values.get("extra_info")
+    index = extra.get("index") if isinstance(extra, Mapping) else None
+    return Published(
+        _unwrapped(question),
+        _text(row, "reward_model.ground_truth", answer, "a text or a number"),
+        str(row.values.get("data_source") or row.path.stem),
+        index if isinstance(index, int | str) else row.number,
+    )
+
+
+def gsm8k(row: Row) -> Published:
+    """Return the problem in a row ``{question, answer}``, whose answer ends with ``#### 42``.
+
+    Raises:
+        ConfigError: a key is missing or its value does not fit; the message has file, line or row, key, and the keys there.
+
+    """
+    question = _text(row, "question", row.values.get("question"), "a text")
+    solution = _text(row, "answer", row.values.get("answer"), "a text")
+    _, mark, answer = solution.rpartition(MARK)
+    if not mark or not answer.strip():
+        raise _fault(row, f"has no {MARK!r} with the answer behind it in its 'answer': {solution[-80:]!r}")
+    source = str(row.values.get("data_source") or row.path.stem)
+    return Published(question, answer.strip().replace(",", ""), source, row.number)
+
+
+FORMATS: Mapping[str, Callable[[Row], Published]] = {"dapo": dapo, "gsm8k": gsm8k}
+"""By ``tasks.options.format``; ``auto`` beside them."""
+
+
+def format_of(row: Row) -> str:
+    """Return the format that a row is in, by its columns.
+
+    Raises:
+        ConfigError: it is in none of them.
+
+    """
+    if "prompt" in row.columns and "reward_model" in row.columns:
+        return "dapo"
+    if "question" in row.columns and "answer" in row.columns:
+        return "gsm8k"
+    raise _fault(row, "is neither a row of dapo ('prompt', 'reward_model') nor of gsm8k ('question', 'answer')")
+
+
+def _unwrapped(prompt: str) -> str:
+    before, behind = _DAPO_WRAPPER
+    _, found, rest = prompt.partition(before)
+    inner, end, _ = (rest if found else prompt).rpartition(behind)
+    return (inner if end else rest if found else prompt).strip() or prompt
+
+
+def _text(row: Row, key: str, value: Any, wanted: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise _fault(row, f"has {value!r:.80} as {key!r}, which must be {wanted}, and not empty")
+    return value.strip()
+
+
+def _fault(row: Row, what: str) -> ConfigError:
+    return ConfigError(f"{row.place} {what}; it has: {', '.join(row.columns) or 'nothing'}")
