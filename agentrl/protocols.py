@@ -5,7 +5,7 @@ Each protocol has its fake in `agentrl.testing`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -142,6 +142,10 @@ class ToolClient(Protocol):
         ...
 
 
+CallTool = Callable[[str, Mapping[str, Any]], Awaitable[ToolResult]]
+"""Runs a tool, by name and arguments, in the sessions of an episode that has ended."""
+
+
 class Grader(Protocol):
     """Gives rollouts their reward after they have ended, in place of what the environment gave."""
 
@@ -150,8 +154,10 @@ class Grader(Protocol):
         """Whether it wants all rollouts of a task at the same time; otherwise it gets one at a time."""
         ...
 
-    async def grade(self, rollouts: Sequence[Rollout]) -> None:
+    async def grade(self, rollouts: Sequence[Rollout], tools: Mapping[str, CallTool] | None = None) -> None:
         """Set ``reward`` (and figures in ``metrics``) of rollouts of one task; one that cannot be graded is dropped.
+
+        ``tools`` run what the episodes could call, in their own sessions, by ``rollout_id``.
 
         Raises:
             RunStopped: a rollout cannot be graded, and the configuration stops the run over it.

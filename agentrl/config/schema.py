@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field, model_validator
 
 from agentrl.config.algo import AlgoConfig
@@ -26,6 +28,7 @@ from agentrl.config.sections import (
     WeightsConfig,
 )
 from agentrl.config.sft import SftConfig
+from agentrl.errors import ConfigError
 
 
 class Config(Section):
@@ -69,6 +72,22 @@ class Config(Section):
     """Supervised fine-tuning, for ``agentrl sft``."""
     obs: ObsConfig = Field(default_factory=ObsConfig)
     """What is shown and recorded."""
+
+    def tool_options(self, name: str, *, sandboxed: bool = False) -> dict[str, Any]:
+        """Return ``tools.NAME.options``, for a tool that runs code with the ``sandbox`` section as ``sandbox``.
+
+        Raises:
+            ConfigError: the options have such a section of their own.
+
+        """
+        options = dict(self.tools[name].options) if name in self.tools else {}
+        if not sandboxed:
+            return options
+        if "sandbox" in options:
+            raise ConfigError(
+                f"tools.{name}.options.sandbox: all tools share the section sandbox; set sandbox.backend=… there"
+            )
+        return {**options, "sandbox": self.sandbox.model_dump(mode="json")}
 
     @model_validator(mode="after")
     def _batches(self) -> Config:

@@ -49,7 +49,8 @@ class Agent:
         """All that were begun, in order."""
         self._services = services
         self._state = EpisodeState(rollout_id, seed, attempt)
-        self._runner = ToolRunner(services.tool_clients, self._state.episode_id)
+        self.tools = ToolRunner(services.tool_clients, self._state.episode_id, services.served)
+        """Runs its calls. Its sessions outlive the attempt, for whoever scores it."""
         self._calls: Counter[str] = Counter()
         self._began = time.monotonic()
         self._deadline = asyncio.get_running_loop().time() + services.limits.max_seconds
@@ -63,7 +64,7 @@ class Agent:
         """
         first, number = self._state, len(self.chats)
         state = EpisodeState(f"{first.rollout_id}.{number}", first.seed, first.attempt) if number else first
-        chat = Chat(self, Conversation(self._services, state, tools), messages)
+        chat = Chat(self, Conversation(self._services, state, self._services.offered(tools)), messages)
         self.chats.append(chat)
         return chat
 
@@ -71,13 +72,17 @@ class Agent:
         """Run a tool: one that a chat was given, or a registered one. A tool's own failure is a result with a status.
 
         Raises:
-            ToolFailure: the server failed, after all retries.
+            ToolFailure, SandboxFailure: the server failed, after all retries.
         """
         self._calls[name] += 1
         call = ToolCall(f"{name}-{self._calls[name]}", name, arguments or {})
         own = tuple(tool for chat in self.chats for one in chat.all_chats() for tool in one.tools)
-        (result,) = await self._runner.asked((call,), own)
+        (result,) = await self.tools.asked((call,), own)
         return result
+
+    def offered(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
+        """Return ``tools`` as this run offers them to the policy: those of servers with the run's options."""
+        return self._services.offered(tools)
 
     @property
     def seconds(self) -> float:
@@ -96,8 +101,7 @@ class Agent:
         return [chat.cut(reason, failure) for chat in self.chats]
 
     async def close(self) -> None:
-        """End the sessions of sampler and tools."""
-        await self._runner.close()
+        """End the sampler's session."""
         for chat in self.chats:
             await chat.close()
 
@@ -169,6 +173,7 @@ class Chat:
         """
         if messages is None and self._sampling:
             raise RuntimeError("this chat is sampling; branch it before or after, or give chat.branch(messages)")
+        tools = None if tools is None else self._agent.offered(tools)
         if messages is None and tools is not None and tuple(tools) != tuple(self.tools):
             messages = self.messages  # every prompt lists the tools, so the conversation is rendered anew
         chat = Chat(self._agent, self._talk.branch(tools), self._new if messages is None else messages)

@@ -66,10 +66,8 @@ def needed_tools(reference: str | None, env: type[Env]) -> tuple[str, ...]:
     return tuple(named) if named is not None else env.tool_names
 
 
-async def play_generate(
-    generate: Generate, services: Services, task: Task, *, seed: int, rollout_id: str, attempt: int = 0
-) -> list[Rollout]:
-    """Run one attempt at an episode and return its rollouts; a failure is in them.
+async def play_generate(generate: Generate, services: Services, agent: Agent) -> list[Rollout]:
+    """Run an agent's attempt at an episode and return its rollouts; a failure is in them.
 
     When ``rollout.max_seconds`` are over, `Chat.sample` returns None. A function that has not returned a tenth of that
     time later is cut, and its chats are returned as they are, without a reward.
@@ -77,11 +75,10 @@ async def play_generate(
     Raises:
         ConfigError: the function returned something else than its chats' rollouts.
     """
-    agent = Agent(services, task, seed=seed, rollout_id=rollout_id, attempt=attempt)
     clock = asyncio.timeout((1 + GRACE) * services.limits.max_seconds)
     try:
         async with clock:
-            returned = await _run(generate, task, agent)
+            returned = await _run(generate, agent.task, agent)
         return _checked(returned, agent)
     except TimeoutError:
         if not clock.expired():

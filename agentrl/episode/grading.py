@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from agentrl.protocols import Grader
+from agentrl.episode.toolcalls import ToolRunner
+from agentrl.protocols import CallTool, Grader
 from agentrl.types import Rollout
 
 
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode that has ended; the sessions of its tools are open until it is graded."""
+
+    rollouts: list[Rollout]
+    tools: ToolRunner
+
+
 class Grading:
-    """Hands rollouts to a grader one at a time, or a task's all together, and then on.
+    """Hands rollouts to a grader one at a time, or a task's all together, and then on. Then it ends their sessions.
+
+    So a group's sessions stay open until its last episode has ended: with a grader of groups a tool server holds up to
+    as many sessions as episodes are run together (``rollout.batch_size`` times ``rollout.n_samples_per_prompt``) that
+    called it, and its ``max_sessions`` must allow that many.
 
     Args:
         grader: gives rewards; None leaves the environment's.
@@ -23,31 +38,44 @@ class Grading:
     ) -> None:
         self._grader = grader
         self._left = Counter(task_ids)
-        self._held: dict[str, list[tuple[int, Sequence[Rollout]]]] = {}
+        self._held: dict[str, list[tuple[int, Played]]] = {}
         self._done = done
 
-    async def ended(self, number: int, task_id: str, rollouts: Sequence[Rollout]) -> None:
+    async def ended(self, number: int, task_id: str, played: Played) -> None:
         """Take the rollouts of episode ``number``: a group is graded when its last episode has ended.
 
         Raises:
             RunStopped: a rollout cannot be graded, and the configuration stops the run over it.
         """
         if self._grader is None or not self._grader.group:
-            for rollout in rollouts:
-                await self._grade([rollout])
+            await self._finish([played], together=False)
             return
         held = self._held.setdefault(task_id, [])
-        held.append((number, rollouts))
+        held.append((number, played))
         self._left[task_id] -= 1
         if self._left[task_id] == 0:
             del self._held[task_id]
             # In the order of the episodes, not of their ends: the same rewards in every run.
-            await self._grade([rollout for _, some in sorted(held, key=lambda one: one[0]) for rollout in some])
+            await self._finish([one for _, one in sorted(held, key=lambda pair: pair[0])], together=True)
 
-    async def _grade(self, rollouts: Sequence[Rollout]) -> None:
+    async def close(self) -> None:
+        """End the sessions of episodes that were never graded, since the run stopped before."""
+        held, self._held = self._held, {}
+        await asyncio.gather(*(played.tools.close() for group in held.values() for _, played in group))
+
+    async def _finish(self, episodes: Sequence[Played], *, together: bool) -> None:
+        try:
+            tools = {rollout.rollout_id: one.tools.scoring for one in episodes for rollout in one.rollouts}
+            rollouts = [rollout for one in episodes for rollout in one.rollouts]
+            for some in [rollouts] if together else [[rollout] for rollout in rollouts]:
+                await self._grade(some, tools)
+        finally:
+            await asyncio.gather(*(one.tools.close() for one in episodes))
+
+    async def _grade(self, rollouts: Sequence[Rollout], tools: Mapping[str, CallTool]) -> None:
         graded = [rollout for rollout in rollouts if not rollout.dropped]
         if self._grader is not None and graded:
-            await self._grader.grade(graded)
+            await self._grader.grade(graded, tools)
         if self._done is not None:
             for rollout in rollouts:
                 self._done(rollout)

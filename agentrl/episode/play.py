@@ -39,7 +39,8 @@ class Episode:
         self._env_state = env_state
         self._env = EnvCalls(services.env_factory, services.pool)
         self._talk = Conversation(services, state)
-        self._tools = ToolRunner(services.tool_clients, state.episode_id)
+        self.tools = ToolRunner(services.tool_clients, state.episode_id, services.served)
+        """Its sessions outlive `play`, for whoever scores the episode; ``tools.close()`` ends them."""
         self._began = time.monotonic()
 
     @property
@@ -73,7 +74,7 @@ class Episode:
 
     async def _begin(self) -> None:
         observation, info = await self._env.reset(self._task, self.state.seed)
-        self._talk.tools = self._env.env.tools
+        self._talk.tools = self._services.offered(self._env.env.tools)
         if self._env_state is not None:
             await self._env.set_state(self._env_state)
             return
@@ -103,7 +104,7 @@ class Episode:
         """Give the environment, or the tools that the policy calls, what it said."""
         if not said.tool_calls or self._env.env.hears_calls:
             return await self._settle(await self._env.step(said))
-        results = await self._tools.local(said.tool_calls, self._env.env.tools)
+        results = await self.tools.local(said.tool_calls, self._talk.tools)
         answers = tuple(Message("tool", result.content, tool_call_id=result.call_id) for result in results)
         return answers, 0.0, False, False, {}
 
@@ -112,7 +113,7 @@ class Episode:
         observation, reward, terminated, truncated, info = step
         total = self._count(reward, info)
         while isinstance(observation, ToolCalls) and not (terminated or truncated):
-            results = await self._tools.asked(observation.calls, self._env.env.tools)
+            results = await self.tools.asked(observation.calls, self._talk.tools)
             observation, reward, terminated, truncated, info = await self._env.step(ToolResults(results))
             total += self._count(reward, info)
         return observation, total, terminated, truncated, info
@@ -125,8 +126,7 @@ class Episode:
         return float(reward)
 
     async def _close(self) -> None:
-        """End sessions and the environment. What cannot be told is only logged: the episode is over."""
-        await self._tools.close()
+        """End the sampler's session and the environment. What cannot be told is only logged: the episode is over."""
         await self._talk.close()
         try:
             await self._env.close()

@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from agentrl.env import Env
+from agentrl.episode.agent import Agent
 from agentrl.episode.failure import FailurePolicy
 from agentrl.episode.generate import Generate, play_generate
-from agentrl.episode.grading import Grading
+from agentrl.episode.grading import Grading, Played
 from agentrl.episode.limits import Limits
 from agentrl.episode.outcome import as_rollout
 from agentrl.episode.play import Episode
 from agentrl.episode.services import Services
 from agentrl.episode.state import EpisodeState
+from agentrl.episode.toolcalls import ToolRunner
 from agentrl.errors import EpisodeError, RunStopped
 from agentrl.protocols import Grader, Renderer, Sampler, ToolClient
 from agentrl.task import Task
+from agentrl.tool import Tool
 from agentrl.types import Failure, Rollout, SamplingParams, StopReason
 
 
@@ -43,13 +47,14 @@ class EpisodeRunner:
         env_factory: builds an environment for one episode.
         renderer: of the policy's chat template.
         sampler: samples turns.
-        tool_clients: by tool name, for environments that return `ToolCalls`.
+        tool_clients: by registered name, for tools with a server.
         limits: of every episode.
         sampling: of every turn.
         failure: decides what a failed episode becomes.
         max_concurrency: episodes that run at the same time, and threads for plain environment methods.
         generate: plays the episodes in place of an environment.
         grader: gives `run_many`'s rollouts their reward; those that were dropped are not graded.
+        served: the servers' tools by name, as the policy may call them.
     """
 
     def __init__(
@@ -65,10 +70,13 @@ class EpisodeRunner:
         max_concurrency: int,
         generate: Generate | None = None,
         grader: Grader | None = None,
+        served: Mapping[str, Tool] | None = None,
     ) -> None:
         # Threads are started as they are needed and end with the runner.
         pool = ThreadPoolExecutor(max_concurrency, thread_name_prefix="env")
-        self._services = Services(env_factory, renderer, sampler, tool_clients, limits, sampling, pool)
+        self._services = Services(
+            env_factory, renderer, sampler, tool_clients, limits, sampling, pool, served=served or {}
+        )
         self._failure = failure
         self._generate = generate
         self._grader = grader
@@ -100,29 +108,36 @@ class EpisodeRunner:
         Raises:
             RunStopped: the failure policy stops the run over it.
         """
+        played = await self._play(task, seed, rollout_id, graded=False)
+        return played.rollouts
+
+    async def _play(self, task: Task, seed: int, rollout_id: str, *, graded: bool) -> Played:
+        """Play one episode; where it is ``graded``, the sessions of its last attempt stay open for that."""
         async with self._slots:
             attempt = 0
             while True:
-                rollouts = await self._attempt(task, seed, rollout_id, attempt)
-                failure = rollouts[0].failure
-                if failure is None:
-                    return rollouts
-                action = self._failure.decide(failure, attempt)
-                if action == "stop":
+                played = await self._attempt(task, seed, rollout_id, attempt)
+                failure = played.rollouts[0].failure
+                action = self._failure.decide(failure, attempt) if failure is not None else "train"
+                if action == "train" and graded:
+                    return played
+                await played.tools.close()
+                if action == "stop" and failure is not None:
                     raise RunStopped(
                         f"episode {rollout_id} failed and rollout.failure.{failure.kind.value}=stop: {_describe(failure)}"
                     )
                 if action != "retry":
-                    for rollout in rollouts:
-                        rollout.dropped = action == "drop"
-                    return rollouts
+                    for rollout in played.rollouts:
+                        rollout.dropped = rollout.dropped or action == "drop"
+                    return played
                 attempt += 1
 
     async def run_many(self, jobs: Sequence[Job], on_done: Callable[[Rollout], None] | None = None) -> list[Rollout]:
         """Play all jobs and return their rollouts in the jobs' order; ``on_done`` gets each once it has its reward.
 
         A grader of single rollouts is asked as each episode ends, one of groups when all episodes of a task among the
-        ``jobs`` have ended. Cancelling it aborts every request and closes every session.
+        ``jobs`` have ended; until then the sessions of the tools that they called stay open. Cancelling it aborts every
+        request and closes every session.
 
         Raises:
             RunStopped: the failure policy stops the run over one episode, or over how many of these were dropped; or
@@ -131,31 +146,34 @@ class EpisodeRunner:
         grading = Grading(self._grader, (job.task.id for job in jobs), on_done)
 
         async def play(number: int, job: Job) -> list[Rollout]:
-            rollouts = await self.run(job.task, job.seed, job.rollout_id)
-            await grading.ended(number, job.task.id, rollouts)
-            return rollouts
+            played = await self._play(job.task, job.seed, job.rollout_id, graded=self._grader is not None)
+            await grading.ended(number, job.task.id, played)
+            return played.rollouts
 
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(play(number, job)) for number, job in enumerate(jobs)]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None  # the first ended the others
+        finally:
+            await grading.close()
         rollouts = [rollout for task in tasks for rollout in task.result()]
         self._check_dropped(rollouts)
         return rollouts
 
-    async def _attempt(self, task: Task, seed: int, rollout_id: str, attempt: int) -> list[Rollout]:
+    async def _attempt(self, task: Task, seed: int, rollout_id: str, attempt: int) -> Played:
         if self._generate is not None:
-            return await play_generate(
-                self._generate, self._services, task, seed=seed, rollout_id=rollout_id, attempt=attempt
-            )
+            agent = Agent(self._services, task, seed=seed, rollout_id=rollout_id, attempt=attempt)
+            async with _closed_if_cut(agent.tools):
+                return Played(await play_generate(self._generate, self._services, agent), agent.tools)
         episode = Episode(self._services, task, EpisodeState(rollout_id, seed, attempt))
         failure: Failure | None = None
         try:
-            reason = await episode.play()
+            async with _closed_if_cut(episode.tools):
+                reason = await episode.play()
         except EpisodeError as error:
             failure, reason = error.as_failure(), StopReason.FAILED
-        return [as_rollout(task, episode.state, reason, episode.seconds, failure)]
+        return Played([as_rollout(task, episode.state, reason, episode.seconds, failure)], episode.tools)
 
     def _check_dropped(self, rollouts: Sequence[Rollout]) -> None:
         failures = [rollout.failure for rollout in rollouts if rollout.dropped and rollout.failure is not None]
@@ -165,6 +183,16 @@ class EpisodeRunner:
                 f"{len(failures)} of {len(rollouts)} episodes failed for good, more than "
                 f"rollout.failure.max_failed_share={self._failure.config.max_failed_share:g}; {times} of them with: {common}"
             )
+
+
+@asynccontextmanager
+async def _closed_if_cut(tools: ToolRunner) -> AsyncIterator[None]:
+    """End sessions on the way out of an attempt that nobody will score."""
+    try:
+        yield
+    except BaseException:
+        await tools.close()
+        raise
 
 
 def _describe(failure: Failure) -> str:

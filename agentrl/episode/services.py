@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agentrl.env import Env
 from agentrl.episode.limits import Limits
+from agentrl.episode.toolcalls import client_of
 from agentrl.protocols import Renderer, Sampler, ToolClient
+from agentrl.tool import Tool
 from agentrl.types import SamplingParams
 
 
@@ -27,3 +29,16 @@ class Services:
     """Runs the plain methods of environments."""
     policy: str = "main"
     """Which policy of the sampler speaks."""
+    served: Mapping[str, Tool] = field(default_factory=dict)
+    """Tools of the run's servers by the tool's name, as the run's options make them."""
+
+    def offered(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
+        """Return ``tools`` as the policy may call them in this run: those of servers with the run's options.
+
+        Raises:
+            EnvironmentFailure: one is of a server that the run has not started.
+        """
+        for tool in tools:
+            if tool.server:
+                client_of(self.tool_clients, tool.server, tool.name)
+        return tuple(self.served.get(tool.name, tool) if tool.server else tool for tool in tools)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from agentrl.errors import AgentrlError, ToolFailure
+from agentrl.errors import AgentrlError, EnvironmentFailure, SandboxFailure, ToolFailure
 from agentrl.protocols import ToolClient
 from agentrl.tool import Tool, unknown_tool
 from agentrl.types import CallStatus, ToolCall, ToolResult, ToolStatus
@@ -18,37 +19,42 @@ class ToolRunner:
     """Runs calls, those of one turn at the same time, and remembers which servers hold a session.
 
     Args:
-        clients: by the tool's name.
+        clients: by the registered name.
         episode_id: names the session to the servers.
+        served: tools of those servers, by the tool's name.
     """
 
-    def __init__(self, clients: Mapping[str, ToolClient], episode_id: str) -> None:
+    def __init__(
+        self, clients: Mapping[str, ToolClient], episode_id: str, served: Mapping[str, Tool] | None = None
+    ) -> None:
         self._clients = clients
         self._episode_id = episode_id
+        self._served = served or {}
         self._sessions: dict[str, ToolClient] = {}
+        self._scored = 0
+        self._closed = False
 
     async def asked(self, calls: Sequence[ToolCall], tools: Sequence[Tool] = ()) -> tuple[ToolResult, ...]:
         """Run calls that an environment (or a generate function) asked for: by the tool of that name in ``tools``,
         else by the registered one. Unknown names are answered as invalid.
 
         Raises:
-            ToolFailure: a server failed, or a tool says that it is unavailable.
+            ToolFailure, SandboxFailure: a server failed, or a tool says that it did.
         """
         known = {tool.name: tool for tool in tools}
 
         async def run(call: ToolCall) -> ToolResult:
-            own, client = known.get(call.name), self._clients.get(call.name)
-            if own is not None:
-                return _available(call, await own.run(call))
-            if client is None:
-                return _unknown(call, (*known, *self._clients))
-            self._sessions[call.name] = client
-            return _available(call, await client.call(call, episode_id=self._episode_id))
+            tool = known.get(call.name) or self._served.get(call.name)
+            if tool is not None:
+                return await self._run(tool, call)
+            if call.name in self._clients:
+                return await self._remote(call.name, call)
+            return _unknown(call, (*known, *self._served, *self._clients))
 
         return await _all(run, calls)
 
     async def local(self, calls: Sequence[ToolCall], tools: Sequence[Tool]) -> tuple[ToolResult, ...]:
-        """Run calls that the policy made, by the environment's own tools alone."""
+        """Run calls that the policy made, by the tools that it was offered alone."""
         known = {tool.name: tool for tool in tools}
 
         async def run(call: ToolCall) -> ToolResult:
@@ -56,17 +62,53 @@ class ToolRunner:
                 return ToolResult(call.id, ToolStatus.INVALID, call.fault)
             if call.name not in known:
                 return _unknown(call, known)
-            return _available(call, await known[call.name].run(call))
+            return await self._run(known[call.name], call)
 
         return await _all(run, calls)
 
+    async def scoring(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Run a call of whoever scores the episode, in its sessions."""
+        self._scored += 1
+        (result,) = await self.asked((ToolCall(f"scoring-{self._scored}", name, arguments),))
+        return result
+
+    async def _run(self, tool: Tool, call: ToolCall) -> ToolResult:
+        return await (self._remote(tool.server, call) if tool.server else self._own(tool, call))
+
+    async def _own(self, tool: Tool, call: ToolCall) -> ToolResult:
+        return _available(call, await tool.run(call))
+
+    async def _remote(self, server: str, call: ToolCall) -> ToolResult:
+        if self._closed:
+            raise ToolFailure(f"tool {call.name!r}: the sessions of episode {self._episode_id} are closed")
+        client = self._sessions[server] = client_of(self._clients, server, call.name)
+        return _available(call, await client.call(call, episode_id=self._episode_id))
+
     async def close(self) -> None:
         """End the episode's sessions. A server that cannot be told is only logged: the episode is over."""
-        for name, client in self._sessions.items():
-            try:
-                await client.close_session(self._episode_id)
-            except AgentrlError as error:
-                _log.warning("tool %s: session %s was not closed: %s", name, self._episode_id, error)
+        self._closed = True
+        sessions, self._sessions = self._sessions, {}
+        await asyncio.gather(*(self._end(name, client) for name, client in sessions.items()))
+
+    async def _end(self, name: str, client: ToolClient) -> None:
+        try:
+            await client.close_session(self._episode_id)
+        except AgentrlError as error:
+            _log.warning("tool %s: session %s was not closed: %s", name, self._episode_id, error)
+
+
+def client_of(clients: Mapping[str, ToolClient], server: str, tool: str) -> ToolClient:
+    """Return the client of a tool's server.
+
+    Raises:
+        EnvironmentFailure: the run has none, since the environment did not name it.
+    """
+    if server not in clients:
+        raise EnvironmentFailure(
+            f"tool {tool!r} belongs to the server of {server!r}, which this run has not started: put {server!r} into "
+            f"tool_names of the environment (@uses_tools of a generate function); there are: {', '.join(clients) or 'none'}"
+        )
+    return clients[server]
 
 
 async def _all(run: Callable[[ToolCall], Awaitable[ToolResult]], calls: Sequence[ToolCall]) -> tuple[ToolResult, ...]:
@@ -84,6 +126,9 @@ def _unknown(call: ToolCall, known: Iterable[str]) -> ToolResult:
 
 
 def _available(call: ToolCall, result: ToolResult) -> ToolResult:
+    """Raise what is a failure of the infrastructure, whoever made the result: the policy has no part in it."""
     if result.status is ToolStatus.UNAVAILABLE:
         raise ToolFailure(f"tool {call.name!r} is unavailable: {result.content}")
+    if result.status is ToolStatus.SANDBOX_FAILURE:
+        raise SandboxFailure(f"tool {call.name!r}: {result.content}")
     return result

@@ -9,7 +9,8 @@ from typing import Any
 
 from agentrl.config.reward import RewardConfig
 from agentrl.config.schema import Config
-from agentrl.errors import ConfigError, RunStopped
+from agentrl.errors import ConfigError, RunStopped, SandboxFailure, ToolFailure
+from agentrl.protocols import CallTool
 from agentrl.registry import REWARDS, names, reward_function
 from agentrl.resolve import describe
 from agentrl.rewards.call import RewardCall
@@ -34,25 +35,27 @@ class RewardGrader:
         """Whether the function wants all rollouts of a task at the same time."""
         return self._call.group
 
-    async def grade(self, rollouts: Sequence[Rollout]) -> None:
+    async def grade(self, rollouts: Sequence[Rollout], tools: Mapping[str, CallTool] | None = None) -> None:
         """Set ``reward``, and ``metrics`` where the function returned more, of rollouts of one task.
 
         Where the function fails on them, ``reward.on_error`` says what follows; the failure is in ``rollout.failure``.
+        Where a tool's server failed it (``tools``, by rollout id), the rollouts are dropped: that is nobody's reward.
 
         Raises:
             RunStopped: it failed and ``reward.on_error=stop``.
 
         """
-        if self.group:
-            await self._grade(rollouts)
-        else:
-            for rollout in rollouts:
-                await self._grade([rollout])
+        for some in [rollouts] if self.group else [[rollout] for rollout in rollouts]:
+            await self._grade(some, tools or {})
 
-    async def _grade(self, rollouts: Sequence[Rollout]) -> None:
+    async def _grade(self, rollouts: Sequence[Rollout], tools: Mapping[str, CallTool]) -> None:
         try:
-            said = await self._call([Sample.of(rollout) for rollout in rollouts])
+            said = await self._call([Sample.of(rollout, tools.get(rollout.rollout_id)) for rollout in rollouts])
             each = self._each(said, len(rollouts)) if self.group else [said]
+        except (ToolFailure, SandboxFailure) as error:
+            for rollout in rollouts:
+                rollout.failure, rollout.dropped = error.as_failure(), True
+            return
         except Exception as error:  # whatever a function of the user's raises
             self._failed(rollouts, error)
             return

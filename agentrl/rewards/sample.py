@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.types import Rollout, StopReason, Turn
+from agentrl.errors import ToolFailure
+from agentrl.protocols import CallTool
+from agentrl.types import Rollout, StopReason, ToolResult, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +35,30 @@ class Sample:
     """Why the episode ended."""
     rollout: Rollout
     """All there is, tokens and environment metrics included."""
+    tools: CallTool | None = field(default=None, repr=False, compare=False)
+    """Runs tools in the episode's sessions; see `call_tool`."""
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Any] | None = None) -> ToolResult:
+        """Run a tool of the run's servers in the episode's own session: files that the policy wrote are there.
+
+        For an ``async def`` reward function. Sessions end when the reward is there.
+
+        Example::
+
+            async def score(sample):
+                tests = await sample.call_tool("python", {"code": "import check; print(check.passed())"})
+                return float(tests.content.strip() == "True")
+
+        Raises:
+            ToolFailure, SandboxFailure: the server or the sandbox failed: the rollout is dropped, if this is not caught.
+        """
+        if self.tools is None:
+            raise ToolFailure(f"tool {name!r}: the sessions of episode {self.rollout_id} are closed")
+        return await self.tools(name, arguments or {})
 
     @classmethod
-    def of(cls, rollout: Rollout) -> Sample:
-        """Return the sample of a rollout."""
+    def of(cls, rollout: Rollout, tools: CallTool | None = None) -> Sample:
+        """Return the sample of a rollout, with what runs tools in its episode's sessions where those are open."""
         return cls(
             prompt=rollout.prompt,
             response="".join(turn.action + turn.observation for turn in rollout.turns),
@@ -48,4 +70,5 @@ class Sample:
             turns=tuple(rollout.turns),
             stop_reason=rollout.stop_reason,
             rollout=rollout,
+            tools=tools,
         )

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from agentrl.episode.grading import Grading
+from agentrl.episode.grading import Grading, Played
+from agentrl.episode.toolcalls import ToolRunner
 from agentrl.errors import RunStopped
 from agentrl.types import Rollout, StopReason
 
@@ -15,7 +16,7 @@ class Noting:
     def __init__(self, group, error=None):
         self.group, self.error, self.given = group, error, []
 
-    async def grade(self, rollouts):
+    async def grade(self, rollouts, tools=None):
         await asyncio.sleep(0)
         if self.error is not None:
             raise self.error
@@ -35,7 +36,7 @@ def run(grader, ends, tasks):
 
     async def play():
         for number, task, rollouts in ends:
-            await grading.ended(number, task, rollouts)
+            await grading.ended(number, task, Played(rollouts, ToolRunner({}, task)))
 
     asyncio.run(play())
     return done
