@@ -1,1 +1,6 @@
 """Programs against hidden tests."""
+
+from .env import CodeContestEnv
+from .hidden import HiddenTests
+
+__all__ = ["CodeContestEnv", "HiddenTests"]

@@ -1,1 +1,8 @@
-"""Runs programs against hidden tests, in a sandbox of their own."""
+"""A judge: programs scored on hidden tests, in fresh sandboxes."""
+
+from .options import JudgeOptions
+from .service import JudgeService
+from .tool import JudgeTool
+from .verdicts import Rule, Verdict, verdict_of
+
+__all__ = ["JudgeOptions", "JudgeService", "JudgeTool", "Rule", "Verdict", "verdict_of"]

@@ -1,0 +1,196 @@
+"""Programming problems: the policy may try code, hands in a program, and is scored by tests that it never sees."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, get_args
+
+from agentrl import Env, Message, Task, Tool, ToolCall, ToolCalls, ToolResult, ToolResults, ToolStatus, served_tools
+from agentrl.env import Step
+from agentrl.errors import ConfigError, TaskError, ToolFailure
+from agentrl.types import Action, CallStatus, Info, Observation
+
+from .hidden import hidden_tests
+from .program import can_be_sent, program_in
+
+Scoring = Literal["share", "all"]
+"""``share``: the share of hidden tests passed; ``all``: 1 where all are passed, else 0."""
+ACCEPTED = "accepted"
+FAULTS = ("wrong_answer", "runtime_error", "time_limit", "memory_limit", "output_limit")
+"""How else a test may end; see the judge's ``Verdict``."""
+PROMPT = (
+    "Write a Python program that solves the problem below. It reads standard input and prints its answer to standard "
+    "output. Hand it in as one block that begins with ```python and ends with ```.\n\n{problem}"
+)
+NO_TRIES = "There are no tries left; hand in your program."
+
+
+class CodeContestEnv(Env):
+    """The policy speaks until it says something without a tool call: the program in it is what it hands in.
+
+    ``task.answer`` holds the hidden tests (see `HiddenTests`). Only the judge gets them; no message and no state does.
+    """
+
+    tool_names: ClassVar[tuple[str, ...]] = ("python", "judge")
+    hears_calls: ClassVar[bool] = True
+
+    def __init__(self, *, max_tries: int = 4, scoring: Scoring = "share", prompt: str = PROMPT) -> None:
+        """Set how the policy works and what its work is worth.
+
+        Args:
+            max_tries: calls of the tool ``python``; with 0 the policy has no tool.
+            scoring: the share of tests passed, or all or nothing.
+            prompt: the prompt around ``{problem}``.
+
+        Raises:
+            ConfigError: an option that makes no sense.
+        """
+        if max_tries < 0:
+            raise ConfigError(f"env.options.max_tries is {max_tries}; it must be at least 0")
+        if scoring not in get_args(Scoring):
+            raise ConfigError(f"env.options.scoring is {scoring!r}; it is one of: {', '.join(get_args(Scoring))}")
+        if "{problem}" not in prompt:
+            raise ConfigError(f"env.options.prompt has no {{problem}} in it: {prompt[:80]!r}")
+        self.max_tries = max_tries
+        self.scoring = scoring
+        self.prompt = prompt
+        self.tools: Sequence[Tool] = served_tools("python") if max_tries else ()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._tries = 0
+        self._used: list[str] = []
+        self._trying: list[list[str]] = []
+        self._judging = ""
+        self._has_program = False
+        self._verdicts: list[str] = []
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+        """Start an episode; the observation is the prompt around the problem.
+
+        Raises:
+            TaskError: the task has no problem, or no hidden tests.
+        """
+        super().reset(seed=seed, options=options)
+        self._begin()
+        if not self.task.question:
+            raise TaskError(f"task {self.task.id!r} has no problem to solve")
+        hidden_tests(self.task)
+        text = self.prompt.replace("{problem}", self.task.question)
+        return (*self.task.prompt[:-1], Message("user", text)), self._info()
+
+    def step(self, action: Action) -> Step:
+        """Take a turn of the policy, the results of the code it tried, or the judge's verdicts.
+
+        Raises:
+            ValueError: results that nobody asked for, or a turn where results are due.
+            ToolFailure: the judge gave no verdict.
+        """
+        if isinstance(action, ToolResults):
+            return self._judged(action) if self._judging else self._tried(action)
+        if self._judging or self._trying:
+            due = self._judging or ", ".join(call_id for call_id, _ in self._trying)
+            raise ValueError(f"the results of {due} are due before the policy's next turn")
+        self._used += [call.id for call in action.tool_calls]
+        return self._try(action.tool_calls) if action.tool_calls else self._hand_in(action.content)
+
+    def _try(self, calls: Sequence[ToolCall]) -> Step:
+        """Run what may be run. Nothing but ``python`` is: whatever name a policy calls, it never reaches the judge."""
+        self._trying, run = [], []
+        for call in calls:
+            fault = call.fault if call.status is not CallStatus.OK else ""
+            if not fault and call.name not in {tool.name for tool in self.tools}:
+                fault = f"there is no tool {call.name!r}"
+            if not fault and self._tries >= self.max_tries:
+                fault = NO_TRIES
+            if not fault:
+                self._tries += 1
+                run.append(call)
+            self._trying.append([call.id, fault])
+        if run:
+            return ToolCalls(tuple(run)), 0.0, False, False, self._info()
+        return self._tried(ToolResults(()))
+
+    def _tried(self, action: ToolResults) -> Step:
+        ran = {result.call_id: result.content for result in action.results}
+        if not self._trying or [*ran] != [call_id for call_id, fault in self._trying if not fault]:
+            raise ValueError(f"results for {', '.join(ran) or 'nothing'}, which were not asked for")
+        answers = tuple(Message("tool", fault or ran[call_id], tool_call_id=call_id) for call_id, fault in self._trying)
+        self._trying = []
+        return answers, 0.0, False, False, self._info()
+
+    def _hand_in(self, said: str) -> Step:
+        program = program_in(said)
+        if program is None or not can_be_sent(program):
+            return (), 0.0, True, False, self._info()
+        self._has_program = True
+        self._judging = "judge"
+        while self._judging in self._used:  # a policy may choose its calls' ids
+            self._judging += "_"
+        arguments = {"program": program, "stop_early": self.scoring == "all", **hidden_tests(self.task).arguments()}
+        return ToolCalls((ToolCall(self._judging, "judge", arguments),)), 0.0, False, False, self._info()
+
+    def _judged(self, action: ToolResults) -> Step:
+        if [result.call_id for result in action.results] != [self._judging]:
+            got = ", ".join(result.call_id for result in action.results)
+            raise ValueError(f"results for {got or 'nothing'}; expected {self._judging}")
+        self._verdicts = _verdicts(action.results[0])
+        self._judging = ""
+        reward = self._solved() if self.scoring == "all" else self._passed()
+        return (), reward, True, False, self._info()
+
+    def _passed(self) -> float:
+        return self._share(ACCEPTED)
+
+    def _solved(self) -> float:
+        return float(bool(self._verdicts) and all(verdict == ACCEPTED for verdict in self._verdicts))
+
+    def _share(self, verdict: str) -> float:
+        return Counter(self._verdicts)[verdict] / len(self._verdicts) if self._verdicts else 0.0
+
+    def _info(self) -> Info:
+        """Return the figures so far: they must be right whenever the runner cuts the episode."""
+        return {
+            "metrics": {
+                "solved": self._solved(),
+                "passed": self._passed(),
+                **{fault: self._share(fault) for fault in FAULTS},
+                "has_program": float(self._has_program),
+                "tries": float(self._tries),
+            }
+        }
+
+    @classmethod
+    def example_task(cls) -> Task:
+        """Return a problem that one line solves."""
+        problem = "The input is one line of integers. Print their sum."
+        tests = {"inputs": ["1 2 3\n", "-5 5\n"], "outputs": ["6\n", "0\n"]}
+        return Task("example", (Message("user", problem),), answer=tests)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the episode's state, JSON-able; the hidden tests are the task's, and not in it."""
+        return {
+            **super().get_state(),
+            "tries": self._tries,
+            "used": list(self._used),
+            "trying": [list(one) for one in self._trying],
+            "judging": self._judging,
+            "has_program": self._has_program,
+            "verdicts": list(self._verdicts),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `get_state` returned, after a `reset` on the same task."""
+        super().set_state(state)
+        self._tries, self._used = state["tries"], list(state["used"])
+        self._trying = [list(one) for one in state["trying"]]
+        self._judging, self._has_program = state["judging"], state["has_program"]
+        self._verdicts = list(state["verdicts"])
+
+
+def _verdicts(result: ToolResult) -> list[str]:
+    """Return the judge's verdicts; that there are none is never the policy's fault."""
+    if result.status is not ToolStatus.OK:
+        raise ToolFailure(f"the judge gave no verdict ({result.status.value}): {result.content}")
+    return list(result.data["verdicts"])

@@ -1,0 +1,53 @@
+"""The hidden tests in a task's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import NonNegativeFloat, TypeAdapter, ValidationError
+
+from agentrl.errors import TaskError
+from agentrl.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenTests:
+    """``Task.answer`` as data. Example: ``{"inputs": ["1 2\\n"], "outputs": ["3\\n"]}``."""
+
+    inputs: list[str]
+    """What the program reads, one text a test."""
+    outputs: list[str]
+    """What it is to print."""
+    compare: Literal["tokens", "lines"] = "tokens"
+    """Words, or whole lines."""
+    tolerance: NonNegativeFloat | None = None
+    """How far numbers may differ."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Return them as the judge takes them."""
+        rule = {"compare": self.compare} | ({} if self.tolerance is None else {"tolerance": self.tolerance})
+        return {"inputs": self.inputs, "outputs": self.outputs, **rule}
+
+
+_TESTS = TypeAdapter(HiddenTests)
+
+
+def hidden_tests(task: Task) -> HiddenTests:
+    """Return the hidden tests of a task.
+
+    Raises:
+        TaskError: its answer holds none, or something else.
+
+    """
+    answer = task.answer
+    try:
+        tests = _TESTS.validate_python(answer if isinstance(answer, Mapping) else {}, strict=True)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(str(part) for part in fault["loc"])
+        raise TaskError(f"task {task.id!r}: its answer holds no hidden tests: {where}: {fault['msg']}") from None
+    if not tests.inputs or len(tests.inputs) != len(tests.outputs):
+        raise TaskError(f"task {task.id!r} has {len(tests.inputs)} hidden inputs and {len(tests.outputs)} outputs")
+    return tests

@@ -1,0 +1,35 @@
+"""The program in what a policy says."""
+
+from __future__ import annotations
+
+_FENCE = "```"
+_PYTHON = ("python", "python3", "py")
+_THINK_END = "</think>"
+
+
+def program_in(said: str) -> str | None:
+    r"""Return the last block of Python in Markdown's fences, or None where there is none that was opened and closed.
+
+    What stands in reasoning, up to ``</think>``, is no answer. Example: ``"So:\n```python\nprint(1)\n```"``.
+    """
+    found: str | None = None
+    block: list[str] | None = None
+    for line in said.rpartition(_THINK_END)[2].split("\n"):
+        mark = line.strip()
+        if block is None:
+            if mark.startswith(_FENCE) and mark.removeprefix(_FENCE).strip().lower() in _PYTHON:
+                block = []
+        elif mark == _FENCE:
+            found, block = "\n".join(block) + "\n", None
+        else:
+            block.append(line)
+    return found if found is not None and found.strip() else None
+
+
+def can_be_sent(program: str) -> bool:
+    """Return whether a text can be encoded: halves of characters, which JSON can hold, cannot."""
+    try:
+        program.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,227 @@
+"""The taskset: generated problems, or files of published ones."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, Literal, overload
+
+import numpy as np
+
+from agentrl.data.rows import read_rows
+from agentrl.errors import ConfigError, MissingError, unknown_name
+from agentrl.task import Task, TaskSet
+from agentrl.types import Message
+
+from .classics import CLASSICS
+from .demonstrator import SLIPS, Programmer
+from .lists import draw_lists
+from .problem import Example, Problem, examples
+from .rows import COLUMNS, FunctionStyle, parse_row
+
+FAMILIES: Mapping[str, Callable[[Random], Problem]] = {"lists": draw_lists, **CLASSICS}
+"""Kinds of generated problems, by name."""
+Files = str | Path | Sequence[str | Path]
+"""One file or several."""
+Functions = Literal["refuse", "skip"]
+"""What to do with rows whose tests call a function."""
+
+
+def is_held_out(problem: Problem) -> bool:
+    """Return whether a problem belongs to ``eval`` (one in five of a family) or to the other splits."""
+    return zlib.crc32(f"held out? {problem.key}".encode()) % 5 == 0
+
+
+class Generated(Sequence[Task]):
+    """The tasks of a split, each made from its own seed when it is asked for."""
+
+    def __init__(self, name: str, size: int, seed: int, families: Sequence[str], public: int, hidden: int) -> None:
+        """Name what the tasks are made of; see `Contest`."""
+        self._name, self._size, self._seed = name, size, seed
+        self._families, self._public, self._hidden = tuple(families), public, hidden
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        if isinstance(index, slice):
+            return [self._task(i) for i in range(*index.indices(self._size))]
+        if not -self._size <= index < self._size:
+            raise IndexError(f"task {index} of {self._size} in split {self._name!r}")
+        return self._task(index % self._size)
+
+    def __iter__(self) -> Iterator[Task]:
+        return map(self._task, range(self._size))
+
+    def problem(self, index: int) -> tuple[Problem, Random]:
+        """Return the problem of a task, and the generator that draws its tests."""
+        rng = Random(f"contest/{self._seed}/{self._name}/{index}")
+        draw = FAMILIES[self._families[index % len(self._families)]]
+        while True:
+            problem = draw(rng)
+            if is_held_out(problem) == (self._name == "eval"):
+                return problem, rng
+
+    def _task(self, index: int) -> Task:
+        problem, rng = self.problem(index)
+        drawn = examples(problem, rng, self._public + self._hidden)
+        public, hidden = drawn[: self._public], drawn[self._public :]
+        return Task(
+            id=f"contest/{self._name}/{index}",
+            prompt=(Message("user", with_examples(problem.statement, public)),),
+            answer=as_answer(hidden or public),
+            metadata={"family": problem.family, "index": index, "split": self._name},
+        )
+
+
+class Contest(TaskSet):
+    """Programming problems with hidden tests, for the environment ``code_contest``.
+
+    Splits: ``train``, ``validation`` (further tasks of the same problems) and ``eval``, whose problems are in no other
+    split. With ``train`` and ``eval`` files of published rows are taken in place of generated problems.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        families: Sequence[str] = ("lists",),
+        train_size: int = 100_000,
+        eval_size: int = 384,
+        public: int = 1,
+        hidden: int = 5,
+        slips: float = 0.0,
+        train: Files | None = None,
+        eval: Files | None = None,
+        max_tests: int = 20,
+        functions: Functions = "refuse",
+    ) -> None:
+        """Say what problems there are.
+
+        Args:
+            seed: draws the generated problems of ``train`` and ``validation``, and all tests.
+            families: kinds of generated problems, taken in turn; see `FAMILIES`.
+            train_size: generated problems in ``train``.
+            eval_size: generated problems in ``eval`` and in ``validation``.
+            public: examples in the statement of a generated problem.
+            hidden: its hidden tests.
+            slips: share of demonstrations that fail, by one of `SLIPS`.
+            train: JSONL or parquet files to train on.
+            eval: JSONL or parquet files to evaluate on; without any nothing is evaluated.
+            max_tests: hidden tests of a published problem to keep: the first so many.
+            functions: ``refuse`` files with rows whose tests call a function, or ``skip`` those rows.
+
+        Raises:
+            ConfigError: an option is out of range.
+            UnknownNameError: there is no such family.
+
+        """
+        for name in families:
+            if name not in FAMILIES:
+                raise unknown_name("family", name, FAMILIES, "tasks.options.families")
+        sizes = {"train_size": train_size, "eval_size": eval_size, "hidden": hidden, "max_tests": max_tests}
+        if min(*sizes.values(), public + 1, len(families)) < 1:
+            raise ConfigError(
+                f"tasks.options: {sizes} must be at least 1, public={public} at least 0, families not empty"
+            )
+        if not 0 <= slips <= 1:
+            raise ConfigError(f"tasks.options.slips={slips} is a share, from 0 to 1")
+        if functions not in ("refuse", "skip"):
+            raise ConfigError(f"tasks.options.functions={functions!r} is neither refuse nor skip")
+        self._made = (seed, families, public, hidden)
+        self._sizes = {"train": train_size, "validation": eval_size, "eval": eval_size}
+        self._slips, self._max_tests, self._functions = slips, max_tests, functions
+        self._files = {"train": _paths(train), "eval": _paths(eval)}
+        self._read: dict[str, Sequence[Task]] = {}
+
+    @property
+    def _published(self) -> bool:
+        return any(self._files.values())
+
+    def split(self, name: str) -> Sequence[Task]:
+        """Return the tasks of a split.
+
+        Raises:
+            UnknownNameError: there is no such split.
+            MissingError: a file is not there.
+            ConfigError: a row of a file does not fit; the message says where.
+
+        """
+        known = self._files if self._published else self._sizes
+        if name not in known:
+            raise unknown_name("split", name, known, "tasks.train_split, tasks.eval_split")
+        if not self._published:
+            return self._generated(name)
+        if name not in self._read:
+            self._check_files()
+            self._read[name] = [task for path in self._files[name] for task in self._tasks(path, name)]
+        return self._read[name]
+
+    def demonstrator(self, task: Task, rng: np.random.Generator) -> Programmer:
+        """Return an expert for a generated task; with the option ``slips`` some of them fail."""
+        if self._published:
+            raise NotImplementedError(
+                "published problems have no demonstrations; leave tasks.options.train and eval out"
+            )
+        problem = self.problem(task)
+        slip = str(rng.choice(SLIPS)) if rng.random() < self._slips else None
+        return Programmer(problem, slip)
+
+    def problem(self, task: Task) -> Problem:
+        """Return the problem of a generated task, its reference solution with it."""
+        problem, _ = self._generated(task.metadata["split"]).problem(task.metadata["index"])
+        return problem
+
+    def _generated(self, name: str) -> Generated:
+        seed, families, public, hidden = self._made
+        return Generated(name, self._sizes[name], seed, families, public, hidden)
+
+    def _check_files(self) -> None:
+        if not self._files["train"]:
+            raise ConfigError("tasks.options.eval is set and tasks.options.train is not; name JSONL or parquet files")
+        lacks = [
+            f"tasks.options.{option}={path}: there is no such file"
+            for option, paths in self._files.items()
+            for path in paths
+            if not path.is_file()
+        ]
+        if lacks:
+            raise MissingError("\n".join(lacks))
+
+    def _tasks(self, path: Path, name: str) -> Iterator[Task]:
+        for row in read_rows(path, f"tasks.options.{name}", COLUMNS):
+            try:
+                found = parse_row(row)
+            except FunctionStyle:
+                if self._functions == "refuse":
+                    raise
+                continue
+            hidden = found.hidden[: self._max_tests]
+            yield Task(
+                id=f"contest/{name}/{path.name}:{row.number}",
+                prompt=(Message("user", found.statement),),
+                answer=as_answer(hidden),
+                metadata={"family": path.stem, **found.facts},
+            )
+
+
+def with_examples(statement: str, shown: Sequence[Example]) -> str:
+    """Return a statement with examples in it."""
+    parts = (f"\n\nInput:\n{one.given.rstrip()}\nOutput:\n{one.wanted.rstrip()}" for one in shown)
+    return statement + "".join(parts)
+
+
+def as_answer(hidden: Sequence[Example]) -> dict[str, Any]:
+    """Return tests as ``Task.answer`` has them."""
+    return {"inputs": [one.given for one in hidden], "outputs": [one.wanted for one in hidden]}
+
+
+def _paths(files: Files | None) -> list[Path]:
+    if files is None:
+        return []
+    return [Path(file).expanduser() for file in ([files] if isinstance(files, str | Path) else files)]

@@ -1,0 +1,10 @@
+"""The folder of the policy shipped with this taskset.
+
+It was made by ``make_policy`` and then ``configs/code_contest/sft_base.yaml`` and ``sft_warm.yaml``.
+"""
+
+from pathlib import Path
+
+WARM = Path(__file__).parent / "policies" / "warm"
+"""Writes programs of two lines over one line of integers, most of them with a slip: the start of
+``configs/code_contest/cpu.yaml``."""

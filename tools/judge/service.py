@@ -1,0 +1,31 @@
+"""The judge as agentrl starts and calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from agentrl import Tool
+from agentrl.config.base import Section
+from agentrl.toolserver.hosted import HostedTool
+from agentrl.toolserver.service import HostedService
+
+from .options import JudgeOptions
+from .tool import JudgeTool
+
+
+class JudgeService(HostedService):
+    """Programs scored on hidden tests in fresh sandboxes; for environments to ask, never for the policy."""
+
+    name: ClassVar[str] = "judge"
+    Options: ClassVar[type[Section]] = JudgeOptions
+    needs_sandbox: ClassVar[bool] = True
+
+    def hosted(self, options: Section) -> Sequence[HostedTool]:
+        """Return the one tool."""
+        assert isinstance(options, JudgeOptions)
+        return [JudgeTool(options)]
+
+    def tools(self, options: Mapping[str, Any]) -> tuple[Tool, ...]:
+        """Return nothing: no policy may ask how its program would do on the hidden tests."""
+        return ()

@@ -1,0 +1,131 @@
+"""Scores a program on hidden tests, each in a process of its own, in sandboxes that the episode has never touched."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from agentrl import Tool, ToolCall, ToolResult, ToolStatus
+from agentrl.toolserver.hosted import HostedTool, ToolSession
+from agentrl.toolserver.sandbox.base import Job, Sandbox
+
+from .options import JudgeOptions
+from .traces import look
+from .verdicts import Rule, Verdict, verdict_of
+
+_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "program": {"type": "string", "description": "A Python program; reads standard input, prints its answer."},
+        "inputs": {**_TEXTS, "description": "Standard input of each test."},
+        "outputs": {**_TEXTS, "description": "What is to be printed, one for each input."},
+        "compare": {"enum": ["tokens", "lines"], "default": "tokens"},
+        "tolerance": {
+            "type": "number",
+            "minimum": 0,
+            "description": "How far numbers may differ; without it not at all.",
+        },
+        "stop_early": {"type": "boolean", "default": False, "description": "End with the first test that fails."},
+    },
+    "required": ["program", "inputs", "outputs"],
+    "additionalProperties": False,
+}
+
+
+class JudgeTool(HostedTool):
+    """The judge. Only inputs enter a sandbox; what is expected stays here, where the program never is.
+
+    A program has a fresh sandbox, and every test a new process in it; all processes of the test before are dead by
+    then. Where a test left the least trace (a file, shared memory), the next one gets another fresh sandbox.
+    """
+
+    def __init__(self, options: JudgeOptions | None = None) -> None:
+        super().__init__(Tool("judge", "Run a program on hidden tests and say how each ended.", PARAMETERS))
+        self._options = options or JudgeOptions()
+        self._room = asyncio.Semaphore(self._options.at_once)
+
+    async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
+        """Judge ``program``. The result's data are ``{"verdicts": [one a test]}``; its content counts them.
+
+        Raises:
+            SandboxFailure: a sandbox failed for reasons of its own; there is no verdict then.
+
+        """
+        asked = call.arguments
+        fault = _fault_of(asked)
+        if fault:
+            return ToolResult(call.id, ToolStatus.INVALID, f"judge: {fault}")
+        async with self._room:
+            verdicts = await self._judge(session, asked)
+        passed = verdicts.count(Verdict.ACCEPTED)
+        content = f"{passed} of {len(verdicts)} tests passed"
+        return ToolResult(call.id, ToolStatus.OK, content, {"verdicts": [verdict.value for verdict in verdicts]})
+
+    async def _judge(self, session: ToolSession, asked: Mapping[str, Any]) -> Sequence[Verdict]:
+        rule = Rule(asked.get("compare", "tokens"), asked.get("tolerance"))
+        verdicts = [Verdict.NOT_RUN] * len(asked["inputs"])
+        async with _sandboxes(session) as next_sandbox:
+            for number, (given, expected) in enumerate(zip(asked["inputs"], asked["outputs"], strict=True)):
+                last = number == len(verdicts) - 1
+                sandbox = await next_sandbox(number, last=last)
+                job = Job(
+                    f"test-{number}",
+                    code=asked["program"],
+                    stdin=given.encode(),
+                    wall_s=self._options.wall_s,
+                    cpu_s=self._options.time_s,
+                    output_bytes=self._options.output_kb * 1024,
+                )
+                verdicts[number] = verdict_of(await sandbox.run(job), expected, rule)
+                if verdicts[number] is not Verdict.ACCEPTED and asked.get("stop_early", False):
+                    break
+        return verdicts
+
+
+class _Sandboxes:
+    """Fresh sandboxes, one after the other, as they are needed."""
+
+    def __init__(self, session: ToolSession) -> None:
+        self._session = session
+        self._open = AsyncExitStack()
+        self._sandbox: Sandbox | None = None
+        self._fresh: str | None = None
+
+    async def __call__(self, number: int, *, last: bool) -> Sandbox:
+        """Return a sandbox in which nothing is left of earlier tests."""
+        if self._sandbox is not None and await self._is_as_before(self._sandbox, number):
+            return self._sandbox
+        await self.close()
+        self._sandbox = await self._open.enter_async_context(self._session.fresh_sandbox())
+        self._fresh = None if last else await look(self._sandbox, 2 * number + 1)
+        return self._sandbox
+
+    async def _is_as_before(self, sandbox: Sandbox, number: int) -> bool:
+        return sandbox.alive and self._fresh is not None and await look(sandbox, 2 * number) == self._fresh
+
+    async def close(self) -> None:
+        await self._open.aclose()
+        self._sandbox = None
+
+
+@asynccontextmanager
+async def _sandboxes(session: ToolSession) -> AsyncIterator[_Sandboxes]:
+    sandboxes = _Sandboxes(session)
+    try:
+        yield sandboxes
+    finally:
+        await sandboxes.close()
+
+
+def _fault_of(asked: Mapping[str, Any]) -> str:
+    if len(asked["inputs"]) != len(asked["outputs"]):
+        return f"{len(asked['inputs'])} inputs and {len(asked['outputs'])} outputs; every test has one of each"
+    try:
+        for text in (asked["program"], *asked["inputs"]):
+            text.encode()
+    except UnicodeEncodeError as error:
+        return f"character {error.start} of a text is no character: {error.reason}"
+    return ""

@@ -1,0 +1,94 @@
+"""What became of a program on one test: comparison of what it printed, and the verdict. Nothing here runs anything."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from agentrl.toolserver.sandbox.base import Outcome
+from agentrl.types import ToolStatus
+
+Compare = Literal["tokens", "lines"]
+"""``tokens``: the words between white space; ``lines``: whole lines, white space at their ends and blank lines at the
+end of the output left out."""
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_LONGEST_NUMBER = 64
+
+
+class Verdict(StrEnum):
+    """How one test ended."""
+
+    ACCEPTED = "accepted"
+    """It ended with exit status 0 and printed what was expected."""
+    WRONG_ANSWER = "wrong_answer"
+    """It ended with exit status 0 and printed something else."""
+    RUNTIME_ERROR = "runtime_error"
+    """It ended with another exit status, or by a signal."""
+    TIME_LIMIT = "time_limit"
+    """It used up its time."""
+    MEMORY_LIMIT = "memory_limit"
+    """It used more memory than its sandbox has."""
+    OUTPUT_LIMIT = "output_limit"
+    """It printed more than it may."""
+    NOT_RUN = "not_run"
+    """An earlier test failed, and one failure was enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How output is compared with what was expected."""
+
+    compare: Compare = "tokens"
+    """Words or lines."""
+    tolerance: float | None = None
+    """Of ``tokens``: numbers may differ by this much, times the expected number where that is greater than 1; None wants
+    the same text."""
+
+    def fits(self, printed: str, expected: str) -> bool:
+        """Return whether ``printed`` is right."""
+        if self.compare == "lines":
+            return _lines(printed) == _lines(expected)
+        said, wanted = printed.split(), expected.split()
+        return len(said) == len(wanted) and all(map(self._same, said, wanted))
+
+    def _same(self, said: str, wanted: str) -> bool:
+        if said == wanted:
+            return True
+        if self.tolerance is None or not (_is_number(said) and _is_number(wanted)):
+            return False
+        number, right = float(said), float(wanted)
+        # 1e999 reads as infinity, from which everything and nothing is within a tolerance.
+        if not (math.isfinite(number) and math.isfinite(right)):
+            return False
+        return abs(number - right) <= self.tolerance * max(1.0, abs(right))
+
+
+def _lines(text: str) -> list[str]:
+    lines = [line.rstrip() for line in text.split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _is_number(word: str) -> bool:
+    return len(word) <= _LONGEST_NUMBER and _NUMBER.fullmatch(word) is not None
+
+
+_ENDED = {
+    ToolStatus.ERROR: Verdict.RUNTIME_ERROR,
+    ToolStatus.KILLED: Verdict.RUNTIME_ERROR,
+    ToolStatus.TIMEOUT: Verdict.TIME_LIMIT,
+    ToolStatus.OUT_OF_MEMORY: Verdict.MEMORY_LIMIT,
+    ToolStatus.OUTPUT_CUT: Verdict.OUTPUT_LIMIT,
+}
+
+
+def verdict_of(outcome: Outcome, expected: str, rule: Rule) -> Verdict:
+    """Return the verdict on one run. Only a run that ended by itself, with exit status 0, has its output looked at."""
+    if outcome.status is not ToolStatus.OK:
+        return _ENDED[outcome.status]
+    return Verdict.ACCEPTED if rule.fits(outcome.stdout, expected) else Verdict.WRONG_ANSWER
