@@ -298,10 +298,13 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
-    async with open_sessions(tools, config, sandboxed=sandboxed) as sessions:
+    from agentrl.toolserver.mcp import mcp_routes  # most of a second, for servers alone
+
+    async with open_sessions(tools, config, sandboxed=sandboxed) as sessions, AsyncExitStack() as connections:
+        routes = await connections.enter_async_context(mcp_routes(sessions))
         server = _Server(
             uvicorn.Config(
-                make_app(sessions, token=token),
+                make_app(sessions, token=token, mounts=routes),
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
@@ -320,6 +323,7 @@ async def _serve(
         for task in (draining, hurrying, stopping):
             task.cancel()
         await sessions.stop()  # answers who still waits for a call, before their connections are closed
+        await connections.aclose()  # streams that MCP's clients keep open
         server.should_exit = True
         await serving
 
