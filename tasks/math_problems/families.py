@@ -139,7 +139,7 @@ def digits(rng: Random) -> Problem:
     power = f"{base} ** {exponent}"
     text, code, wrong, answer = (
         (
-            "the sum",
+            f"What is the sum of the digits of {base} to the power {exponent}?",
             f"print(sum(map(int, str({power}))))",
             f"print(sum(map(int, str({base}))))",
             _digit_sum(base**exponent),
@@ -154,20 +154,10 @@ def digits(rng: Random) -> Problem:
     return Problem(text, code, str(answer), (wrong,), 2)
 
 
-_MONTHS = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-]
+# fmt: off
+_MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+           "December")
+# fmt: on
 _WEEKDAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from agentrl import Env
 from agentrl.errors import TaskError
 from agentrl.registry import make_env
 from agentrl.task import Task
 from agentrl.types import Message
 
+WRONG = "-31415926535"
+"""No problem's answer."""
+
 
 def validate(tasks: Iterable[Task], env: str = "python_math") -> list[str]:
-    r"""Give each task its own answer in a ``\boxed{}``, and return what is said of those that do not score 1.
-
-    ``python -m agentrl_tasks.math_problems FILE …`` does so for the rows of files.
+    r"""Give each task its own answer in a ``\boxed{}``, and a wrong one; return what is said of those that score otherwise
+    than 1 and 0. An empty list says that all is well.
 
     Args:
         tasks: with a text for an answer, or a list of them, each of which must score.
@@ -23,13 +26,18 @@ def validate(tasks: Iterable[Task], env: str = "python_math") -> list[str]:
     played = make_env(env)
     faults = []
     for task in tasks:
-        for answer in [task.answer] if isinstance(task.answer, str) else task.answer:
-            try:
-                played.reset(seed=0, options={"task": task})
-                _, reward, *_ = played.step(Message("assistant", f"\\boxed{{{answer}}}"))
-            except TaskError as error:
-                faults.append(str(error))
-            else:
-                if reward != 1.0:
-                    faults.append(f"task {task.id!r}: its own answer {answer!r} scores {reward:g}")
+        rights = [task.answer] if isinstance(task.answer, str) else task.answer
+        try:
+            faults += [
+                f"task {task.id!r}: {answer!r} scores {reward:g}, and its own answers are {rights!r}"
+                for answer in (*rights, WRONG)
+                if (reward := _score(played, task, answer)) != (answer != WRONG)
+            ]
+        except TaskError as error:
+            faults.append(str(error))
     return faults
+
+
+def _score(env: Env, task: Task, answer: str) -> float:
+    env.reset(seed=0, options={"task": task})
+    return env.step(Message("assistant", f"\\boxed{{{answer}}}"))[1]
