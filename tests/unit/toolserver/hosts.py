@@ -1,0 +1,196 @@
+"""Tools, sandboxes and servers by hand, for tests of the tool server."""
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+
+from agentrl.config.sandbox import SandboxConfig
+from agentrl.config.toolserver import ServerConfig
+from agentrl.errors import SandboxFailure
+from agentrl.tool import Tool
+from agentrl.toolserver.hosted import HostedTool, ToolSession
+from agentrl.toolserver.sandbox.base import Job, Outcome, Sandbox, SandboxBackend
+from agentrl.toolserver.server import listen
+from agentrl.toolserver.sessions import Sessions
+from agentrl.types import ToolCall, ToolResult, ToolStatus
+
+Schema = dict[str, Any]
+ANYTHING: Schema = {"type": "object"}
+
+
+def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a coroutine test in a loop of its own; one that hangs fails."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(30):
+                await test(*args, **kwargs)
+
+        asyncio.run(bounded())
+
+    return run
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Let others run until something holds."""
+    async with asyncio.timeout(5):
+        while not holds():  # noqa: ASYNC110  what is waited for is another's state
+            await asyncio.sleep(0.001)
+
+
+class FakeSandbox(Sandbox):
+    """Answers each job with its own code; waits for ``gate`` first."""
+
+    def __init__(self, name: str) -> None:
+        self.id = name
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.jobs: list[Job] = []
+        self.running = 0
+        self.closed = False
+        self.broken = False
+
+    @property
+    def alive(self) -> bool:
+        return not self.broken and not self.closed
+
+    async def run(self, job: Job) -> Outcome:
+        if not self.alive:
+            raise SandboxFailure(f"sandbox {self.id} is gone")
+        self.jobs.append(job)
+        self.running += 1
+        assert self.running == 1, "two calls at once in one sandbox"
+        try:
+            await self.gate.wait()
+        finally:
+            self.running -= 1
+        return Outcome(ToolStatus.OK, job.code or "", "", 0, 0.0)
+
+    async def write_file(self, path: str, content: bytes) -> None:
+        raise AssertionError("not asked for")
+
+    async def read_file(self, path: str, max_bytes: int = 2**20) -> bytes:
+        raise AssertionError("not asked for")
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class FakeBackend(SandboxBackend):
+    """Opens fake sandboxes, or fails with ``fault``."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        super().__init__(SandboxConfig())
+        self.opened: list[FakeSandbox] = []
+        self.fault: Exception | None = None
+
+    async def start(self) -> None:
+        pass
+
+    async def open(self, session_id: str) -> Sandbox:
+        await asyncio.sleep(0)
+        if self.fault is not None:
+            raise self.fault
+        self.opened.append(FakeSandbox(session_id))
+        return self.opened[-1]
+
+    async def close(self) -> None:
+        pass
+
+    @property
+    def alive(self) -> list[FakeSandbox]:
+        return [sandbox for sandbox in self.opened if sandbox.alive]
+
+
+class FakeTool(HostedTool):
+    """A tool whose work is a function; counts what it was asked."""
+
+    def __init__(
+        self,
+        work: Callable[[ToolSession, ToolCall], Awaitable[ToolResult]],
+        name: str = "fake",
+        schema: Schema = ANYTHING,
+    ) -> None:
+        super().__init__(Tool(name, "Does as the test says.", schema))
+        self.work = work
+        self.calls: list[ToolCall] = []
+
+    async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
+        self.calls.append(call)
+        return await self.work(session, call)
+
+
+class Gate:
+    """Work that waits until the test lets it go, and then answers with its arguments."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.cancelled = 0
+
+    async def __call__(self, session: ToolSession, call: ToolCall) -> ToolResult:
+        try:
+            await self.open.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return await echo(session, call)
+
+
+async def echo(session: ToolSession, call: ToolCall) -> ToolResult:
+    """Answer with the session and the arguments."""
+    return ToolResult(call.id, ToolStatus.OK, f"{call.id} {dict(call.arguments)}", {"session": session.id})
+
+
+async def in_sandbox(session: ToolSession, call: ToolCall) -> ToolResult:
+    """Answer with what the sandbox says, and the sandbox's name."""
+    sandbox = await session.sandbox()
+    outcome = await sandbox.run(Job(call.id, code=str(call.arguments.get("code", ""))))
+    return ToolResult(call.id, outcome.status, outcome.stdout, sandbox.id)
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_sessions(*tools: HostedTool, backend: SandboxBackend | None = None, **kwargs: Any) -> Sessions:
+    """Return sessions; further arguments are the server's configuration, but for ``clock``."""
+    clock = {"clock": kwargs.pop("clock")} if "clock" in kwargs else {}
+    return Sessions(backend, list(tools), ServerConfig(**kwargs), **clock)
+
+
+def app_client(app: Starlette, **kwargs: Any) -> httpx.AsyncClient:
+    """Return a client of an application, without a socket between them."""
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", **kwargs)
+
+
+@asynccontextmanager
+async def served(app: Starlette) -> AsyncIterator[str]:
+    """Serve on a free port and yield the address."""
+    with listen("127.0.0.1", 0) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
+        serving = asyncio.create_task(server._serve(sockets=[listener]))
+        while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
+            await asyncio.sleep(0.001)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        await serving
+
+
+def statuses(results: Sequence[ToolResult]) -> list[str]:
+    return [result.status.value for result in results]
