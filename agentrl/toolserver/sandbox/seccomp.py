@@ -131,6 +131,9 @@ kexec_load kexec_file_load create_module init_module finit_module delete_module 
 reboot swapon swapoff syslog acct quotactl quotactl_fd iopl ioperm vhangup sethostname setdomainname
 settimeofday clock_settime clock_adjtime adjtimex
 """,
+    "priorities, also of the runner, which has the same user": """
+setpriority
+""",
     "where memory lies": """
 mbind set_mempolicy set_mempolicy_home_node migrate_pages move_pages
 """,
@@ -169,6 +172,7 @@ class Check:
 
 
 _FAMILIES = Check(0, (AF_UNIX, AF_INET, AF_INET6), errno=errno.EAFNOSUPPORT)
+_MYSELF = Check(0, (0,))
 CHECKED: Mapping[str, Check] = {
     "clone": Check(0, (0,), mask=NAMESPACE_FLAGS),
     "socket": _FAMILIES,
@@ -176,6 +180,12 @@ CHECKED: Mapping[str, Check] = {
     "ioctl": Check(1, (TIOCSTI, TIOCLINUX), allowed=False),
     # Linux as it is, and the question which it is.
     "personality": Check(0, (0, FULL)),
+    # Of the calling process alone. The kernel asks only for the same user, so that code could starve its runner or,
+    # by a limit of CPU time, have the kernel kill it.
+    "prlimit64": _MYSELF,
+    "sched_setscheduler": _MYSELF,
+    "sched_setparam": _MYSELF,
+    "sched_setattr": _MYSELF,
 }
 """Allowed or not by an argument."""
 
