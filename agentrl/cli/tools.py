@@ -1,26 +1,117 @@
-"""``agentrl tools serve NAME``."""
+"""``agentrl tools serve`` and ``agentrl tools sandbox``."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
 
-from agentrl.registry import TOOLS, names, tool_service
+from agentrl.config.load import Tree, merge, parse_override
+from agentrl.config.sandbox import Backend, SandboxConfig
+from agentrl.config.toolserver import ToolServerConfig
+from agentrl.errors import UserError
+from agentrl.registry import TOOLS, names
+
+_SURVEYED: tuple[Backend, ...] = ("bubblewrap", "docker")
+"""Backends that hold something back."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """The parser of an action. That of ``serve`` takes a tool's name as its first word, and then the tool's own options."""
+
+    serves = False
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        words = list(sys.argv[1:] if args is None else args)
+        if self.serves:
+            named = bool(words) and not words[0].startswith("-") and "=" not in words[0]
+            self._add_options_of(words.pop(0) if named else None)
+        return super().parse_known_args(words, namespace)
+
+    def _add_options_of(self, tool: str | None) -> None:
+        self.set_defaults(tool=tool)
+        if tool is None:
+            _add_config_arguments(self)
+            return
+        from agentrl.toolserver.service import find_service
+
+        self.prog += f" {tool}"
+        try:
+            find_service(tool).add_arguments(self)
+        except UserError as error:
+            self.error(str(error))
+
+
+def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s NAME [options of the tool]\n       %(prog)s --config FILE [key=value ...]"
+    known = ", ".join(names(TOOLS))
+    parser.epilog = (
+        f"NAME is a registered tool ({known}), or file.py:name of an agentrl.Tool; "
+        "'%(prog)s NAME --help' shows its options."
+    )
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="FILE", help="YAML with the sections server, sandbox, tools"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over those of the file")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command; a tool adds its own."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    serve = actions.add_parser("serve", help="run a tool's server")
-    tools = serve.add_subparsers(dest="tool", required=True, metavar="NAME")
-    for name in names(TOOLS):
-        one = tools.add_parser(name, help=f"serve {name}")
-        one.add_argument("--host", default="127.0.0.1", help="address to listen on")
-        one.add_argument("--port", type=int, default=8300, help="port to listen on")
-        if name in sys.argv:
-            tool_service(name).add_arguments(one)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=_Parser)
+    serve = actions.add_parser("serve", help="run the server of a tool, or of several")
+    serve.serves = True
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; others than the loopback want a token"
+    )
+    serve.add_argument("--port", type=int, default=8300, help="port to listen on; 0 takes a free one")
+    serve.set_defaults(act=_serve)
+    sandbox = actions.add_parser("sandbox", help="try what sandboxes hold back on this machine, and show it")
+    sandbox.add_argument(
+        "--backend",
+        action="append",
+        choices=get_args(Backend),
+        help=f"repeat it for several; default {' and '.join(_SURVEYED)}",
+    )
+    sandbox.add_argument("overrides", nargs="*", metavar="key=value", help="such as sandbox.image=NAME")
+    sandbox.set_defaults(act=_sandbox)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Serve until told to stop."""
-    tool_service(arguments.tool).serve(arguments)
+    """Do what is asked."""
+    arguments.act(arguments)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from agentrl.toolserver.options import make_server_config
+    from agentrl.toolserver.service import find_service, serve
+
+    if arguments.tool is not None:
+        find_service(arguments.tool).serve(arguments)
+    else:
+        serve(make_server_config(arguments.config, arguments.overrides), host=arguments.host, port=arguments.port)
+
+
+def _sandbox(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from agentrl.toolserver.sandbox.canary import survey
+    from agentrl.toolserver.sandbox.choice import make_backend
+
+    config = _sandbox_config(arguments.overrides)
+    chosen = arguments.backend or _SURVEYED
+    backends = [make_backend(config.model_copy(update={"backend": backend})) for backend in chosen]
+    Console().print(asyncio.run(survey(backends)))
+
+
+def _sandbox_config(overrides: Sequence[str]) -> SandboxConfig:
+    from agentrl.toolserver.options import read_section
+
+    tree: Tree = {}
+    for override in overrides:
+        tree = merge(tree, parse_override(override))
+    return read_section(ToolServerConfig, tree, "").sandbox
