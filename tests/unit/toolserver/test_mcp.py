@@ -1,0 +1,323 @@
+"""The server's tools over MCP: by the SDK's own client and by bare JSON-RPC, against a real server on the loopback."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from mcp import Client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared._httpx_utils import create_mcp_http_client
+
+from agentrl.config.sandbox import SandboxConfig
+from agentrl.config.toolserver import ServerConfig, ToolServerConfig
+from agentrl.errors import SandboxFailure, ToolFailure
+from agentrl.tool import Tool
+from agentrl.toolserver.hosted import HostedTool, ToolSession
+from agentrl.toolserver.mcp import DATA, STATUS, mcp_routes
+from agentrl.toolserver.results import run_job
+from agentrl.toolserver.sandbox.base import Job
+from agentrl.toolserver.server import listen, make_app, open_sessions
+from agentrl.toolserver.sessions import Sessions
+from agentrl.types import ToolCall, ToolResult, ToolStatus
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "minLength": 1}},
+    "required": ["text"],
+    "additionalProperties": False,
+}
+
+
+class Echo(HostedTool):
+    """Answers with the text, its place in the session, and the status that the text asks for."""
+
+    def __init__(self) -> None:
+        super().__init__(Tool("echo", "Say it again.", SCHEMA))
+
+    async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
+        text = call.arguments["text"]
+        session.state["echo"] = session.state.get("echo", 0) + 1
+        if text == "sandbox":
+            raise SandboxFailure("the sandbox is gone")
+        if text == "tool":
+            raise ToolFailure("the tool is gone")
+        if text.startswith("wait "):
+            await asyncio.sleep(float(text.removeprefix("wait ")))
+        status = ToolStatus.TIMEOUT if text == "timeout" else ToolStatus.OK
+        return ToolResult(call.id, status, f"{text} {session.state['echo']}", {"said": text})
+
+
+class Code(HostedTool):
+    """Python in the session's sandbox."""
+
+    def __init__(self) -> None:
+        super().__init__(Tool("code", "Run it.", SCHEMA))
+
+    async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
+        return await run_job(session, call, Job(call.id, code=call.arguments["text"]), 1000)
+
+
+@dataclass
+class Served:
+    url: str
+    sessions: Sessions
+
+
+@asynccontextmanager
+async def served(
+    tools: Sequence[HostedTool] = (), token: str | None = None, sandboxed: bool = False, **server: Any
+) -> AsyncIterator[Served]:
+    config = ToolServerConfig(server=ServerConfig(**server), sandbox=SandboxConfig(backend="unsafe_subprocess"))
+    async with AsyncExitStack() as exits:
+        sessions = await exits.enter_async_context(open_sessions(tools or [Echo()], config, sandboxed=sandboxed))
+        routes = await exits.enter_async_context(mcp_routes(sessions))
+        listener = exits.enter_context(listen("127.0.0.1", 0))
+        server_ = uvicorn.Server(
+            uvicorn.Config(
+                make_app(sessions, token=token, mounts=routes), log_level="warning", lifespan="off", ws="none"
+            )
+        )
+        serving = asyncio.create_task(server_.serve(sockets=[listener]))
+        try:
+            yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}/mcp", sessions)
+        finally:
+            server_.should_exit = True
+            await serving
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await main()
+
+    asyncio.run(bounded())
+
+
+async def say(client: Client, text: str, tool: str = "echo") -> tuple[bool, str, str]:
+    """Return whether a call is an error, its status and its text."""
+    result = await client.call_tool(tool, {"text": text})
+    (content,) = result.content
+    assert result.meta is not None
+    return result.is_error, result.meta[STATUS], content.text
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in 5 s"
+        await asyncio.sleep(0.01)
+
+
+def test_any_client_sees_the_tools_and_has_a_session_of_its_own() -> None:
+    async def main() -> None:
+        async with served() as server:
+            async with Client(server.url) as one, Client(server.url) as other:
+                (tool,) = (await one.list_tools()).tools
+                assert (tool.name, tool.description, tool.input_schema) == ("echo", "Say it again.", SCHEMA)
+                assert len(server.sessions) == 0  # none before the first call
+                assert [await say(one, "a"), await say(one, "b"), await say(other, "c")] == [
+                    (False, "ok", "a 1"),
+                    (False, "ok", "b 2"),
+                    (False, "ok", "c 1"),
+                ]
+                data = (await one.call_tool("echo", {"text": "d"})).meta
+                assert data == {STATUS: "ok", DATA: {"said": "d"}}
+                assert len(server.sessions) == 2
+            await until(lambda: len(server.sessions) == 0)
+
+    run(main)
+
+
+def test_files_stay_in_a_session_and_go_with_it() -> None:
+    async def main() -> None:
+        async with served([Code()], sandboxed=True) as server:
+            async with Client(server.url) as one, Client(server.url) as other:
+                await say(one, "open('kept', 'w').write('mine')", "code")
+                assert await say(one, "print(open('kept').read())", "code") == (False, "ok", "mine")
+                error, status, text = await say(other, "open('kept')", "code")
+                assert (error, status) == (True, "error")
+                assert "FileNotFoundError" in text
+            await until(lambda: len(server.sessions) == 0)
+
+    run(main)
+
+
+def test_every_fault_is_a_result_that_a_model_can_read() -> None:
+    async def main() -> None:
+        async with served() as server, Client(server.url) as client:
+            assert await say(client, "timeout") == (True, "timeout", "timeout 1")
+            assert await say(client, "x", "nope") == (True, "invalid", "there is no tool 'nope'; there are: echo")
+            assert await say(client, "") == (True, "invalid", "echo['text']: '' should be non-empty")
+            assert await say(client, "sandbox") == (True, "sandbox_failure", "the sandbox is gone")
+            assert await say(client, "tool") == (True, "unavailable", "the tool is gone")
+            result = await client.call_tool("echo")
+            assert result.meta == {STATUS: "invalid"}
+
+    run(main)
+
+
+def test_calls_side_by_side_get_their_own_answers() -> None:
+    async def main() -> None:
+        async with served() as server, Client(server.url) as client:
+            waits = [0.3, 0.0, 0.2, 0.1]
+            results = await asyncio.gather(*(say(client, f"wait {seconds}") for seconds in waits))
+            assert [text.rpartition(" ")[0] for _, _, text in results] == [f"wait {seconds}" for seconds in waits]
+            assert len(server.sessions) == 1
+
+    run(main)
+
+
+def test_a_session_that_was_closed_for_idleness_is_not_opened_again_in_silence() -> None:
+    async def main() -> None:
+        async with served(idle_s=0.4) as server, Client(server.url) as client:
+            await say(client, "a")
+            await until(lambda: len(server.sessions) == 0)
+            # Its connection is open still: the client listens.
+            error, status, text = await say(client, "b")
+            assert (error, status) == (True, "unavailable")
+            assert "was closed after 0.4 s without a call" in text
+
+    run(main)
+
+
+def test_no_more_sessions_than_the_server_takes() -> None:
+    async def main() -> None:
+        async with served(max_sessions=1, queue_s=0) as server:
+            async with Client(server.url) as one:
+                await say(one, "a")
+                async with Client(server.url) as other:
+                    error, status, text = await say(other, "b")
+                    assert (error, status) == (True, "unavailable")
+                    assert "server.max_sessions" in text
+            await until(lambda: len(server.sessions) == 0)
+            async with Client(server.url) as late:
+                assert await say(late, "c") == (False, "ok", "c 1")
+
+    run(main)
+
+
+def test_the_token_holds_here_too() -> None:
+    async def main() -> None:
+        async with served(token="secret") as server:
+            async with httpx.AsyncClient() as bare:
+                assert (await bare.post(server.url, json=INITIALIZE, headers=ACCEPT)).status_code == 401
+            http = create_mcp_http_client(headers={"Authorization": "Bearer secret"})
+            async with http, Client(streamable_http_client(server.url, http_client=http)) as client:
+                assert await say(client, "a") == (False, "ok", "a 1")
+
+    run(main)
+
+
+ACCEPT = {"accept": "application/json, text/event-stream"}
+JSON = {"content-type": "application/json"}
+INITIALIZE = {
+    "jsonrpc": "2.0",
+    "id": 1,
+    "method": "initialize",
+    "params": {
+        "protocolVersion": "2025-06-18",
+        "capabilities": {},
+        "clientInfo": {"name": "bare", "version": "1"},
+    },
+}
+
+
+def request(number: int, method: str, **params: Any) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
+
+
+def test_the_protocol_without_an_sdk() -> None:
+    async def main() -> None:
+        async with served() as server, httpx.AsyncClient() as http:
+            hello = await http.post(server.url, json=INITIALIZE, headers=ACCEPT)
+            assert hello.json()["result"]["protocolVersion"] == "2025-06-18"
+            assert hello.json()["result"]["serverInfo"]["name"] == "agentrl"
+            headers = {
+                **ACCEPT,
+                "mcp-session-id": hello.headers["mcp-session-id"],
+                "mcp-protocol-version": "2025-06-18",
+            }
+            ready = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+            assert (await http.post(server.url, json=ready, headers=headers)).status_code == 202
+            said = await http.post(
+                server.url, json=request(2, "tools/call", name="echo", arguments={"text": "a"}), headers=headers
+            )
+            assert said.json() == {
+                "jsonrpc": "2.0",
+                "id": 2,
+                "result": {
+                    "_meta": {STATUS: "ok", DATA: {"said": "a"}},
+                    "content": [{"type": "text", "text": "a 1"}],
+                    "isError": False,
+                },
+            }
+            assert len(server.sessions) == 1
+            assert (await http.delete(server.url, headers=headers)).status_code == 200
+            assert len(server.sessions) == 0
+            assert (await http.post(server.url, json=request(3, "ping"), headers=headers)).status_code == 404
+
+    run(main)
+
+
+def test_what_is_no_request_of_the_protocol_is_refused() -> None:
+    async def main() -> None:
+        async with served() as server, httpx.AsyncClient(headers=ACCEPT) as http:
+            assert (await http.post(server.url, content=b"{", headers=JSON)).status_code == 400
+            assert (await http.post(server.url, json=request(1, "tools/list"))).status_code == 400
+            stranger = {"mcp-session-id": "0" * 32}
+            assert (await http.post(server.url, json=request(1, "tools/list"), headers=stranger)).status_code == 404
+            assert (await http.delete(server.url, headers=stranger)).status_code == 404
+            assert (await http.get(server.url)).status_code == 400
+            assert len(server.sessions) == 0
+
+    run(main)
+
+
+def test_versions_without_sessions_are_refused_in_their_own_words() -> None:
+    async def main() -> None:
+        async with served() as server, httpx.AsyncClient(headers=ACCEPT) as http:
+            reply = await http.post(
+                server.url, json=request(7, "server/discover"), headers={"mcp-protocol-version": "2026-07-28"}
+            )
+            assert reply.status_code == 400
+            body = reply.json()
+            assert (body["id"], body["error"]["code"]) == (7, -32022)
+            assert "2025-06-18" in body["error"]["data"]["supported"]
+            broken = await http.post(server.url, content=b"{", headers={**JSON, "mcp-protocol-version": "2026-07-28"})
+            assert (broken.status_code, broken.json()["id"]) == (400, None)
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [("https://evil.example", 403), ("http://localhost:3000", 200), ("http://127.0.0.1", 200), ("null", 403)],
+)
+def test_pages_from_elsewhere_are_not_served(origin: str, status: int) -> None:
+    async def main() -> None:
+        async with served() as server, httpx.AsyncClient(headers={**ACCEPT, "origin": origin}) as http:
+            assert (await http.post(server.url, json=INITIALIZE)).status_code == status
+
+    run(main)
+
+
+def test_a_call_takes_milliseconds() -> None:
+    """Not the 40 that a reply waits where Nagle's algorithm meets a delayed acknowledgement."""
+
+    async def main() -> None:
+        async with served() as server, Client(server.url) as client:
+            await say(client, "warm")
+            times = []
+            for _ in range(10):
+                began = time.perf_counter()
+                await say(client, "a")
+                times.append(time.perf_counter() - began)
+            assert sorted(times)[3] < 0.035
+
+    run(main)
