@@ -9,16 +9,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from agentrl.config.schema import Config
-from agentrl.config.sections import ToolConfig
 from agentrl.data import FileTasks
 from agentrl.env import Env
-from agentrl.episode.generate import needed_tools
 from agentrl.errors import ConfigError, MissingError
 from agentrl.evaluation.sets import TaskChoice, check_goals, choose_tasks
 from agentrl.models.reference import check_reference, resolve_reference
 from agentrl.models.resolve import has_chat_template, resolve_model
-from agentrl.registry import env_class, make_env, make_tasks, tool_service
+from agentrl.registry import env_class, make_env, make_tasks
 from agentrl.rewards.grader import check_reward
+from agentrl.stack import check_tools, run_services
 from agentrl.task import Task, TaskSet
 from agentrl.tasksource import EnvTasks
 
@@ -92,7 +91,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         sets = choose_tasks(config, source)
         check_goals(config, sets)
     with _listed(missing):
-        _check_tools(config)
+        check_tools(config)
     with _listed(missing):
         check_engine(config)
     with _listed(missing):
@@ -119,18 +118,8 @@ def check_episodes(config: Config) -> None:
     """
     make_env(config.env.name, config.env.options)
     cls = env_class(config.env.name)
-    generate = config.rollout.generate
-    for name in needed_tools(generate, cls):
-        tool_service(name)
-    check_reward(config, needs_reward=cls.needs_reward and generate is None)
-
-
-def _check_tools(config: Config) -> None:
-    """Check the options of the tool servers that the run would start."""
-    for name in needed_tools(config.rollout.generate, env_class(config.env.name)):
-        tool = config.tools.get(name, ToolConfig())
-        if tool.url is None:
-            tool_service(name).check(tool.options)
+    run_services(config)
+    check_reward(config, needs_reward=cls.needs_reward and config.rollout.generate is None)
 
 
 def check_engine(config: Config) -> None:

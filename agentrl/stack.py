@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from agentrl.config.schema import Config
 from agentrl.config.sections import ToolConfig
@@ -19,14 +21,16 @@ from agentrl.episode.runner import EpisodeRunner
 from agentrl.errors import ConfigError
 from agentrl.models.load import load_tokenizer
 from agentrl.protocols import Sampler, ToolClient
-from agentrl.registry import env_class, make_env, tool_service
+from agentrl.registry import env_class, make_env
 from agentrl.render.choice import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.grader import make_grader
 from agentrl.sampler.client import SGLangClient
 from agentrl.sampler.launch import EngineProcess, launch_embedded, launch_sglang
 from agentrl.task import TaskSet
+from agentrl.tool import Tool, ToolService
 from agentrl.toolserver.launch import ToolServerProcess, launch_tool
+from agentrl.toolserver.service import find_service
 from agentrl.types import SamplingParams
 
 
@@ -38,6 +42,9 @@ class Stack:
     client: SGLangClient
     renderer: ChatRenderer
     tools: Mapping[str, ToolClient]
+    """By registered name."""
+    served: Mapping[str, Tool]
+    """What a policy may call at their servers, by the tool's name."""
     engine: EngineProcess | None
     """None where ``sampler.url`` points at somebody else's."""
     servers: Mapping[str, ToolServerProcess]
@@ -71,6 +78,7 @@ class Stack:
             max_concurrency=rollout.concurrency,
             generate=generate,
             grader=make_grader(self.config.reward),
+            served=self.served,
         )
 
     def check(self) -> None:
@@ -93,8 +101,9 @@ async def open_stack(config: Config, tasks: TaskSet, model: Path, folder: Path, 
     logs.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as exits:
         engine_start = asyncio.to_thread(_start_engine, config, model, logs, seed)
-        names = needed_tools(config.rollout.generate, env_class(config.env.name))
-        tool_starts = [asyncio.to_thread(_start_tool, config, name, tasks, folder, logs) for name in names]
+        services = run_services(config)
+        served = served_tools(config, services)
+        tool_starts = [asyncio.to_thread(_start_tool, config, name, tasks, folder, logs) for name in services]
         results = await asyncio.gather(engine_start, *tool_starts, return_exceptions=True)
         for started in results:
             if isinstance(started, EngineProcess | ToolServerProcess):
@@ -106,13 +115,12 @@ async def open_stack(config: Config, tasks: TaskSet, model: Path, folder: Path, 
         assert engine is None or isinstance(engine, EngineProcess)
         servers: dict[str, ToolServerProcess] = {}
         tools: dict[str, ToolClient] = {}
-        for name, server in zip(names, results[1:], strict=True):
+        for name, server in zip(services, results[1:], strict=True):
             url = tool_url(config, name)
             if isinstance(server, ToolServerProcess):
                 servers[name], url = server, server.url
             assert url is not None
-            options = config.tools[name].options if name in config.tools else {}
-            tools[name] = tool_service(name).client(url, options)
+            tools[name] = services[name].client(url, _options(config, name, services[name]))
             exits.push_async_callback(tools[name].aclose)
         engine_url = engine.url if engine is not None else config.sampler.url
         assert engine_url is not None
@@ -121,7 +129,55 @@ async def open_stack(config: Config, tasks: TaskSet, model: Path, folder: Path, 
         if not await client.healthy():
             raise ConfigError(f"sampler.url={engine_url}: no healthy engine answers there")
         renderer = make_renderer(load_tokenizer(model), config.render)
-        yield Stack(config, client, renderer, tools, engine, servers)
+        yield Stack(config, client, renderer, tools, served, engine, servers)
+
+
+def run_services(config: Config) -> dict[str, ToolService]:
+    """Return the services of the tools that a run needs, by their registered names.
+
+    Raises:
+        UserError: one does not exist.
+
+    """
+    names = needed_tools(config.rollout.generate, env_class(config.env.name))
+    return {name: find_service(name) for name in names}
+
+
+def served_tools(config: Config, services: Mapping[str, ToolService]) -> dict[str, Tool]:
+    """Return what a policy may call at the servers of a run, by the tool's name, as the run's options make it.
+
+    Raises:
+        ConfigError: options that do not fit, or two servers with tools of one name.
+
+    """
+    served: dict[str, Tool] = {}
+    for name, service in services.items():
+        for tool in service.tools(_options(config, name, service)):
+            if tool.name in served:
+                raise ConfigError(
+                    f"the servers of {served[tool.name].server!r} and {name!r} both have a tool {tool.name!r}; a run can "
+                    "have one of them"
+                )
+            served[tool.name] = tool
+    return served
+
+
+def check_tools(config: Config) -> None:
+    """Check the options of a run's tools, and what the servers need that it would start.
+
+    Raises:
+        UserError: with the value and the key to change.
+
+    """
+    services = run_services(config)
+    served_tools(config, services)
+    for name, service in services.items():
+        if tool_url(config, name) is None:
+            service.check(_options(config, name, service))
+
+
+def _options(config: Config, name: str, service: ToolService) -> dict[str, Any]:
+    return config.tool_options(name, sandboxed=service.sandboxed)
 
 
 def tool_url(config: Config, name: str) -> str | None:
@@ -156,5 +212,7 @@ def _start_tool(config: Config, name: str, tasks: TaskSet, folder: Path, logs: P
     if tool_url(config, name) is not None:
         return None
     tool = config.tools.get(name, ToolConfig())
-    arguments = tool_service(name).launch_arguments(tool.options, tasks, folder / "tools" / name)
-    return launch_tool(name, arguments, log=logs / f"{name}.log", port=tool.port, timeout_s=tool.start_timeout_s)
+    service = find_service(name)
+    file_name = re.sub(r"[^\w.-]+", "_", name)  # it may be path/to/file.py:name
+    arguments = service.launch_arguments(_options(config, name, service), tasks, folder / "tools" / file_name)
+    return launch_tool(name, arguments, log=logs / f"{file_name}.log", port=tool.port, timeout_s=tool.start_timeout_s)

@@ -7,6 +7,7 @@ reads and says when it is sampled.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,8 +15,10 @@ from agentrl.env import Env
 from agentrl.errors import EnvironmentFailure, TaskError
 from agentrl.protocols import Renderer
 from agentrl.task import Demonstrator, Task
+from agentrl.tool import Tool
 from agentrl.types import (
     Action,
+    CallStatus,
     Fork,
     MaskReason,
     Message,
@@ -31,7 +34,7 @@ from agentrl.types import (
 )
 
 LocalTool = Callable[[ToolCall], ToolResult]
-"""A tool as a plain function in this process; see ``SearchService.local``."""
+"""A tool as a plain function in this process; see `ToolService.local`. One with sessions has an ``end_episode``."""
 Encode = Callable[[str], Sequence[int]]
 """Text to token ids, without special tokens added."""
 
@@ -46,40 +49,78 @@ def demonstrate(
     renderer: Renderer,
     encode: Encode,
     max_turns: int,
+    served: Mapping[str, Tool] | None = None,
 ) -> tuple[Row, float]:
     """Run one episode of ``expert`` and return its row and its reward.
 
     The expert's tokens have provenance ``DEMONSTRATED`` and mask 1. A turn that ends with none of the environment's
-    stop strings ends with the end token, as the policy would have to say it.
+    stop strings ends with the end token, as the policy would have to say it. Where the environment offers tools of
+    servers, the expert calls them in the words of the chat format, and ``tools`` answer.
+
+    Args:
+        env: what it plays in.
+        task: the problem.
+        expert: who plays.
+        seed: of the environment.
+        tools: by name, what the environment or the expert may call.
+        renderer: of the policy's chat format.
+        encode: text to ids.
+        max_turns: turns of the expert.
+        served: tools of servers as the run's options make them, by name; offered in place of the environment's own.
 
     Raises:
         TaskError: the tokens of an earlier turn would change when the template renders the next one.
-        EnvironmentFailure: the environment asked for a tool that is not in ``tools``, or rewrote the conversation.
+        EnvironmentFailure: a tool is called that is not in ``tools``, or the environment rewrote the conversation.
 
     """
-    messages, _ = env.reset(seed=seed, options={"task": task})
-    assert isinstance(messages, tuple), "an episode begins with messages"
-    history = list(messages)
-    token_ids = renderer.render(messages).token_ids
-    provenance = [Provenance.OBSERVED] * len(token_ids)
-    reward = 0.0
-    for _ in range(max_turns):
-        text = expert.act(messages)
-        said = [*encode(text), *(() if text.endswith(env.stop) else (renderer.end_token_id,))]
-        provenance += [Provenance.DEMONSTRATED] * len(said)
-        token_ids = (*token_ids, *said)
-        messages, earned, over = _step(env, Message("assistant", text), tools)
-        reward += earned
-        if over:
-            break
-        history.append(Message("assistant", text))
-        added = renderer.bridge(history, said, messages)
-        if isinstance(added, Fork):
-            raise TaskError(f"task {task.id!r}: one row cannot show the demonstration: {added.detail}")
-        history.extend(messages)
-        token_ids += added
-        provenance += [Provenance.OBSERVED] * len(added)
+    try:
+        messages, _ = env.reset(seed=seed, options={"task": task})
+        assert isinstance(messages, tuple), "an episode begins with messages"
+        offered = tuple((served or {}).get(tool.name, tool) if tool.server else tool for tool in env.tools)
+        history = list(messages)
+        token_ids = renderer.render(messages, offered).token_ids
+        provenance = [Provenance.OBSERVED] * len(token_ids)
+        reward = 0.0
+        for turn in range(max_turns):
+            text = expert.act(messages)
+            said = [*encode(text), *(() if text.endswith(env.stop) else (renderer.end_token_id,))]
+            action = _said(text, said, token_ids, renderer, offered, turn)
+            provenance += [Provenance.DEMONSTRATED] * len(said)
+            token_ids = (*token_ids, *said)
+            messages, earned, over = _answer(env, action, tools)
+            reward += earned
+            if over:
+                break
+            history.append(action)
+            added = renderer.bridge(history, said, messages, offered)
+            if isinstance(added, Fork):
+                raise TaskError(f"task {task.id!r}: one row cannot show the demonstration: {added.detail}")
+            history.extend(messages)
+            token_ids += added
+            provenance += [Provenance.OBSERVED] * len(added)
+    finally:
+        for tool in tools.values():
+            getattr(tool, "end_episode", lambda: None)()
     return _row(task.id, seed, token_ids, provenance), reward
+
+
+def _said(
+    text: str, said: Sequence[int], before: Sequence[int], renderer: Renderer, offered: Sequence[Tool], turn: int
+) -> Message:
+    """Return what the expert said as the policy's message would be: with calls, where there are tools to call."""
+    if not offered:
+        return Message("assistant", text)
+    message = renderer.parse(said, offered, prompt_ids=before)
+    calls = (replace(call, id=call.id or f"{turn}.{number}") for number, call in enumerate(message.tool_calls))
+    return replace(message, tool_calls=tuple(calls))
+
+
+def _answer(env: Env, said: Message, tools: Mapping[str, LocalTool]) -> tuple[tuple[Message, ...], float, bool]:
+    """Give the environment, or the tools that the expert calls, what it said."""
+    if not said.tool_calls or env.hears_calls:
+        return _step(env, said, tools)
+    results = [_call(call, tools) for call in said.tool_calls]
+    return tuple(Message("tool", result.content, tool_call_id=result.call_id) for result in results), 0.0, False
 
 
 def _step(env: Env, action: Action, tools: Mapping[str, LocalTool]) -> tuple[tuple[Message, ...], float, bool]:
@@ -94,10 +135,12 @@ def _step(env: Env, action: Action, tools: Mapping[str, LocalTool]) -> tuple[tup
 
 
 def _call(call: ToolCall, tools: Mapping[str, LocalTool]) -> ToolResult:
+    if call.status is not CallStatus.OK:
+        return ToolResult(call.id, ToolStatus.INVALID, call.fault)
     if call.name not in tools:
-        raise EnvironmentFailure(f"the environment calls tool {call.name!r}; there are: {', '.join(tools) or 'none'}")
+        raise EnvironmentFailure(f"the episode calls tool {call.name!r}; there are: {', '.join(tools) or 'none'}")
     result = tools[call.name](call)
-    if result.status is ToolStatus.UNAVAILABLE:
+    if result.status in (ToolStatus.UNAVAILABLE, ToolStatus.SANDBOX_FAILURE):
         raise EnvironmentFailure(f"tool {call.name!r} is unavailable to demonstrations: {result.content}")
     return result
 

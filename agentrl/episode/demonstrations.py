@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,11 @@ from agentrl.config.sft import SftConfig, SftStage
 from agentrl.env import Env
 from agentrl.episode.demonstrate import LocalTool, demonstrate
 from agentrl.errors import ConfigError
-from agentrl.registry import make_env, make_tasks, tool_service
+from agentrl.registry import make_env, make_tasks, registered_tool
 from agentrl.render.renderer import ChatRenderer
 from agentrl.task import Task, TaskSet
-from agentrl.types import Row
+from agentrl.tool import Tool
+from agentrl.types import Row, ToolCall, ToolResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class _Scene:
     tasks: Sequence[Task]
     env: Env
     tools: Mapping[str, LocalTool]
+    served: Mapping[str, Tool]
+    """What the environment's tools of servers give way to."""
 
 
 class Demonstrations:
@@ -115,6 +119,7 @@ class Demonstrations:
             renderer=self.renderer,
             encode=self.renderer.encode,
             max_turns=self._config.rollout.max_turns,
+            served=scene.served,
         )
 
     def _enter(self, index: int, stage: SftStage | None) -> _Scene:
@@ -129,15 +134,29 @@ class Demonstrations:
             assert config.tasks.name is not None, "checked by the constructor"
             taskset = make_tasks(config.tasks.name, options)
             env = make_env(config.env.name, env_options)
-            self._scene = (
-                key,
-                _Scene(taskset, taskset.split(config.tasks.train_split), env, self._tools(env, taskset)),
-            )
+            tools, served = self._tools(env, taskset)
+            self._scene = (key, _Scene(taskset, taskset.split(config.tasks.train_split), env, tools, served))
         return self._scene[1]
 
-    def _tools(self, env: Env, taskset: TaskSet) -> dict[str, LocalTool]:
-        tools: dict[str, LocalTool] = {}
+    def _tools(self, env: Env, taskset: TaskSet) -> tuple[dict[str, LocalTool], dict[str, Tool]]:
+        """Return what calls are answered by, and what is offered to the expert, both by the tool's name."""
+        tools = {tool.name: _in_process(tool) for tool in env.tools if not tool.server}
+        offered: dict[str, Tool] = {}
         for name in env.tool_names:
-            section = self._config.tools.get(name)
-            tools[name] = tool_service(name).local(taskset.corpora(), section.options if section else {})
-        return tools
+            found = registered_tool(name)
+            if isinstance(found, Tool):
+                tools[found.name] = _in_process(found)
+                continue
+            options = self._config.tool_options(name, sandboxed=found.sandboxed)
+            served = {tool.name: tool for tool in found.tools(options)}
+            local = found.local(taskset.corpora(), options)
+            offered |= served
+            tools |= dict.fromkeys(served or (name,), local)
+        return tools, offered
+
+
+def _in_process(tool: Tool) -> LocalTool:
+    def run(call: ToolCall) -> ToolResult:
+        return asyncio.run(tool.run(call))
+
+    return run

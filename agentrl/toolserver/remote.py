@@ -79,8 +79,8 @@ class RemoteServer:
 
         Raises:
             Busy: no place is free, for as long as the server lets one wait.
-            Silent: no answer.
-            ToolFailure: an answer that makes no sense.
+            Silent: the server is gone.
+            ToolFailure: it answers, and not with a session.
             ConfigError: the token is refused.
 
         """
@@ -95,21 +95,19 @@ class RemoteServer:
                 continue
             if reply.status_code == 503:
                 raise Busy(_error_of(reply))
-            if reply.status_code >= 500:
-                fault = f"HTTP {reply.status_code}: {_error_of(reply)}"
-                continue
             self._check(reply, "a session")
             fields = self._fields(reply, {"session_id": str, "server": str})
             return RemoteSession(self, fields["session_id"], fields["server"])
-        raise Silent(fault)
+        await self._check_alive(fault)
+        raise ToolFailure(f"{self.named} did not open a session: {fault}")
 
     async def call(self, session: RemoteSession, call: ToolCall) -> ToolResult:
         """Run a call, and ask for its result again where a reply was lost: the call id makes that harmless.
 
         Raises:
-            Silent: no answer.
+            Silent: the server is gone.
             SandboxFailure: the sandbox failed, or the server no longer has the session.
-            ToolFailure: the tool failed for reasons of its own, or the answer makes no sense.
+            ToolFailure: the tool or the server failed for reasons of its own.
             EnvironmentFailure: the episode has used the call id before, for another call.
             ConfigError: the token is refused.
 
@@ -134,7 +132,8 @@ class RemoteServer:
                 fault = f"HTTP {reply.status_code}: {_error_of(reply)}"
                 continue
             return self._result(reply, call)
-        raise Silent(fault)
+        await self._check_alive(fault)
+        raise ToolFailure(f"{self.named} did not answer call {call.id!r} of {call.name!r}: {fault}")
 
     async def end(self, session: RemoteSession) -> None:
         """Close a session; one that the server does not have is closed.
@@ -181,6 +180,13 @@ class RemoteServer:
         instance = await self.instance()
         if instance != session.instance:
             raise SandboxFailure(f"{self.named} was started anew; the session and its files are lost")
+
+    async def _check_alive(self, fault: str) -> None:
+        """Tell a server that is gone from one that only failed at a request."""
+        try:
+            await self.instance()
+        except httpx.TransportError as error:
+            raise Silent(fault) from error
 
     async def _send(
         self, method: str, path: str, key: str, content: bytes | None = None, *, timeout_s: float | None = None

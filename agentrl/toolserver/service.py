@@ -9,6 +9,7 @@ import stat
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,7 +28,9 @@ from agentrl.types import ToolCall, ToolResult
 if TYPE_CHECKING:
     from agentrl.protocols import ToolClient
     from agentrl.task import TaskSet
+    from agentrl.toolserver.local import LocalTools
 
+_LOCAL: dict[tuple[type[HostedService], str, str], LocalTools] = {}
 _DOCKER_SOCKET = "unix:///var/run/docker.sock"
 
 
@@ -125,13 +128,19 @@ class HostedService(ToolService):
     ) -> Callable[[ToolCall], ToolResult]:
         """Return the tools as a plain function that runs them in this process, in a sandbox as at their server.
 
-        Calls are of one episode until ``end_episode`` is called on what is returned.
+        Calls are of one episode until ``end_episode`` is called on what is returned. The same options give the same
+        function: a sandbox's backend is started and tried once in a process.
         """
         from agentrl.toolserver.local import LocalTools
 
         service = cls()
+        service.check(options or {})
         parsed = service._read(options or {})
-        return LocalTools(service.hosted(parsed.own), parsed.sandbox if cls.needs_sandbox else None)
+        key = (cls, parsed.own.model_dump_json(), parsed.sandbox.model_dump_json())
+        if key not in _LOCAL:
+            sandbox = parsed.sandbox if cls.needs_sandbox else None
+            _LOCAL[key] = LocalTools(partial(service.hosted, parsed.own), sandbox)
+        return _LOCAL[key]
 
 
 class PlainService(HostedService):
