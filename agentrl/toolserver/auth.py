@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -80,3 +81,22 @@ class BearerAuth:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         # In constant time, so that nobody finds the token byte by byte.
         return hmac.compare_digest(given.strip().encode(), self._token) and scheme.lower() == "bearer"
+
+
+class NoForeignPages:
+    """ASGI middleware for servers without a token: a page from elsewhere must not reach them through a browser.
+
+    Args:
+        app: what is guarded.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with 403."""
+        origin = Headers(scope=scope).get("origin") if scope["type"] == "http" else None
+        if origin is None or is_loopback(urlsplit(origin).hostname or ""):
+            await self._app(scope, receive, send)
+            return
+        await JSONResponse({"error": f"requests of pages from {origin:.200} are not served"}, 403)(scope, receive, send)
