@@ -85,9 +85,11 @@ class Job:
     """Run ``code`` in the one process of the sandbox that keeps variables from call to call."""
 
     def __post_init__(self) -> None:
-        """Refuse a job that is neither code nor a program."""
+        """Refuse a job that is neither code nor a program, or has what no stateful one can have."""
         if (self.code is None) == (not self.argv):
             raise ValueError("a job is either code or argv")
+        if self.stateful and (self.argv or self.stdin):
+            raise ValueError("a stateful job is code without stdin")
 
     @property
     def described(self) -> str:

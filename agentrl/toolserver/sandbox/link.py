@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import struct
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -58,7 +60,8 @@ class RunnerLink:
 
         """
         self._number += 1
-        frame = orjson.dumps({**fields, "id": self._number})
+        # Not orjson: it refuses half a character, which a policy may well write.
+        frame = json.dumps({**fields, "id": self._number}).encode()
         try:
             self._writer.write(LENGTH.pack(len(frame)) + frame)
             await self._writer.drain()
@@ -87,8 +90,8 @@ async def pipe_link(read_fd: int, write_fd: int) -> RunnerLink:
     """Return a link over two pipes, and own their file descriptors from now on."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=2**20)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), open(read_fd, "rb", buffering=0))
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), io.FileIO(read_fd, "rb"))
     transport, protocol = await loop.connect_write_pipe(
-        lambda: asyncio.streams.FlowControlMixin(loop=loop), open(write_fd, "wb", buffering=0)
+        lambda: asyncio.streams.FlowControlMixin(loop=loop), io.FileIO(write_fd, "wb")
     )
     return RunnerLink(reader, asyncio.StreamWriter(transport, protocol, reader, loop))

@@ -1,493 +1,396 @@
 """The warm runner: process 1 of a sandbox. It forks a process for every call, bounds it, and cleans up after it.
 
-This file is read as text and run inside the sandbox, by whichever Python is there (3.9 or newer): standard library
-only. Its one argument is JSON, see `settings` in warm.py. Requests come on standard input, replies go to what standard
-output was at the start; `link.py` has the frames.
+Joined to `snippet.py`, see there. Its one argument is JSON, see `settings` in warm.py. Requests come on standard input,
+replies go to what standard output was at the start; `link.py` has the frames.
 
-As process 1 of its PID namespace it takes no signal from inside, SIGKILL and SIGSTOP included; and it is not dumpable,
-so that its memory and files cannot be opened through /proc. So whatever ends it comes from outside, or from the
-kernel's out-of-memory killer.
+As process 1 of its PID namespace it takes no signal from inside, SIGKILL and SIGSTOP included; it is not dumpable, so
+that its memory and files cannot be opened through /proc; and it opens no path that the policy could have laid. So
+whatever ends it comes from outside, or from the kernel's out-of-memory killer.
 """
 
-import base64
-import builtins
+from __future__ import annotations
+
+import binascii
 import contextlib
-import ctypes
 import errno
+import gc
 import json
-import linecache
 import os
 import resource
 import select
 import signal
-import socket
-import struct
 import sys
 import time
-import traceback
 
-PR_SET_DUMPABLE = 4
-LENGTH = struct.Struct("<I")
+from agentrl.toolserver.sandbox.snippet import (
+    PR_SET_DUMPABLE,
+    TYPE_CHECKING,
+    child_main,
+    file_main,
+    prctl,
+    receive,
+    send,
+    worker_main,
+    write_all,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from agentrl.toolserver.sandbox.snippet import Request, Settings
+
 CHUNK = 65536
-SWEEP_S = 5.0
-SNIPPET = "<snippet>"
-
-_prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-
-def set_dumpable(yes):
-    if _prctl(PR_SET_DUMPABLE, int(yes), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
-
-
-def read_exactly(fd, size):
-    """Return size bytes; end this process where the stream ends."""
-    parts = []
-    while size:
-        part = os.read(fd, min(size, 1 << 20))
-        if not part:
-            os._exit(0)
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
-def write_all(fd, data):
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def receive(fd):
-    return json.loads(read_exactly(fd, LENGTH.unpack(read_exactly(fd, LENGTH.size))[0]))
-
-
-def send(fd, message):
-    data = json.dumps(message).encode()
-    write_all(fd, LENGTH.pack(len(data)) + data)
-
-
-# ---- what runs in the child -------------------------------------------------------------------------------------
-
-
-def run_code(code, namespace):
-    """Run a snippet as __main__ and return its exit status; a traceback shows the snippet's own lines alone."""
-    linecache.cache[SNIPPET] = (len(code), None, code.splitlines(True), SNIPPET)
-    status = 0
-    try:
-        exec(compile(code, SNIPPET, "exec", dont_inherit=True), namespace)
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException as error:
-        show(error)
-        status = 1
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BaseException:
-            status = status or 1
-    return status & 255
-
-
-def show(error):
-    """Print a traceback without the frames of this file."""
-    own = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    with contextlib.suppress(BaseException):
-        traceback.print_exception(type(error), error, own)
-
-
-def new_namespace():
-    return {"__name__": "__main__", "__builtins__": builtins}
-
-
-def limit_cpu(seconds):
-    """Allow so many more seconds of CPU time than were used."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    allowed = int(used.ru_utime + used.ru_stime) + seconds
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    if hard != resource.RLIM_INFINITY:
-        allowed = min(allowed, hard)
-    resource.setrlimit(resource.RLIMIT_CPU, (allowed, hard))
-
-
-def become_child(stdin, stdout, stderr, keep=()):
-    """Turn a fresh fork into a process of the policy's: own session, own descriptors, first to go when memory ends."""
-    os.setsid()
-    set_dumpable(True)
-    # Not everywhere writable; without it the kernel picks by size, and the runner is small.
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
-    for number, source in enumerate((stdin, stdout, stderr)):
-        os.dup2(source, number)
-    below = 3
-    for fd in sorted(keep):
-        os.closerange(below, fd)
-        below = fd + 1
-    os.closerange(below, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    sys.argv = [""]
-
-
-def child_main(request, stdin, stdout, stderr, cpu):
-    """Never returns."""
-    try:
-        become_child(stdin, stdout, stderr)
-        os.environ.update(request["env"])
-        os.chdir(request["cwd"])
-        if cpu:
-            limit_cpu(request["cpu_s"])
-        if request["argv"]:
-            os.execvpe(request["argv"][0], request["argv"], os.environ)
-        status = run_code(request["code"], new_namespace())
-    except BaseException as error:
-        with contextlib.suppress(BaseException):
-            # A program that is not there, a folder that is gone: the policy's mistake, in the shell's words and status.
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        status = 126 if isinstance(error, PermissionError) else 127
-    os._exit(status)
-
-
-def worker_main(control, stdin, stdout, stderr, cpu):
-    """The process that keeps variables: runs snippets in one namespace. Never returns."""
-    become_child(stdin, stdout, stderr, keep=(control,))
-    namespace = new_namespace()
-    me = os.getpid()
-    while True:
-        request = receive(control)
-        try:
-            os.environ.update(request["env"])
-            os.chdir(request["cwd"])
-            if cpu:
-                limit_cpu(request["cpu_s"])
-            status = run_code(request["code"], namespace)
-        except BaseException as error:
-            show(error)
-            status = 1
-        if os.getpid() != me:  # a fork of the snippet's that fell through to here
-            os._exit(status)
-        write_all(control, bytes([status]))
-
-
-# ---- the runner -------------------------------------------------------------------------------------------------
+REAP_S = 0.1
+"""How often the dead that a call orphans are buried while it runs: they count as processes."""
+FILE_S = 10.0
+"""How long reading or writing a file may take."""
 
 
 class Capture:
     """What a call prints, up to a limit."""
 
-    def __init__(self, limit):
+    def __init__(self) -> None:
         self.out_read, self.out_write = os.pipe2(os.O_CLOEXEC)
         self.err_read, self.err_write = os.pipe2(os.O_CLOEXEC)
-        for fd in (self.out_read, self.err_read):
-            os.set_blocking(fd, False)
-        self.data = {self.out_read: bytearray(), self.err_read: bytearray()}
         self.open = [self.out_read, self.err_read]
+        for fd in self.open:
+            os.set_blocking(fd, False)
+        self.begin(None)
+
+    def begin(self, limit: int | None) -> None:
+        """Forget what there was."""
         self.limit = limit
         self.total = 0
+        self.data = {self.out_read: bytearray(), self.err_read: bytearray()}
 
-    def close_writers(self):
+    def close_writers(self) -> None:
+        """Leave them to the child."""
         os.close(self.out_write)
         os.close(self.err_write)
 
-    def close(self):
+    def close(self) -> None:
+        """Close the ends that are read."""
         os.close(self.out_read)
         os.close(self.err_read)
 
     @property
-    def over(self):
+    def over(self) -> bool:
+        """Whether there was more than the limit."""
         return self.limit is not None and self.total > self.limit
 
-    def take(self, fd):
+    def take(self, fd: int) -> bool:
         """Read once. Returns whether there was something."""
         try:
             part = os.read(fd, CHUNK)
         except BlockingIOError:
             return False
         if not part:
-            if fd in self.open:
-                self.open.remove(fd)
+            self.open.remove(fd)
             return False
         room = len(part) if self.limit is None else max(0, self.limit - self.total)
         self.data[fd] += part[:room]
         self.total += len(part)
         return True
 
-    def drain(self):
+    def drain(self) -> None:
         """Read what is there without waiting."""
-        while not self.over and any([self.take(fd) for fd in list(self.open)]):
-            pass
+        for fd in list(self.open):
+            while not self.over and self.take(fd):
+                pass
 
-    def texts(self):
-        return [bytes(self.data[fd]).decode("utf-8", "replace") for fd in (self.out_read, self.err_read)]
+    def texts(self) -> dict[str, str]:
+        """Return what was kept."""
+        out, err = self.data[self.out_read], self.data[self.err_read]
+        return {"stdout": out.decode("utf-8", "replace"), "stderr": err.decode("utf-8", "replace")}
+
+
+class Child:
+    """A process of the policy's, from its fork to its burial."""
+
+    def __init__(self, main: Callable[[], None]) -> None:
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                main()
+            finally:
+                os._exit(1)
+        self.code: int | None = None
+        """Its exit status, once it is buried; negative is a signal."""
+        self.cpu_s = 0.0
+        try:
+            self.exited = os.pidfd_open(self.pid)
+        except BaseException:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            raise
+
+    def close(self) -> None:
+        """Close what watched it."""
+        os.close(self.exited)
 
 
 class Worker:
     """The one process that keeps variables from call to call. It is stopped between calls."""
 
-    def __init__(self, runner):
-        self.capture = Capture(None)
-        ours, theirs = socket.socketpair()
-        self.control = ours.detach()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                worker_main(
-                    theirs.fileno(), runner.null, self.capture.out_write, self.capture.err_write, runner.settings["cpu"]
-                )
-            finally:
-                os._exit(1)
-        theirs.close()
-        self.capture.close_writers()
+    def __init__(self, settings: Settings, null: int) -> None:
+        self.capture = capture = Capture()
+        their_requests, self.requests = os.pipe2(os.O_CLOEXEC)
+        self.replies, their_replies = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.replies, False)
+        fds = (null, capture.out_write, capture.err_write)
+        try:
+            self.child = Child(lambda: worker_main(settings, fds, their_requests, their_replies))
+        except BaseException:
+            for fd in (self.requests, self.replies):
+                os.close(fd)
+            capture.close()
+            raise
+        finally:
+            capture.close_writers()
+            os.close(their_requests)
+            os.close(their_replies)
 
-    def close(self):
+    def close(self) -> None:
+        """Close everything."""
+        self.child.close()
         self.capture.close()
-        os.close(self.control)
+        os.close(self.requests)
+        os.close(self.replies)
 
 
 class Runner:
-    def __init__(self, settings):
+    """Answers requests, one after the other."""
+
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.replies = os.dup(1)
-        self.requests = os.dup(0)
-        for fd in (self.replies, self.requests):
-            os.set_inheritable(fd, False)
+        self.replies, self.requests = os.dup(1), os.dup(0)
         self.null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for fd in (0, 1, 2):
             os.dup2(self.null, fd)
-        self.worker = None
+        self.worker: Worker | None = None
+        self.children: dict[int, Child] = {}
+        """Those that are not buried."""
         self.alone = os.getpid() == 1
+        """Whether every process we see is one of ours."""
 
-    def serve(self):
+    def serve(self) -> None:
+        """Answer until the stream ends."""
         while True:
             request = receive(self.requests)
             reply = self.handle(request)
             reply["id"] = request["id"]
             send(self.replies, reply)
 
-    def handle(self, request):
+    def handle(self, request: Request) -> Request:
+        """Return the reply, or the error that kept a call from being started."""
         try:
-            return getattr(self, "op_" + request["op"])(request)
+            if request["op"] == "ping":
+                return {"python": sys.version.split()[0], "pid": os.getpid()}
+            if request["op"] != "run":
+                return self.run_file(request)
+            began = time.monotonic()
+            request["cwd"] = os.path.join(self.settings["work"], request["cwd"])
+            reply = self.run_stateful(request) if request["stateful"] else self.run_once(request)
+            reply["seconds"] = time.monotonic() - began
+            return reply
         except MemoryError:
             return {"errno": errno.ENOMEM, "error": "out of memory"}
         except OSError as error:
             return {"errno": error.errno or errno.EIO, "error": error.strerror or str(error)}
 
-    def op_ping(self, request):
-        return {"python": sys.version.split()[0], "pid": os.getpid()}
+    def run_file(self, request: Request) -> Request:
+        """Read or write a file in a process of its own."""
+        capture, why, child = self.run_child(request, file_main, None, FILE_S)
+        if why is not None or child.code:
+            number = (
+                errno.ETIMEDOUT if why is not None else errno.ENOMEM if child.code == -9 else child.code or errno.EIO
+            )
+            return {"errno": number, "error": os.strerror(number)}
+        return {"content": binascii.b2a_base64(capture.data[capture.out_read], newline=False).decode()}
 
-    def op_write(self, request):
-        path = os.path.join(self.settings["work"], request["path"])
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(base64.b64decode(request["content"]))
-        return {}
+    def run_once(self, request: Request) -> Request:
+        """Run code or a program in a process of its own."""
+        capture, why, child = self.run_child(request, child_main, request["output_bytes"], request["wall_s"])
+        if why is None and capture.over:
+            why = "output"
+        code = None if why else child.code
+        return {"why": why, "exit_code": code, "cpu_s": child.cpu_s, **capture.texts()}
 
-    def op_read(self, request):
-        path = os.path.join(self.settings["work"], request["path"])
-        # Not blocking: the policy may have put a FIFO there.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            content = file.read(request["max_bytes"] + 1)
-        if len(content) > request["max_bytes"]:
-            raise OSError(errno.EFBIG, "larger than %d bytes" % request["max_bytes"])
-        return {"content": base64.b64encode(content).decode()}
-
-    def op_run(self, request):
-        began = time.monotonic()
-        request["cwd"] = os.path.join(self.settings["work"], request["cwd"])
-        outcome = self.run_stateful(request) if request["stateful"] else self.run_once(request)
-        outcome["seconds"] = time.monotonic() - began
-        return outcome
-
-    def run_once(self, request):
-        capture = Capture(request["output_bytes"])
-        stdin = self.stdin_of(request)
+    def run_child(
+        self,
+        request: Request,
+        main: Callable[[Settings, Request, tuple[int, int, int]], None],
+        output_bytes: int | None,
+        wall_s: float | None,
+    ) -> tuple[Capture, str | None, Child]:
+        """Fork, watch, and clean up; return what was printed, which limit ended it, and the process that was."""
+        capture = Capture()
+        capture.begin(output_bytes)
+        stdin = self.null
         try:
-            pid = os.fork()
-            if pid == 0:
-                child_main(request, stdin, capture.out_write, capture.err_write, self.settings["cpu"])
-            capture.close_writers()
-            exited = os.pidfd_open(pid)
             try:
-                why = self.watch(capture, exited, request["wall_s"])
+                stdin = self.stdin_of(request)
+                fds = (stdin, capture.out_write, capture.err_write)
+                child = Child(lambda: main(self.settings, request, fds))
             finally:
-                os.close(exited)
-            code = self.end(pid, kill=why is not None)
+                capture.close_writers()
+                if stdin != self.null:
+                    os.close(stdin)
+            self.children[child.pid] = child
+            try:
+                why = self.watch(capture, child, None, wall_s)
+                self.end(child, kill=why is not None)
+            finally:
+                child.close()
             capture.drain()
-            if why is None and capture.over:
-                why = "output"
-            stdout, stderr = capture.texts()
-            return {"why": why, "exit_code": None if why else code, "stdout": stdout, "stderr": stderr}
+            return capture, why, child
         finally:
             capture.close()
-            if stdin != self.null:
-                os.close(stdin)
 
-    def stdin_of(self, request):
-        data = base64.b64decode(request["stdin"])
+    def stdin_of(self, request: Request) -> int:
+        """Return a descriptor that the request's input can be read from."""
+        data = binascii.a2b_base64(request["stdin"])
         if not data:
             return self.null
         fd = os.memfd_create("stdin")
-        write_all(fd, data)
-        os.lseek(fd, 0, os.SEEK_SET)
+        try:
+            write_all(fd, data)
+            os.lseek(fd, 0, os.SEEK_SET)
+        except BaseException:
+            os.close(fd)
+            raise
         return fd
 
-    def watch(self, capture, exited, wall_s):
-        """Read until the process has exited and nothing more comes. Returns which limit ended the call, or None."""
-        deadline = time.monotonic() + wall_s if wall_s is not None else None
-        gone = False
+    def watch(self, capture: Capture, child: Child, replies: int | None, wall_s: float | None) -> str | None:
+        """Read until the process has exited, or says that it is done. Returns which limit ended the call, or None."""
+        deadline = None if wall_s is None else time.monotonic() + wall_s
+        done = [child.exited] if replies is None else [child.exited, replies]
         while True:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return "wall"
-            wait = 0 if gone else left
-            ready = select.select([*capture.open, *([] if gone else [exited])], [], [], wait)[0]
-            some = any([capture.take(fd) for fd in ready if fd != exited])
+            wait = REAP_S
+            if deadline is not None:
+                wait = min(wait, deadline - time.monotonic())
+                if wait <= 0:
+                    return "wall"
+            poll = select.poll()
+            for fd in (*capture.open, *done):
+                poll.register(fd, select.POLLIN)
+            ready = [fd for fd, _ in poll.poll(wait * 1000)]
+            for fd in ready:
+                if fd in capture.data:
+                    capture.take(fd)
             if capture.over:
                 return "output"
-            if gone and not some:
-                return None  # what still holds the pipes is a process left behind
-            gone = gone or exited in ready
+            if any(fd in ready for fd in done):
+                return None
+            if not ready:
+                self.bury()
 
-    def end(self, pid, kill):
-        """End everything of this call and return the main process's exit status."""
-        if kill:
-            self.kill_group(pid)
-        if self.settings["sweep"]:
-            self.sweep(keep=self.worker.pid if self.worker else None)
-        code = None
-        deadline = time.monotonic() + SWEEP_S
+    # ---- the end of a call
+
+    def end(self, child: Child, kill: bool) -> None:
+        """End everything of this call, and bury it."""
+        if kill or not self.alone:  # while it is not buried, its number is nobody else's
+            self.kill_group(child.pid)
+        if self.alone and self.settings["sweep"]:
+            self.sweep(keep=self.worker.child.pid if self.worker else None)
+        while child.code is None:
+            self.bury(child.pid, 0)
+
+    def sweep(self, keep: int | None) -> None:
+        """Kill every process but this one, and one to keep. Only in a PID namespace of our own."""
+        # Nothing forks while this is sent, and what is stopped does not fork after it.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL if keep is None else signal.SIGSTOP)
+        if keep is None:
+            while self.bury(-1, 0):  # whatever is orphaned becomes our child
+                pass
+            return
+        while True:
+            others = [pid for pid in living() if pid not in (1, keep)]
+            for pid in others:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.bury()
+            if not others:
+                return
+            time.sleep(0.0005)
+
+    def bury(self, pid: int = -1, flags: int = os.WNOHANG) -> bool:
+        """Reap the dead: all of them, or the first that dies. Returns whether there may be more."""
         while True:
             try:
-                done, status = os.waitpid(
-                    -1 if self.alone and code is not None else pid, os.WNOHANG if code is not None else 0
-                )
+                dead, status, usage = os.wait4(pid, flags)
             except ChildProcessError:
-                break
-            if done == pid:
-                code = os.waitstatus_to_exitcode(status)
-                if not self.alone:
-                    break
-            elif done == 0:
-                if not self.settings["sweep"] or not self.others(self.worker.pid if self.worker else None):
-                    break
-                if time.monotonic() > deadline:
-                    break  # in the kernel's hands, such as a large exit of memory; the next sweep meets it again
-                time.sleep(0.001)
-        if not self.alone:
-            self.kill_group(pid)
-        return code
+                return False
+            if dead in self.children:
+                child = self.children.pop(dead)
+                child.code = os.waitstatus_to_exitcode(status)
+                child.cpu_s = usage.ru_utime + usage.ru_stime
+            if dead == 0 or flags == 0:
+                return True
 
-    def kill_group(self, pid):
+    def kill_group(self, pid: int) -> None:
+        """Kill a process and its process group, which may be gone already."""
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(pid, signal.SIGKILL)
 
-    def sweep(self, keep=None):
-        """Kill every process but this one, and ``keep``. Only in a PID namespace of our own."""
-        if not self.alone:
-            return
-        if keep is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
-            return
-        deadline = time.monotonic() + SWEEP_S
-        while time.monotonic() < deadline:
-            others = self.others(keep)
-            if not others:
-                return
-            for pid in others:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.reap(keep)
-
-    def others(self, keep):
-        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-        return [pid for pid in pids if pid not in (1, keep) and not self.is_zombie(pid)]
-
-    def is_zombie(self, pid):
-        try:
-            with open("/proc/%d/stat" % pid, "rb") as file:
-                return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
-        except OSError:
-            return True
-
-    def reap(self, keep):
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                done, status = os.waitpid(-1, os.WNOHANG)
-                if done == 0:
-                    return
-                if done == keep:
-                    self.worker_status = status
-
     # ---- variables that stay
 
-    def run_stateful(self, request):
-        fresh = self.worker is None
-        if fresh:
-            self.worker = Worker(self)
-        worker, capture = self.worker, self.worker.capture
-        capture.limit, capture.total = request["output_bytes"], 0
-        for data in capture.data.values():
-            data.clear()
-        os.kill(worker.pid, signal.SIGCONT)
-        exited = os.pidfd_open(worker.pid)
-        try:
-            fields = {key: request[key] for key in ("code", "env", "cwd", "cpu_s")}
-            why, code = self.watch_worker(worker, exited, fields, request["wall_s"])
-        finally:
-            os.close(exited)
+    def run_stateful(self, request: Request) -> Request:
+        """Run a snippet in the worker; start it, where there is none."""
+        if self.worker is None or self.worker.child.code is not None:
+            self.start_worker()
+        worker = self.worker
+        assert worker is not None
+        capture, child = worker.capture, worker.child
+        capture.begin(request["output_bytes"])
+        os.kill(child.pid, signal.SIGCONT)
+        why, code = None, None
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):  # it closed its ends, or ended
+            send(worker.requests, {key: request[key] for key in ("code", "env", "cwd", "cpu_s")})
+            why = self.watch(capture, child, worker.replies, request["wall_s"])
+            if why is None:
+                code = next(iter(os.read(worker.replies, 1)), None)
+        lost = code is None
+        if lost:
+            self.worker = None
+            self.end(child, kill=True)
+            code = child.code
+        elif self.alone and self.settings["sweep"]:
+            self.sweep(keep=child.pid)
+        else:
+            os.kill(child.pid, signal.SIGSTOP)
         capture.drain()
         if why is None and capture.over:
             why = "output"
-        stdout, stderr = capture.texts()
-        lost = why is not None or code is None
+        reply = {"why": why, "exit_code": None if why else code, "cpu_s": child.cpu_s, "variables_lost": lost}
+        reply.update(capture.texts())
         if lost:
-            code = self.lose_worker()
-        else:
-            os.kill(worker.pid, signal.SIGSTOP)
-            if self.settings["sweep"]:
-                self.sweep(keep=worker.pid)
-        return {
-            "why": why,
-            "exit_code": None if why else code,
-            "stdout": stdout,
-            "stderr": stderr,
-            "variables_lost": lost,
-        }
+            worker.close()
+        return reply
 
-    def watch_worker(self, worker, exited, fields, wall_s):
-        """Return which limit ended the call, or None, and the exit status, or None where the process died."""
-        deadline = time.monotonic() + wall_s if wall_s is not None else None
-        try:
-            send(worker.control, fields)
-        except OSError:
-            return None, None
-        while True:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return "wall", None
-            ready = select.select([*worker.capture.open, worker.control, exited], [], [], left)[0]
-            for fd in ready:
-                if fd in worker.capture.data:
-                    worker.capture.take(fd)
-            if worker.capture.over:
-                return "output", None
-            if worker.control in ready:
-                said = os.read(worker.control, 1)
-                return None, said[0] if said else None
-            if exited in ready:
-                return None, None
-
-    def lose_worker(self):
-        """End the process that kept the variables; return its exit status."""
-        worker, self.worker = self.worker, None
-        code = self.end(worker.pid, kill=True)
-        worker.close()
-        return code
+    def start_worker(self) -> None:
+        """Fork it anew."""
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+        self.worker = Worker(self.settings, self.null)
+        self.children[self.worker.child.pid] = self.worker.child
 
 
-def limit_self(settings):
+def living() -> list[int]:
+    """Return the processes that there are, zombies left out."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                if file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X"):
+                    found.append(int(name))
+    return found
+
+
+def limit_self(settings: Settings) -> None:
     """Set the limits that every process inherits."""
     bounds = {resource.RLIMIT_CORE: 0}
     if settings["file_bytes"] is not None:
@@ -499,16 +402,17 @@ def limit_self(settings):
         if hard != resource.RLIM_INFINITY:
             bound = min(bound, hard)
         resource.setrlimit(what, (bound, bound))
-    if settings["file_bytes"] is not None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
 
-def main():
-    settings = json.loads(sys.argv[1])
+def main() -> None:
+    """Run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one signal that Python would let through to a process 1
+    settings: Settings = json.loads(sys.argv[1])
     if settings["hidden"]:
-        set_dumpable(False)
+        prctl(PR_SET_DUMPABLE, 0)
     limit_self(settings)
     os.chdir(settings["work"])
+    gc.freeze()  # no collection of a child's looks at what is there now, and so copies its pages
     Runner(settings).serve()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import importlib.resources
+import re
 import signal
 from abc import abstractmethod
 from functools import cache
@@ -18,6 +20,8 @@ from agentrl.toolserver.sandbox.base import WORK, Defence, Job, Outcome, Sandbox
 from agentrl.toolserver.sandbox.link import LinkError, RunnerLink
 from agentrl.types import ToolStatus
 
+PART = 4 * 2**20
+"""Bytes of a file that go into one frame: the runner has a few copies of it for a moment."""
 GRACE_S = 30.0
 """How long after its time a reply may come: what answers later is no busy machine but a fault."""
 READY_S = 60.0
@@ -26,12 +30,23 @@ READY_S = 60.0
 
 @cache
 def runner_source() -> str:
-    """Return the program that runs inside."""
-    return importlib.resources.files(__package__).joinpath("runner.py").read_text(encoding="utf-8")
+    """Return the program that runs inside: two modules as one text, since nothing of agentrl is there to import."""
+    here = importlib.resources.files(__package__)
+    first, second = (here.joinpath(name).read_text(encoding="utf-8") for name in ("snippet.py", "runner.py"))
+    second = second.replace("from __future__ import annotations\n", "")
+    return first + re.sub(r"(?m)^from agentrl[^(\n]* import (\([^)]*\)|.*)$", "", second)
 
 
-def settings(limits: SandboxLimits, defences: frozenset[Defence], work: str = WORK) -> str:
-    """Return the runner's one argument."""
+def settings(limits: SandboxLimits, defences: frozenset[Defence], work: str = WORK, *, alone: bool = False) -> str:
+    """Return the runner's one argument.
+
+    Args:
+        limits: its limits.
+        defences: those that stand.
+        work: the folder where code starts.
+        alone: whether no cgroup bounds it, so that limits of each process have to do.
+
+    """
     values = {
         "work": work,
         "hidden": Defence.RUNNER in defences,
@@ -39,13 +54,17 @@ def settings(limits: SandboxLimits, defences: frozenset[Defence], work: str = WO
         "cpu": Defence.CPU in defences,
         "file_bytes": limits.file_mb * 2**20 if Defence.FILE_SIZE in defences else None,
         "open_files": limits.open_files if Defence.OPEN_FILES in defences else None,
+        "address_space": limits.memory_mb * 2**20 if alone and Defence.MEMORY in defences else None,
+        "processes": limits.processes if alone and Defence.PROCESSES in defences else None,
     }
     return orjson.dumps(values).decode()
 
 
-def python_command(python: str, limits: SandboxLimits, defences: frozenset[Defence], work: str = WORK) -> list[str]:
+def python_command(
+    python: str, limits: SandboxLimits, defences: frozenset[Defence], work: str = WORK, *, alone: bool = False
+) -> list[str]:
     """Return the command that starts the runner: isolated from environment and user site, with UTF-8 everywhere."""
-    return [python, "-I", "-X", "utf8", "-c", runner_source(), settings(limits, defences, work)]
+    return [python, "-I", "-X", "utf8", "-c", runner_source(), settings(limits, defences, work, alone=alone)]
 
 
 class WarmSandbox(Sandbox):
@@ -123,20 +142,39 @@ class WarmSandbox(Sandbox):
                     detail = "out of memory; the sandbox was ended, its files are lost"
                     return Outcome(ToolStatus.OUT_OF_MEMORY, "", "", None, 0.0, detail)
                 raise
-            return _outcome(reply, wall, output, oom=self._oom_kills() > kills)
+            return _outcome(reply, request, oom=self._oom_kills() > kills)
 
     async def write_file(self, path: str, content: bytes) -> None:
         """Write a file; see `Sandbox.write_file`."""
         async with self._lock:
-            request = {"op": "write", "path": path, "content": base64.b64encode(content).decode()}
-            _raise_oserror(await self._request(request, GRACE_S), path)
+            for start in range(0, max(1, len(content)), PART):
+                part = base64.b64encode(content[start : start + PART]).decode()
+                await self._file({"op": "write", "path": path, "append": start > 0, "stdin": part})
 
     async def read_file(self, path: str, max_bytes: int = 2**20) -> bytes:
         """Return a file's content; see `Sandbox.read_file`."""
+        content = b""
         async with self._lock:
-            reply = await self._request({"op": "read", "path": path, "max_bytes": max_bytes}, GRACE_S)
-            _raise_oserror(reply, path)
-            return base64.b64decode(reply["content"])
+            while len(content) <= max_bytes:
+                size = min(PART, max_bytes + 1 - len(content))
+                request = {"op": "read", "path": path, "offset": len(content), "size": size, "stdin": ""}
+                part = base64.b64decode((await self._file(request))["content"])
+                content += part
+                if len(part) < size:
+                    return content
+        raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", path)
+
+    async def _file(self, request: dict[str, Any]) -> dict[str, Any]:
+        kills = self._oom_kills()
+        try:
+            reply = await self._request(request, GRACE_S)
+        except SandboxFailure:
+            if self._oom_kills() > kills:
+                raise OSError(errno.ENOMEM, "out of memory; the sandbox was ended", request["path"]) from None
+            raise
+        if "errno" in reply:
+            raise OSError(reply["errno"], reply["error"], request["path"])
+        return reply
 
     async def close(self) -> None:
         """End it; a second call waits for the first. Whoever waits for a call gets `SandboxFailure`."""
@@ -165,19 +203,19 @@ class WarmSandbox(Sandbox):
         raise SandboxFailure(f"sandbox {self.id}: {self._broken}")
 
 
-def _outcome(reply: dict[str, Any], wall_s: float, output_bytes: int, *, oom: bool) -> Outcome:
+def _outcome(reply: dict[str, Any], request: dict[str, Any], *, oom: bool) -> Outcome:
     if "errno" in reply:  # the runner could not even start the call: what earlier calls left fills memory or processes
-        status = ToolStatus.OUT_OF_MEMORY if reply["errno"] == 12 or oom else ToolStatus.ERROR
+        status = ToolStatus.OUT_OF_MEMORY if reply["errno"] == errno.ENOMEM or oom else ToolStatus.ERROR
         return Outcome(status, "", "", None, 0.0, f"the call could not be started: {reply['error']}")
     code: int | None = reply["exit_code"]
     status, detail = ToolStatus.OK, ""
     if oom:
         status, detail = ToolStatus.OUT_OF_MEMORY, "out of memory"
     elif reply["why"] == "wall":
-        status, detail = ToolStatus.TIMEOUT, f"timed out after {wall_s:g} s"
+        status, detail = ToolStatus.TIMEOUT, f"timed out after {request['wall_s']:g} s"
     elif reply["why"] == "output":
-        status, detail = ToolStatus.OUTPUT_CUT, f"ended after printing {output_bytes} bytes"
-    elif code == -signal.SIGXCPU:
+        status, detail = ToolStatus.OUTPUT_CUT, f"ended after printing {request['output_bytes']} bytes"
+    elif code == -signal.SIGXCPU or (code == -signal.SIGKILL and reply["cpu_s"] >= request["cpu_s"]):
         status, detail = ToolStatus.TIMEOUT, "used up its CPU time"
     elif code is None or code < 0:
         status, detail = ToolStatus.KILLED, f"killed by {_signal_name(code)}"
@@ -193,8 +231,3 @@ def _signal_name(code: int | None) -> str:
         return signal.Signals(-(code or 0)).name
     except ValueError:
         return f"signal {-(code or 0)}"
-
-
-def _raise_oserror(reply: dict[str, Any], path: str) -> None:
-    if "errno" in reply:
-        raise OSError(reply["errno"], reply["error"], path)
