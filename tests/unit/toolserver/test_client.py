@@ -1,0 +1,316 @@
+"""The client of tool servers, against servers that lose replies, restart, refuse and die."""
+
+import asyncio
+import time
+
+import pytest
+
+from agentrl.config.toolserver import ClientConfig
+from agentrl.errors import ConfigError, EnvironmentFailure, SandboxFailure, ToolFailure
+from agentrl.toolserver import client as client_module
+from agentrl.toolserver import pool, remote
+from agentrl.toolserver.client import ToolServerClient
+from agentrl.types import ToolCall, ToolResult, ToolStatus
+from tests.unit.toolserver.fake_server import fake_servers
+from tests.unit.toolserver.hosts import in_loop, until
+
+KEY = "tools.python.url"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(remote, "BACKOFF_S", 0.005)
+    monkeypatch.setattr(pool, "BACKOFF_S", 0.005)
+    monkeypatch.setattr(pool, "PROBE_EVERY_S", 0.02)
+    monkeypatch.setattr(pool, "RETURN_S", 0.2)
+
+
+def connect(*servers, **options):
+    return ToolServerClient(",".join(server.url for server in servers), ClientConfig(**options), key=KEY)
+
+
+def call(name="1", **arguments):
+    return ToolCall(name, "python", arguments)
+
+
+@in_loop
+async def test_an_episode_has_one_session_opened_at_its_first_calls():
+    async with fake_servers() as (server,):
+        client = connect(server)
+        assert server.asked == []
+        results = await asyncio.gather(*(client.call(call(str(n), n=n), episode_id="e") for n in range(8)))
+        assert [result.content for result in results] == [f'python {{"n": {n}}}' for n in range(8)]
+        assert [result.call_id for result in results] == [str(n) for n in range(8)]
+        assert server.count("POST", "/sessions") == 1
+        assert list(server.sessions.values()) == ["e"]
+        for _ in range(2):
+            await client.close_session("e")
+        await client.close_session("never called")
+        assert server.sessions == {}
+        assert server.count("DELETE") == 1
+        await client.aclose()
+
+
+@in_loop
+async def test_sessions_stay_with_their_server_and_new_ones_go_to_the_least_loaded():
+    async with fake_servers(3) as servers:
+        client = connect(*servers)
+
+        async def play(episode):
+            for number in range(3):
+                await client.call(call(str(number)), episode_id=episode)
+
+        await asyncio.gather(*(play(f"e{n}") for n in range(30)))
+        assert [len(server.sessions) for server in servers] == [10, 10, 10]
+        assert [sum(server.runs.values()) for server in servers] == [30, 30, 30]
+        for name in list(servers[1].sessions.values()):
+            await client.close_session(name)
+        await asyncio.gather(*(play(f"f{n}") for n in range(10)))
+        assert [len(server.sessions) for server in servers] == [10, 10, 10]
+        await client.aclose()
+        assert [len(server.sessions) for server in servers] == [0, 0, 0]
+
+
+@in_loop
+async def test_a_dead_server_is_taken_out_at_once_and_back_when_it_answers():
+    async with fake_servers(2) as (dead, other):
+        client = connect(dead, other)
+        for name in ("a", "b", "c", "d"):
+            await client.call(call(), episode_id=name)
+        lost = sorted(dead.sessions.values())
+        assert len(lost) == 2
+        await dead.stop()
+        with pytest.raises(ToolFailure, match=rf"{dead.url} \({KEY}\) does not answer"):
+            await client.call(call("2"), episode_id=lost[0])
+        began = time.monotonic()
+        with pytest.raises(ToolFailure, match="was taken out"):  # without a try of its own
+            await client.call(call("2"), episode_id=lost[1])
+        await client.close_session(lost[1])
+        assert time.monotonic() - began < 0.1
+        assert (await client.call(call(), episode_id="new")).status is ToolStatus.OK
+        assert "new" in other.sessions.values()
+        dead.instance, dead.sessions = "second", {}
+        await dead.start()
+        await until(lambda: dead.asked[-1] == ("GET", "/health"))
+        await asyncio.sleep(0.05)
+        await client.call(call(), episode_id="newer")
+        assert list(dead.sessions.values()) == ["newer"]
+        with pytest.raises(SandboxFailure, match="no longer has the session"):
+            await client.call(call("2"), episode_id=lost[0])
+        await client.aclose()
+
+
+@in_loop
+async def test_a_session_is_opened_elsewhere_where_its_server_is_dead():
+    async with fake_servers(3) as servers:
+        client = connect(*servers)
+        await servers[0].stop()
+        await asyncio.gather(*(client.call(call(), episode_id=f"e{n}") for n in range(8)))
+        assert [len(server.sessions) for server in servers] == [0, 4, 4]
+        await client.aclose()
+
+
+@in_loop
+async def test_no_server_left():
+    async with fake_servers(2) as servers:
+        client = connect(*servers, retries=1)
+        for server in servers:
+            await server.stop()
+        with pytest.raises(ToolFailure) as caught:
+            await client.call(call(), episode_id="e")
+        for words in (servers[0].url, servers[1].url, f"change {KEY}"):
+            assert words in str(caught.value)
+        await servers[1].start()
+        await until(lambda: servers[1].count("GET", "/health") > 0)
+        assert (await client.call(call(), episode_id="e")).status is ToolStatus.OK  # a failure is not kept
+        await client.aclose()
+
+
+@in_loop
+async def test_new_sessions_wait_for_a_server_that_is_started_anew(monkeypatch):
+    monkeypatch.setattr(pool, "RETURN_S", 5.0)
+    async with fake_servers() as (server,):
+        client = connect(server, retries=1)
+        await server.stop()
+        calls = [asyncio.create_task(client.call(call(), episode_id=f"e{n}")) for n in range(4)]
+        await asyncio.sleep(0.1)
+        await server.start()
+        assert [result.status for result in await asyncio.gather(*calls)] == [ToolStatus.OK] * 4
+        await client.aclose()
+
+
+@in_loop
+async def test_a_lost_reply_is_asked_for_again_and_nothing_runs_twice():
+    async with fake_servers(2) as servers:
+        client = connect(*servers)
+        await asyncio.gather(*(client.call(call("0"), episode_id=f"e{n}") for n in range(4)))
+        for server in servers:
+            server.lose = ["/call", "/call"]
+        results = await asyncio.gather(*(client.call(call("1", n=n), episode_id=f"e{n}") for n in range(4)))
+        assert [result.content for result in results] == [f'python {{"n": {n}}}' for n in range(4)]
+        assert all(server.lose == [] and set(server.runs.values()) == {1} for server in servers)
+        await client.aclose()
+
+
+@in_loop
+async def test_a_lost_session_is_the_same_when_asked_for_again():
+    async with fake_servers() as (server,):
+        server.lose = ["/sessions"]
+        client = connect(server)
+        await client.call(call(), episode_id="e")
+        assert server.count("POST", "/sessions") == 2
+        assert len(server.sessions) == 1
+        await client.aclose()
+
+
+@in_loop
+async def test_a_call_is_never_sent_to_a_process_that_has_not_seen_it():
+    """The reply is lost as the server restarts; by accident the new process has a session of that very name."""
+    async with fake_servers() as (server,):
+        client = connect(server)
+        await client.call(call("0"), episode_id="e")
+        names = dict(server.sessions)
+
+        async def restarts(body):
+            await server.restart()
+            server.sessions = names
+            return {"status": "ok", "content": "late"}
+
+        server.work = restarts
+        with pytest.raises(SandboxFailure, match="started anew"):
+            await client.call(call("1"), episode_id="e")
+        assert server.runs["e/1"] == 1
+        await client.aclose()
+
+
+def test_results_and_failures():
+    @in_loop
+    async def ends(answer, expected):
+        async with fake_servers() as (server,):
+            client = connect(server, retries=1)
+            server.answers["/call"] = [answer] * 2
+            if isinstance(expected, ToolResult):
+                assert await client.call(call(), episode_id="e") == expected
+            else:
+                kind, words = expected
+                with pytest.raises(kind, match=words) as caught:
+                    await client.call(call(), episode_id="e")
+                assert type(caught.value) is kind
+            server.answers.clear()  # one failure is no reason to take a server out
+            assert (await client.call(call("2"), episode_id="other")).status is ToolStatus.OK
+            await client.aclose()
+
+    for status in ("ok", "error", "invalid", "timeout", "out_of_memory", "output_cut", "killed"):
+        said = {"call_id": "1", "status": status, "content": "text", "data": {"exit_code": 1}}
+        ends((200, said), ToolResult("1", ToolStatus(status), "text", {"exit_code": 1}))
+    failed = {"call_id": "1", "content": "why", "data": None}
+    for answer, kind, words in (
+        ((200, failed | {"status": "sandbox_failure"}), SandboxFailure, "'python': why"),
+        ((200, failed | {"status": "unavailable"}), ToolFailure, "'python' is unavailable: why"),
+        ((200, failed | {"status": "fine"}), ToolFailure, "unknown status 'fine'"),
+        ((200, failed | {"status": "ok", "call_id": "2"}), ToolFailure, "answered call '2' when asked for '1'"),
+        ((200, ["what"]), ToolFailure, "does not speak as a tool server"),
+        ((200, b"<html>"), ToolFailure, "does not speak as a tool server"),
+        ((404, {"error": "no session"}), SandboxFailure, "no longer has the session: no session"),
+        ((410, {"error": "idle"}), SandboxFailure, "no longer has the session: idle"),
+        ((409, {"error": "other content"}), EnvironmentFailure, "call id '1' of tool 'python' was used before"),
+        ((401, {"error": "who"}), ConfigError, r"set tools\.python\.options\.client\.token or AGENTRL_TOOLS_TOKEN"),
+        ((500, {"error": "bug"}), ToolFailure, "did not answer call '1' of 'python': HTTP 500: bug"),
+        ((503, {"error": "stops"}), ToolFailure, "HTTP 503: stops"),
+    ):
+        ends(answer, (kind, words))
+    ends((400, {"error": "half a character"}), ToolResult("1", ToolStatus.INVALID, "python: half a character"))
+
+
+@in_loop
+async def test_arguments_that_are_no_json():
+    async with fake_servers() as (server,):
+        client = connect(server)
+        result = await client.call(call(n=float("nan")), episode_id="e")
+        assert result.status is ToolStatus.INVALID
+        assert "cannot be sent as JSON" in result.content
+        big = await client.call(call("2", n=10**30), episode_id="e")
+        assert str(10**30) in big.content
+        await client.aclose()
+
+
+@in_loop
+async def test_a_full_server_is_asked_again_and_then_named():
+    async with fake_servers(2) as (full, other):
+        client = connect(full, other, retries=1)
+        refusal = 503, {"error": "all 2 sessions are taken"}
+        full.answers["/sessions"] = [refusal] * 9
+        await client.call(call(), episode_id="a")
+        assert list(other.sessions.values()) == ["a"]
+        other.answers["/sessions"] = [refusal]
+        await client.call(call(), episode_id="b")  # in the second round
+        other.answers["/sessions"] = [refusal] * 2
+        with pytest.raises(ToolFailure, match=r"all 2 sessions are taken.*server\.max_sessions"):
+            await client.call(call(), episode_id="c")
+        await client.aclose()
+
+
+@in_loop
+async def test_the_token_is_sent(monkeypatch):
+    async with fake_servers() as (server,):
+        for options in ({"token": "secret"}, {}):
+            monkeypatch.setenv("AGENTRL_TOOLS_TOKEN", "of the environment")
+            client = connect(server, **options)
+            await client.call(call(), episode_id="e")
+            await client.aclose()
+        tokens = [headers.get("authorization") for headers in server.headers]
+        assert tokens == ["Bearer secret"] * 3 + ["Bearer of the environment"] * 3
+
+
+@in_loop
+async def test_an_episode_does_not_wait_for_a_slow_end(monkeypatch):
+    monkeypatch.setattr(client_module, "WAIT_S", 0.05)
+    async with fake_servers() as (server,):
+        client = connect(server)
+        await client.call(call(), episode_id="e")
+        server.gate.clear()
+        began = time.monotonic()
+        await client.close_session("e")
+        assert time.monotonic() - began < 1
+        assert server.sessions
+        server.gate.set()
+        await client.aclose()
+        assert not server.sessions
+
+
+@in_loop
+async def test_a_session_that_is_still_being_opened_is_closed_once_it_is():
+    """As when an episode is cancelled while it waits in the server's queue."""
+    async with fake_servers() as (server,):
+        client = connect(server)
+        first = asyncio.create_task(client.call(call(), episode_id="e"))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await client.close_session("e")
+        assert server.count("POST", "/sessions") == server.count("DELETE") == 1
+        assert server.sessions == {}
+        await client.aclose()
+
+
+@pytest.mark.parametrize("url", ["localhost:8300", "ftp://host:1", "", " , ", "http://"])
+def test_what_is_no_address(url):
+    with pytest.raises(ConfigError, match=r"tools\.python\.url="):
+        ToolServerClient(url, ClientConfig(), key=KEY)
+
+
+@in_loop
+async def test_a_thousand_sessions_at_once_and_every_reply_to_its_call():
+    async with fake_servers(2) as servers:
+        client = connect(*servers)
+
+        async def play(episode):
+            for number in range(2):
+                said = await client.call(call(str(number), who=episode), episode_id=f"e{episode}")
+                assert said.content == f'python {{"who": {episode}}}'
+            await client.close_session(f"e{episode}")
+
+        await asyncio.gather(*(play(episode) for episode in range(1000)))
+        assert [server.sessions for server in servers] == [{}, {}]
+        assert sum(sum(server.runs.values()) for server in servers) == 2000
+        await client.aclose()
