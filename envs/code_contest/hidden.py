@@ -43,7 +43,7 @@ def hidden_tests(task: Task) -> HiddenTests:
     """
     answer = task.answer
     try:
-        tests = _TESTS.validate_python(answer if isinstance(answer, Mapping) else {}, strict=True)
+        tests = _TESTS.validate_python(answer if isinstance(answer, Mapping) else {})
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(str(part) for part in fault["loc"])
