@@ -61,6 +61,12 @@ class HostedTool(ABC):
 
         """
 
+    async def end(self, session: ToolSession) -> None:  # noqa: B027  most tools need nothing
+        """Let go of what it keeps for a session, which is over: no call runs, and the sandbox is gone or about to be.
+
+        Called once for every session of the server, called or not.
+        """
+
     async def close(self) -> None:  # noqa: B027  most tools need nothing
         """Let go of what `start` made."""
 

@@ -305,8 +305,18 @@ class HostedSession:
             task.cancel()
         if running:
             await asyncio.wait(running)
+        await self._end_tools()
         if self._sandbox is not None:
             await self._end_sandbox(self._sandbox)
+
+    async def _end_tools(self) -> None:
+        over = _Turn(self)
+        over.end()
+        for name, tool in self._parts.tools.items():
+            try:
+                await tool.end(over)
+            except Exception:  # whoever closes a session can do nothing about it
+                _log.exception("session %s: the tool %s could not end it", self.id, name)
 
 
 class _Turn(ToolSession):
