@@ -183,21 +183,34 @@ def make_tools(config: ToolServerConfig) -> list[HostedTool]:
     """
     tools: dict[str, HostedTool] = {}
     for name, options in config.tools.items():
-        service = find_service(name)
-        if not isinstance(service, HostedService):
-            raise ConfigError(
-                f"tools.{name}: {name} has a server of its own kind; start it with agentrl tools serve {name}"
-            )
-        for tool in service.make(options):
+        for tool in _make(name, options):
             if tool.spec.name in tools:
                 raise ConfigError(f"tools.{name}: there is a tool {tool.spec.name!r} at this server already")
             tools[tool.spec.name] = tool
     return list(tools.values())
 
 
+def _make(name: str, options: Mapping[str, Any]) -> Sequence[HostedTool]:
+    if _is_mcp(options):
+        from agentrl.toolserver.mcp_client import mcp_service
+
+        return mcp_service(name).make(options["mcp"])
+    service = find_service(name)
+    if not isinstance(service, HostedService):
+        raise ConfigError(
+            f"tools.{name}: {name} has a server of its own kind; start it with agentrl tools serve {name}"
+        )
+    return service.make(options)
+
+
+def _is_mcp(options: Mapping[str, Any]) -> bool:
+    """Return whether ``tools.NAME`` says where an MCP server is, and its name is the user's own."""
+    return set(options) == {"mcp"}
+
+
 def needs_sandbox(config: ToolServerConfig) -> bool:
     """Return whether any tool of a server runs code in a sandbox."""
-    services = (find_service(name) for name in config.tools)
+    services = (find_service(name) for name, options in config.tools.items() if not _is_mcp(options))
     return any(isinstance(service, HostedService) and service.needs_sandbox for service in services)
 
 
