@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import ssl
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,18 +15,15 @@ import orjson
 
 from agentrl.config.toolserver import ClientConfig
 from agentrl.errors import ConfigError, EnvironmentFailure, SandboxFailure, ToolFailure
+from agentrl.toolserver.wire import PROBE_S, Wire
 from agentrl.types import ToolCall, ToolResult, ToolStatus
 
 TOKEN_VARIABLE = "AGENTRL_TOOLS_TOKEN"
 """Environment variable with the bearer token, for servers and clients that are configured with none."""
 BACKOFF_S = 0.2
 """Wait before the first retry; it doubles with each."""
-PROBE_S = 5.0
-"""Seconds that ``GET /health`` and a connection may take."""
 END_S = 10.0
 """Seconds that closing a session may take: a sandbox is torn down in it."""
-SHARDS = 64
-"""httpx looks through all connections of a client for every request, so sessions are spread over as many clients."""
 
 
 class Silent(Exception):
@@ -70,9 +65,7 @@ class RemoteServer:
         self._config = config
         self._key = key
         token = config.token or os.environ.get(TOKEN_VARIABLE)
-        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
-        self._ssl: ssl.SSLContext | bool = ssl.create_default_context() if self.url.startswith("https") else False
-        self._shards: dict[int, httpx.AsyncClient] = {}
+        self._wire = Wire(self.url, token, config.timeout_s)
 
     async def open(self, episode_id: str) -> RemoteSession:
         """Open the episode's session, or get the one that it has.
@@ -89,7 +82,7 @@ class RemoteServer:
             if attempt:
                 await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
             try:
-                reply = await self._send("POST", "/sessions", episode_id, body)
+                reply = await self._wire.send("POST", "/sessions", body)
             except httpx.TransportError as error:
                 fault = _words(error)
                 continue
@@ -124,7 +117,7 @@ class RemoteServer:
                 if attempt:
                     await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
                     await self._check_same(session)
-                reply = await self._send("POST", path, session.id, body)
+                reply = await self._wire.send("POST", path, body)
             except httpx.TransportError as error:
                 fault = _words(error)
                 continue
@@ -145,7 +138,7 @@ class RemoteServer:
         path = f"/sessions/{quote(session.id, safe='')}"
         for attempt in range(2):
             try:
-                reply = await self._send("DELETE", path, session.id, timeout_s=END_S)
+                reply = await self._wire.send("DELETE", path, timeout_s=END_S)
             except httpx.TransportError as error:
                 if not attempt:
                     continue  # most likely a connection that the server had closed meanwhile
@@ -162,13 +155,13 @@ class RemoteServer:
             ToolFailure: it is no tool server.
 
         """
-        reply = await self._send("GET", "/health", "", timeout_s=PROBE_S)
+        reply = await self._wire.send("GET", "/health", timeout_s=PROBE_S)
         self._check(reply, "GET /health")
         return str(self._fields(reply, {"server": str, "status": str})["server"])
 
     async def aclose(self) -> None:
         """Close all connections."""
-        await asyncio.gather(*(shard.aclose() for shard in self._shards.values()))
+        await self._wire.aclose()
 
     @property
     def named(self) -> str:
@@ -187,20 +180,6 @@ class RemoteServer:
             await self.instance()
         except httpx.TransportError as error:
             raise Silent(fault) from error
-
-    async def _send(
-        self, method: str, path: str, key: str, content: bytes | None = None, *, timeout_s: float | None = None
-    ) -> httpx.Response:
-        shard = zlib.crc32(key.encode()) % SHARDS
-        if shard not in self._shards:
-            timeout = httpx.Timeout(self._config.timeout_s, connect=PROBE_S, pool=None)
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0)
-            self._shards[shard] = httpx.AsyncClient(
-                timeout=timeout, limits=limits, headers=self._headers, trust_env=False, verify=self._ssl
-            )
-        one = self._shards[shard]
-        wait = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s, pool=None)
-        return await one.request(method, self.url + path, content=content, timeout=wait)
 
     def _result(self, reply: httpx.Response, call: ToolCall) -> ToolResult:
         """Return what the server says of a call; failures of its own are raised."""
