@@ -60,10 +60,11 @@ class Expert:
         return _DIGIT.sub(lambda _: str(self._rng.integers(10)), self._right)
 
     def _slip(self, text: str) -> str:
-        """Return ``text`` with one of its digits changed; without digits, cut short."""
-        places = [match.start() for match in _DIGIT.finditer(text)]
+        """Return ``text`` with one of its digits changed; without digits, cut short. No number begins with a new 0."""
+        places = list(_DIGIT.finditer(text))
         if not places:
             return text[:-1]
-        at = places[int(self._rng.integers(len(places)))]
-        digit = (int(text[at]) + int(self._rng.integers(1, 10))) % 10
-        return f"{text[:at]}{digit}{text[at + 1 :]}"
+        place = places[int(self._rng.integers(len(places)))]
+        first = place.start() == 0 or not text[place.start() - 1].isdigit()
+        others = [digit for digit in "0123456789"[first:] if digit != place[0]]
+        return f"{text[: place.start()]}{others[int(self._rng.integers(len(others)))]}{text[place.end() :]}"
