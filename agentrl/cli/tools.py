@@ -7,7 +7,6 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 from agentrl.config.load import Tree, merge, parse_override
 from agentrl.config.sandbox import Backend, SandboxConfig
@@ -16,7 +15,7 @@ from agentrl.errors import UserError
 from agentrl.registry import TOOLS, names
 
 _SURVEYED: tuple[Backend, ...] = ("bubblewrap", "docker")
-"""Backends that hold something back."""
+"""Backends that hold something back; in any other the attempts would do harm."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sandbox.add_argument(
         "--backend",
         action="append",
-        choices=get_args(Backend),
+        choices=_SURVEYED,
         help=f"repeat it for several; default {' and '.join(_SURVEYED)}",
     )
     sandbox.add_argument("overrides", nargs="*", metavar="key=value", help="such as sandbox.image=NAME")

@@ -11,7 +11,7 @@ import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
@@ -45,6 +45,10 @@ async def _failed(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         return _reply({"error": error.detail}, error.status_code, dict(error.headers or {}))
     return _reply({"error": f"the server failed: {type(error).__name__}: {error}"}, 500)  # Starlette logs the traceback
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLOSED_REQUEST)  # its sender has hung up before it was all there
 
 
 async def read_body(request: Request) -> dict[str, Any]:
@@ -179,5 +183,5 @@ def make_app(sessions: Sessions, *, token: str | None = None, mounts: Sequence[B
             *mounts,
         ],
         middleware=[Middleware(NoForeignPages) if token is None else Middleware(BearerAuth, token=token)],
-        exception_handlers={Refusal: _refused, HTTPException: _failed, Exception: _failed},
+        exception_handlers={Refusal: _refused, ClientDisconnect: _left, HTTPException: _failed, Exception: _failed},
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import resource
 import signal
 import socket
@@ -122,6 +123,7 @@ def serve_tools(
     # Before sandboxes are tried, which takes a second or more: a port that is taken is told at once.
     with listen(host, port) as listener:
         _raise_file_limit()
+        _log_to_stderr()
         asyncio.run(_serve(tools, config, listener, token=token, sandboxed=sandboxed))
 
 
@@ -189,3 +191,8 @@ def _raise_file_limit() -> None:
     """Allow as many open files as this user may have: each sandbox and each connection takes some."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("agentrl").setLevel(logging.INFO)  # what the canary met is told there
