@@ -1,0 +1,45 @@
+"""Check that reference solutions score: ``python -m agentrl_tasks.contest``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import get_args
+
+from agentrl.config.sandbox import Backend, SandboxConfig
+from agentrl.errors import UserError
+from agentrl.registry import tool_service
+from agentrl.toolserver.local import LocalTools
+
+from .data import FAMILIES, Contest
+from .validate import validate
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m agentrl_tasks.contest", description="Check that reference solutions score 1."
+    )
+    parser.add_argument("--size", type=int, default=120, help="problems to draw, of all families in turn")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", choices=get_args(Backend), default="bubblewrap")
+    arguments = parser.parse_args()
+    sandbox = SandboxConfig(backend=arguments.backend).model_dump(mode="json")
+    try:
+        contest = Contest(seed=arguments.seed, families=tuple(FAMILIES), train_size=arguments.size)
+        judge = tool_service("judge").local({}, {"sandbox": sandbox})
+        assert isinstance(judge, LocalTools), "the judge is a hosted tool"
+        try:
+            faults = validate(contest, contest.split("train"), judge)
+        finally:
+            judge.close()
+    except UserError as error:
+        sys.exit(str(error))
+    for fault in faults:
+        print(fault)
+    print(f"{arguments.size - len(faults)} of {arguments.size} solutions score 1")
+    sys.exit(1 if faults else 0)
+
+
+if __name__ == "__main__":
+    main()

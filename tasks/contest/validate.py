@@ -1,0 +1,35 @@
+"""Whether the reference solutions of generated problems score 1, by the judge and in its sandboxes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from agentrl.registry import make_env
+from agentrl.task import Task
+from agentrl.toolserver.local import LocalTools
+from agentrl.types import Message, ToolCalls, ToolResults
+
+from .data import Contest
+from .demonstrator import handed_in
+
+
+def validate(contest: Contest, tasks: Iterable[Task], judge: LocalTools, env: str = "code_contest") -> list[str]:
+    """Hand in the reference solution of each task, and return what is said of those that do not score 1.
+
+    ``python -m agentrl_tasks.contest`` does so for all families. ``judge`` is what ``JudgeService.local`` returns.
+    """
+    played = make_env(env)
+    faults = []
+    for task in tasks:
+        program = contest.problem(task).program
+        played.reset(seed=0, options={"task": task})
+        asked, *_ = played.step(Message("assistant", handed_in(program)))
+        assert isinstance(asked, ToolCalls), "a program goes to the judge"
+        [result] = results = tuple(judge(call) for call in asked.calls)
+        judge.end_episode()
+        _, reward, *_ = played.step(ToolResults(results))
+        if reward != 1.0:
+            faults.append(
+                f"task {task.id!r} ({task.metadata['family']}): its solution scores {reward:g}: {result.data}"
+            )
+    return faults
