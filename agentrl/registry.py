@@ -58,13 +58,18 @@ def register_tool(name: str) -> Callable[[T], T]:
     """
 
     def wrap(given: T) -> T:
-        other = _registered[TOOLS].setdefault(name, given)
-        if other is not given and getattr(other, "__qualname__", other) != getattr(given, "__qualname__", given):
-            raise ConfigError(f"tool name {name!r} is taken by {other!r:.100}")
+        other = _registered[TOOLS].get(name)
+        if other is not None and _defined_as(other) != _defined_as(given):
+            raise ConfigError(f"tool name {name!r} is taken by {_defined_as(other)}")
         _registered[TOOLS][name] = given
         return given
 
     return wrap
+
+
+def _defined_as(tool: Tool | type[ToolService]) -> str:
+    """A file that is run and imported too defines the same thing twice."""
+    return tool.function.__qualname__ if isinstance(tool, Tool) else tool.__qualname__
 
 
 def names(group: str) -> list[str]:
