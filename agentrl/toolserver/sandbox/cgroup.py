@@ -200,6 +200,7 @@ class CgroupTree:
                 for folder in (self._v2, self._v2 / "agentrl", self._v2 / "agentrl" / self._server):
                     _enable(folder, self._unified_controllers)
         except OSError as error:
+            self.close()
             raise CgroupError(f"{error.filename}: {error.strerror}") from error
 
     def create(self, name: str, limits: SandboxLimits, defences: frozenset[Defence]) -> Cgroup:
