@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.data.rows import Row
 from agentrl.errors import ConfigError
 
-COLUMNS = ("prompt", "question", "answer", "reward_model", "data_source", "extra_info")
+COLUMNS = ("prompt", "question", "answer", "reward_model", "label", "data_source", "extra_info")
 """What is read of parquet files."""
 MARK = "####"
 """What stands before the answer at the end of a solution of GSM8K."""
@@ -36,7 +36,8 @@ class Published:
 
 
 def dapo(row: Row) -> Published:
-    """Return the problem in a row ``{prompt, reward_model: {ground_truth}, data_source, extra_info}``.
+    """Return the problem in a row ``{prompt, reward_model: {ground_truth}, data_source, extra_info}``, or in a row
+    ``{prompt, label}``, as the same problems are published in JSONL.
 
     Raises:
         ConfigError: a key is missing or its value does not fit; the message has file, line or row, key, and the keys there.
@@ -46,15 +47,17 @@ def dapo(row: Row) -> Published:
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt:
         prompt = prompt[-1].get("content") if isinstance(prompt[-1], Mapping) else None
     question = _text(row, "prompt", prompt, "a text, or a list of messages with one at the end")
-    model = row.values.get("reward_model")
-    answer = model.get("ground_truth") if isinstance(model, Mapping) else None
+    key, answer = "label", row.values.get("label")
+    if answer is None:
+        key, model = "reward_model.ground_truth", row.values.get("reward_model")
+        answer = model.get("ground_truth") if isinstance(model, Mapping) else None
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
     extra = row.values.get("extra_info")
     index = extra.get("index") if isinstance(extra, Mapping) else None
     return Published(
         _unwrapped(question),
-        _text(row, "reward_model.ground_truth", answer, "a text or a number"),
+        _text(row, key, answer, "a text or a number"),
         str(row.values.get("data_source") or row.path.stem),
         index if isinstance(index, int | str) else row.number,
     )
@@ -87,11 +90,13 @@ def format_of(row: Row) -> str:
         ConfigError: it is in none of them.
 
     """
-    if "prompt" in row.columns and "reward_model" in row.columns:
+    if "prompt" in row.columns and ("reward_model" in row.columns or "label" in row.columns):
         return "dapo"
     if "question" in row.columns and "answer" in row.columns:
         return "gsm8k"
-    raise _fault(row, "is neither a row of dapo ('prompt', 'reward_model') nor of gsm8k ('question', 'answer')")
+    raise _fault(
+        row, "is neither a row of dapo ('prompt', 'reward_model' or 'label') nor of gsm8k ('question', 'answer')"
+    )
 
 
 def _unwrapped(prompt: str) -> str:

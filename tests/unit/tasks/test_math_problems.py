@@ -118,8 +118,10 @@ def test_published_rows(tmp_path: Path, name: str) -> None:
 
 def test_plain_prompts_and_numbers_of_dapo(tmp_path: Path) -> None:
     row = {"prompt": "What is $x$ if $x = 7$?", "reward_model": {"ground_truth": 7}}
-    (task,) = MathProblems(train=write(tmp_path / "a.jsonl", row)).split("train")
-    assert (task.question, task.answer) == (row["prompt"], "7")
+    labelled = {"prompt": DAPO["prompt"], "label": "4"}
+    one, other = MathProblems(train=write(tmp_path / "a.jsonl", row, labelled)).split("train")
+    assert (one.question, one.answer) == (row["prompt"], "7")
+    assert (other.question, other.answer) == ("What is $2 + 2$?", "4")
 
 
 @pytest.mark.parametrize(
