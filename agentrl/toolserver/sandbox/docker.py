@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import socket
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,7 @@ class DockerSandbox(WarmSandbox):
     writer: asyncio.StreamWriter
     oom_file: Path | None
     _kills = 0
+    _kills_at = 0.0
     _killed_runner = 0
 
     async def python(self) -> tuple[int, int]:
@@ -66,6 +68,7 @@ class DockerSandbox(WarmSandbox):
         if self.oom_file is not None:
             with contextlib.suppress(OSError):  # the group goes with its container
                 self._kills = parse_count(self.oom_file.read_text(), "oom_kill")
+                self._kills_at = time.time()
         return self._kills + self._killed_runner
 
     async def _destroy(self) -> None:
@@ -76,12 +79,12 @@ class DockerSandbox(WarmSandbox):
         await self.backend.remove(self)
 
     async def _autopsy(self) -> str:
-        self._oom_kills()  # while its cgroup is there
         state = await self.backend.last_state(self.id)
         if state is None:
             return f"no Docker daemon answers at {self.backend.url}"
-        # The cgroup may have gone before it was read. Nobody else kills a runner: `_destroy` has not been called yet.
-        if state["OOMKilled"] and not self._kills:
+        # By now the cgroup and its count are gone. OOMKilled stays true from the first kill on, so that after earlier
+        # ones it takes the daemon's events to tell whether there was another.
+        if state["OOMKilled"] and (not self._kills or await self.backend.oom_since(self.id, self._kills_at)):
             self._killed_runner = 1
         words = self.reader.words.decode("utf-8", "replace").strip()
         parts = [f"container {state['Status']}, exit status {state['ExitCode']}", state["Error"], words]
@@ -159,7 +162,7 @@ class DockerBackend(SandboxBackend):
                 f"the Docker daemon at {self.url} has no image {self.config.image}: run `docker pull "
                 f"{self.config.image}`, or set sandbox.image to one that it has"
             ) from error
-        self._options = container_options(self.config, self.defences, image, self._cgroup)
+        self._options = container_options(self.config, self.defences, info, image, self._cgroup)
         self._labels = {SERVER_LABEL: server_name(), HOST_LABEL: socket.gethostname(), BOOT_LABEL: _boot()}
         self._reap()
 
@@ -225,6 +228,19 @@ class DockerBackend(SandboxBackend):
             if not state["Running"] or asyncio.get_running_loop().time() > deadline:
                 return state
             await asyncio.sleep(0.02)
+
+    async def oom_since(self, name: str, seconds: float) -> bool:
+        """Return whether the daemon has seen memory run out in a container after a time, in seconds of the epoch."""
+        events = functools.partial(
+            self._api.events,
+            since=f"{seconds:.6f}",
+            until=f"{time.time():.6f}",
+            filters={"container": name, "event": "oom"},
+        )
+        try:
+            return bool(await self._in_thread(lambda: list(events())))
+        except FAULTS:
+            return False  # a failure of the daemon's then
 
     async def remove(self, sandbox: DockerSandbox) -> None:
         """Remove a sandbox's container; where no daemon answers, as soon as one does."""

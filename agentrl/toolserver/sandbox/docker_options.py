@@ -22,21 +22,33 @@ OWN_PROCESSES = 1
 SHARES = {WORK: (12, "0755"), "/tmp": (3, "1777"), "/dev/shm": (1, "1777")}
 """Folders that code may write to: sixteenths of disk and inodes, and mode. Docker cannot mount one tmpfs in several
 places, so each has its own; together they have what the limits say, but none of them has all of it."""
+IPC = {"kernel.shm_rmid_forced": "1", "kernel.msgmni": "8", "fs.mqueue.queues_max": "8"}
+"""Shared memory goes with its last process, and few message queues can stay: what outlives a call's processes would fill
+the memory of the calls after it."""
 OWN_FOLDERS = ("dev", "proc", "sys", "work", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr")
 """Folders of the root that stay the image's even where a sandbox is to see the machine's files."""
 
 
 def container_options(
-    config: SandboxConfig, defences: frozenset[Defence], image: Mapping[str, Any], cgroup: str | None
+    config: SandboxConfig,
+    defences: frozenset[Defence],
+    daemon: Mapping[str, Any],
+    image: Mapping[str, Any],
+    cgroup: str | None,
 ) -> dict[str, Any]:
     """Return the arguments of `docker.APIClient.create_container` that are the same for every sandbox.
 
     Args:
         config: the sandbox section.
         defences: those that stand.
-        image: what the daemon says of the image.
+        daemon: what the daemon says of itself.
+        image: what it says of the image.
         cgroup: the group above the container's; None takes the daemon's.
     """
+    host = _host_options(config, defences, image)
+    host["mounts"] = _mounts(config, defences, Path(daemon["DockerRootDir"]))
+    if cgroup is not None:
+        host["cgroup_parent"] = f"/{cgroup.strip('/')}"
     command = python_command(config.python, config.limits, defences)
     user = NOBODY if Defence.PRIVILEGES in defences else 0
     return {
@@ -50,7 +62,7 @@ def container_options(
         "stdin_open": True,
         "tty": False,
         "healthcheck": {"test": ["NONE"]},  # the image's own would start processes beside the runner
-        "host_config": docker.types.HostConfig(version="1.41", **_host_options(config, defences, image, cgroup)),
+        "host_config": docker.types.HostConfig(version="1.41", **host),
     }
 
 
@@ -62,32 +74,29 @@ def _environment(image: Mapping[str, Any], defences: frozenset[Defence]) -> dict
     return {**removed, **({} if Defence.ENVIRONMENT in defences else os.environ), **ours}
 
 
-def _host_options(
-    config: SandboxConfig, defences: frozenset[Defence], image: Mapping[str, Any], cgroup: str | None
-) -> dict[str, Any]:
+def _host_options(config: SandboxConfig, defences: frozenset[Defence], image: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {
         # The runner has to be process 1 itself: no signal from inside reaches that one.
         "init": False,
         "log_config": docker.types.LogConfig(type="none"),
         "restart_policy": {"Name": "no"},
         "read_only": Defence.FILES in defences,
-        "mounts": _mounts(config, defences),
         "tmpfs": _tmpfs(config.limits, defences, image),
         "network_mode": "none" if Defence.NETWORK in defences else "host",
         "ipc_mode": "private" if Defence.PROCESS_NAMESPACE in defences else "host",
         "security_opt": [],
     }
-    if Defence.PROCESS_NAMESPACE not in defences:
+    if Defence.PROCESS_NAMESPACE in defences:
+        options["sysctls"] = IPC
+    else:
         options["pid_mode"] = "host"
     if Defence.PRIVILEGES in defences:
         options["cap_drop"] = ["ALL"]
         options["security_opt"] += ["no-new-privileges"]
     else:
-        options["cap_add"] = ["ALL"]
+        options["cap_add"] = ["SYS_ADMIN", "SYS_PTRACE"]  # not ALL, which not every daemon has itself
     profile = docker_profile() if Defence.SECCOMP in defences else "unconfined"
     options["security_opt"] += [f"seccomp={profile}"]
-    if cgroup is not None:
-        options["cgroup_parent"] = f"/{cgroup.strip('/')}"
     return options | _resources(config.limits, defences)
 
 
@@ -122,15 +131,21 @@ def _tmpfs(limits: SandboxLimits, defences: frozenset[Defence], image: Mapping[s
     return folders
 
 
-def _mounts(config: SandboxConfig, defences: frozenset[Defence]) -> list[dict[str, Any]]:
+def _mounts(config: SandboxConfig, defences: frozenset[Defence], docker_root: Path) -> list[dict[str, Any]]:
     mounts = [_bind(path, read_only=True) for path in config.readonly]
     if Defence.FILES not in defences:
-        mounts += [
-            _bind(path, read_only=False)
-            for path in sorted(Path("/").iterdir())
-            if path.is_dir() and not path.is_symlink() and path.name not in OWN_FOLDERS
-        ]
+        folders = [path for path in sorted(Path("/").iterdir()) if path.name not in OWN_FOLDERS]
+        mounts += [_bind(path, read_only=False) for folder in folders for path in _without(docker_root, folder)]
     return mounts
+
+
+def _without(hidden: Path, path: Path) -> list[Path]:
+    """Return a folder, or all that is in it but Docker's own, which Docker shows nobody."""
+    if path.is_symlink() or path == hidden or not (path.is_dir() or path.is_file()):
+        return []
+    if not hidden.is_relative_to(path):
+        return [path]
+    return [shown for child in sorted(path.iterdir()) for shown in _without(hidden, child)]
 
 
 def _bind(path: Path, *, read_only: bool) -> dict[str, Any]:

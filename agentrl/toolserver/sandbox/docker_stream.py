@@ -59,8 +59,26 @@ def attach(api: Any, container: str) -> socket.socket:
     return own
 
 
+class _Protocol(asyncio.StreamReaderProtocol):
+    """Ends both directions with the container's output: nobody would read what is still being sent to it."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._both = transport
+        super().connection_made(transport)
+
+    def eof_received(self) -> bool:
+        """Let whoever waits to send go on, and find out."""
+        super().eof_received()
+        self._both.abort()
+        return False
+
+
 async def open_stream(sock: socket.socket) -> tuple[ContainerReader, asyncio.StreamWriter]:
     """Return both directions of an attached socket, and own it from now on."""
-    connect = asyncio.open_unix_connection if sock.family == socket.AF_UNIX else asyncio.open_connection
-    reader, writer = await connect(sock=sock, limit=2**20)
-    return ContainerReader(reader), writer
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=2**20)
+    # Sockets of the Unix kind too, as long as they are connected.
+    transport, protocol = await loop.create_connection(lambda: _Protocol(reader), sock=sock)
+    return ContainerReader(reader), asyncio.StreamWriter(transport, protocol, reader, loop)
