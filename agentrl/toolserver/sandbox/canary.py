@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.errors import MissingError, SandboxFailure
@@ -244,7 +246,7 @@ def findings_table(findings: Sequence[Finding], title: str) -> Table:
     """Return findings as a table, one row an attempt."""
     table = Table("defence", "attempt", "held", "what it met", title=title, title_justify="left")
     for finding in findings:
-        table.add_row(finding.defence.value, finding.attempt, "yes" if finding.held else "NO", finding.said)
+        table.add_row(finding.defence.value, finding.attempt, "yes" if finding.held else "NO", escape(finding.said))
     return table
 
 
@@ -256,26 +258,22 @@ def as_text(table: Table) -> str:
     return capture.get()
 
 
-async def survey(backends: Sequence[SandboxBackend]) -> Table:
-    """Try several backends and return what each holds back, a column each; why one does not start stands in its place."""
+async def survey(backends: Sequence[SandboxBackend]) -> RenderableType:
+    """Try several backends and return what each holds back, a column each; below it why others do not start."""
     columns: dict[str, dict[tuple[Defence, str], str]] = {}
-    faults: dict[str, str] = {}
+    faults: list[str] = []
     for backend in backends:
         try:
             async with backend:
                 found = await try_backend(backend)
         except (MissingError, SandboxFailure) as error:
-            faults[backend.name] = str(error)
+            faults.append(f"{backend.name} is not usable here: {error}")
             continue
         columns[backend.name] = {
-            (one.defence, one.attempt): f"held: {one.said}" if one.held else f"POSSIBLE: {one.said}" for one in found
+            (one.defence, one.attempt): one.said if one.held else f"POSSIBLE: {one.said}" for one in found
         }
-    table = Table("defence", "attempt", *(backend.name for backend in backends))
-    attempts = list(dict.fromkeys(key for column in columns.values() for key in column))
-    for defence, attempt in attempts:
-        cells = [columns.get(backend.name, {}).get((defence, attempt), "-") for backend in backends]
+    table = Table("defence", "attempt", *(f"{name}: stopped by" for name in columns))
+    for defence, attempt in dict.fromkeys(key for column in columns.values() for key in column):
+        cells = (escape(column.get((defence, attempt), "-")) for column in columns.values())
         table.add_row(defence.value, attempt, *cells)
-    for name, fault in faults.items():
-        table.add_section()
-        table.add_row("not usable", name, *(fault if backend.name == name else "" for backend in backends))
-    return table
+    return Group(*([table] if columns else []), *(Text(fault) for fault in faults))
