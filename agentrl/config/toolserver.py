@@ -15,6 +15,9 @@ class ServerConfig(Section):
 
     max_sessions: PositiveInt = 512
     """Sessions at the same time; further ones wait."""
+    max_running: PositiveInt | None = None
+    """Calls that use sandboxes at the same time; further ones wait, and their own time does not begin before. Without it
+    eight a core: with many more, code is cut off for want of a processor that it had no part in."""
     queue_s: NonNegativeFloat = 120.0
     """Seconds a session may wait to be opened before it is refused."""
     idle_s: PositiveFloat = 900.0

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,6 +28,10 @@ REMEMBERED_BYTES = 2 * 2**20
 """Results of a session that are kept for retries, as JSON; the oldest go first, the last one always stays."""
 REMEMBERED_CALLS = 4096
 """Call ids of a session that are kept."""
+
+
+END_S = 10.0
+"""What a tool may take to end its part of a session."""
 
 
 class Refusal(Exception):
@@ -111,7 +115,11 @@ class SessionParts:
     backend: SandboxBackend | None
     tools: Mapping[str, HostedTool]
     metrics: Metrics
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float]
+    running: asyncio.Semaphore
+    """Calls that may use sandboxes at the same time."""
+    opening: asyncio.Semaphore
+    """Sandboxes that may be made at the same time: of hundreds at once none would be ready in its time."""
 
 
 class HostedSession:
@@ -214,7 +222,7 @@ class HostedSession:
         fault = tool.spec.fault_of(call.arguments)
         if fault:
             return Answer.of(ToolResult(call.id, ToolStatus.INVALID, fault))
-        turn = _Turn(self)
+        turn = _Turn(self, self._parts.running)
         try:
             result = await tool.call(turn, call)
             if not isinstance(result, ToolResult) or result.call_id != call.id:
@@ -277,8 +285,9 @@ class HostedSession:
             raise RuntimeError(
                 "a tool asked for a sandbox at a server that has none; its service must say needs_sandbox = True"
             )
-        started = time.perf_counter()
-        sandbox = await self._parts.backend.open(name)
+        async with self._parts.opening:
+            started = time.perf_counter()
+            sandbox = await self._parts.backend.open(name)
         self._parts.metrics.sandbox_start_seconds.observe(time.perf_counter() - started)
         self._parts.metrics.sandboxes_open.inc()
         return sandbox
@@ -310,44 +319,68 @@ class HostedSession:
             await self._end_sandbox(self._sandbox)
 
     async def _end_tools(self) -> None:
-        over = _Turn(self)
+        over = _Turn(self, self._parts.running)
         over.end()
         for name, tool in self._parts.tools.items():
             try:
-                await tool.end(over)
-            except Exception:  # whoever closes a session can do nothing about it
+                async with asyncio.timeout(END_S):
+                    await tool.end(over)
+            except Exception:  # TimeoutError too; whoever closes a session can do nothing about it
                 _log.exception("session %s: the tool %s could not end it", self.id, name)
 
 
 class _Turn(ToolSession):
-    """The session as one call sees it: the call's first use of the sandbox waits until no other call uses it."""
+    """The session as one call sees it. The call's first use of a sandbox waits for its turn, which it has until it ends.
 
-    def __init__(self, session: HostedSession) -> None:
+    There are two things to wait for: the session's own sandbox, which no other call of the session may use meanwhile,
+    and one of the server's few places for calls that run code.
+    """
+
+    def __init__(self, session: HostedSession, places: asyncio.Semaphore) -> None:
         self.id = session.id
         self.state = session.state
         self._session = session
+        self._places = places
         self._asking = asyncio.Lock()
-        self._mine = False
+        self._has_sandbox = False
+        self._has_place = False
         self._over = False
 
     async def sandbox(self) -> Sandbox:
         """Return the session's sandbox; until the call ends no other call of the session gets it."""
         async with self._asking:
-            assert not self._over, "the call has ended, and the sandbox is another call's"
-            if not self._mine:
+            if not self._has_sandbox:
+                self._leave_place()  # who has it may wait for a place
                 await self._session.turn.acquire()
-                self._mine = True
+                self._has_sandbox = True
+            await self._take_place()
             return await self._session.own_sandbox()
 
-    def fresh_sandbox(self) -> AbstractAsyncContextManager[Sandbox]:
-        """Return a sandbox that nothing of the episode has touched."""
-        return self._session.fresh_sandbox()
+    @asynccontextmanager
+    async def fresh_sandbox(self) -> AsyncIterator[Sandbox]:
+        """Yield a sandbox that nothing of the episode has touched."""
+        async with self._asking:
+            await self._take_place()
+        async with self._session.fresh_sandbox() as sandbox:
+            yield sandbox
+
+    async def _take_place(self) -> None:
+        assert not self._over, "the call has ended, and its turn with it"
+        if not self._has_place:
+            await self._places.acquire()
+            self._has_place = True
+
+    def _leave_place(self) -> None:
+        if self._has_place:
+            self._has_place = False
+            self._places.release()
 
     def end(self) -> None:
-        """Let the next call have the sandbox."""
+        """Let the next call have the sandbox, and the place."""
         self._over = True
-        if self._mine:
-            self._mine = False
+        self._leave_place()
+        if self._has_sandbox:
+            self._has_sandbox = False
             self._session.turn.release()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import time
 from collections import OrderedDict
@@ -35,6 +36,10 @@ _log = logging.getLogger(__name__)
 
 REMEMBERED_CLOSED = 10_000
 """Closed sessions whose end is remembered."""
+CALLS_PER_CORE = 8
+"""Calls that may use sandboxes at the same time, where ``server.max_running`` does not say."""
+OPENERS_PER_CORE = 2
+"""Sandboxes that may be made at the same time."""
 REAP_EVERY_S = 15.0
 """At least so often the server looks for idle sessions."""
 
@@ -80,7 +85,16 @@ class Sessions:
         self.config = config
         self.metrics = metrics or Metrics()
         self.draining = False
-        self._parts = SessionParts(backend, self.tools, self.metrics, clock)
+        cores = len(os.sched_getaffinity(0))
+        running = config.max_running or CALLS_PER_CORE * cores
+        self._parts = SessionParts(
+            backend,
+            self.tools,
+            self.metrics,
+            clock,
+            asyncio.Semaphore(running),
+            asyncio.Semaphore(OPENERS_PER_CORE * cores),
+        )
         self._open: dict[str, HostedSession] = {}
         self._episodes: dict[str, HostedSession] = {}
         self._closing: dict[asyncio.Task[None], HostedSession] = {}

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from agentrl.errors import SandboxFailure, ToolFailure
 from agentrl.toolserver import session as session_module
 from agentrl.toolserver.hosted import ToolSession
+from agentrl.toolserver.sandbox.base import Sandbox
 from agentrl.toolserver.session import Conflict, HostedSession
 from agentrl.toolserver.sessions import Sessions
 from agentrl.types import ToolCall, ToolResult, ToolStatus
@@ -191,6 +193,73 @@ async def test_calls_to_the_sandbox_run_one_after_the_other_in_order_and_others_
 
 
 @in_loop
+async def test_so_many_calls_run_code_at_once_and_no_more_and_others_do_not_wait() -> None:
+    backend = FakeBackend()
+    sessions = make_sessions(FakeTool(in_sandbox, "python"), FakeTool(echo), backend=backend, max_running=2)
+    opened = [await sessions.open(str(number)) for number in range(5)]
+    for session in opened:
+        await say(sessions, session, ToolCall("warm", "python", {}))
+    for sandbox in backend.opened:
+        sandbox.gate.clear()
+    calls = [
+        asyncio.create_task(say(sessions, session, ToolCall("1", "python", {"code": session.id}))) for session in opened
+    ]
+    for done in range(5):
+        await until(lambda: sum(sandbox.running for sandbox in backend.opened) == 2 if done < 4 else True)  # noqa: B023
+        await asyncio.sleep(0.002)
+        busy = [sandbox for sandbox in backend.opened if sandbox.running]
+        assert len(busy) == min(2, 5 - done)
+        assert (await say(sessions, opened[4], ToolCall(f"free{done}", "fake", {}))).status is ToolStatus.OK
+        busy[0].gate.set()
+        await until(lambda busy=busy: not busy[0].running)  # type: ignore[misc]
+    assert [(await call).content for call in calls] == [session.id for session in opened]
+
+
+@in_loop
+async def test_calls_that_score_first_and_then_use_their_own_sandbox_do_not_lock_each_other_out() -> None:
+    async def both_ways(session: ToolSession, call: ToolCall) -> ToolResult:
+        if call.arguments["fresh_first"]:
+            async with session.fresh_sandbox():
+                await session.sandbox()
+        else:
+            await session.sandbox()
+            async with session.fresh_sandbox():
+                await asyncio.sleep(0)
+        return ToolResult(call.id, ToolStatus.OK, "")
+
+    backend = FakeBackend()
+    sessions = make_sessions(FakeTool(both_ways), backend=backend, max_running=1)
+    one, two = await sessions.open("1"), await sessions.open("2")
+    calls = [
+        say(sessions, session, ToolCall(str(number), "fake", {"fresh_first": number % 2 == 0}))
+        for number in range(6)
+        for session in (one, two)
+    ]
+    assert {result.status for result in await asyncio.gather(*calls)} == {ToolStatus.OK}
+    assert len(backend.alive) == 2
+
+
+@in_loop
+async def test_few_sandboxes_are_made_at_once() -> None:
+    class Counting(FakeBackend):
+        now = most = 0
+
+        async def open(self, session_id: str) -> Sandbox:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            await asyncio.sleep(0.001)
+            self.now -= 1
+            return await super().open(session_id)
+
+    backend = Counting()
+    sessions = make_sessions(FakeTool(in_sandbox), backend=backend, max_running=1000)
+    opened = [await sessions.open(str(number)) for number in range(100)]
+    await asyncio.gather(*(say(sessions, session, ToolCall("1", "fake", {})) for session in opened))
+    assert 1 < backend.most <= 2 * len(os.sched_getaffinity(0))
+    assert len(backend.opened) == 100
+
+
+@in_loop
 async def test_a_call_that_fails_lets_the_next_one_have_the_sandbox() -> None:
     async def half_way(session: ToolSession, call: ToolCall) -> ToolResult:
         first, second = await asyncio.gather(session.sandbox(), session.sandbox())
@@ -306,7 +375,7 @@ async def test_closing_cuts_a_call_off_and_answers_it() -> None:
 @in_loop
 async def test_a_sandbox_that_cannot_be_closed_keeps_nobody_from_closing(caplog: pytest.LogCaptureFixture) -> None:
     class Stuck(FakeBackend):
-        async def open(self, session_id: str):  # type: ignore[no-untyped-def]
+        async def open(self, session_id: str) -> Sandbox:
             sandbox = await super().open(session_id)
 
             async def close() -> None:
@@ -320,4 +389,29 @@ async def test_a_sandbox_that_cannot_be_closed_keeps_nobody_from_closing(caplog:
     await say(sessions, session, ToolCall("1", "fake", {}))
     await sessions.close(session.id)
     assert "could not be closed" in caplog.text
+    await sessions.open()
+
+
+@in_loop
+async def test_each_tool_hears_of_the_end_and_one_that_hangs_or_breaks_keeps_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Ending(FakeTool):
+        ended: tuple[str, ...] = ()
+
+        async def end(self, session: ToolSession) -> None:
+            self.ended += (session.id,)
+            if self.spec.name == "breaks":
+                raise ValueError("broken end")
+            if self.spec.name == "hangs":
+                await asyncio.Event().wait()
+
+    monkeypatch.setattr(session_module, "END_S", 0.02)
+    tools = [Ending(echo, name) for name in ("breaks", "hangs", "good")]
+    sessions = make_sessions(*tools, max_sessions=1)
+    session = await sessions.open()
+    await asyncio.gather(sessions.close(session.id), sessions.close(session.id))
+    assert [tool.ended for tool in tools] == [(session.id,)] * 3
+    assert "broken end" in caplog.text
+    assert "hangs could not end" in caplog.text
     await sessions.open()
