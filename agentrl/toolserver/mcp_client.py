@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import jsonschema
 import mcp.types as types
-from mcp import MCPError
 
 from agentrl.config.base import Section
 from agentrl.errors import ConfigError, MissingError, ToolFailure
@@ -179,7 +178,7 @@ class McpTool(HostedTool):
         """Pass the call on. An error of the tool's, and a time-out, are results.
 
         Raises:
-            ToolFailure: the server does not start, or died.
+            ToolFailure: the server does not start, died, or failed itself.
 
         """
         limit = self._source.options.timeout_s
@@ -187,9 +186,8 @@ class McpTool(HostedTool):
             result = await self._source.connection(session).call(self._theirs, call.arguments)
         except TimeoutError:
             return ToolResult(call.id, ToolStatus.TIMEOUT, f"{call.name} did not answer in {limit:g} s")
-        except MCPError as error:
-            status = ToolStatus.INVALID if error.code == types.INVALID_PARAMS else ToolStatus.ERROR
-            return ToolResult(call.id, status, f"{call.name}: {error.message}")
+        except ValueError as error:
+            return ToolResult(call.id, ToolStatus.INVALID, f"{call.name}: {error}")
         return from_mcp(call, result, self._source.options.max_chars)
 
     async def end(self, session: ToolSession) -> None:

@@ -8,7 +8,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ import mcp.types as types
 from mcp import Client, MCPError
 from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
-from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
-from pydantic import Field, PositiveFloat
+from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, REQUEST_TIMEOUT
+from pydantic import Field, PositiveFloat, ValidationError
 
 from agentrl.config.base import Section
 from agentrl.errors import ConfigError, MissingError, ToolFailure
@@ -34,7 +34,12 @@ ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""Becomes the command after it, and is killed by the kernel as soon as the process that started it is gone."""
+"""Asks for SIGKILL at the end of its parent, makes sure that has not come yet, and becomes the command."""
+
+
+def ends_with(parent: int, command: Sequence[str]) -> list[str]:
+    """Return ``command`` such that the kernel kills it when ``parent``, which starts it, is gone, however that ended."""
+    return [sys.executable, "-I", "-S", "-c", _WITH_US, str(parent), *command]
 
 
 class McpOptions(Section):
@@ -127,8 +132,8 @@ class McpConnection:
 
         Raises:
             TimeoutError: it did not answer in time.
-            MCPError: the server refused the call.
-            ToolFailure: the server does not start, is gone, or does not keep to the protocol.
+            ValueError: the server refused the arguments.
+            ToolFailure: the server does not start, is gone, failed itself, or does not keep to the protocol.
 
         """
         client = await self._client()
@@ -137,12 +142,15 @@ class McpConnection:
         except MCPError as error:
             if error.code == REQUEST_TIMEOUT:
                 raise TimeoutError from None
-            if error.code == CONNECTION_CLOSED or self._task.done():
-                self._fault = f"ended during a call: {error}"
+            if error.code == INVALID_PARAMS:
+                raise ValueError(error.message) from None
+            # A tool's own errors are results. This is the server's, or that of the way to it, which both may be gone.
+            words = f"failed in a call: {error.message}"
+            if error.code == CONNECTION_CLOSED or self._options.url:
+                self._fault = words
                 self._stop.set()
-                raise self._failure(self._fault) from error
-            raise
-        except (ValueError, RuntimeError) as error:  # pydantic's, and the SDK's own on output that fits no schema
+            raise self._failure(words) from error
+        except (ValidationError, RuntimeError) as error:  # the latter is the SDK's on output that fits no schema
             raise self._failure(f"answered with what is no result: {error}") from error
 
     async def close(self) -> None:
@@ -186,9 +194,9 @@ class McpConnection:
             )
             await exits.enter_async_context(http)
             return streamable_http_client(self._options.url, http_client=http)
-        command = [sys.executable, "-I", "-S", "-c", _WITH_US, str(os.getpid()), *self._options.argv()]
+        program, *arguments = ends_with(os.getpid(), self._options.argv())
         parameters = StdioServerParameters(
-            command=command[0], args=command[1:], env=self._options.env, cwd=self._options.cwd
+            command=program, args=arguments, env=self._options.env, cwd=self._options.cwd
         )
         return stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr)
 

@@ -1,12 +1,12 @@
 """An MCP server for tests, made with the SDK; run as a program it speaks over its standard streams."""
 
 import os
-import signal
 import sys
 from typing import Any
 
 import anyio
 import mcp.types as types
+from mcp import MCPError
 from mcp.server.lowlevel import Server
 from mcp.server.stdio import stdio_server
 
@@ -21,11 +21,11 @@ SCHEMAS = {
     "echo": TEXT,
     "count": ANYTHING,
     "fail": ANYTHING,
+    "raise": ANYTHING,
     "refuse": ANYTHING,
     "picture": ANYTHING,
     "figures": ANYTHING,
     "sleep": ANYTHING,
-    "die": ANYTHING,
     "whoami": ANYTHING,
 }
 counted = 0
@@ -54,8 +54,10 @@ async def call_tool(context: Any, params: types.CallToolRequestParams) -> types.
             return text(str(counted))
         case "fail":
             return text("it did not work", is_error=True)
+        case "raise":
+            raise RuntimeError("a fault of the server's")
         case "refuse":
-            raise ValueError("refused")
+            raise MCPError(types.INVALID_PARAMS, "not these arguments")
         case "picture":
             return types.CallToolResult(
                 content=[
@@ -69,8 +71,6 @@ async def call_tool(context: Any, params: types.CallToolRequestParams) -> types.
             return types.CallToolResult(content=[], structured_content={"sum": 3})
         case "sleep":
             await anyio.sleep(60)
-        case "die":
-            os.kill(os.getpid(), signal.SIGKILL)
         case "whoami":
             return types.CallToolResult(
                 content=[],

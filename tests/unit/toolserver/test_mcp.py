@@ -71,7 +71,11 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    tools: Sequence[HostedTool] = (), token: str | None = None, sandboxed: bool = False, **server: Any
+    tools: Sequence[HostedTool] = (),
+    token: str | None = None,
+    sandboxed: bool = False,
+    patience_s: int | None = None,
+    **server: Any,
 ) -> AsyncIterator[Served]:
     config = ToolServerConfig(server=ServerConfig(**server), sandbox=SandboxConfig(backend="unsafe_subprocess"))
     async with AsyncExitStack() as exits:
@@ -80,7 +84,11 @@ async def served(
         listener = exits.enter_context(listen("127.0.0.1", 0))
         server_ = uvicorn.Server(
             uvicorn.Config(
-                make_app(sessions, token=token, mounts=routes), log_level="warning", lifespan="off", ws="none"
+                make_app(sessions, token=token, mounts=routes),
+                log_level="critical",
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=patience_s,
             )
         )
         serving = asyncio.create_task(server_.serve(sockets=[listener]))
