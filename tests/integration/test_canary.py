@@ -1,0 +1,87 @@
+"""The canary in real sandboxes: it passes with all defences, and finds each one that is missing."""
+
+import asyncio
+import logging
+
+import pytest
+from dockerd import DockerHost
+
+from agentrl.config.sandbox import SandboxConfig, SandboxLimits
+from agentrl.errors import MissingError
+from agentrl.toolserver.sandbox.base import ALL_DEFENCES, Defence, SandboxBackend
+from agentrl.toolserver.sandbox.bubblewrap import BubblewrapBackend
+from agentrl.toolserver.sandbox.canary import check_backend, survey, try_backend
+from agentrl.toolserver.sandbox.docker import DockerBackend
+
+LIMITS = SandboxLimits(memory_mb=64, processes=24, disk_mb=8, file_mb=4, inodes=256, output_kb=64)
+HARMLESS = (Defence.SECCOMP, Defence.INODES, Defence.RUNNER, Defence.ENVIRONMENT, Defence.FILE_SIZE)
+"""Defences that the canary may find missing without doing harm to the machine."""
+
+
+def usable(backend: SandboxBackend) -> SandboxBackend:
+    async def start() -> None:
+        async with backend:
+            pass
+
+    try:
+        asyncio.run(start())
+    except MissingError as error:
+        pytest.skip(f"{backend.name} is not usable here: {error}")
+    return backend
+
+
+@pytest.fixture(scope="module")
+def config() -> SandboxConfig:
+    config = SandboxConfig(limits=LIMITS)
+    usable(BubblewrapBackend(config))
+    return config
+
+
+async def check(backend: SandboxBackend) -> None:
+    async with backend:
+        await check_backend(backend)
+
+
+def test_with_all_defences_it_passes_and_logs_a_table(config: SandboxConfig, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        asyncio.run(check(BubblewrapBackend(config)))
+    assert "a vsock socket" in caplog.text
+    assert " NO " not in caplog.text
+
+
+def test_docker_passes_too(dockerd: DockerHost) -> None:
+    config = SandboxConfig(backend="docker", limits=LIMITS, docker_url=dockerd.url, image=dockerd.image)
+    asyncio.run(check(DockerBackend(config)))
+
+
+@pytest.mark.parametrize("missing", HARMLESS)
+def test_a_missing_defence_is_a_refusal_that_names_it(config: SandboxConfig, missing: Defence) -> None:
+    with pytest.raises(MissingError, match=rf"does not hold here\. Possible in it: .*\({missing.value}\)"):
+        asyncio.run(check(BubblewrapBackend(config, ALL_DEFENCES - {missing})))
+
+
+def test_only_what_is_missing_is_named(config: SandboxConfig) -> None:
+    async def found() -> set[Defence]:
+        async with BubblewrapBackend(config, ALL_DEFENCES - {Defence.INODES}) as backend:
+            return {finding.defence for finding in await try_backend(backend) if not finding.held}
+
+    assert asyncio.run(found()) == {Defence.INODES}
+
+
+def test_survey_says_why_a_backend_does_not_start(config: SandboxConfig) -> None:
+    from rich.console import Console
+
+    nowhere = SandboxConfig(backend="docker", docker_url="unix:///nonexistent/docker.sock")
+    found = asyncio.run(survey([BubblewrapBackend(config), DockerBackend(nowhere)]))
+    console = Console(width=200, color_system=None)
+    with console.capture() as capture:
+        console.print(found)
+    assert "POSSIBLE" not in capture.get()
+    assert "docker is not usable here: no Docker daemon answers at unix:///nonexistent/docker.sock" in capture.get()
+
+
+def test_no_sandbox_is_not_tried(config: SandboxConfig) -> None:
+    """Its attempts would be made on this machine."""
+    from agentrl.toolserver.sandbox.unsafe import UnsafeBackend
+
+    asyncio.run(check(UnsafeBackend(SandboxConfig(backend="unsafe_subprocess"))))
