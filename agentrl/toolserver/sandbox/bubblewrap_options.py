@@ -173,8 +173,6 @@ def _namespaces(defences: frozenset[Defence]) -> list[str]:
 
 def _files(config: SandboxConfig, defences: frozenset[Defence], data: Mapping[str, int]) -> list[str]:
     arguments = _programs() if Defence.FILES in defences else _machine()
-    for path in config.readonly:
-        arguments += ["--ro-bind", str(path), str(path)]
     if Defence.FILES in defences:
         for name in ETC:
             arguments += ["--perms", "0644", "--file", str(data[name]), f"/etc/{name}"]
@@ -182,6 +180,8 @@ def _files(config: SandboxConfig, defences: frozenset[Defence], data: Mapping[st
     arguments += ["--proc" if Defence.PROCESS_NAMESPACE in defences else "--ro-bind"]
     arguments += ["/proc"] if Defence.PROCESS_NAMESPACE in defences else ["/proc", "/proc"]
     arguments += ["--dev", "/dev", "--bind", f"{MOUNT}/shm", "/dev/shm", "--bind", f"{MOUNT}/work", WORK]
+    for path in config.readonly:  # after /tmp, which it may be below
+        arguments += ["--ro-bind", str(path), str(path)]
     arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]
     if Defence.SECCOMP in defences:
         arguments += ["--seccomp", str(data["seccomp"])]

@@ -288,6 +288,8 @@ def find_tree(parent: str | None = None) -> CgroupTree:
             parents[controller] = unified
         elif controller in mounts.v1:
             parents[controller] = mounts.v1[controller] / relative
+    if parent is not None and not all(path.is_dir() for path in parents.values()):
+        raise CgroupError(f"no cgroup {parent}")
     missing = [name for name in CONTROLLERS if name not in parents]
     if missing:
         raise CgroupError(f"no cgroup controller for {', '.join(missing)}")

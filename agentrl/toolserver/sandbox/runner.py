@@ -339,7 +339,8 @@ class Runner:
 
     def run_stateful(self, request: Request) -> Request:
         """Run a snippet in the worker; start it, where there is none."""
-        if self.worker is None or self.worker.child.code is not None:
+        lost = self.worker is not None and self.worker.child.code is not None
+        if self.worker is None or lost:
             self.start_worker()
         worker = self.worker
         assert worker is not None
@@ -352,8 +353,8 @@ class Runner:
             why = self.watch(capture, child, worker.replies, request["wall_s"])
             if why is None:
                 code = next(iter(os.read(worker.replies, 1)), None)
-        lost = code is None
-        if lost:
+        ended = code is None
+        if ended:
             self.worker = None
             self.end(child, kill=True)
             code = child.code
@@ -364,9 +365,9 @@ class Runner:
         capture.drain()
         if why is None and capture.over:
             why = "output"
-        reply = {"why": why, "exit_code": None if why else code, "cpu_s": child.cpu_s, "variables_lost": lost}
+        reply = {"why": why, "exit_code": None if why else code, "cpu_s": child.cpu_s, "variables_lost": lost or ended}
         reply.update(capture.texts())
-        if lost:
+        if ended:
             worker.close()
         return reply
 

@@ -256,8 +256,8 @@ def file_main(settings: Settings, request: Request, fds: tuple[int, int, int]) -
 
 def write_file(path: str, append: bool) -> None:
     """Write standard input to a file."""
-    if os.path.dirname(path):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # where that is no folder, the next line says so
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     # Not blocking: the policy may have put a FIFO there.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | (os.O_APPEND if append else os.O_TRUNC), 0o644)
     while True:
