@@ -17,7 +17,8 @@ from starlette.routing import BaseRoute, Route
 
 from agentrl.toolserver.auth import BearerAuth, NoForeignPages
 from agentrl.toolserver.metrics import CONTENT_TYPE
-from agentrl.toolserver.session import Draining, Full, HostedSession, Refusal
+from agentrl.toolserver.refusals import Draining, Full, Refusal
+from agentrl.toolserver.session import HostedSession
 from agentrl.toolserver.sessions import Sessions
 from agentrl.types import ToolCall
 
@@ -95,8 +96,10 @@ def read_call(content: dict[str, Any]) -> ToolCall:
 
 def _read_id(content: dict[str, Any], field: str) -> str:
     value = content.get(field)
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID:
-        raise HTTPException(400, f"'{field}' must be a string of 1 to {MAX_ID} characters, it is {value!r:.100}")
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID or not value.isprintable():
+        raise HTTPException(
+            400, f"'{field}' must be a string of 1 to {MAX_ID} printable characters, it is {value!r:.100}"
+        )
     return value
 
 

@@ -27,7 +27,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from agentrl.toolserver.auth import is_loopback
-from agentrl.toolserver.session import Refusal
+from agentrl.toolserver.refusals import Refusal
 from agentrl.toolserver.sessions import Sessions
 from agentrl.types import ToolCall, ToolResult, ToolStatus
 

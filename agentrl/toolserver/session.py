@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-import orjson
+from typing import Any
 
 from agentrl.errors import SandboxFailure, ToolFailure
 from agentrl.tool import unknown_tool
+from agentrl.toolserver.callmemory import Answer, CallMemory
 from agentrl.toolserver.hosted import HostedTool, ToolSession
 from agentrl.toolserver.metrics import UNKNOWN, Metrics
 from agentrl.toolserver.sandbox.base import Sandbox, SandboxBackend
@@ -24,88 +20,8 @@ from agentrl.types import ToolCall, ToolResult, ToolStatus
 
 _log = logging.getLogger(__name__)
 
-REMEMBERED_BYTES = 2 * 2**20
-"""Results of a session that are kept for retries, as JSON; the oldest go first, the last one always stays."""
-REMEMBERED_CALLS = 4096
-"""Call ids of a session that are kept."""
-
-
 END_S = 10.0
-"""What a tool may take to end its part of a session."""
-
-
-class Refusal(Exception):
-    """A request that the server does not do, and why."""
-
-    status: ClassVar[int] = 400
-    """The status of HTTP that says the same."""
-
-
-class UnknownSession(Refusal):
-    """There is no such session, as far as the server remembers."""
-
-    status = 404
-
-
-class SessionGone(Refusal):
-    """The session was closed."""
-
-    status = 410
-
-
-class Conflict(Refusal):
-    """The call's id belongs to another call of the session, or to one whose result is no longer kept."""
-
-    status = 409
-
-
-class Full(Refusal):
-    """All sessions are taken and none became free in time."""
-
-    status = 503
-
-
-class Draining(Refusal):
-    """The server is about to stop."""
-
-    status = 503
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a call came to."""
-
-    result: ToolResult
-    body: bytes
-    """The result as JSON: ``{"call_id", "status", "content", "data"}``."""
-
-    @classmethod
-    def of(cls, result: ToolResult) -> Answer:
-        """Return the answer of a result.
-
-        Raises:
-            TypeError: its data, or its content, cannot be written as JSON.
-
-        """
-        fields = {
-            "call_id": result.call_id,
-            "status": result.status.value,
-            "content": result.content,
-            "data": result.data,
-        }
-        return cls(result, orjson.dumps(fields))
-
-
-@dataclass(slots=True)
-class _Remembered:
-    """A call that was begun."""
-
-    digest: bytes
-    """Of tool and arguments."""
-    answer: asyncio.Future[Answer] | None
-    """None where the result is no longer kept."""
-    size: int = 0
-    """Bytes of the result; 0 while the call runs."""
+"""Seconds that a tool may take to end a call that is cut off, and its part of a session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +54,7 @@ class HostedSession:
         self.turn = asyncio.Lock()
         """Held by the call that uses the sandbox."""
         self._parts = parts
-        self._calls: OrderedDict[str, _Remembered] = OrderedDict()
-        self._kept_bytes = 0
+        self._calls = CallMemory()
         self._running: dict[asyncio.Task[None], tuple[ToolCall, asyncio.Future[Answer]]] = {}
         self._sandbox: Sandbox | None = None
         self._fresh = 0
@@ -169,42 +84,26 @@ class HostedSession:
         The call runs on by itself where the caller gives up waiting.
 
         Raises:
-            Conflict: the id is that of another call.
+            Conflict: the id is that of another call, or of one whose answer is no longer kept.
 
         """
         self.touch()
-        return await asyncio.shield(self._begun(call))
-
-    def _begun(self, call: ToolCall) -> asyncio.Future[Answer]:
         try:
-            digest = _digest(call)
-        except (UnicodeEncodeError, ValueError) as error:  # half a character, or a number such as NaN
-            answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-            fault = f"{call.name}: the arguments cannot be passed on: {error}"
-            answer.set_result(Answer.of(ToolResult(call.id, ToolStatus.INVALID, fault)))
-            return answer
-        known = self._calls.get(call.id)
-        if known is None:
-            return self._begin(call, digest)
-        if known.digest != digest:
-            raise Conflict(f"call_id {call.id!r} was another call of this session; each call needs an id of its own")
-        if known.answer is None:
-            raise Conflict(f"call_id {call.id!r} was answered long ago, and its result is no longer kept")
-        return known.answer
-
-    def _begin(self, call: ToolCall, digest: bytes) -> asyncio.Future[Answer]:
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        remembered = self._calls[call.id] = _Remembered(digest, answer)
-        task = asyncio.create_task(self._run(call, remembered, answer), name=f"call-{self.id}-{call.id}")
-        self._running[task] = call, answer
-        task.add_done_callback(self._ended)
-        return answer
+            answer, new = self._calls.recall(call)
+        except ValueError as error:  # half a character, or a number such as NaN
+            fault = f"{call.name}: the call cannot be passed on: {error}"
+            return Answer.of(ToolResult(call.id, ToolStatus.INVALID, _printable(fault)))
+        if new:
+            task = asyncio.create_task(self._run(call, answer), name=f"call-{self.id}-{call.id}")
+            self._running[task] = call, answer
+            task.add_done_callback(self._ended)
+        return await asyncio.shield(answer)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._running[task]
         self.touch()
 
-    async def _run(self, call: ToolCall, remembered: _Remembered, future: asyncio.Future[Answer]) -> None:
+    async def _run(self, call: ToolCall, future: asyncio.Future[Answer]) -> None:
         metrics, known = self._parts.metrics, self._parts.tools.get(call.name)
         label = call.name if known is not None else UNKNOWN
         started = time.perf_counter()
@@ -216,14 +115,13 @@ class HostedSession:
         metrics.calls.labels(label, answer.result.status.value).inc()
         if not future.done():
             future.set_result(answer)
-            self._keep(remembered, len(answer.body))
 
     async def _answer(self, tool: HostedTool, call: ToolCall) -> Answer:
-        fault = tool.spec.fault_of(call.arguments)
-        if fault:
-            return Answer.of(ToolResult(call.id, ToolStatus.INVALID, fault))
         turn = _Turn(self, self._parts.running)
         try:
+            fault = tool.spec.fault_of(call.arguments)
+            if fault:
+                return Answer.of(ToolResult(call.id, ToolStatus.INVALID, fault))
             result = await tool.call(turn, call)
             if not isinstance(result, ToolResult) or result.call_id != call.id:
                 raise TypeError(f"the tool answered call {call.id!r} with {result!r:.200}")
@@ -235,30 +133,16 @@ class HostedSession:
         except ToolFailure as error:
             _log.warning("session %s, call %s of %s: %s", self.id, call.id, call.name, error)
             status, said = ToolStatus.UNAVAILABLE, str(error)
-        except (
-            Exception
-        ) as error:  # a fault of the tool's code: the episode's failure policy decides, the log has it all
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the session was closed
+            # A fault of the tool's code: the episode's failure policy decides, and the log has it all.
             _log.exception("session %s, call %s: the tool %s failed", self.id, call.id, call.name)
             status, said = ToolStatus.UNAVAILABLE, f"{type(error).__name__}: {error}"
         finally:
             turn.end()
-        return Answer.of(ToolResult(call.id, status, said.encode(errors="replace").decode()))
-
-    def _keep(self, remembered: _Remembered, size: int) -> None:
-        """Count a result's bytes, and let go of the oldest results where they are too many."""
-        remembered.size = size
-        self._kept_bytes += size
-        for one in self._calls.values():
-            if self._kept_bytes <= REMEMBERED_BYTES:
-                break
-            if one.size and one is not remembered:
-                self._kept_bytes -= one.size
-                one.size, one.answer = 0, None
-        while len(self._calls) > REMEMBERED_CALLS and (oldest := next(iter(self._calls.values()))) is not remembered:
-            if oldest.answer is not None and not oldest.answer.done():
-                break  # it runs since long ago
-            self._kept_bytes -= oldest.size
-            self._calls.popitem(last=False)
+        return Answer.of(ToolResult(call.id, status, _printable(said)))
 
     async def own_sandbox(self) -> Sandbox:
         """Return the living sandbox of the session; only the call that has the turn may ask."""
@@ -313,7 +197,9 @@ class HostedSession:
                 answer.set_result(Answer.of(ToolResult(call.id, ToolStatus.UNAVAILABLE, said)))
             task.cancel()
         if running:
-            await asyncio.wait(running)
+            _, stuck = await asyncio.wait(running, timeout=END_S)
+            for task in stuck:
+                _log.error("session %s: %s does not end", self.id, task.get_name())
         await self._end_tools()
         if self._sandbox is not None:
             await self._end_sandbox(self._sandbox)
@@ -384,12 +270,6 @@ class _Turn(ToolSession):
             self._session.turn.release()
 
 
-def _digest(call: ToolCall) -> bytes:
-    """Return what tells calls of one id apart.
-
-    Raises:
-        ValueError: the arguments hold what cannot be passed on to a program.
-
-    """
-    text = json.dumps([call.name, call.arguments], sort_keys=True, ensure_ascii=False, allow_nan=False)
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+def _printable(text: str) -> str:
+    """Return a text without halves of characters, which no JSON can hold."""
+    return text.encode(errors="replace").decode()

@@ -14,23 +14,13 @@ from dataclasses import dataclass, field
 
 from agentrl.config.toolserver import ServerConfig
 from agentrl.errors import ConfigError
+from agentrl.toolserver.callmemory import Answer
 from agentrl.toolserver.hosted import HostedTool
 from agentrl.toolserver.metrics import Metrics
+from agentrl.toolserver.refusals import Draining, Full, SessionGone, UnknownSession
 from agentrl.toolserver.sandbox.base import SandboxBackend
-from agentrl.toolserver.session import (
-    Answer,
-    Conflict,
-    Draining,
-    Full,
-    HostedSession,
-    Refusal,
-    SessionGone,
-    SessionParts,
-    UnknownSession,
-)
+from agentrl.toolserver.session import HostedSession, SessionParts
 from agentrl.types import ToolCall
-
-__all__ = ["Answer", "Conflict", "Draining", "Full", "Refusal", "SessionGone", "Sessions", "UnknownSession"]
 
 _log = logging.getLogger(__name__)
 

@@ -97,6 +97,7 @@ BAD = [
     b'{"call_id": "c", "tool": "fake", "arguments": {"n": NaN}}',
     b'{"call_id": "c", "tool": "fake", "arguments": {"n": -Infinity}}',
     b'{"call_id": "c", "tool": "fake", "arguments": {}, "argument": 1}',
+    b'{"call_id": "\\ud800", "tool": "fake", "arguments": {}}',
 ]
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError
 from agentrl.toolserver import sessions as sessions_module
-from agentrl.toolserver.session import Draining, Full, SessionGone, UnknownSession
+from agentrl.toolserver.refusals import Draining, Full, SessionGone, UnknownSession
 from agentrl.types import ToolCall, ToolStatus
 from tests.unit.toolserver.hosts import (
     Clock,

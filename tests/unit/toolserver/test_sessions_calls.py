@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import SandboxFailure, ToolFailure
+from agentrl.toolserver import callmemory
 from agentrl.toolserver import session as session_module
 from agentrl.toolserver.hosted import ToolSession
+from agentrl.toolserver.refusals import Conflict
 from agentrl.toolserver.sandbox.base import Sandbox
-from agentrl.toolserver.session import Conflict, HostedSession
+from agentrl.toolserver.session import HostedSession
 from agentrl.toolserver.sessions import Sessions
 from agentrl.types import ToolCall, ToolResult, ToolStatus
 from tests.unit.toolserver.hosts import FakeBackend, FakeTool, Gate, echo, in_loop, in_sandbox, make_sessions, until
@@ -122,6 +124,8 @@ async def test_what_is_no_such_tool_or_does_not_fit_never_reaches_a_tool() -> No
     half = await say(sessions, session, ToolCall("3", "fake", {"n": 1, "s": "\ud800"}))
     assert half.status is ToolStatus.INVALID
     assert "surrogates" in half.content
+    name = await say(sessions, session, ToolCall("5", "\udc00", {}))
+    assert name.status is ToolStatus.INVALID
     assert not tool.calls
     huge = await say(sessions, session, ToolCall("4", "fake", {"n": 10**40}))
     assert huge.content == f"4 {{'n': {10**40}}}"
@@ -143,7 +147,15 @@ async def _breaks(session: ToolSession, call: ToolCall) -> ToolResult:
     raise KeyError("a fault of \ud800 the tool's code")
 
 
-@pytest.mark.parametrize("work", [_no_result, _others_result, _no_json, _breaks])
+async def _exits(session: ToolSession, call: ToolCall) -> ToolResult:
+    raise SystemExit("no more, says Error: 3")
+
+
+async def _gives_up(session: ToolSession, call: ToolCall) -> ToolResult:
+    raise asyncio.CancelledError("Error: 4")
+
+
+@pytest.mark.parametrize("work", [_no_result, _others_result, _no_json, _breaks, _exits, _gives_up])
 @in_loop
 async def test_a_tool_whose_code_is_at_fault_is_unavailable(work: object, caplog: pytest.LogCaptureFixture) -> None:
     sessions = make_sessions(FakeTool(work))  # type: ignore[arg-type]
@@ -152,6 +164,39 @@ async def test_a_tool_whose_code_is_at_fault_is_unavailable(work: object, caplog
     assert result.status is ToolStatus.UNAVAILABLE
     assert "Error: " in result.content
     assert caplog.records[0].exc_info is not None, "the log has the traceback"
+
+
+@in_loop
+async def test_a_schema_that_is_none_is_the_authors_fault() -> None:
+    sessions = make_sessions(FakeTool(echo, schema={"type": "no such type"}))
+    result = await say(sessions, await sessions.open(), ToolCall("c", "fake", {}))
+    assert (result.status, "SchemaError" in result.content) == (ToolStatus.UNAVAILABLE, True)
+
+
+@in_loop
+async def test_a_call_that_does_not_end_when_it_is_cut_off_keeps_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    released = asyncio.Event()
+
+    async def stubborn(session: ToolSession, call: ToolCall) -> ToolResult:
+        while not released.is_set():
+            try:
+                await released.wait()
+            except asyncio.CancelledError:
+                continue
+        return await echo(session, call)
+
+    monkeypatch.setattr(session_module, "END_S", 0.02)
+    sessions = make_sessions(FakeTool(stubborn), max_sessions=1)
+    session = await sessions.open()
+    call = asyncio.create_task(say(sessions, session, ToolCall("c", "fake", {})))
+    await until(lambda: bool(session.running))
+    await sessions.close(session.id)
+    assert (await call).status is ToolStatus.UNAVAILABLE
+    assert f"call-{session.id}-c does not end" in caplog.text
+    await sessions.open()
+    released.set()
 
 
 @in_loop
@@ -337,8 +382,8 @@ async def test_memory_of_results_is_bounded_and_a_forgotten_one_is_not_run_again
     async def long(session: ToolSession, call: ToolCall) -> ToolResult:
         return ToolResult(call.id, ToolStatus.OK, "x" * 1000)
 
-    monkeypatch.setattr(session_module, "REMEMBERED_BYTES", 3500)
-    monkeypatch.setattr(session_module, "REMEMBERED_CALLS", 10)
+    monkeypatch.setattr(callmemory, "KEPT_BYTES", 3500)
+    monkeypatch.setattr(callmemory, "KEPT_IDS", 10)
     tool = FakeTool(long)
     sessions = make_sessions(tool)
     session = await sessions.open()
