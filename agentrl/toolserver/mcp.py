@@ -7,13 +7,11 @@ protocol's DELETE, or when nobody has called for ``server.idle_s``. A result's s
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any
-from urllib.parse import urlsplit
 
 import mcp.types as types
 import orjson
@@ -26,7 +24,6 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
-from agentrl.toolserver.auth import is_loopback
 from agentrl.toolserver.refusals import Refusal
 from agentrl.toolserver.sessions import Sessions
 from agentrl.types import ToolCall, ToolResult, ToolStatus
@@ -42,8 +39,6 @@ REMEMBERED = 100_000
 """Sessions of the protocol that are kept in mind, ended ones included."""
 _SESSION = "mcp-session-id"
 _VERSION = "mcp-protocol-version"
-
-_log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -119,7 +114,7 @@ def _as_mcp(result: ToolResult) -> types.CallToolResult:
 
 
 class _Endpoint:
-    """ASGI application: the SDK's, and what it leaves open: sessions that end, browsers, versions without sessions."""
+    """ASGI application: the SDK's, and what it leaves open: sessions that end, and versions without sessions."""
 
     def __init__(self, manager: StreamableHTTPSessionManager, bridge: _Bridge) -> None:
         self._manager = manager
@@ -127,11 +122,6 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        origin = request.headers.get("origin")
-        if origin is not None and not is_loopback(urlsplit(origin).hostname or ""):
-            # The protocol's demand: a page from elsewhere must not reach a server on the loopback through a browser.
-            await Response(f"requests from {origin} are not served", 403)(scope, receive, send)
-            return
         wanted = request.headers.get(_VERSION)
         if wanted is not None and wanted not in HANDSHAKE_PROTOCOL_VERSIONS:
             await (await _refuse_version(request, wanted))(scope, receive, send)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import httpx2
 import pytest
 import uvicorn
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
-from mcp.shared._httpx_utils import create_mcp_http_client
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ServerConfig, ToolServerConfig
@@ -215,7 +215,7 @@ def test_the_token_holds_here_too() -> None:
         async with served(token="secret") as server:
             async with httpx.AsyncClient() as bare:
                 assert (await bare.post(server.url, json=INITIALIZE, headers=ACCEPT)).status_code == 401
-            http = create_mcp_http_client(headers={"Authorization": "Bearer secret"})
+            http = httpx2.AsyncClient(headers={"Authorization": "Bearer secret"})
             async with http, Client(streamable_http_client(server.url, http_client=http)) as client:
                 assert await say(client, "a") == (False, "ok", "a 1")
 
@@ -267,7 +267,7 @@ def test_the_protocol_without_an_sdk() -> None:
             }
             assert len(server.sessions) == 1
             assert (await http.delete(server.url, headers=headers)).status_code == 200
-            assert len(server.sessions) == 0
+            await until(lambda: len(server.sessions) == 0)
             assert (await http.post(server.url, json=request(3, "ping"), headers=headers)).status_code == 404
 
     run(main)
