@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from agentrl.errors import ToolFailure
 from agentrl.process import free_port
 from agentrl.testing.contract import require
 from agentrl.tool import Tool, ToolService
+from agentrl.toolserver.service import HostedService
 from agentrl.types import ToolCall, ToolResult, ToolStatus
 
 _NO_SUCH_ARGUMENT = {"no_such_argument_": 1}
@@ -25,18 +27,26 @@ def check_tool(
     *,
     url: str | None = None,
     options: Mapping[str, Any] | None = None,
+    name: str | None = None,
 ) -> None:
     """Check that a tool keeps the contract. Not for use inside an event loop.
 
     A `Tool` has a name, a description and a valid JSON Schema; it answers ``arguments`` with status ``OK`` and refuses
-    others with ``INVALID``. A `ToolService` adds options that leave ``--host`` and ``--port`` alone; its client at
-    ``url`` does the same, gives a call that is sent again the same answer, and raises `ToolFailure` where no server is.
+    others with ``INVALID``. A `ToolService` adds options that leave ``--host`` and ``--port`` alone, and says ``server``
+    of what it offers to policies; its client at ``url`` does as a `Tool` does, gives a call that is sent again the same
+    answer, and raises `ToolFailure` where no server is. A `HostedService` can do without ``url``: it is run in this
+    process, each episode in a session and a sandbox of its own.
+
+    Example::
+
+        check_tool(DiceService(), {"sides": 6}, options={"sandbox": {"backend": "bubblewrap"}})
 
     Args:
         tool: what to check.
         arguments: arguments of a call that must succeed.
-        url: address of a running server; needed for a `ToolService`.
-        options: ``tools.NAME.options`` for the client.
+        url: address of a running server; needed for a `ToolService` that is no `HostedService`.
+        options: ``tools.NAME.options``, for a sandboxed tool with the section ``sandbox``.
+        name: which tool of the service to call; by default the one named as the service is, else its first.
 
     Raises:
         ContractError: what the tool does, and what it should.
@@ -46,15 +56,31 @@ def check_tool(
         _check_description(tool)
         asyncio.run(_check_answers(tool.name, tool.run, arguments))
         return
+    options = dict(options or {})
+    _check_options(tool)
+    offered = {one.name: one for one in tool.tools(options)}
+    for one in offered.values():
+        _check_description(one)
+        require(
+            one.server == tool.name, f"{tool.name} must say server={tool.name!r} of {one.name!r}, not {one.server!r}"
+        )
+    called = name or (tool.name if tool.name in offered or not offered else next(iter(offered)))
+    require(called in {*offered, tool.name}, f"{tool.name} has no tool {called!r}; it has: {', '.join(offered)}")
+    if url is None and isinstance(tool, HostedService):
+        _check_local(tool, called, arguments, options)
+        return
+    require(url is not None, f"the tool service {tool.name!r} needs a running server to be checked: pass url=")
+    asyncio.run(_check_service(tool, called, arguments, str(url), options))
+
+
+def _check_options(service: ToolService) -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--host")
     parser.add_argument("--port")
     try:
-        tool.add_arguments(parser)
+        service.add_arguments(parser)
     except argparse.ArgumentError as error:
-        require(False, f"{tool.name}.add_arguments: {error}; --host and --port are there already", error)
-    require(url is not None, f"the tool service {tool.name!r} needs a running server to be checked: pass url=")
-    asyncio.run(_check_service(tool, arguments, str(url), options or {}))
+        require(False, f"{service.name}.add_arguments: {error}; --host and --port are there already", error)
 
 
 def _check_description(tool: Tool) -> None:
@@ -82,23 +108,50 @@ async def _check_answers(
     require(bool(bad.content), f"{name} must say what is wrong with a call, its content is empty")
 
 
+def _check_local(service: HostedService, name: str, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    local = service.local({}, options)
+
+    async def run(call: ToolCall) -> ToolResult:
+        return await asyncio.to_thread(local, call)
+
+    try:
+        asyncio.run(_check_answers(name, run, arguments))
+        asyncio.run(_check_again(name, run, arguments))
+        local.end_episode()
+        asyncio.run(_check_answers(name, run, arguments))
+    finally:
+        local.close()
+
+
+async def _check_again(
+    name: str, run: Callable[[ToolCall], Awaitable[ToolResult]], arguments: Mapping[str, Any]
+) -> None:
+    call = ToolCall("again", name, arguments)
+    first, second = [await run(call) for _ in range(2)]
+    require(first == second, f"{name} must answer a call that is sent again as before: {first!r}, {second!r}")
+
+
 async def _check_service(
-    service: ToolService, arguments: Mapping[str, Any], url: str, options: Mapping[str, Any]
+    service: ToolService, name: str, arguments: Mapping[str, Any], url: str, options: dict[str, Any]
 ) -> None:
     client = service.client(url, options)
+
+    async def run(call: ToolCall) -> ToolResult:
+        return await client.call(call, episode_id=episode_id)
+
+    episode_id = f"check-{uuid.uuid4().hex[:8]}"  # a server remembers the calls of an earlier check
     try:
-        await _check_answers(service.name, lambda call: client.call(call, episode_id="check"), arguments)
-        call = ToolCall("again", service.name, arguments)
-        first, second = [await client.call(call, episode_id="check") for _ in range(2)]
-        require(
-            first == second, f"{service.name} must answer a call that is sent again as before: {first!r}, {second!r}"
-        )
-        await client.close_session("check")
+        await _check_answers(name, run, arguments)
+        await _check_again(name, run, arguments)
+        await client.close_session(episode_id)
+        await client.close_session(episode_id)
     finally:
         await client.aclose()
+    if isinstance(service, HostedService):
+        options = {**options, "client": {**options.get("client", {}), "retries": 0}}
     nobody = service.client(f"http://127.0.0.1:{free_port()}", options)
     try:
-        answer = await nobody.call(ToolCall("lost", service.name, arguments), episode_id="check")
+        answer = await nobody.call(ToolCall("lost", name, arguments), episode_id=episode_id)
         require(False, f"{service.name} must raise ToolFailure where no server is, it gave {answer!r}")
     except ToolFailure:
         pass  # as it should

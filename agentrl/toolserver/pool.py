@@ -50,7 +50,7 @@ class ServerPool:
         for attempt in range(self._retries + 1):
             if attempt:
                 await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
-            await self._one_is_up()
+                await self._one_is_up()
             tried: set[RemoteServer] = set()
             while left := [server for server in self._up() if server not in tried]:
                 server = min(left, key=lambda one: one.load)

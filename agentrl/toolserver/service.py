@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from agentrl.registry import registered_tool
 from agentrl.tool import Tool, ToolService
 from agentrl.toolserver.hosted import HostedTool, PlainTool
 from agentrl.toolserver.options import RunOptions, make_server_config, read_options, read_section
-from agentrl.types import ToolCall, ToolResult
 
 if TYPE_CHECKING:
     from agentrl.protocols import ToolClient
@@ -125,7 +124,7 @@ class HostedService(ToolService):
     @classmethod
     def local(
         cls, corpora: Mapping[str, Iterable[Mapping[str, str]]], options: Mapping[str, Any] | None = None
-    ) -> Callable[[ToolCall], ToolResult]:
+    ) -> LocalTools:
         """Return the tools as a plain function that runs them in this process, in a sandbox as at their server.
 
         Calls are of one episode until ``end_episode`` is called on what is returned. The same options give the same

@@ -300,7 +300,7 @@ def test_what_is_no_address(url):
 
 
 @in_loop
-async def test_a_thousand_sessions_at_once_and_every_reply_to_its_call():
+async def test_hundreds_of_sessions_at_once_and_every_reply_to_its_call():
     async with fake_servers(2) as servers:
         client = connect(*servers)
 
@@ -310,7 +310,7 @@ async def test_a_thousand_sessions_at_once_and_every_reply_to_its_call():
                 assert said.content == f'python {{"who": {episode}}}'
             await client.close_session(f"e{episode}")
 
-        await asyncio.gather(*(play(episode) for episode in range(1000)))
+        await asyncio.gather(*(play(episode) for episode in range(300)))
         assert [server.sessions for server in servers] == [{}, {}]
-        assert sum(sum(server.runs.values()) for server in servers) == 2000
+        assert sum(sum(server.runs.values()) for server in servers) == 600
         await client.aclose()
