@@ -81,12 +81,19 @@ def power(base: Number, exponent: Number) -> Number:
         root = exact_root(base, exponent.denominator)
         if root is not None:
             return _integer_power(root, exponent.numerator)
-    return math.pow(base, exponent)
+    return _near_power(base, exponent)
+
+
+def _near_power(base: Number, exponent: Number) -> float:
+    try:
+        return math.pow(base, exponent)
+    except ValueError:  # of nothing, or what is too small for a float, to a negative power
+        raise ZeroDivisionError from None
 
 
 def _integer_power(base: Number, exponent: int) -> Number:
     if isinstance(base, float):
-        return math.pow(base, exponent)
+        return _near_power(base, exponent)
     size = max(base.numerator.bit_length(), base.denominator.bit_length())
     if size > 1 and (size - 1) * abs(exponent) > MAX_BITS:
         raise CalculatorError(f"a number with more than {MAX_DIGITS} digits")
