@@ -20,6 +20,9 @@ class Metrics:
         self.calls = Counter(
             "agentrl_tool_calls", "Calls answered; a retry does not count.", ["tool", "status"], registry=self.registry
         )
+        self.calls_running = Gauge(
+            "agentrl_tool_calls_running", "Calls that have come and are not answered.", registry=self.registry
+        )
         self.call_seconds = Histogram(
             "agentrl_tool_call_seconds",
             "From a call's arrival to its result, waiting for other calls of its session included.",

@@ -107,10 +107,11 @@ class HostedSession:
         metrics, known = self._parts.metrics, self._parts.tools.get(call.name)
         label = call.name if known is not None else UNKNOWN
         started = time.perf_counter()
-        if known is None:
-            answer = Answer.of(ToolResult(call.id, ToolStatus.INVALID, unknown_tool(call.name, self._parts.tools)))
-        else:
-            answer = await self._answer(known, call)
+        with metrics.calls_running.track_inprogress():
+            if known is None:
+                answer = Answer.of(ToolResult(call.id, ToolStatus.INVALID, unknown_tool(call.name, self._parts.tools)))
+            else:
+                answer = await self._answer(known, call)
         metrics.call_seconds.labels(label).observe(time.perf_counter() - started)
         metrics.calls.labels(label, answer.result.status.value).inc()
         if not future.done():

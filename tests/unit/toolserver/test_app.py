@@ -31,7 +31,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
 
 
 def http(url: str, timeout_s: float = 20.0) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=timeout_s)
+    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=httpx.Timeout(20.0, read=timeout_s))
 
 
 async def opened(client: httpx.AsyncClient, episode_id: str | None = None) -> str:

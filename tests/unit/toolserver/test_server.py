@@ -125,6 +125,11 @@ def server(folder: Path, *words: str) -> Iterator[tuple[ChildProcess, str]]:
         yield child, f"http://127.0.0.1:{port}"
 
 
+async def calls_running(client: httpx.AsyncClient, count: int) -> None:
+    while f"agentrl_tool_calls_running {count}.0" not in (await client.get("/metrics")).text:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
 def exit_code(child: ChildProcess, within_s: float = 10.0) -> int | None:
     deadline = time.monotonic() + within_s
     while child.alive() and time.monotonic() < deadline:
@@ -143,20 +148,20 @@ def test_a_server_of_ones_own_tool_drains_when_told_to_stop(tmp_path: Path) -> N
                 body = {"call_id": f"{seconds}", "tool": "nap", "arguments": {"seconds": seconds}}
                 return await client.post(f"/sessions/{session}/call", json=body)
 
-            running = [asyncio.create_task(nap(seconds)) for seconds in (0.6, 60.0)]
-            await asyncio.sleep(0.2)
+            running = [asyncio.create_task(nap(seconds)) for seconds in (1.0, 60.0)]
+            await calls_running(client, 2)
             os.kill(child.pid, signal.SIGTERM)
             while (await client.get("/health")).json()["status"] != "draining":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             assert (await client.post("/sessions")).status_code == 503
             assert (await nap(0.1)).status_code == 503
             short, long = [(await task).json() for task in running]
-            assert (short["status"], short["content"]) == ("ok", "slept 0.6 s")
+            assert (short["status"], short["content"]) == ("ok", "slept 1 s")
             assert long["status"] == "unavailable"
             assert "the server stops" in long["content"]
 
     name = f"{tmp_path / 'my_tools.py'}:nap"
-    with server(tmp_path, name, "server.drain_s=1.2", "server.max_sessions=7") as (child, url):
+    with server(tmp_path, name, "server.drain_s=2", "server.max_sessions=7") as (child, url):
         assert f"nap serve on {url} (up to 7 sessions)" in child.log_tail()
         asyncio.run(play(child, url))
         assert exit_code(child) == 0, child.log_tail()
@@ -178,7 +183,7 @@ def test_a_server_with_code_ends_all_of_it_at_once_when_told_twice(tmp_path: Pat
             assert (await run("1", "python", code="open('a', 'w').write('from python')"))["status"] == "ok"
             assert (await run("2", "shell", command="cat a"))["content"] == "from python"
             running = asyncio.create_task(run("3", "python", code="import time; time.sleep(9)"))
-            await asyncio.sleep(0.2)
+            await calls_running(client, 1)
             for _ in range(2):
                 os.kill(child.pid, signal.SIGTERM)
                 await asyncio.sleep(0.1)
