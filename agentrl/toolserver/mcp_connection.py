@@ -71,8 +71,11 @@ class McpOptions(Section):
         return tuple(shlex.split(self.command)) if isinstance(self.command, str) else self.command
 
     def described(self) -> str:
-        """Return the server in a few words, for messages; nothing secret is in them."""
-        return shlex.join(self.argv())[:200] if self.command else self.url
+        """Return the server in a few words, for messages: without arguments and queries, which may hold secrets."""
+        if self.command:
+            return self.argv()[0]
+        parts = urlsplit(self.url)
+        return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
     def check(self, key: str) -> None:
         """Check that there is one server, as far as can be seen without starting it.

@@ -234,6 +234,11 @@ def test_what_cannot_be_used_is_told_before_anything_is_served(
         mcp_service("files").make(options)
 
 
+def test_messages_hold_nothing_secret() -> None:
+    assert McpOptions(command="npx server --token=secret").described() == "npx"
+    assert McpOptions(url="https://me:secret@far:8/mcp?key=secret").described() == "https://far:8/mcp"
+
+
 def test_a_schema_that_is_none_is_refused() -> None:
     tool = types.Tool(name="odd", input_schema={"type": "object", "properties": {"a": {"type": "strange"}}})
     with pytest.raises(ConfigError, match="the schema of tool 'odd' is none"):
