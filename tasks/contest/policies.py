@@ -1,6 +1,6 @@
 """The folder of the policy shipped with this taskset.
 
-It was made by ``make_policy`` and then ``configs/code_contest/sft_base.yaml`` and ``sft_warm.yaml``.
+It was made by ``make_policy`` and then ``configs/code_contest/sft_warm.yaml``; `make policies` makes it again.
 """
 
 from pathlib import Path

@@ -12,11 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 from agentrl_envs.code_contest.program import program_in
-from agentrl_tasks.contest import Contest
+from agentrl_tasks.contest import Contest, make_policy
 from agentrl_tasks.contest.data import FAMILIES, Generated, is_held_out
 from agentrl_tasks.contest.problem import examples
+from agentrl_tasks.small_policy import save_tokenizer
 
+from agentrl.config.load import load_config
+from agentrl.config.shipped import find_config
 from agentrl.errors import ConfigError, MissingError, UnknownNameError
+from agentrl.models.load import load_model, load_tokenizer
+from agentrl.registry import model_folder
+from agentrl.render.choice import make_renderer
 from agentrl.task import Task
 
 
@@ -227,3 +233,20 @@ def test_missing_files(tmp_path: Path) -> None:
 
 def test_generated_needs_no_files() -> None:
     assert isinstance(Contest().split("train"), Generated)
+
+
+def test_the_shipped_policy_has_the_recipes_tokenizer_and_room_for_its_programs(tmp_path: Path) -> None:
+    folder = model_folder("code-contest-warm")
+    assert folder is not None
+    save_tokenizer(tmp_path, make_policy.texts())
+    assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    model = load_model(folder)
+    assert model.config.vocab_size == len(load_tokenizer(folder))
+    assert sum(p.numel() for p in model.parameters()) < 2_000_000
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 4_000_000
+    config, renderer = load_config(find_config("code_contest/cpu")), make_renderer(load_tokenizer(folder))
+    contest, rng = Contest(slips=0.5), np.random.default_rng(0)
+    for task in contest.split("eval")[:100]:
+        said = len(renderer.encode(contest.demonstrator(task, rng).act(task.prompt))) + 1
+        assert said <= config.sampler.max_new_tokens
+        assert len(renderer.render(task.prompt).token_ids) + said <= config.rollout.max_tokens
