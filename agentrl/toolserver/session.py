@@ -240,6 +240,7 @@ class _Turn(ToolSession):
                 self._leave_place()  # who has it may wait for a place
                 await self._session.turn.acquire()
                 self._has_sandbox = True
+            await self._session.own_sandbox()  # before the place: those who have one need not wait for its making
             await self._take_place()
             return await self._session.own_sandbox()
 

@@ -186,6 +186,7 @@ async def test_idle_sessions_are_reaped_and_busy_ones_are_not() -> None:
     assert [sandbox.id for sandbox in backend.alive] == [late.id]
     gate.open.set()
     await running
+    await until(lambda: not busy.running)
     clock.now += 99
     assert await sessions.reap() == 1, "the late one; the busy one's time began when its call ended"
     clock.now += 1
