@@ -61,6 +61,7 @@ def sft(config: Config, *, console: Console) -> Path:
         learner.save(folder / "checkpoint")
     finally:
         learner.close()
+        data.close()
     write_policy(folder / "checkpoint" / "model", model, out, config.sft.dtype)
     console.print(f"policy {out}", highlight=False)
     if interrupted:

@@ -96,6 +96,12 @@ class Demonstrations:
         rng = np.random.default_rng([self._sft.seed, index])
         return [self._step(scene, rng) for _ in steps]
 
+    def close(self) -> None:
+        """End what tools in this process have opened; another item opens it anew."""
+        scene, self._scene = self._scene, None
+        for tool in () if scene is None else scene[1].tools.values():
+            getattr(tool, "close", lambda: None)()
+
     def stage(self, step: int) -> SftStage | None:
         """Return the curriculum's stage in which ``step`` lies; None after the last."""
         for stage in self._sft.curriculum:

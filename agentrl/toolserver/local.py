@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -23,7 +22,8 @@ T = TypeVar("T")
 class LocalTools:
     """Runs calls of one episode after another, each episode in a session of its own, on a thread with an event loop.
 
-    Nothing is opened before the first call.
+    Nothing is opened before the first call. Of a process that ends without `close` nothing runs on; what it has left in
+    the machine's files is removed by whoever next starts a backend of that kind.
 
     Args:
         tools: makes them, not started yet.
@@ -73,9 +73,7 @@ class LocalTools:
 
         config = ToolServerConfig() if self._sandbox is None else ToolServerConfig(sandbox=self._sandbox)
         opening = open_sessions(self._tools(), config, sandboxed=self._sandbox is not None)
-        sessions = await self._exits.enter_async_context(opening)
-        atexit.register(self.close)
-        return sessions
+        return await self._exits.enter_async_context(opening)
 
     async def _end(self) -> None:
         assert self._sessions is not None
@@ -85,7 +83,6 @@ class LocalTools:
 
     async def _close(self) -> None:
         self._session, self._sessions = None, None
-        atexit.unregister(self.close)
         await self._exits.aclose()
 
 
