@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from agentrl.config.toolserver import ClientConfig
 from agentrl.errors import AgentrlError, ConfigError, SandboxFailure, ToolFailure
+from agentrl.tool import Tool
 from agentrl.toolserver.pool import ServerPool
 from agentrl.toolserver.remote import RemoteServer, RemoteSession, Silent
 from agentrl.types import ToolCall, ToolResult
@@ -28,17 +30,18 @@ class ToolServerClient:
         urls: addresses separated by commas.
         config: timeouts, retries and token.
         key: what the configuration calls the addresses, for messages.
+        tools: those that a policy may call there.
 
     Raises:
         ConfigError: an address is none.
 
     """
 
-    def __init__(self, urls: str, config: ClientConfig, *, key: str) -> None:
+    def __init__(self, urls: str, config: ClientConfig, *, key: str, tools: Sequence[Tool] = ()) -> None:
         addresses = dict.fromkeys(url.strip().rstrip("/") for url in urls.split(",") if url.strip())
         if not addresses:
             raise ConfigError(f"{key}={urls!r}: there is no address in it")
-        self._pool = ServerPool([RemoteServer(url, config, key) for url in addresses], key, config.retries)
+        self._pool = ServerPool([RemoteServer(url, config, key, tools) for url in addresses], key, config.retries)
         self._sessions: dict[str, asyncio.Task[RemoteSession]] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -49,7 +52,7 @@ class ToolServerClient:
             SandboxFailure: the sandbox failed, or the session is lost with its server's process.
             ToolFailure: the tool or its server failed, or no server answers.
             EnvironmentFailure: the episode has used the call id before, for another call.
-            ConfigError: a server refuses our token.
+            ConfigError: a server refuses our token, or has other tools.
 
         """
         session = await self._session(episode_id)

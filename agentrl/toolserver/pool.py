@@ -46,10 +46,10 @@ class ServerPool:
             ConfigError: the token is refused.
 
         """
-        words = ""
+        words, wanted_s = "", 0.0
         for attempt in range(self._retries + 1):
             if attempt:
-                await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
+                await asyncio.sleep(max(BACKOFF_S * 2 ** (attempt - 1), min(wanted_s, RETURN_S)))
                 await self._one_is_up()
             tried: set[RemoteServer] = set()
             while left := [server for server in self._up() if server not in tried]:
@@ -58,7 +58,7 @@ class ServerPool:
                 try:
                     return await self._open_at(server, episode_id)
                 except Busy as busy:
-                    words = f"{server.url}: {busy}"
+                    words, wanted_s = f"{server.url}: {busy}", busy.retry_s
                 except Silent as silent:
                     self.take_out(server, str(silent))
         if not self._up():

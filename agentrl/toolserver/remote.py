@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -15,8 +16,11 @@ import orjson
 
 from agentrl.config.toolserver import ClientConfig
 from agentrl.errors import ConfigError, EnvironmentFailure, SandboxFailure, ToolFailure
+from agentrl.tool import Tool
 from agentrl.toolserver.wire import PROBE_S, Wire
 from agentrl.types import ToolCall, ToolResult, ToolStatus
+
+_log = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "AGENTRL_TOOLS_TOKEN"
 """Environment variable with the bearer token, for servers and clients that are configured with none."""
@@ -32,6 +36,11 @@ class Silent(Exception):
 
 class Busy(Exception):
     """The server takes no new session now: it is full, or told to stop."""
+
+    def __init__(self, words: str, retry_s: float) -> None:
+        super().__init__(words)
+        self.retry_s = retry_s
+        """Seconds after which it wants to be asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +61,21 @@ class RemoteServer:
         url: its address.
         config: timeouts, retries and token.
         key: what the configuration calls the address, for messages.
+        tools: those that it must have.
 
     Raises:
         ConfigError: the address is none.
 
     """
 
-    def __init__(self, url: str, config: ClientConfig, key: str) -> None:
+    def __init__(self, url: str, config: ClientConfig, key: str, tools: Sequence[Tool] = ()) -> None:
         self.url = _checked(url, key)
         self.load = 0
         """Sessions that this client has here or is about to open."""
         self._config = config
         self._key = key
+        self._tools = tools
+        self._checked = ""  # the process whose tools were looked at
         token = config.token or os.environ.get(TOKEN_VARIABLE)
         self._wire = Wire(self.url, token, config.timeout_s)
 
@@ -74,7 +86,7 @@ class RemoteServer:
             Busy: no place is free, for as long as the server lets one wait.
             Silent: the server is gone.
             ToolFailure: it answers, and not with a session.
-            ConfigError: the token is refused.
+            ConfigError: the token is refused, or it is a server of other tools.
 
         """
         body = orjson.dumps({"episode_id": episode_id})
@@ -87,10 +99,17 @@ class RemoteServer:
                 fault = _words(error)
                 continue
             if reply.status_code == 503:
-                raise Busy(_error_of(reply))
+                after = reply.headers.get("retry-after", "")
+                raise Busy(_error_of(reply), float(after) if after.isdecimal() else 0.0)
             self._check(reply, "a session")
             fields = self._fields(reply, {"session_id": str, "server": str})
-            return RemoteSession(self, fields["session_id"], fields["server"])
+            session = RemoteSession(self, fields["session_id"], fields["server"])
+            try:
+                await self._check_tools(session)
+            except httpx.TransportError as error:
+                fault = _words(error)
+                continue
+            return session
         await self._check_alive(fault)
         raise ToolFailure(f"{self.named} did not open a session: {fault}")
 
@@ -173,6 +192,24 @@ class RemoteServer:
         instance = await self.instance()
         if instance != session.instance:
             raise SandboxFailure(f"{self.named} was started anew; the session and its files are lost")
+
+    async def _check_tools(self, session: RemoteSession) -> None:
+        """Refuse a server without the tools that policies are told of: they would be blamed for calling them."""
+        if self._checked == session.instance or not self._tools:
+            return
+        reply = await self._wire.send("GET", "/tools", timeout_s=PROBE_S)
+        self._check(reply, "GET /tools")
+        there = {tool["name"]: tool for tool in self._fields(reply, {"tools": list})["tools"]}
+        for tool in self._tools:
+            if tool.name not in there:
+                raise ConfigError(f"{self.named} has no tool {tool.name!r}; it has: {', '.join(there) or 'none'}")
+            said = {"description": tool.description, "parameters": orjson.loads(orjson.dumps(dict(tool.parameters)))}
+            if any(there[tool.name].get(field) != value for field, value in said.items()):
+                words = (
+                    "%s describes %r in other words than the policy reads: it was started with other options than %s"
+                )
+                _log.warning(words, self.named, tool.name, self._key.removesuffix(".url") + ".options")
+        self._checked = session.instance
 
     async def _check_alive(self, fault: str) -> None:
         """Tell a server that is gone from one that only failed at a request."""

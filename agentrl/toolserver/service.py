@@ -116,7 +116,7 @@ class HostedService(ToolService):
         config = parsed.client
         if config.token is None and parsed.server.token is not None:
             config = config.model_copy(update={"token": parsed.server.token})
-        return ToolServerClient(url, config, key=f"tools.{self.name}.url")
+        return ToolServerClient(url, config, key=f"tools.{self.name}.url", tools=self.tools(options))
 
     def _read(self, options: Mapping[str, Any]) -> RunOptions[Section]:
         return read_options(self.Options, options, self.name)

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 
-Answer = tuple[int, object]
+Answer = tuple[int, object] | tuple[int, object, str]
+"""Status, content, and lines to add to the head."""
 
 
 class FakeServer:
@@ -32,6 +33,7 @@ class FakeServer:
         self.gate = asyncio.Event()
         """Requests to close a session wait for it."""
         self.gate.set()
+        self.tools: list[dict] = []
         self.port = 0
         self._numbers = itertools.count()
         self._server: asyncio.Server | None = None
@@ -70,21 +72,22 @@ class FakeServer:
         self._writers.add(writer)
         try:
             while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-                method, path, _ = head[0].split()
-                headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in head[1:] if line)}
+                lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+                method, path, _ = lines[0].split()
+                headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in lines[1:] if line)}
                 body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))) or b"{}")
                 self.asked.append((method, path))
                 self.headers.append(headers)
                 self.bodies.append(body)
-                status, content = await self._answer(method, path, body)
+                status, content, *more = await self._answer(method, path, body)
                 lost = next((end for end in self.lose if path.endswith(end)), None)
                 if lost is not None:
                     self.lose.remove(lost)
                     writer.transport.abort()
                     return
                 text = content if isinstance(content, bytes) else json.dumps(content).encode()
-                writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(text)}\r\n\r\n".encode() + text)
+                head = f"HTTP/1.1 {status} X\r\n{''.join(more)}content-length: {len(text)}\r\n\r\n"
+                writer.write(head.encode() + text)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -99,6 +102,8 @@ class FakeServer:
         parts = path.strip("/").split("/")
         if path == "/health":
             return 200, {"status": "ok", "sessions": len(self.sessions), "server": self.instance}
+        if path == "/tools":
+            return 200, {"tools": self.tools}
         if parts == ["sessions"]:
             known = [name for name, episode in self.sessions.items() if episode == body["episode_id"]]
             name = known[0] if known else f"s{next(self._numbers)}"

@@ -7,6 +7,7 @@ import pytest
 
 from agentrl.config.toolserver import ClientConfig
 from agentrl.errors import ConfigError, EnvironmentFailure, SandboxFailure, ToolFailure
+from agentrl.tool import Tool
 from agentrl.toolserver import client as client_module
 from agentrl.toolserver import pool, remote
 from agentrl.toolserver.client import ToolServerClient
@@ -247,6 +248,37 @@ async def test_a_full_server_is_asked_again_and_then_named():
         other.answers["/sessions"] = [refusal] * 2
         with pytest.raises(ToolFailure, match=r"all 2 sessions are taken.*server\.max_sessions"):
             await client.call(call(), episode_id="c")
+        await client.aclose()
+
+
+@in_loop
+async def test_a_full_server_says_when_to_ask_again():
+    async with fake_servers() as (server,):
+        client = connect(server, retries=1)
+        server.answers["/sessions"] = [(503, {"error": "full"}, "retry-after: 1\r\n")]
+        began = time.monotonic()
+        await client.call(call(), episode_id="e")
+        assert time.monotonic() - began > 0.15  # pool.RETURN_S bounds it here
+        await client.aclose()
+
+
+@in_loop
+async def test_a_server_of_other_tools_is_no_fault_of_the_policy(caplog):
+    python = Tool("python", "Run it.", {"type": "object"})
+    async with fake_servers() as (server,):
+        client = ToolServerClient(server.url, ClientConfig(), key=KEY, tools=[python])
+        server.tools = [{"name": "perl", "description": "", "parameters": {}}]
+        with pytest.raises(ConfigError, match=rf"{server.url} \({KEY}\) has no tool 'python'; it has: perl"):
+            await client.call(call(), episode_id="e")
+        server.tools = [{"name": "python", "description": "Run it.", "parameters": {"type": "object"}}]
+        for name in ("f", "g"):
+            await client.call(call(), episode_id=name)
+        assert server.count("GET", "/tools") == 2
+        assert caplog.messages == []
+        await server.restart()
+        server.tools[0]["description"] = "Run it, and keep variables."
+        await client.call(call(), episode_id="h")
+        assert "started with other options than tools.python.options" in caplog.text
         await client.aclose()
 
 
