@@ -407,11 +407,19 @@ def limit_self(settings: Settings) -> None:
 
 def main() -> None:
     """Run."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one signal that Python would let through to a process 1
+    me = os.getpid()
+
+    def interrupt(number: int, frame: object) -> None:
+        """Do nothing in the runner, whom nothing else from inside reaches; in its children what Python does."""
+        if os.getpid() != me:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     settings: Settings = json.loads(sys.argv[1])
     if settings["hidden"]:
         prctl(PR_SET_DUMPABLE, 0)
     limit_self(settings)
+    settings["last_fd"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     os.chdir(settings["work"])
     gc.freeze()  # no collection of a child's looks at what is there now, and so copies its pages
     Runner(settings).serve()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     Request = dict[str, Any]
     Settings = dict[str, Any]
 
+SIGKILL = 9
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 LENGTH = struct.Struct("<I")
@@ -34,6 +35,7 @@ SNIPPET = "<snippet>"
 NOT_PERMITTED, NOT_FOUND = 126, 127
 """Exit status of what could not be run, as a shell has it."""
 
+MOST_CPU = resource.getrlimit(resource.RLIMIT_CPU)[1]
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -134,20 +136,22 @@ def leave() -> int:
 
 
 def limit_cpu(seconds: int, hard: bool) -> None:
-    """Allow so many more seconds of CPU time than were used; ``hard`` for good."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    soft = int(used.ru_utime + used.ru_stime) + seconds
-    # At the first limit comes SIGXCPU, which can be caught; at the second SIGKILL.
-    last = soft + 1 if hard else resource.RLIM_INFINITY
-    if most != resource.RLIM_INFINITY:
-        soft, last = min(soft, most), most if last == resource.RLIM_INFINITY else min(last, most)
+    """Allow so many seconds of CPU time to a new process, for good, or so many more to one that keeps variables."""
+    if hard:  # at the first limit comes SIGXCPU, which can be caught; at the second SIGKILL
+        soft, last = seconds, seconds + 1
+    else:  # both must grow with the next call, and only the first can
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        soft, last = int(used.ru_utime + used.ru_stime) + seconds, MOST_CPU
+    if MOST_CPU != resource.RLIM_INFINITY:
+        soft, last = min(soft, MOST_CPU), min(last, MOST_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (soft, last))
 
 
 def become_child(settings: Settings, fds: tuple[int, int, int], keep: tuple[int, ...] = ()) -> None:
     """Turn a fresh fork into a process of the policy's: own session, own descriptors, first to go when memory ends."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # This touches as little as it can: each page of memory that a fresh fork writes to is copied, at microseconds each.
+    if os.getppid() != 1:  # else all die with process 1
+        prctl(PR_SET_PDEATHSIG, SIGKILL)
     os.setsid()
     for number, source in enumerate(fds):
         os.dup2(source, number)
@@ -155,24 +159,29 @@ def become_child(settings: Settings, fds: tuple[int, int, int], keep: tuple[int,
     for fd in sorted(keep):
         os.closerange(below, fd)
         below = fd + 1
-    os.closerange(below, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    os.closerange(below, settings["last_fd"])
     prctl(PR_SET_DUMPABLE, 1)  # only now: nothing of the runner's is left to be opened
-    with contextlib.suppress(
-        OSError
-    ):  # not everywhere writable; the kernel picks by size then, and the runner is small
+    try:
         fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
         os.write(fd, b"1000")
         os.close(fd)
+    except OSError:  # not everywhere writable; the kernel picks by size then, and the runner is small
+        pass
+    if settings["address_space"] is not None or settings["processes"] is not None:
+        limit_process(settings)
+    sys.argv = [""]
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, "")
+
+
+def limit_process(settings: Settings) -> None:
+    """Bound one process, where nothing bounds all together."""
     for what, bound in (
         (resource.RLIMIT_AS, settings["address_space"]),
         (resource.RLIMIT_NPROC, settings["processes"]),
     ):
         if bound is not None:
             resource.setrlimit(what, (bound, bound))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = [""]
-    sys.dont_write_bytecode = True
-    sys.path.insert(0, "")
 
 
 def child_main(settings: Settings, request: Request, fds: tuple[int, int, int]) -> None:
@@ -180,7 +189,8 @@ def child_main(settings: Settings, request: Request, fds: tuple[int, int, int]) 
     status = NOT_FOUND
     try:
         become_child(settings, fds)
-        os.environ.update(request["env"])
+        if request["env"]:
+            os.environ.update(request["env"])
         os.chdir(request["cwd"])
         if settings["cpu"]:
             limit_cpu(request["cpu_s"], hard=True)

@@ -265,6 +265,6 @@ def test_a_stopped_process_does_nothing_between_calls(bubblewrap: Bubblewrap) ->
 
 
 def test_cpu_time_of_each_call_counts_anew(bubblewrap: Bubblewrap) -> None:
-    """Three calls of 0.6 s each, in one process that may use 1 s a call."""
-    burn = "import time\nend = time.process_time() + 0.6\nwhile time.process_time() < end: pass\nprint('done')"
+    """Three calls of 0.4 s each, in one process that may use 1 s a call."""
+    burn = "import time\nend = time.process_time() + 0.4\nwhile time.process_time() < end: pass\nprint('done')"
     assert bubblewrap.code(burn, burn, burn, stateful=True, cpu_s=1).stdout == "done\n"
