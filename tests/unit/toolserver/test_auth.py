@@ -70,7 +70,7 @@ ROUTES = [
     ("GET", "/mcp"),
     ("GET", "/no-such-path"),
     ("GET", "/health/"),
-    ("GET", "//health"),
+    ("GET", "/mcp/health"),
 ]
 WRONG = [
     None,
