@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 from agentrl_tools.judge import JudgeOptions, JudgeTool
+from dockerd import DockerHost
 
 from agentrl.config.sandbox import SandboxConfig, SandboxLimits
 from agentrl.toolserver.hosted import ToolSession
 from agentrl.toolserver.sandbox.base import ALL_DEFENCES, Defence, Job, Sandbox, SandboxBackend
 from agentrl.toolserver.sandbox.bubblewrap import BubblewrapBackend
+from agentrl.toolserver.sandbox.docker import DockerBackend
 from agentrl.types import ToolCall, ToolStatus
 
 pytestmark = [
@@ -352,6 +354,23 @@ def test_a_program_that_leaves_nothing_keeps_its_sandbox() -> None:
             return await judged(backend, "print(int(input()) ** 2)", INPUTS * 3, OUTPUTS * 3)
 
     assert asyncio.run(run()) == (["accepted"] * 6, 1)
+
+
+def test_the_same_by_docker(dockerd: DockerHost) -> None:
+    """Docker's sandboxes lose shared memory by themselves, once nobody is attached to it."""
+    config = SandboxConfig(backend="docker", docker_url=dockerd.url, image=dockerd.image)
+    left = {"nothing": 1, "a file in /dev/shm": 2, "a message queue": 2, "shared memory": 1}
+
+    async def run() -> dict[str, tuple[list[str], int]]:
+        found = {}
+        async with DockerBackend(config) as backend:
+            for name in left:
+                leave, looks = LEFT.get(name, ("pass", "False"))
+                program = LEAVES.format(leave=leave, found=looks)
+                found[name] = await judged(backend, program, ["1\n", "2\n"], ["clean\n", "clean\n"])
+        return found
+
+    assert asyncio.run(run()) == {name: (["accepted", "accepted"], opened) for name, opened in left.items()}
 
 
 MANY_CHILDREN = """
