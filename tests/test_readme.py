@@ -8,8 +8,8 @@ from pathlib import Path
 README = Path(__file__).parent.parent / "README.md"
 
 
-def example() -> str:
-    match = re.search(r"<!-- example: brief.py -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+def example(name: str = "brief.py", page: Path = README) -> str:
+    match = re.search(rf"<!-- example: {name} -->\n```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert match
     return match.group(1)
 
@@ -24,6 +24,20 @@ def test_example_passes_the_environment_check(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passes" in done.stdout
+
+
+def test_tool_of_ten_lines_keeps_the_contract(tmp_path: Path) -> None:
+    from agentrl.resolve import load_object
+    from agentrl.testing import check_tool
+    from agentrl.tool import Tool
+
+    code = example("my_tools.py")
+    assert code == example("my_tools.py", README.parent / "docs" / "tools.md")
+    assert len(code.splitlines()) <= 10
+    (tmp_path / "my_tools.py").write_text(code)
+    weather = load_object(f"{tmp_path}/my_tools.py:weather", "test")
+    assert isinstance(weather, Tool)
+    check_tool(weather, {"city": "Rome"})
 
 
 def test_readme_names_only_commands_that_exist() -> None:
