@@ -183,3 +183,14 @@ def test_whose_container_is_left_behind() -> None:
     assert backend.left_behind({**ours, backend.BOOT_LABEL: "an earlier one"})
     assert not backend.left_behind({**ours, backend.HOST_LABEL: "another", backend.BOOT_LABEL: "another"})
     assert not backend.left_behind({**ours, backend.SERVER_LABEL: f"{number}-{int(started) - 1}-1"})
+
+
+def test_the_machines_files_are_all_shown_but_dockers_own(tmp_path: Path) -> None:
+    for name in ("beside", "docker/data", "docker/other"):
+        (tmp_path / name).mkdir(parents=True)
+    daemon, without = {"DockerRootDir": str(tmp_path / "docker/data")}, ALL_DEFENCES - {Defence.FILES}
+    mounts = container_options(SandboxConfig(), without, daemon, IMAGE, None)["host_config"]["Mounts"]
+    shown = {Path(mount["Source"]) for mount in mounts}
+    assert {tmp_path / "beside", tmp_path / "docker/other"} <= shown
+    assert not any((tmp_path / "docker/data").is_relative_to(path) for path in shown)
+    assert Path("/etc") in shown
