@@ -130,6 +130,11 @@ async def calls_running(client: httpx.AsyncClient, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
+async def draining(client: httpx.AsyncClient) -> None:
+    while (await client.get("/health")).json()["status"] != "draining":  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
 def exit_code(child: ChildProcess, within_s: float = 10.0) -> int | None:
     deadline = time.monotonic() + within_s
     while child.alive() and time.monotonic() < deadline:
@@ -151,8 +156,7 @@ def test_a_server_of_ones_own_tool_drains_when_told_to_stop(tmp_path: Path) -> N
             running = [asyncio.create_task(nap(seconds)) for seconds in (1.0, 60.0)]
             await calls_running(client, 2)
             os.kill(child.pid, signal.SIGTERM)
-            while (await client.get("/health")).json()["status"] != "draining":  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await draining(client)
             assert (await client.post("/sessions")).status_code == 503
             assert (await nap(0.1)).status_code == 503
             short, long = [(await task).json() for task in running]
@@ -182,11 +186,11 @@ def test_a_server_with_code_ends_all_of_it_at_once_when_told_twice(tmp_path: Pat
 
             assert (await run("1", "python", code="open('a', 'w').write('from python')"))["status"] == "ok"
             assert (await run("2", "shell", command="cat a"))["content"] == "from python"
-            running = asyncio.create_task(run("3", "python", code="import time; time.sleep(9)"))
+            running = asyncio.create_task(run("3", "python", code="import time; time.sleep(60)"))
             await calls_running(client, 1)
-            for _ in range(2):
-                os.kill(child.pid, signal.SIGTERM)
-                await asyncio.sleep(0.1)
+            os.kill(child.pid, signal.SIGTERM)
+            await draining(client)
+            os.kill(child.pid, signal.SIGTERM)
             assert (await running)["status"] == "unavailable"
 
     with server(tmp_path, "--config", str(config)) as (child, url):
