@@ -85,3 +85,15 @@ def test_no_sandbox_is_not_tried(config: SandboxConfig) -> None:
     from agentrl.toolserver.sandbox.unsafe import UnsafeBackend
 
     asyncio.run(check(UnsafeBackend(SandboxConfig(backend="unsafe_subprocess"))))
+
+
+def test_attempts_are_never_made_on_the_machine_itself() -> None:
+    from agentrl.toolserver.sandbox.unsafe import UnsafeBackend
+
+    with pytest.raises(ValueError, match="would harm this machine"):
+        asyncio.run(try_backend(UnsafeBackend(SandboxConfig(backend="unsafe_subprocess"))))
+
+
+def test_files_leave_room_for_processes() -> None:
+    with pytest.raises(ValueError, match="disk_mb=64 with memory_mb=64"):
+        SandboxLimits(memory_mb=64, disk_mb=64)

@@ -163,8 +163,11 @@ async def try_backend(backend: SandboxBackend) -> list[Finding]:
 
     Raises:
         SandboxFailure: no sandbox could be opened, or it fell apart.
+        ValueError: the backend is none: the attempts would be made on this machine.
 
     """
+    if backend.config.backend == "unsafe_subprocess" or backend.name == "unsafe_subprocess":
+        raise ValueError("sandbox.backend=unsafe_subprocess holds nothing back: attempts in it would harm this machine")
     async with await backend.open("canary") as sandbox:
         findings = await _reach(sandbox)
         for excess in _EXCESSES:
