@@ -10,8 +10,10 @@ import logging
 import os
 import resource
 import secrets
+import socket
 import subprocess
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
@@ -27,7 +29,8 @@ from agentrl.toolserver.sandbox.bubblewrap_options import (
     server_environment,
 )
 from agentrl.toolserver.sandbox.cgroup import Cgroup, CgroupError, CgroupTree, find_tree
-from agentrl.toolserver.sandbox.link import RunnerLink, pipe_link
+from agentrl.toolserver.sandbox.egress import EgressProxy, receive_listener
+from agentrl.toolserver.sandbox.link import pipe_link
 from agentrl.toolserver.sandbox.seccomp import bpf_program
 from agentrl.toolserver.sandbox.warm import WarmSandbox
 
@@ -51,12 +54,26 @@ class BubblewrapSandbox(WarmSandbox):
     cgroup: Cgroup
     stderr: int
     siblings: set[BubblewrapSandbox]
+    channel: socket.socket | None = None
+    proxy: EgressProxy | None = None
+
+    async def open_way_out(self, hosts: Sequence[str]) -> None:
+        """Let it reach hosts by the proxy, once its runner is ready."""
+        if self.channel is not None:
+            with self.channel:
+                listener = receive_listener(self.channel)
+            self.proxy = EgressProxy(hosts)
+            await self.proxy.start(listener)
 
     def _oom_kills(self) -> int:
         return self.cgroup.oom_kills()
 
     async def _destroy(self) -> None:
         try:
+            if self.channel is not None:
+                self.channel.close()
+            if self.proxy is not None:
+                await self.proxy.close()
             await bury(self.process, self.cgroup)
         finally:
             os.close(self.stderr)
@@ -171,6 +188,11 @@ class BubblewrapBackend(SandboxBackend):
                     await (await starting).close()
                 raise
             await sandbox.ready()
+            try:
+                await sandbox.open_way_out(self.config.hosts)
+            except BaseException:
+                await sandbox.close()
+                raise
             return sandbox
 
     async def _start_one(self) -> BubblewrapSandbox:
@@ -179,34 +201,35 @@ class BubblewrapBackend(SandboxBackend):
         try:
             if self._tree is not None:
                 group = self._tree.create(sandbox_id, self.config.limits, self.defences)
-            process, stderr, link = await self._spawn(group)
+            sandbox = await self._spawn(sandbox_id, group)
         except OSError as error:
             group.remove()
             raise SandboxFailure(f"no sandbox could be made: {error}{_hint(error)}") from error
-        sandbox = BubblewrapSandbox(sandbox_id, link, self.config.limits, self.defences)
-        sandbox.process, sandbox.cgroup, sandbox.stderr, sandbox.siblings = process, group, stderr, self._open
         self._open.add(sandbox)
         return sandbox
 
-    async def _spawn(self, group: Cgroup) -> tuple[subprocess.Popen[bytes], int, RunnerLink]:
+    async def _spawn(self, sandbox_id: str, group: Cgroup) -> BubblewrapSandbox:
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             their_in, our_out = _owned(os.pipe2(os.O_CLOEXEC), theirs, ours)
             our_in, their_out = _owned(os.pipe2(os.O_CLOEXEC), ours, theirs)
             (stderr,) = _owned((os.memfd_create("stderr", os.MFD_CLOEXEC),), ours)
-            data = {}
+            inherited = {}
             for name, fd in self._data.items():
                 # Opened anew for each sandbox: a duplicate would share one offset with all of them.
-                (data[name],) = _owned((os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC),), theirs)
-            user = outside_user(next(self._numbers)) if os.getuid() == 0 else None
-            arguments = command(self.config, self.defences, self._programs, joins=group.joins, user=user, data=data)
+                (inherited[name],) = _owned((os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC),), theirs)
+            channel = None
+            if self.config.hosts and Defence.NETWORK in self.defences:
+                channel, their_channel = map(socket.socket.detach, socket.socketpair())
+                _owned((channel, their_channel), ours, theirs)
+                inherited["egress"] = their_channel
             process = await asyncio.get_running_loop().run_in_executor(
                 self._threads,
                 lambda: subprocess.Popen(
-                    arguments,
+                    self._command(group, inherited),
                     stdin=their_in,
                     stdout=their_out,
                     stderr=stderr,
-                    pass_fds=tuple(data.values()),
+                    pass_fds=tuple(inherited.values()),
                     cwd="/",
                     env=server_environment(self.defences),
                     start_new_session=True,
@@ -218,7 +241,14 @@ class BubblewrapBackend(SandboxBackend):
                 await bury(process, group)
                 raise
             ours.pop_all()
-        return process, stderr, link
+        sandbox = BubblewrapSandbox(sandbox_id, link, self.config.limits, self.defences)
+        sandbox.process, sandbox.cgroup, sandbox.stderr, sandbox.siblings = process, group, stderr, self._open
+        sandbox.channel = None if channel is None else socket.socket(fileno=channel)
+        return sandbox
+
+    def _command(self, group: Cgroup, inherited: dict[str, int]) -> list[str]:
+        user = outside_user(next(self._numbers)) if os.getuid() == 0 else None
+        return command(self.config, self.defences, self._programs, joins=group.joins, user=user, inherited=inherited)
 
     async def close(self) -> None:
         """Close all sandboxes, also those that are just being opened."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from agentrl.config.sandbox import SandboxConfig, SandboxLimits
 from agentrl.errors import ConfigError, MissingError
 from agentrl.toolserver.sandbox.base import WORK, Defence
+from agentrl.toolserver.sandbox.egress import proxy_environment
 from agentrl.toolserver.sandbox.warm import python_command
 
 USER = 1000
@@ -34,14 +35,15 @@ ETC = {
     "hosts": "127.0.0.1 localhost\n::1 localhost\n",
 }
 """All the files of /etc that code sees, but for links that programs need."""
+CERTIFICATES = ("/etc/ssl/certs", "/etc/pki/tls", "/etc/pki/ca-trust")
+"""Where distributions keep those of authorities, for code that may reach hosts by HTTPS."""
 OWN_FOLDERS = ("dev", "proc", "work")
 """Folders of the root that a sandbox has for itself even where it is to see the machine's files."""
 
 LAUNCHER = f"""
 while [ "$1" != -- ]; do echo 0 > "$1" || exit 96; shift; done
 mount -t tmpfs -o "$2" agentrl {MOUNT} || exit 97
-install -d -m 0755 -o "$3" -g "$3" {MOUNT}/work || exit 97
-install -d -m 1777 -o "$3" -g "$3" {MOUNT}/tmp {MOUNT}/shm || exit 97
+install -d -m 1777 -o "$3" -g "$3" {MOUNT}/work {MOUNT}/tmp {MOUNT}/shm || exit 97
 shift 3
 exec "$@"
 """
@@ -113,7 +115,7 @@ def command(
     *,
     joins: Sequence[Path],
     user: int | None,
-    data: Mapping[str, int],
+    inherited: Mapping[str, int],
 ) -> list[str]:
     """Return the command line.
 
@@ -123,7 +125,8 @@ def command(
         programs: what there is.
         joins: files of cgroups to join; none where there is no cgroup.
         user: user and group to become outside; None where the server is not root, and this already is nobody special.
-        data: open files with the content of `ETC` and, as ``seccomp``, the filter.
+        inherited: open files with the content of `ETC`; as ``seccomp``, the filter; and where it is to have a way out, as
+            ``egress``, the runner's end of the Unix socket that takes it.
 
     """
     start = [programs.unshare, "--mount", "--propagation", "private"]
@@ -134,8 +137,8 @@ def command(
     start += [tmpfs_options(config.limits, defences), str(user if drop else 0)]
     if drop:
         start += [programs.setpriv, f"--reuid={user}", f"--regid={user}", "--clear-groups", "--no-new-privs"]
-    runner = python_command(config.python, config.limits, defences, alone=not joins)
-    return [*start, programs.bwrap, *_namespaces(defences), *_files(config, defences, data), "--", *runner]
+    runner = python_command(config.python, config.limits, defences, alone=not joins, egress=inherited.get("egress"))
+    return [*start, programs.bwrap, *_namespaces(config, defences), *_files(config, defences, inherited), "--", *runner]
 
 
 def tmpfs_options(limits: SandboxLimits, defences: frozenset[Defence]) -> str:
@@ -153,7 +156,7 @@ def server_environment(defences: frozenset[Defence]) -> dict[str, str]:
     return dict(ENVIRONMENT) if Defence.ENVIRONMENT in defences else {**os.environ, **ENVIRONMENT}
 
 
-def _namespaces(defences: frozenset[Defence]) -> list[str]:
+def _namespaces(config: SandboxConfig, defences: frozenset[Defence]) -> list[str]:
     arguments = ["--unshare-user", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
     arguments += ["--die-with-parent", "--new-session"]
     if Defence.PROCESS_NAMESPACE in defences:
@@ -166,16 +169,18 @@ def _namespaces(defences: frozenset[Defence]) -> list[str]:
         arguments += ["--uid", "0", "--gid", "0", "--cap-add", "ALL"]
     if Defence.ENVIRONMENT in defences:
         arguments += ["--clearenv"]
-    for name, value in ENVIRONMENT.items():
+    for name, value in {**ENVIRONMENT, **(proxy_environment() if config.hosts else {})}.items():
         arguments += ["--setenv", name, value]
     return arguments
 
 
-def _files(config: SandboxConfig, defences: frozenset[Defence], data: Mapping[str, int]) -> list[str]:
+def _files(config: SandboxConfig, defences: frozenset[Defence], inherited: Mapping[str, int]) -> list[str]:
     arguments = _programs() if Defence.FILES in defences else _machine()
     if Defence.FILES in defences:
+        for folder in CERTIFICATES if config.hosts else ():
+            arguments += ["--ro-bind-try", folder, folder]
         for name in ETC:
-            arguments += ["--perms", "0644", "--file", str(data[name]), f"/etc/{name}"]
+            arguments += ["--perms", "0644", "--file", str(inherited[name]), f"/etc/{name}"]
         arguments += ["--bind", f"{MOUNT}/tmp", "/tmp"]
     arguments += ["--proc" if Defence.PROCESS_NAMESPACE in defences else "--ro-bind"]
     arguments += ["/proc"] if Defence.PROCESS_NAMESPACE in defences else ["/proc", "/proc"]
@@ -184,7 +189,7 @@ def _files(config: SandboxConfig, defences: frozenset[Defence], data: Mapping[st
         arguments += ["--ro-bind", str(path), str(path)]
     arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]
     if Defence.SECCOMP in defences:
-        arguments += ["--seccomp", str(data["seccomp"])]
+        arguments += ["--seccomp", str(inherited["seccomp"])]
     return arguments
 
 

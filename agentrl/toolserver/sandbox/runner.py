@@ -27,6 +27,7 @@ from agentrl.toolserver.sandbox.snippet import (
     TYPE_CHECKING,
     child_main,
     file_main,
+    open_way_out,
     prctl,
     receive,
     send,
@@ -420,6 +421,8 @@ def main() -> None:
         prctl(PR_SET_DUMPABLE, 0)
     limit_self(settings)
     settings["last_fd"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if settings["egress"] is not None:
+        open_way_out(settings["egress"])
     os.chdir(settings["work"])
     gc.freeze()  # no collection of a child's looks at what is there now, and so copies its pages
     Runner(settings).serve()

@@ -76,6 +76,25 @@ def send(fd: int, message: Request) -> None:
     write_all(fd, LENGTH.pack(len(data)) + data)
 
 
+def open_way_out(channel: int | str) -> None:
+    """Listen where the proxy is to be, and hand the socket over; see `egress.py`.
+
+    Args:
+        channel: descriptor of a connected Unix socket, or the path of one.
+
+    """
+    import socket  # takes a few milliseconds, and is for this alone
+
+    with socket.create_server(("127.0.0.1", 3128), backlog=64) as listener:
+        if isinstance(channel, int):
+            peer = socket.socket(fileno=channel)
+        else:
+            peer = socket.socket(socket.AF_UNIX)
+            peer.connect(channel)
+        with peer:
+            socket.send_fds(peer, [b"1"], [listener.fileno()])
+
+
 def new_main() -> dict[str, Any]:
     """Return the namespace of a new ``__main__``, which pickle and dataclasses find there in place of the runner."""
     module = types.ModuleType("__main__")
@@ -141,7 +160,7 @@ def limit_cpu(seconds: int, hard: bool) -> None:
         soft, last = seconds, seconds + 1
     else:  # both must grow with the next call, and only the first can
         used = resource.getrusage(resource.RUSAGE_SELF)
-        soft, last = int(used.ru_utime + used.ru_stime) + seconds, MOST_CPU
+        soft, last = int(used.ru_utime + used.ru_stime + 0.999) + seconds, MOST_CPU  # whole seconds is all it takes
     if MOST_CPU != resource.RLIM_INFINITY:
         soft, last = min(soft, MOST_CPU), min(last, MOST_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (soft, last))

@@ -37,7 +37,14 @@ def runner_source() -> str:
     return first + re.sub(r"(?m)^from agentrl[^(\n]* import (\([^)]*\)|.*)$", "", second)
 
 
-def settings(limits: SandboxLimits, defences: frozenset[Defence], work: str = WORK, *, alone: bool = False) -> str:
+def settings(
+    limits: SandboxLimits,
+    defences: frozenset[Defence],
+    work: str = WORK,
+    *,
+    alone: bool = False,
+    egress: int | str | None = None,
+) -> str:
     """Return the runner's one argument.
 
     Args:
@@ -45,10 +52,12 @@ def settings(limits: SandboxLimits, defences: frozenset[Defence], work: str = WO
         defences: those that stand.
         work: the folder where code starts.
         alone: whether no cgroup bounds it, so that limits of each process have to do.
+        egress: the Unix socket that takes its way out, by descriptor or by path; see `egress.py`.
 
     """
     values = {
         "work": work,
+        "egress": egress if Defence.NETWORK in defences else None,
         "hidden": Defence.RUNNER in defences,
         "sweep": Defence.SWEEP in defences,
         "cpu": Defence.CPU in defences,
@@ -61,10 +70,17 @@ def settings(limits: SandboxLimits, defences: frozenset[Defence], work: str = WO
 
 
 def python_command(
-    python: str, limits: SandboxLimits, defences: frozenset[Defence], work: str = WORK, *, alone: bool = False
+    python: str,
+    limits: SandboxLimits,
+    defences: frozenset[Defence],
+    work: str = WORK,
+    *,
+    alone: bool = False,
+    egress: int | str | None = None,
 ) -> list[str]:
     """Return the command that starts the runner: isolated from environment and user site, with UTF-8 everywhere."""
-    return [python, "-I", "-X", "utf8", "-c", runner_source(), settings(limits, defences, work, alone=alone)]
+    argument = settings(limits, defences, work, alone=alone, egress=egress)
+    return [python, "-I", "-X", "utf8", "-c", runner_source(), argument]
 
 
 class WarmSandbox(Sandbox):
