@@ -13,11 +13,15 @@ import pytest
 from agentrl_tasks.math_problems import MathProblems, validate
 from agentrl_tasks.math_problems.demonstrator import FAULTS
 from agentrl_tasks.math_problems.families import FAMILIES
+from agentrl_tasks.math_problems.make_policy import texts
+from agentrl_tasks.math_problems.policies import WARM
 from agentrl_tasks.math_problems.validate import WRONG
+from agentrl_tasks.small_policy import save_tokenizer
 from pyarrow import parquet
 
 from agentrl import Message, Task
 from agentrl.errors import ConfigError, MissingError, UnknownNameError
+from agentrl.models.load import load_model
 from agentrl.registry import make_tasks
 
 DAPO = {
@@ -204,6 +208,14 @@ def test_faults_fail_as_they_say(fault: str) -> None:
     assert bool(code_of(first)) == (fault not in ("guess", "call"))
     assert (code_of(first) == task.metadata["code"]) == (fault in ("read", "unboxed"))
     assert (last == task.answer) == (fault == "unboxed")
+
+
+def test_the_recipe_makes_the_shipped_tokenizer(tmp_path: Path) -> None:
+    made = save_tokenizer(tmp_path, texts())
+    assert (tmp_path / "tokenizer.json").read_bytes() == (WARM / "tokenizer.json").read_bytes()
+    assert load_model(WARM).config.vocab_size == len(made)
+    longest = max(len(made.encode("".join(said))) for said in zip(*[iter(texts())] * 3, strict=True))
+    assert longest < 200, "episodes are to stay short"
 
 
 def test_tasks_of_files_have_no_expert(tmp_path: Path) -> None:
