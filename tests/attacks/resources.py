@@ -1,0 +1,331 @@
+"""Attacks that want more than their share: memory, processes, CPU, time, disk, output."""
+
+from __future__ import annotations
+
+from attacks.attack import ROOMY, Attack, Bare, Without, ends
+
+from agentrl.toolserver.sandbox.base import Defence
+from agentrl.types import ToolStatus
+
+OK, ERROR, TIMEOUT = ends(ToolStatus.OK), ends(ToolStatus.ERROR), ends(ToolStatus.TIMEOUT)
+OOM, CUT = ends(ToolStatus.OUT_OF_MEMORY), ends(ToolStatus.OUTPUT_CUT)
+
+TIME = (
+    Attack(
+        "endless loop",
+        "wall clock",
+        "end = time.monotonic() + 1.2\nwhile time.monotonic() < end: pass\npwned('ran on')",
+        Without(Defence.WALL),
+        TIMEOUT,
+        wall_s=0.5,
+    ),
+    Attack(
+        "sleep with every stream closed",
+        "wall clock",
+        "os.closerange(0, 64)\ntime.sleep(1.2)\nopen('/work/proof', 'w').write('PWNED slept on')",
+        Without(Defence.WALL),
+        TIMEOUT,
+        wall_s=0.5,
+    ),
+    Attack(
+        "ignore every signal",
+        "wall clock, and SIGKILL",
+        """
+import signal
+for number in range(1, 65):
+    try: signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError): pass
+signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+time.sleep(1.2)
+pwned("ran on")
+""",
+        Without(Defence.WALL),
+        TIMEOUT,
+        wall_s=0.5,
+    ),
+    Attack(
+        "burn CPU in one process",
+        "CPU seconds of a process (rlimit)",
+        "while time.process_time() < 1.2: pass\npwned(time.process_time())",
+        Without(Defence.CPU),
+        TIMEOUT,
+        cpu_s=1,
+        wall_s=20,
+    ),
+    Attack(
+        "burn CPU in many processes",
+        "cores of all processes together (cgroup)",
+        """
+import resource
+began = time.monotonic()
+children = []
+for _ in range(12):
+    pid = os.fork()
+    if pid == 0:
+        while time.monotonic() < began + 1.0: pass
+        os._exit(0)
+    children.append(pid)
+for pid in children: os.waitpid(pid, 0)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+cores = (used.ru_utime + used.ru_stime) / (time.monotonic() - began)
+if cores > 0.25: pwned("%.2f cores" % cores)
+""",
+        Without(Defence.CPU),
+        OK,
+        limits={"cpus": 0.1},
+        wall_s=20,
+    ),
+)
+
+PROCESSES = (
+    Attack(
+        "fork bomb",
+        "processes (cgroup), then the sweep",
+        """
+made = os.open("made", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+first = os.getpid()
+while os.fstat(made).st_size < 80:
+    try:
+        if os.fork() == 0: os.write(made, b"x")
+    except OSError: pass
+if os.getpid() == first: pwned("80 processes")
+else: time.sleep(30)
+""",
+        Without(Defence.PROCESSES),
+        TIMEOUT,
+        wall_s=1.0,
+    ),
+    Attack(
+        "processes one after the other, each stays",
+        "processes (cgroup)",
+        "for _ in range(80):\n    if os.fork() == 0: time.sleep(30)\npwned('80 processes')",
+        Without(Defence.PROCESSES),
+    ),
+    Attack(
+        "thread bomb",
+        "processes (cgroup)",
+        """
+import threading
+threading.stack_size(65536)
+for _ in range(80): threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
+pwned("80 threads")
+""",
+        Without(Defence.PROCESSES),
+    ),
+    Attack(
+        "fork bomb of the process that keeps variables",
+        "processes (cgroup), then the sweep",
+        """
+while True:
+    try:
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(0.3)
+            pwned_file("a child ran on after the call")
+    except OSError: time.sleep(0.01)
+""",
+        Without(Defence.SWEEP),
+        TIMEOUT,
+        wall_s=0.25,
+        stateful=True,
+        pause_s=0.6,
+    ),
+)
+
+MEMORY = (
+    Attack(
+        "memory bomb", "memory (cgroup)", "hold = b'x' * (256 << 20)\npwned(len(hold))", Without(Defence.MEMORY), OOM
+    ),
+    Attack(
+        "many children, each below the limit",
+        "memory of all processes together (cgroup)",
+        """
+ready, told = os.pipe()
+for _ in range(5):
+    if os.fork() == 0:
+        hold = b"x" * (40 << 20)
+        os.write(told, b"x")
+        time.sleep(1)
+os.close(told)
+got = 0
+while got < 5:
+    part = os.read(ready, 5)
+    if not part: break
+    got += len(part)
+if got == 5: pwned("200 MiB at once")
+""",
+        Without(Defence.MEMORY),
+        OOM,
+    ),
+    Attack(
+        "memory as files",
+        "memory (cgroup) counts the tmpfs",
+        """
+for number in range(120):
+    with open("%d" % number, "wb") as file: file.write(b"x" * (2 << 20))
+pwned("240 MiB of files")
+""",
+        Without(Defence.MEMORY),
+        OOM,
+        limits=ROOMY,
+        hurts_itself=True,
+    ),
+    Attack(
+        "memory as files without a name",
+        "memory (cgroup) counts memfd",
+        """
+hold = []
+for number in range(60):
+    hold.append(os.memfd_create("hidden"))
+    os.write(hold[-1], b"x" * (3 << 20))
+pwned("180 MiB in memfds")
+""",
+        Without(Defence.MEMORY),
+        OOM,
+    ),
+    Attack(
+        "memory in pipes",
+        "memory (cgroup) counts the kernel's buffers",
+        """
+import fcntl
+hold = []
+for _ in range(48):
+    read, write = os.pipe()
+    hold += [read, write]
+    fcntl.fcntl(write, 1031, 1 << 20)
+    os.set_blocking(write, False)
+    try:
+        while os.write(write, b"x" * 65536): pass
+    except BlockingIOError: pass
+pwned("48 MiB in pipes")
+""",
+        Without(Defence.MEMORY),
+        OOM,
+        limits={"memory_mb": 36, "open_files": 128},
+    ),
+    Attack(
+        "memory as System V segments",
+        "memory (cgroup) counts them",
+        """
+libc.shmat.restype = ctypes.c_void_p
+for number in range(5):
+    segment = call("shmget", 0, ctypes.c_size_t(40 << 20), 0o1600)
+    where = libc.shmat(segment, None, 0)
+    ctypes.memset(where, 1, 40 << 20)
+pwned("200 MiB in segments")
+""",
+        Without(Defence.MEMORY),
+        OOM,
+        hurts_itself=True,
+    ),
+)
+
+DISK = (
+    Attack(
+        "large file",
+        "size of a file (rlimit)",
+        "with open('large', 'wb') as file: file.write(b'x' * (6 << 20))\npwned(os.stat('large').st_size)",
+        Without(Defence.FILE_SIZE),
+    ),
+    Attack(
+        "sparse file of 10 GB",
+        "size of a file (rlimit)",
+        "open('sparse', 'w').close()\nos.truncate('sparse', 10 << 30)\npwned(os.stat('sparse').st_size)",
+        Without(Defence.FILE_SIZE),
+    ),
+    Attack(
+        "fill the disk with files",
+        "size of the tmpfs",
+        "for n in range(8):\n    with open('f%d' % n, 'wb') as file: file.write(b'x' * (3 << 20))\npwned('24 MiB')",
+        Without(Defence.DISK),
+    ),
+    Attack(
+        "fill /tmp and /dev/shm",
+        "size of the tmpfs",
+        """
+for n in range(8):
+    with open("/%s/f%d" % ("tmp" if n % 2 else "dev/shm", n), "wb") as file: file.write(b"x" * (3 << 20))
+pwned("24 MiB")
+""",
+        Without(Defence.DISK),
+    ),
+    Attack(
+        "files without end",
+        "inodes of the tmpfs",
+        "for n in range(600): os.close(os.open('n%d' % n, os.O_CREAT | os.O_WRONLY))\npwned('600 files')",
+        Without(Defence.INODES),
+    ),
+    Attack(
+        "folders in folders",
+        "inodes of the tmpfs",
+        "for n in range(600):\n    os.mkdir('d')\n    os.chdir('d')\npwned('600 deep')",
+        Without(Defence.INODES),
+    ),
+    Attack(
+        "open files without end",
+        "open files of a process (rlimit)",
+        "hold = [open('/dev/null') for _ in range(100)]\npwned(len(hold))",
+        Without(Defence.OPEN_FILES),
+    ),
+    Attack(
+        "raise a limit",
+        "no privileges: hard limits stay",
+        "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (200000, 200000))\npwned('200,000 files')",
+        Bare("it asks for root of the machine with CAP_SYS_RESOURCE, which no sandbox has whichever defence is away"),
+        kernel_may_lack=True,
+    ),
+    Attack(
+        "core dumps",
+        "RLIMIT_CORE is 0",
+        """
+import resource
+resource.setrlimit(resource.RLIMIT_CORE, (1 << 20, 1 << 20))
+pid = os.fork()
+if pid == 0: os.abort()
+if os.WCOREDUMP(os.waitpid(pid, 0)[1]): pwned("dumped")
+""",
+        Bare("the runner forbids dumps whichever defence is away"),
+    ),
+)
+
+OUTPUT = (
+    Attack(
+        "flood of output",
+        "bytes of output",
+        "for _ in range(32): os.write(1, b'x' * 65536)\npwned('2 MiB')",
+        Without(Defence.OUTPUT),
+        CUT,
+    ),
+    Attack(
+        "flood of errors",
+        "bytes of output",
+        "for _ in range(32): os.write(2, b'x' * 65536)\npwned('2 MiB')",
+        Without(Defence.OUTPUT),
+        CUT,
+    ),
+    Attack(
+        "one huge line",
+        "bytes of output",
+        "sys.stdout.write('x' * (2 << 20) + 'PWNED at the end of a line')",
+        Without(Defence.OUTPUT),
+        CUT,
+    ),
+    Attack(
+        "output of a process that goes on in the background",
+        "the sweep",
+        """
+if os.fork() == 0:
+    os.setsid()
+    for _ in range(40):
+        try: os.write(1, b"x" * 1024)
+        except OSError: pass
+        time.sleep(0.01)
+    pwned_file("wrote on")
+""",
+        Without(Defence.SWEEP),
+        OK,
+        pause_s=0.7,
+    ),
+)
+
+ATTACKS = (*TIME, *PROCESSES, *MEMORY, *DISK, *OUTPUT)

@@ -1,0 +1,128 @@
+"""Every attack on both backends, and for every attack a control that shows that it works where its defence is away.
+
+Everything runs in an outer world (outer.py), one for each backend, in which `driver` prints what became of it; each test
+here looks at one line of that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from attacks.attack import BACKENDS, Attack, NoControl
+from attacks.driver import ATTACKS, Result
+from attacks.outer import TESTS, NoOuterWorld, Outer, launch, namespaces
+from dockerd import NoDocker, image_tar
+
+from agentrl.toolserver.sandbox.cgroup import Mounts, parse_mounts
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@dataclass
+class Report:
+    """What one driver printed."""
+
+    outer: dict[str, bool] = field(default_factory=dict)
+    results: dict[tuple[str, bool], Result] = field(default_factory=dict)
+    skip: str = ""
+
+
+def run(backend: str) -> Report:
+    report = Report()
+    try:
+        image = str(image_tar()) if backend == "docker" else ""
+        with launch("attacks.driver", backend, image) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                said = json.loads(line)
+                if "skip" in said and "attack" not in said:
+                    report.skip = said["skip"]
+                elif "outer" in said:
+                    report.outer = said["outer"]
+                else:
+                    report.results[said["attack"], said["control"]] = Result(**said)
+    except (NoOuterWorld, NoDocker) as error:
+        report.skip = str(error)
+    return report
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def report(request: pytest.FixtureRequest) -> Iterator[tuple[str, Report]]:
+    before = set(_groups())
+    report = run(request.param)
+    if report.skip:
+        pytest.skip(report.skip)
+    yield request.param, report
+    assert not set(_groups()) - before, "cgroups were left"
+
+
+def _groups() -> list[Path]:
+    mounts: Mounts = parse_mounts(Path("/proc/self/mounts").read_text())
+    tops = [*mounts.v1.values(), *([mounts.v2] if mounts.v2 is not None else [])]
+    return [folder for top in tops for folder in top.glob("agentrl/*/attacks-*")]
+
+
+def named(attack: Attack) -> str:
+    return attack.name.replace(" ", "-")
+
+
+def test_there_are_many_and_each_has_its_name() -> None:
+    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 40
+
+
+def test_few_attacks_have_no_control() -> None:
+    without = [attack for attack in ATTACKS for b in BACKENDS if isinstance(attack.control_of(b), NoControl)]
+    assert len({attack.name for attack in without}) <= 7
+
+
+def test_the_outer_world_holds(report: tuple[str, Report]) -> None:
+    _, seen = report
+    assert seen.outer
+    assert all(seen.outer.values()), seen.outer
+
+
+def test_the_driver_refuses_to_attack_anywhere_else() -> None:
+    """Started in the machine's own namespaces it says so and ends; it has not mounted or attacked anything by then."""
+    here = Outer("nowhere", (), namespaces())
+    done = subprocess.run(
+        [sys.executable, "-m", "attacks.driver", str(here), "bubblewrap", ""],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)])},
+        check=True,
+    )
+    (line,) = done.stdout.splitlines()
+    assert "machine's own namespaces: ['ipc', 'mnt', 'net', 'pid', 'uts']" in json.loads(line)["skip"]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=named)
+def test_it_fails_and_the_next_call_is_answered(report: tuple[str, Report], attack: Attack) -> None:
+    _, seen = report
+    result = seen.results[attack.name, False]
+    assert result.status in attack.status, result
+    if attack.hurts_itself and result.next != "42":
+        assert result.next.startswith("out_of_memory"), result
+        assert result.success == "the next call fails", result
+    else:
+        assert result.next == "42", result
+        assert result.success == "", result
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=named)
+def test_it_succeeds_where_its_defence_is_away(report: tuple[str, Report], attack: Attack) -> None:
+    backend, seen = report
+    control = attack.control_of(backend)
+    if isinstance(control, NoControl):
+        pytest.skip(f"no control: {control.why}")
+    result = seen.results[attack.name, True]
+    if result.skip:
+        pytest.skip(result.skip)
+    assert result.success, (control, result)
