@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from agentrl.config.base import Section
 
 Backend = Literal["bubblewrap", "docker", "unsafe_subprocess"]
-ROOM_MB = 32
-"""Memory that full disks must leave for processes, MiB: the runner and a call are 20."""
 
 
 class SandboxLimits(Section):
@@ -37,15 +35,6 @@ class SandboxLimits(Section):
     """Files and folders."""
     output_kb: PositiveInt = 1024
     """What a call may print, KiB; more ends it."""
-
-    @model_validator(mode="after")
-    def _files_leave_room(self) -> SandboxLimits:
-        if self.disk_mb + ROOM_MB > self.memory_mb:
-            raise ValueError(
-                f"disk_mb={self.disk_mb} with memory_mb={self.memory_mb}: files lie in memory and must leave {ROOM_MB} MiB for "
-                "processes; lower sandbox.limits.disk_mb or raise sandbox.limits.memory_mb"
-            )
-        return self
 
 
 class SandboxConfig(Section):

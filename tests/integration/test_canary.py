@@ -94,6 +94,7 @@ def test_attempts_are_never_made_on_the_machine_itself() -> None:
         asyncio.run(try_backend(UnsafeBackend(SandboxConfig(backend="unsafe_subprocess"))))
 
 
-def test_files_leave_room_for_processes() -> None:
-    with pytest.raises(ValueError, match="disk_mb=64 with memory_mb=64"):
-        SandboxLimits(memory_mb=64, disk_mb=64)
+def test_files_may_be_bounded_by_memory_alone(config: SandboxConfig) -> None:
+    """A disk that is larger than the memory is filled until memory runs out, and the canary goes on."""
+    limits = LIMITS.model_copy(update={"disk_mb": 128})
+    asyncio.run(check(BubblewrapBackend(config.model_copy(update={"limits": limits}))))
