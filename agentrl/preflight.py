@@ -17,9 +17,9 @@ from agentrl.models.reference import check_reference, resolve_reference
 from agentrl.models.resolve import has_chat_template, resolve_model
 from agentrl.registry import env_class, make_env, make_tasks
 from agentrl.rewards.grader import check_reward
-from agentrl.stack import check_tools, run_services
 from agentrl.task import Task, TaskSet
 from agentrl.tasksource import EnvTasks
+from agentrl.toolserver.run import check_tools, run_services
 
 
 @dataclass(frozen=True, slots=True)

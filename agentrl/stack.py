@@ -9,27 +9,27 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from agentrl.config.schema import Config
 from agentrl.config.sections import ToolConfig
 from agentrl.env import Env
 from agentrl.episode.failure import FailurePolicy
-from agentrl.episode.generate import load_generate, needed_tools
+from agentrl.episode.generate import load_generate
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner
 from agentrl.errors import ConfigError
 from agentrl.models.load import load_tokenizer
 from agentrl.protocols import Sampler, ToolClient
-from agentrl.registry import env_class, make_env
+from agentrl.registry import make_env
 from agentrl.render.choice import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.grader import make_grader
 from agentrl.sampler.client import SGLangClient
 from agentrl.sampler.launch import EngineProcess, launch_embedded, launch_sglang
 from agentrl.task import TaskSet
-from agentrl.tool import Tool, ToolService
+from agentrl.tool import Tool
 from agentrl.toolserver.launch import ToolServerProcess, launch_tool
+from agentrl.toolserver.run import run_services, served_tools, service_options, tool_url
 from agentrl.toolserver.service import find_service
 from agentrl.types import SamplingParams
 
@@ -120,7 +120,7 @@ async def open_stack(config: Config, tasks: TaskSet, model: Path, folder: Path, 
             if isinstance(server, ToolServerProcess):
                 servers[name], url = server, server.url
             assert url is not None
-            tools[name] = services[name].client(url, _options(config, name, services[name]))
+            tools[name] = services[name].client(url, service_options(config, name, services[name]))
             exits.push_async_callback(tools[name].aclose)
         engine_url = engine.url if engine is not None else config.sampler.url
         assert engine_url is not None
@@ -130,59 +130,6 @@ async def open_stack(config: Config, tasks: TaskSet, model: Path, folder: Path, 
             raise ConfigError(f"sampler.url={engine_url}: no healthy engine answers there")
         renderer = make_renderer(load_tokenizer(model), config.render)
         yield Stack(config, client, renderer, tools, served, engine, servers)
-
-
-def run_services(config: Config) -> dict[str, ToolService]:
-    """Return the services of the tools that a run needs, by their registered names.
-
-    Raises:
-        UserError: one does not exist.
-
-    """
-    names = needed_tools(config.rollout.generate, env_class(config.env.name))
-    return {name: find_service(name) for name in names}
-
-
-def served_tools(config: Config, services: Mapping[str, ToolService]) -> dict[str, Tool]:
-    """Return what a policy may call at the servers of a run, by the tool's name, as the run's options make it.
-
-    Raises:
-        ConfigError: options that do not fit, or two servers with tools of one name.
-
-    """
-    served: dict[str, Tool] = {}
-    for name, service in services.items():
-        for tool in service.tools(_options(config, name, service)):
-            if tool.name in served:
-                raise ConfigError(
-                    f"the servers of {served[tool.name].server!r} and {name!r} both have a tool {tool.name!r}; a run can "
-                    "have one of them"
-                )
-            served[tool.name] = tool
-    return served
-
-
-def check_tools(config: Config) -> None:
-    """Check the options of a run's tools, and what the servers need that it would start.
-
-    Raises:
-        UserError: with the value and the key to change.
-
-    """
-    services = run_services(config)
-    served_tools(config, services)
-    for name, service in services.items():
-        if tool_url(config, name) is None:
-            service.check(_options(config, name, service))
-
-
-def _options(config: Config, name: str, service: ToolService) -> dict[str, Any]:
-    return config.tool_options(name, sandboxed=service.sandboxed)
-
-
-def tool_url(config: Config, name: str) -> str | None:
-    """Return the address of a running tool server, where the configuration names one."""
-    return config.tools[name].url if name in config.tools else None
 
 
 def _start_engine(config: Config, model: Path, logs: Path, seed: int) -> EngineProcess | None:
@@ -214,5 +161,5 @@ def _start_tool(config: Config, name: str, tasks: TaskSet, folder: Path, logs: P
     tool = config.tools.get(name, ToolConfig())
     service = find_service(name)
     file_name = re.sub(r"[^\w.-]+", "_", name)  # it may be path/to/file.py:name
-    arguments = service.launch_arguments(_options(config, name, service), tasks, folder / "tools" / file_name)
+    arguments = service.launch_arguments(service_options(config, name, service), tasks, folder / "tools" / file_name)
     return launch_tool(name, arguments, log=logs / f"{file_name}.log", port=tool.port, timeout_s=tool.start_timeout_s)

@@ -16,12 +16,12 @@ from agentrl.config.toolserver import ToolServerConfig
 from agentrl.errors import ConfigError, MissingError, UnknownNameError
 from agentrl.process import free_port
 from agentrl.registry import register_tool, registered_tool, served_tools, tool_service
-from agentrl.stack import check_tools
-from agentrl.stack import served_tools as served_in_run
 from agentrl.task import TaskSet
 from agentrl.tool import tool
 from agentrl.toolserver.hosted import HostedTool
 from agentrl.toolserver.options import make_server_config
+from agentrl.toolserver.run import check_tools
+from agentrl.toolserver.run import served_tools as served_in_run
 from agentrl.toolserver.sandbox.base import Job
 from agentrl.toolserver.service import HostedService, check_backend, find_service, make_tools, needs_sandbox
 from agentrl.types import ToolResult

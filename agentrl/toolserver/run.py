@@ -1,0 +1,72 @@
+"""The tools that a run needs: their services, their options, and what a policy may call. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.config.schema import Config
+from agentrl.episode.generate import needed_tools
+from agentrl.errors import ConfigError
+from agentrl.registry import env_class
+from agentrl.tool import Tool, ToolService
+from agentrl.toolserver.service import find_service
+
+
+def run_services(config: Config) -> dict[str, ToolService]:
+    """Return the services of the tools that a run needs, by their registered names.
+
+    Raises:
+        UserError: one does not exist.
+
+    """
+    names = needed_tools(config.rollout.generate, env_class(config.env.name))
+    return {name: find_service(name) for name in names}
+
+
+def served_tools(config: Config, services: Mapping[str, ToolService]) -> dict[str, Tool]:
+    """Return what a policy may call at the servers of a run, by the tool's name, as the run's options make it.
+
+    Raises:
+        ConfigError: options that do not fit, or two servers with tools of one name.
+
+    """
+    served: dict[str, Tool] = {}
+    for name, service in services.items():
+        for tool in service.tools(service_options(config, name, service)):
+            if tool.name in served:
+                raise ConfigError(
+                    f"the servers of {served[tool.name].server!r} and {name!r} both have a tool {tool.name!r}; a run can "
+                    "have one of them"
+                )
+            served[tool.name] = tool
+    return served
+
+
+def check_tools(config: Config) -> None:
+    """Check the options of a run's tools, and what the servers need that it would start.
+
+    Raises:
+        UserError: with the value and the key to change.
+
+    """
+    services = run_services(config)
+    served_tools(config, services)
+    for name, service in services.items():
+        if tool_url(config, name) is None:
+            service.check(service_options(config, name, service))
+
+
+def service_options(config: Config, name: str, service: ToolService) -> dict[str, Any]:
+    """Return the options of a tool as its service takes them.
+
+    Raises:
+        ConfigError: they hold a ``sandbox`` section of their own.
+
+    """
+    return config.tool_options(name, sandboxed=service.sandboxed)
+
+
+def tool_url(config: Config, name: str) -> str | None:
+    """Return the address of a running tool server, where the configuration names one."""
+    return config.tools[name].url if name in config.tools else None
