@@ -14,7 +14,8 @@ class ServerConfig(Section):
     """How a server treats its sessions."""
 
     max_sessions: PositiveInt = 512
-    """Sessions at the same time; further ones wait."""
+    """Sessions at the same time; further ones wait. An episode keeps its own until it is scored, under a reward function for
+    groups until all episodes of its task have ended."""
     max_running: PositiveInt | None = None
     """Calls that use sandboxes at the same time; further ones wait, and their own time does not begin before. Without it
     eight a core: with many more, code is cut off for want of a processor that it had no part in."""
