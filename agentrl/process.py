@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -29,6 +30,7 @@ PARENT_FD = "AGENTRL_PARENT_FD"
 """Environment variable with the number of the file descriptor that ends when the parent does."""
 
 _POLL_S = 0.05
+_MANY_FILES = 65536
 # A proxy configured in the environment is not for our own servers on the loopback.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -38,6 +40,14 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as listener:
         listener.bind((host, 0))
         return int(listener.getsockname()[1])
+
+
+def raise_file_limit() -> None:
+    """Allow this process as many open files as its user may have, 65536 at most: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def exit_with_parent() -> None:

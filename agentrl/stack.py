@@ -19,6 +19,7 @@ from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner
 from agentrl.errors import ConfigError
 from agentrl.models.load import load_tokenizer
+from agentrl.process import raise_file_limit
 from agentrl.protocols import Sampler, ToolClient
 from agentrl.registry import make_env
 from agentrl.render.choice import make_renderer
@@ -97,6 +98,7 @@ async def open_stack(config: Config, tasks: TaskSet, model: Path, folder: Path, 
         EngineError, ToolServerError: one does not start; the message has its last log lines.
 
     """
+    raise_file_limit()  # an episode has a connection to the engine and one to each tool server
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as exits:
