@@ -100,11 +100,19 @@ def test_the_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     assert gone(pid)
 
 
+LIMITS = """
+import resource
+from agentrl.process import raise_file_limit
+
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+most = min(hard, 65536) if hard > 0 else 65536
+for soft, expected in ((100, most), (hard, hard)):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    raise_file_limit()
+    print(resource.getrlimit(resource.RLIMIT_NOFILE) == (expected, hard))
+"""
+
+
 def test_the_file_limit_is_raised_and_never_lowered() -> None:
-    code = (
-        "import resource as r; from agentrl.process import raise_file_limit as raise_it; hard = r.getrlimit(r.RLIMIT_NOFILE)[1];"
-        "r.setrlimit(r.RLIMIT_NOFILE, (100, hard)); raise_it(); print(r.getrlimit(r.RLIMIT_NOFILE) == (min(hard if hard > 0 else 65536, 65536), hard));"
-        "r.setrlimit(r.RLIMIT_NOFILE, (hard, hard)); raise_it(); print(r.getrlimit(r.RLIMIT_NOFILE) == (hard, hard))"
-    )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said = subprocess.run([sys.executable, "-c", LIMITS], capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["True", "True"]
