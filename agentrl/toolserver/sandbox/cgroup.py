@@ -23,6 +23,8 @@ CONTROLLERS = ("memory", "pids", "cpu")
 PERIOD_US = 100_000
 OWN_PROCESSES = 2
 """The runner, and bubblewrap's process that waits for it."""
+LEAF = "agentrl-server"
+"""Where the processes of a delegated group of version 2 go, the server among them: only leaves may have processes."""
 REMOVE_S = 10.0
 """How long killed processes may take to be gone; a large memory takes the kernel a while."""
 
@@ -197,6 +199,7 @@ class CgroupTree:
             for top in self._tops:
                 (top / self._server).mkdir(parents=True, exist_ok=True)
             if self._v2 is not None and self._unified_controllers:
+                _make_room(self._v2, self._unified_controllers)
                 for folder in (self._v2, self._v2 / "agentrl", self._v2 / "agentrl" / self._server):
                     _enable(folder, self._unified_controllers)
         except OSError as error:
@@ -280,7 +283,7 @@ def find_tree(parent: str | None = None) -> CgroupTree:
     if mounts.v2 is not None:
         unified = mounts.v2 / relative
         if parent is None and not os.access(unified, os.W_OK):
-            unified = mounts.v2 / parse_own(Path("/proc/self/cgroup").read_text())
+            unified = mounts.v2 / parse_own(Path("/proc/self/cgroup").read_text()).removesuffix(LEAF)
     there = _controllers(unified)
     parents: dict[str, Path] = {}
     for controller in CONTROLLERS:
@@ -309,6 +312,17 @@ def _enable(folder: Path, controllers: list[str]) -> None:
     missing = [name for name in controllers if name not in (folder / "cgroup.subtree_control").read_text().split()]
     if missing:
         (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in missing))
+
+
+def _make_room(folder: Path, controllers: list[str]) -> None:
+    """Move the processes of a group that is not the root into one below, or its controllers cannot be passed on."""
+    missing = [name for name in controllers if name not in (folder / "cgroup.subtree_control").read_text().split()]
+    if not missing or not (folder / "cgroup.type").exists():  # the root has no such file, and may have processes
+        return
+    (folder / LEAF).mkdir(exist_ok=True)
+    for pid in (folder / "cgroup.procs").read_text().split():
+        with contextlib.suppress(ProcessLookupError):
+            (folder / LEAF / "cgroup.procs").write_text(pid)
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:

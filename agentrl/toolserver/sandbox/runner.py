@@ -1,7 +1,7 @@
 """The warm runner: process 1 of a sandbox. It forks a process for every call, bounds it, and cleans up after it.
 
-Joined to `snippet.py`, see there. Its one argument is JSON, see `settings` in warm.py. Requests come on standard input,
-replies go to what standard output was at the start; `link.py` has the frames.
+Its first parts are `snippet.py` and `children.py`. Its one argument is JSON, see `settings` in warm.py. Requests come on
+standard input, replies go to what standard output was at the start; `link.py` has the frames.
 
 As process 1 of its PID namespace it takes no signal from inside, SIGKILL and SIGSTOP included; it is not dumpable, so
 that its memory and files cannot be opened through /proc; and it opens no path that the policy could have laid. So
@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 
+from agentrl.toolserver.sandbox.children import Capture, Child, Worker
 from agentrl.toolserver.sandbox.snippet import (
     PR_SET_DUMPABLE,
     TYPE_CHECKING,
@@ -31,7 +32,6 @@ from agentrl.toolserver.sandbox.snippet import (
     prctl,
     receive,
     send,
-    worker_main,
     write_all,
 )
 
@@ -40,123 +40,10 @@ if TYPE_CHECKING:
 
     from agentrl.toolserver.sandbox.snippet import Request, Settings
 
-CHUNK = 65536
 REAP_S = 0.1
 """How often the dead that a call orphans are buried while it runs: they count as processes."""
 FILE_S = 10.0
 """How long reading or writing a file may take."""
-
-
-class Capture:
-    """What a call prints, up to a limit."""
-
-    def __init__(self) -> None:
-        self.out_read, self.out_write = os.pipe2(os.O_CLOEXEC)
-        self.err_read, self.err_write = os.pipe2(os.O_CLOEXEC)
-        self.open = [self.out_read, self.err_read]
-        for fd in self.open:
-            os.set_blocking(fd, False)
-        self.begin(None)
-
-    def begin(self, limit: int | None) -> None:
-        """Forget what there was."""
-        self.limit = limit
-        self.total = 0
-        self.data = {self.out_read: bytearray(), self.err_read: bytearray()}
-
-    def close_writers(self) -> None:
-        """Leave them to the child."""
-        os.close(self.out_write)
-        os.close(self.err_write)
-
-    def close(self) -> None:
-        """Close the ends that are read."""
-        os.close(self.out_read)
-        os.close(self.err_read)
-
-    @property
-    def over(self) -> bool:
-        """Whether there was more than the limit."""
-        return self.limit is not None and self.total > self.limit
-
-    def take(self, fd: int) -> bool:
-        """Read once. Returns whether there was something."""
-        try:
-            part = os.read(fd, CHUNK)
-        except BlockingIOError:
-            return False
-        if not part:
-            self.open.remove(fd)
-            return False
-        room = len(part) if self.limit is None else max(0, self.limit - self.total)
-        self.data[fd] += part[:room]
-        self.total += len(part)
-        return True
-
-    def drain(self) -> None:
-        """Read what is there without waiting."""
-        for fd in list(self.open):
-            while not self.over and self.take(fd):
-                pass
-
-    def texts(self) -> dict[str, str]:
-        """Return what was kept."""
-        out, err = self.data[self.out_read], self.data[self.err_read]
-        return {"stdout": out.decode("utf-8", "replace"), "stderr": err.decode("utf-8", "replace")}
-
-
-class Child:
-    """A process of the policy's, from its fork to its burial."""
-
-    def __init__(self, main: Callable[[], None]) -> None:
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                main()
-            finally:
-                os._exit(1)
-        self.code: int | None = None
-        """Its exit status, once it is buried; negative is a signal."""
-        self.cpu_s = 0.0
-        try:
-            self.exited = os.pidfd_open(self.pid)
-        except BaseException:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            raise
-
-    def close(self) -> None:
-        """Close what watched it."""
-        os.close(self.exited)
-
-
-class Worker:
-    """The one process that keeps variables from call to call. It is stopped between calls."""
-
-    def __init__(self, settings: Settings, null: int) -> None:
-        self.capture = capture = Capture()
-        their_requests, self.requests = os.pipe2(os.O_CLOEXEC)
-        self.replies, their_replies = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self.replies, False)
-        fds = (null, capture.out_write, capture.err_write)
-        try:
-            self.child = Child(lambda: worker_main(settings, fds, their_requests, their_replies))
-        except BaseException:
-            for fd in (self.requests, self.replies):
-                os.close(fd)
-            capture.close()
-            raise
-        finally:
-            capture.close_writers()
-            os.close(their_requests)
-            os.close(their_replies)
-
-    def close(self) -> None:
-        """Close everything."""
-        self.child.close()
-        self.capture.close()
-        os.close(self.requests)
-        os.close(self.replies)
 
 
 class Runner:
@@ -350,8 +237,10 @@ class Runner:
         os.kill(child.pid, signal.SIGCONT)
         why, code = None, None
         with contextlib.suppress(BrokenPipeError, BlockingIOError):  # it closed its ends, or ended
-            send(worker.requests, {key: request[key] for key in ("code", "env", "cwd", "cpu_s")})
-            why = self.watch(capture, child, worker.replies, request["wall_s"])
+            if not worker.send({key: request[key] for key in ("code", "env", "cwd", "cpu_s")}, request["wall_s"]):
+                why = "wall"
+            else:
+                why = self.watch(capture, child, worker.replies, request["wall_s"])
             if why is None:
                 code = next(iter(os.read(worker.replies, 1)), None)
         ended = code is None

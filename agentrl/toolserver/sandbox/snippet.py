@@ -1,7 +1,7 @@
 """What the processes of a call do inside a sandbox, before and while they run the policy's code.
 
-The runner forks one for every call; see `runner.py`, whose first half this is: both are read as text, joined, and run
-inside by whichever Python is there (3.9 or newer), so they use the standard library only.
+The runner forks one for every call; see `runner.py`. This file, `children.py` and that one are read as text, joined, and
+run inside by whichever Python is there (3.9 or newer), so they use the standard library only.
 """
 
 from __future__ import annotations

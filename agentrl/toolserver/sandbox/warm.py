@@ -20,6 +20,7 @@ from agentrl.toolserver.sandbox.base import WORK, Defence, Job, Outcome, Sandbox
 from agentrl.toolserver.sandbox.link import LinkError, RunnerLink
 from agentrl.types import ToolStatus
 
+RUNNER_PARTS = ("snippet", "children", "runner")
 PART = 4 * 2**20
 """Bytes of a file that go into one frame: the runner has a few copies of it for a moment."""
 GRACE_S = 30.0
@@ -30,11 +31,11 @@ READY_S = 60.0
 
 @cache
 def runner_source() -> str:
-    """Return the program that runs inside: two modules as one text, since nothing of agentrl is there to import."""
+    """Return the program that runs inside: its modules as one text, since nothing of agentrl is there to import."""
     here = importlib.resources.files(__package__)
-    first, second = (here.joinpath(name).read_text(encoding="utf-8") for name in ("snippet.py", "runner.py"))
-    second = second.replace("from __future__ import annotations\n", "")
-    return first + re.sub(r"(?m)^from agentrl[^(\n]* import (\([^)]*\)|.*)$", "", second)
+    first, *others = (here.joinpath(f"{name}.py").read_text(encoding="utf-8") for name in RUNNER_PARTS)
+    imports = r"(?m)^ *from (agentrl|__future__)[^(\n]* import (\([^)]*\)|.*)$"
+    return "".join([first, *(re.sub(imports, "", part) for part in others)])
 
 
 def settings(

@@ -144,6 +144,15 @@ def test_version_2_on_a_pretended_kernel(kernel: Path) -> None:
     assert list((kernel / "v2" / "agentrl").glob("*-*")) == []
 
 
+def test_processes_of_a_delegated_group_make_room(kernel: Path) -> None:
+    """Version 2 passes controllers on only from a group without processes; the root is excepted."""
+    (kernel / "v2" / "cgroup.type").write_text("domain")
+    (kernel / "v2" / "cgroup.procs").write_text("77\n")
+    v2_tree(kernel).start()
+    assert (kernel / "v2" / "agentrl-server" / "cgroup.procs").read_text() == "77"
+    assert (kernel / "v2" / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
+
+
 def test_version_1_on_a_pretended_kernel(kernel: Path) -> None:
     tree = v1_tree(kernel)
     tree.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 
 import pytest
@@ -14,6 +15,7 @@ from tests.unit.toolserver.sandbox.bubblewraps import Bubblewrap
 
 def test_the_runner_needs_nothing_of_ours() -> None:
     source = runner_source()
+    ast.parse(source, feature_version=(3, 9))
     compile(source, "runner", "exec")
     assert "\nfrom agentrl" not in source
     assert len(source) < 100_000, "an argument of a command has at most 128 KiB"
@@ -262,6 +264,18 @@ def test_a_stopped_process_does_nothing_between_calls(bubblewrap: Bubblewrap) ->
         stateful=True,
     )
     assert int(outcome.stdout) < 5
+
+
+def test_a_process_that_no_longer_reads_costs_the_variables_not_the_sandbox(bubblewrap: Bubblewrap) -> None:
+    """The next request is longer than a pipe holds."""
+
+    async def use(sandbox: Sandbox) -> None:
+        await sandbox.run(Job("1", code="import os, time; os.read = lambda *_: time.sleep(99)", stateful=True))
+        taken = await sandbox.run(Job("2", code="#" * 200_000, stateful=True, wall_s=0.5))
+        assert taken.detail.endswith("variables are lost")
+        assert (await sandbox.run(Job("3", code="print(1)", stateful=True))).stdout == "1\n"
+
+    bubblewrap(use)
 
 
 def test_cpu_time_of_each_call_counts_anew(bubblewrap: Bubblewrap) -> None:
