@@ -141,6 +141,7 @@ def test_a_lost_reply_does_not_run_the_code_again(two):
 def test_a_server_killed_in_mid_call_ends_its_episodes_and_no_other(tmp_path, monkeypatch):
     """And when it is started anew, episodes of before have lost their files and are told so."""
     monkeypatch.setattr(pool_module, "PROBE_EVERY_S", 0.05)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a server that is killed leaves its sessions' folders
 
     async def play(doomed, other):
         client = connect(doomed, other, retries=1)
