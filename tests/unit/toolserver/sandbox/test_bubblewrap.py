@@ -302,3 +302,35 @@ def test_it_opens_without_any_one_defence(defence: Defence) -> None:
 def test_options_of_the_files() -> None:
     assert tmpfs_options(LIMITS, ALL_DEFENCES) == "mode=0755,nosuid,nodev,size=16m,nr_inodes=512"
     assert tmpfs_options(LIMITS, ALL_DEFENCES - {Defence.DISK, Defence.INODES}) == "mode=0755,nosuid,nodev"
+
+
+FEW_FILES = """
+import asyncio, os, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
+from agentrl.config.sandbox import SandboxConfig
+from agentrl.errors import SandboxFailure
+from agentrl.toolserver.sandbox.bubblewrap import BubblewrapBackend
+async def main():
+    async with BubblewrapBackend(SandboxConfig()) as backend:
+        before = len(os.listdir("/proc/self/fd"))
+        boxes = []
+        try:
+            while len(boxes) < 48:
+                boxes.append(await backend.open("a"))
+        except SandboxFailure as error:
+            print(error)
+        for box in boxes:
+            await box.close()
+        await asyncio.sleep(0.1)
+        print(len(boxes), len(os.listdir("/proc/self/fd")) - before)
+asyncio.run(main())
+"""
+
+
+def test_too_few_open_files_are_said_and_cost_nothing(bubblewrap: Bubblewrap) -> None:
+    done = subprocess.run([sys.executable, "-c", FEW_FILES], capture_output=True, text=True, timeout=60, check=True)
+    error, counts = done.stdout.splitlines()
+    assert "may have 48 open files, see ulimit -n" in error
+    opened, left = map(int, counts.split())
+    assert opened > 3
+    assert left == 0
