@@ -243,7 +243,7 @@ class CgroupTree:
 
     def reap(self) -> list[str]:
         """Kill and remove what servers that are gone have left; return their names."""
-        names = {folder.name for top in self._tops if top.is_dir() for folder in top.iterdir() if folder.is_dir()}
+        names = {folder.name for top in self._tops for folder in _groups(top)}
         gone = sorted(name for name in names if server_gone(name))
         for name in gone:
             self._end([top / name for top in self._tops])
@@ -254,7 +254,7 @@ class CgroupTree:
         self._end([top / self._server for top in self._tops])
 
     def _end(self, servers: list[Path]) -> None:
-        folders = [folder for server in servers if server.is_dir() for folder in server.iterdir() if folder.is_dir()]
+        folders = [folder for server in servers for folder in _groups(server)]
         deadline = time.monotonic() + REMOVE_S
         while folders and time.monotonic() < deadline:
             for folder in folders:
@@ -306,6 +306,14 @@ def _controllers(folder: Path | None) -> Iterable[str]:
         return (folder / "cgroup.controllers").read_text().split()
     except FileNotFoundError:
         return ()
+
+
+def _groups(folder: Path) -> list[Path]:
+    """Return the groups in a group, which another server's start may be removing."""
+    try:
+        return [path for path in folder.iterdir() if path.is_dir()]
+    except FileNotFoundError:
+        return []
 
 
 def _enable(folder: Path, controllers: list[str]) -> None:
