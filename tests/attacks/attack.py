@@ -25,7 +25,7 @@ LIMITS: Mapping[str, Any] = {
 """Small, so that reaching them takes little of the machine and of time."""
 
 
-ROOMY: Mapping[str, Any] = {"disk_mb": 256, "processes": 400}
+ROOMY: Mapping[str, Any] = {"disk_mb": 512, "processes": 400}
 """For attacks that would meet these limits before those that they are about."""
 
 

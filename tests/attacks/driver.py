@@ -33,7 +33,7 @@ Make = Callable[[SandboxLimits, frozenset[Defence]], SandboxBackend]
 # Also the next call after an attack: it takes away what lies about, and has to be answered rightly.
 NEXT = """
 import os, subprocess
-paths = [os.path.join(folder, name) for folder in ("/work", "/tmp", "/dev/shm") for name in os.listdir(folder)]
+paths = [os.path.join(folder, name) for folder in @FOLDERS@ for name in os.listdir(folder)]
 if paths: subprocess.run(["rm", "-rf", *paths], stderr=subprocess.DEVNULL)
 print("dirty" if os.listdir("/work") else 6 * 7)
 """
@@ -105,7 +105,7 @@ async def attempt(attack: Attack, world: World, sandbox: Sandbox, opener: Sandbo
         evidence.append(world.damage())
     status = outcome.status.value if outcome is not None else "failure"
     seconds = time.monotonic() - began
-    answer = await _next(sandbox)
+    answer = await _next(sandbox, control=control)
     if answer != "42":
         evidence.append("the next call fails")
     return Result(attack.name, control, "; ".join(filter(None, evidence)), status, said, seconds, answer)
@@ -136,9 +136,12 @@ async def _serve(attack: Attack, world: World, sandbox: Sandbox) -> list[str]:
     return evidence
 
 
-async def _next(sandbox: Sandbox) -> str:
+async def _next(sandbox: Sandbox, *, control: bool) -> str:
+    # Without the mount namespace /tmp is the outer world's.
+    folders = ("/work",) if control else ("/work", "/tmp", "/dev/shm")
     try:
-        outcome: Outcome = await sandbox.run(Job("next", code=NEXT, wall_s=10.0))
+        job = Job("next", code=NEXT.replace("@FOLDERS@", repr(folders)), wall_s=10.0)
+        outcome: Outcome = await sandbox.run(job)
     except (SandboxFailure, LookupError, ValueError) as error:
         return f"failure: {error}"
     return outcome.stdout.strip() if outcome.exit_code == 0 else f"{outcome.status.value}: {outcome.stderr[-300:]}"
