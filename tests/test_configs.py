@@ -12,7 +12,14 @@ from agentrl.preflight import plan_run
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(shipped_folder().rglob("*.yaml"))
-MACHINE = {"model.path", "sampler.backend", "learner.device", "tasks.options.train", "tasks.options.eval"}
+MACHINE = {
+    "model.path",
+    "sampler.backend",
+    "sandbox.backend",
+    "learner.device",
+    "tasks.options.train",
+    "tasks.options.eval",
+}
 """What a machine may lack for a shipped configuration."""
 
 
