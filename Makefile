@@ -64,6 +64,10 @@ policies: install
 	$(BIN)/agentrl sft --config search_r1/sft_warm model.path=runs/base sft.out=runs/warm
 	$(BIN)/agentrl sft --config search_r1/sft_discover model.path=runs/init sft.out=runs/discover
 	$(BIN)/agentrl sft --config search_r1/sft_detour model.path=runs/discover sft.out=runs/detour
+	$(BIN)/python -m agentrl_tasks.math_problems.make_policy runs/math_init
+	$(BIN)/agentrl sft --config python_math/sft_warm model.path=runs/math_init sft.out=runs/math_warm
+	$(BIN)/python -m agentrl_tasks.contest.make_policy runs/contest_init
+	$(BIN)/agentrl sft --config code_contest/sft_warm model.path=runs/contest_init sft.out=runs/contest_warm
 
 docs: install
 	$(BIN)/python -m agentrl.config.reference > docs/configuration.md

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,9 @@ _log = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "AGENTRL_TOOLS_TOKEN"
 """Environment variable with the bearer token, for servers and clients that are configured with none."""
+PROCESS = secrets.token_hex(8)
+"""Stands before episode ids, which come again from run to run: a server that several runs use must not give one the
+session of another. All clients of a process share it, so that an episode's tools at one server share its session."""
 BACKOFF_S = 0.2
 """Wait before the first retry; it doubles with each."""
 END_S = 10.0
@@ -89,7 +93,7 @@ class RemoteServer:
             ConfigError: the token is refused, or it is a server of other tools.
 
         """
-        body = orjson.dumps({"episode_id": episode_id})
+        body = orjson.dumps({"episode_id": f"{PROCESS}/{episode_id}"})
         for attempt in range(self._config.retries + 1):
             if attempt:
                 await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))

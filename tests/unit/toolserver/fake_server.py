@@ -19,6 +19,8 @@ class FakeServer:
         self.instance = "first"
         self.sessions: dict[str, str] = {}
         """Episode by session."""
+        self.processes: dict[str, str] = {}
+        """What stood before it: the process that asked."""
         self.asked: list[tuple[str, str]] = []
         """Method and path of every request."""
         self.headers: list[dict[str, str]] = []
@@ -105,9 +107,13 @@ class FakeServer:
         if path == "/tools":
             return 200, {"tools": self.tools}
         if parts == ["sessions"]:
-            known = [name for name, episode in self.sessions.items() if episode == body["episode_id"]]
+            known = [
+                name
+                for name, episode in self.sessions.items()
+                if f"{self.processes[name]}/{episode}" == body["episode_id"]
+            ]
             name = known[0] if known else f"s{next(self._numbers)}"
-            self.sessions[name] = body["episode_id"]
+            self.processes[name], _, self.sessions[name] = body["episode_id"].partition("/")
             return 200, {"session_id": name, "server": self.instance}
         if parts[1] not in self.sessions:
             return 404, {"error": f"no session {parts[1]}"}

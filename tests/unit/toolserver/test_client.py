@@ -44,6 +44,7 @@ async def test_an_episode_has_one_session_opened_at_its_first_calls():
         assert [result.call_id for result in results] == [str(n) for n in range(8)]
         assert server.count("POST", "/sessions") == 1
         assert list(server.sessions.values()) == ["e"]
+        assert list(server.processes.values()) == [remote.PROCESS], "ids come again from run to run"
         for _ in range(2):
             await client.close_session("e")
         await client.close_session("never called")
