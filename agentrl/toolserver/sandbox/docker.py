@@ -9,10 +9,12 @@ import logging
 import os
 import resource
 import socket
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -24,8 +26,9 @@ from agentrl.errors import ConfigError, MissingError, SandboxFailure
 from agentrl.toolserver.sandbox.base import ALL_DEFENCES, Defence, Sandbox, SandboxBackend
 from agentrl.toolserver.sandbox.bubblewrap import CGROUP_VARIABLE
 from agentrl.toolserver.sandbox.cgroup import Mounts, parse_count, parse_mounts, server_gone, server_name
-from agentrl.toolserver.sandbox.docker_options import container_options
+from agentrl.toolserver.sandbox.docker_options import WAY_OUT_SOCKET, container_options, with_way_out
 from agentrl.toolserver.sandbox.docker_stream import ContainerReader, attach, open_stream
+from agentrl.toolserver.sandbox.egress import EgressProxy, receive_listener
 from agentrl.toolserver.sandbox.link import RunnerLink
 from agentrl.toolserver.sandbox.warm import READY_S, WarmSandbox
 
@@ -53,6 +56,7 @@ class DockerSandbox(WarmSandbox):
     reader: ContainerReader
     writer: asyncio.StreamWriter
     oom_file: Path | None
+    proxy: EgressProxy | None = None
     _kills = 0
     _kills_at = 0.0
     _killed_runner = 0
@@ -77,6 +81,8 @@ class DockerSandbox(WarmSandbox):
         self.writer.transport.abort()
         with contextlib.suppress(OSError):
             await self.writer.wait_closed()
+        if self.proxy is not None:
+            await self.proxy.close()
         await self.backend.remove(self)
 
     async def _autopsy(self) -> str:
@@ -195,28 +201,39 @@ class DockerBackend(SandboxBackend):
         await self._remove_lost()
         name = f"agentrl-{uuid.uuid4().hex[:12]}"
         try:
-            sock, oom_file = await self._in_thread(lambda: self._make(name, session_id))
+            sock, oom_file, way_out = await self._in_thread(lambda: self._make(name, session_id))
             reader, writer = await open_stream(sock)
-        except FAULTS as error:
+        except (*FAULTS, SandboxFailure) as error:
             self._lost.add(name)
             await self._remove_lost()
             raise SandboxFailure(f"no container could be started at {self.url}: {_words(error)}") from error
         sandbox = DockerSandbox(name, RunnerLink(reader, writer), self.config.limits, self.defences)
         sandbox.backend, sandbox.reader, sandbox.writer, sandbox.oom_file = self, reader, writer, oom_file
         self._open.add(sandbox)
+        if way_out is not None:
+            sandbox.proxy = EgressProxy(self.config.hosts)
+            await sandbox.proxy.start(way_out)
         return sandbox
 
-    def _make(self, name: str, session_id: str) -> tuple[socket.socket, Path | None]:
+    def _make(self, name: str, session_id: str) -> tuple[socket.socket, Path | None, socket.socket | None]:
+        """Return the stream to a new container, the file that counts its memory kills, and its way out, if any."""
         labels = {**self._labels, ID_LABEL: name, SESSION_LABEL: session_id}
-        self._api.create_container(name=name, labels=labels, **self._options)
-        sock = attach(self._api, name)
-        try:
-            self._api.start(name)
-            found = self._api.inspect_container(name)
-        except BaseException:
-            sock.close()
-            raise
-        return sock, _oom_file(found["Id"], found["State"]["Pid"])
+        with ExitStack() as until_started:
+            options, door = self._options, None
+            if self.config.hosts and Defence.NETWORK in self.defences:
+                folder = Path(until_started.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-egress-")))
+                door = until_started.enter_context(_door(folder))
+                options = with_way_out(options, folder)
+            self._api.create_container(name=name, labels=labels, **options)
+            sock = attach(self._api, name)
+            try:
+                self._api.start(name)
+                way_out = _way_out(door) if door is not None else None
+                found = self._api.inspect_container(name)
+            except BaseException:
+                sock.close()
+                raise
+            return sock, _oom_file(found["Id"], found["State"]["Pid"]), way_out
 
     async def last_state(self, name: str) -> Mapping[str, Any] | None:
         """Return what the daemon knows of a container that has ended or is about to; None if no daemon answers."""
@@ -297,8 +314,32 @@ def _check(config: SandboxConfig, url: str) -> None:
             f"the Docker daemon at {url}: only unix:// and tcp:// without TLS are spoken. Bring a remote daemon's socket "
             "here with `ssh -L /tmp/docker.sock:/var/run/docker.sock HOST` and set sandbox.docker_url=unix:///tmp/docker.sock"
         )
-    if config.hosts:
-        raise ConfigError("sandbox.hosts: code in Docker sandboxes has no network; set sandbox.backend=bubblewrap")
+    if config.hosts and not url.startswith("unix://"):
+        raise ConfigError(
+            f"sandbox.hosts with the Docker daemon at {url}: the way out is a socket of this machine's; use a daemon here, or "
+            "sandbox.backend=bubblewrap"
+        )
+
+
+def _door(folder: Path) -> socket.socket:
+    """Return a Unix socket in a folder that a container's user can connect to."""
+    folder.chmod(0o711)
+    door = socket.socket(socket.AF_UNIX)
+    door.settimeout(READY_S)
+    door.bind(str(folder / WAY_OUT_SOCKET))
+    (folder / WAY_OUT_SOCKET).chmod(0o666)
+    door.listen(1)
+    return door
+
+
+def _way_out(door: socket.socket) -> socket.socket:
+    """Return the socket that the runner listens on, inside."""
+    try:
+        channel, _ = door.accept()
+    except TimeoutError as error:
+        raise SandboxFailure("the runner gave no socket for sandbox.hosts") from error
+    with channel:
+        return receive_listener(channel)
 
 
 def left_behind(labels: Mapping[str, str]) -> bool:

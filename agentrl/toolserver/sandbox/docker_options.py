@@ -12,10 +12,14 @@ import docker
 from agentrl.config.sandbox import SandboxConfig, SandboxLimits
 from agentrl.toolserver.sandbox.base import WORK, Defence
 from agentrl.toolserver.sandbox.cgroup import PERIOD_US
+from agentrl.toolserver.sandbox.egress import proxy_environment
 from agentrl.toolserver.sandbox.seccomp import docker_profile
 from agentrl.toolserver.sandbox.warm import python_command
 
 NOBODY = 65534
+WAY_OUT = "/run/agentrl"
+"""Where a container sees the folder with the Unix socket that takes its way out, while it starts."""
+WAY_OUT_SOCKET = "egress.sock"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 OWN_PROCESSES = 1
 """The runner."""
@@ -49,7 +53,8 @@ def container_options(
     host["mounts"] = _mounts(config, defences, Path(daemon["DockerRootDir"]))
     if cgroup is not None:
         host["cgroup_parent"] = f"/{cgroup.strip('/')}"
-    command = python_command(config.python, config.limits, defences)
+    way_out = f"{WAY_OUT}/{WAY_OUT_SOCKET}" if config.hosts else None
+    command = python_command(config.python, config.limits, defences, egress=way_out)
     user = NOBODY if Defence.PRIVILEGES in defences else 0
     return {
         "image": image["Id"],  # a tag may come to name another image while we run
@@ -58,13 +63,20 @@ def container_options(
         "user": f"{user}:{user}",
         "hostname": "sandbox" if Defence.NETWORK in defences else None,
         "working_dir": WORK,
-        "environment": _environment(image, defences),
+        "environment": _environment(image, defences) | (proxy_environment() if config.hosts else {}),
         "stdin_open": True,
         "tty": False,
         "stop_signal": "SIGKILL",  # the runner hears no other, and a daemon that ends would wait for it
         "healthcheck": {"test": ["NONE"]},  # the image's own would start processes beside the runner
         "host_config": docker.types.HostConfig(version="1.41", **host),
     }
+
+
+def with_way_out(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return what `container_options` returned for one sandbox that finds ``folder`` at `WAY_OUT`."""
+    host = options["host_config"]
+    mount: dict[str, Any] = docker.types.Mount(WAY_OUT, str(folder), type="bind", read_only=True)
+    return {**options, "host_config": {**host, "Mounts": [*host.get("Mounts", []), mount]}}
 
 
 def _environment(image: Mapping[str, Any], defences: frozenset[Defence]) -> dict[str, str | None]:
