@@ -106,6 +106,8 @@ class Attack:
     then_fresh: bool = False
     hurts_itself: bool = False
     """It leaves its own sandbox without memory to go on: a sandbox's next call may fail, but only as out of memory."""
+    fresh: bool = False
+    """Wants a sandbox that has answered nothing yet: it guesses the numbers of requests."""
     breaks_control: bool = False
     """Its control leaves a sandbox that may break later: no other control follows in it."""
     kernel_may_lack: bool = False

@@ -161,6 +161,9 @@ async def _in_turn(
     """Try one after the other in the same sandbox, as long as that is as it was."""
     sandbox = None
     for attack in attacks:
+        if attack.fresh and sandbox is not None:
+            await sandbox.close()
+            sandbox = None
         sandbox = sandbox or await backend.open("attacked")
         result = await attempt(attack, world, sandbox, backend, control=control)
         yield _lacks(attack, result) if control else result

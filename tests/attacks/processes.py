@@ -18,10 +18,23 @@ OTHER_USERS = Bare("the user namespace stands before the machine's processes whi
 # Frames as the runner writes them, for every request it may be about to answer.
 FORGE = """
 def forged(said):
-    for number in range(1, 400):
-        reply = json.dumps({"id": number, "why": None, "exit_code": 0, "stdout": said, "stderr": "", "seconds": 0}).encode()
+    for number in range(1, 200):
+        fields = {"id": number, "why": None, "exit_code": 0, "stdout": said, "stderr": "", "seconds": 0, "cpu_s": 0}
+        reply = json.dumps(fields).encode()
         yield struct.pack("<I", len(reply)) + reply
 """
+
+
+def _forged() -> bytes:
+    """Return what a policy could have a server save for it: replies to all requests that may come."""
+    frames = b""
+    for number in range(1, 200):
+        reply = b'{"id":%d,"why":null,"exit_code":0,"stdout":"43\\n","stderr":"","seconds":0,"cpu_s":0}' % number
+        frames += len(reply).to_bytes(4, "little") + reply
+    return frames
+
+
+FORGED = _forged()
 
 MACHINE = (
     Attack(
@@ -216,6 +229,7 @@ for fd in os.listdir("/proc/%d/fd" % os.getppid()):
 time.sleep(0.2)
 """,
         Without(RUNNER),
+        fresh=True,
     ),
     Attack(
         "forge the reply through descriptors by number",
@@ -229,6 +243,7 @@ for fd in range(3, 64):
 """,
         NoControl("a call's other descriptors are closed whichever defence is away"),
         OK,
+        fresh=True,
     ),
     Attack(
         "forge the reply by printing it",
@@ -236,6 +251,7 @@ for fd in range(3, 64):
         FORGE + "for frame in forged('43\\n'): os.write(1, frame)",
         NoControl("output goes through a pipe of the call's own whichever defence is away"),
         OK,
+        fresh=True,
     ),
     Attack(
         "forge the reply through a file that the server writes",
@@ -243,11 +259,8 @@ for fd in range(3, 64):
         "for n in range(3, 12): os.symlink('/proc/self/fd/%d' % n, '/work/answer%d' % n)",
         NoControl("the process that writes has no descriptors of the runner whichever defence is away"),
         OK,
-        writes={
-            f"answer{number}": b"\x3a\x00\x00\x00"
-            + b'{"id": %d, "why": null, "exit_code": 0, "stdout": "43\\n"}    ' % 2
-            for number in range(3, 12)
-        },
+        writes={f"answer{number}": FORGED for number in range(3, 12)},
+        fresh=True,
     ),
     Attack(
         "a file that never ends, read by the server",
