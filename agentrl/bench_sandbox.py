@@ -24,8 +24,8 @@ from agentrl.toolserver.launch import launch_tool
 from agentrl.toolserver.sandbox.choice import make_backend
 from agentrl.toolserver.service import find_service
 
-Row = tuple[str, int, SandboxFigures]
-"""What was measured, on how many cores, and the figures."""
+Row = tuple[str, SandboxFigures]
+"""What was measured, and the figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class SandboxBench:
             for some in (1, cores) if name != "docker" and cores > 1 else (cores,):
                 progress(f"{name} alone, {some} core(s)")
                 for figures in measure_backend(partial(make_backend, config), self.sessions, self.calls, some):
-                    yield f"{name} alone", some, figures
+                    yield f"{name}, {some} core{'s' if some > 1 else ''}", figures
             progress(f"{name} through server and client")
             for sessions in self.sessions:
-                yield f"{name}, server and client", cores, asyncio.run(self._through_server(config, sessions))
+                yield f"{name}, server + client", asyncio.run(self._through_server(config, sessions))
         if "docker" in self.backends:
             progress("docker exec")
             for sessions in self.exec_sessions:
-                yield "docker exec", cores, asyncio.run(self._docker_exec(sessions))
+                yield "docker exec", asyncio.run(self._docker_exec(sessions))
 
     def _config(self, name: str) -> SandboxConfig:
         return SandboxConfig.model_validate({"backend": name, **(self.docker if name == "docker" else {})})
