@@ -58,10 +58,12 @@ class SamplerConfig(Section):
 
     backend: Literal["embedded", "sglang"] = "embedded"
     """``embedded`` runs anywhere; ``sglang`` wants SGLang and a GPU."""
+    engines: PositiveInt = 1
+    """Engines that the run starts; an episode's turns all go to the engine that has its prefix."""
     url: str | None = None
-    """A running engine's address; without one the run starts its own."""
+    """A running engine's address, or several separated by commas; without one the run starts its own."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the engine that the run starts; 0 takes a free one."""
+    """Port of the engine that the run starts, the next ones for further engines; 0 takes free ones."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature in training."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -76,10 +78,57 @@ class SamplerConfig(Section):
     """Seconds before a generation counts as lost."""
     start_timeout_s: PositiveFloat = 300.0
     """Seconds an engine may take to become healthy."""
+    max_running: PositiveInt | None = None
+    """Requests that an engine is given at a time; further ones wait in the run. Without a number it gets all."""
+    health_every_s: PositiveFloat = 2.0
+    """Seconds between two looks at an engine's health."""
+    hang_s: PositiveFloat = 60.0
+    """An engine that does not answer for so many seconds is taken for hung: one that the run started is started again."""
+    max_restarts: int = Field(default=3, ge=0)
+    """How often an engine that died or hung is started again; after that the run goes on with the others."""
     embedded: EmbeddedConfig = Field(default_factory=EmbeddedConfig)
     """Options of the embedded engine."""
     sglang: dict[str, Any] = Field(default_factory=dict)
-    """Options of ``sglang.launch_server``, passed through: ``mem_fraction_static: 0.5`` becomes ``--mem-fraction-static 0.5``."""
+    """Options of ``sglang.launch_server``, passed through: ``mem_fraction_static: 0.5`` becomes ``--mem-fraction-static 0.5``.
+    All but ``python``, the Python interpreter that runs SGLang, of an environment of its own; without it that of the run."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The addresses in ``url``."""
+        return tuple(part.strip().rstrip("/") for part in (self.url or "").split(",") if part.strip())
+
+    @property
+    def python(self) -> Path | None:
+        """The interpreter that runs SGLang; None: the run's own."""
+        return Path(self.sglang["python"]) if self.sglang.get("python") is not None else None
+
+    @property
+    def sglang_options(self) -> dict[str, Any]:
+        """What of ``sglang`` is for ``sglang.launch_server``."""
+        return {name: value for name, value in self.sglang.items() if name != "python"}
+
+    @model_validator(mode="after")
+    def _engines(self) -> SamplerConfig:
+        if self.url is not None and not self.urls:
+            raise ValueError(
+                f"url={self.url!r} holds no address; set sampler.url=http://HOST:PORT, several with commas"
+            )
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"url={self.url} names an engine twice; sampler.url takes each address once")
+        if self.urls and self.engines > 1:
+            raise ValueError(
+                f"url={self.url} with engines={self.engines}: engines that run already are not started; leave out "
+                "sampler.engines (all addresses in sampler.url are used), or sampler.url"
+            )
+        if self.port and self.port + self.engines - 1 > 65535:
+            raise ValueError(
+                f"port={self.port} with engines={self.engines}: there is no port above 65535; lower sampler.port"
+            )
+        if not isinstance(self.sglang.get("python"), str | None):
+            raise ValueError(
+                f"sglang.python={self.sglang['python']!r} is no path: set sampler.sglang.python=/…/bin/python"
+            )
+        return self
 
     @model_validator(mode="after")
     def _normalised(self) -> SamplerConfig:
@@ -134,10 +183,16 @@ class BatchConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the engine."""
 
-    transport: Literal["tensor", "disk"] = "tensor"
-    """``tensor`` sends them in the request, ``disk`` through a folder that both can read."""
+    transport: Literal["tensor", "disk", "distributed"] = "tensor"
+    """``tensor`` sends them in the request, ``disk`` through a folder that both can read, ``distributed`` through a
+    ``torch.distributed`` group with the engines: NCCL on GPUs, gloo on a CPU."""
     bucket_mib: PositiveInt = 512
     """Size of one bucket, MiB."""
+    every: PositiveInt = 1
+    """Steps between two updates of the engines; an evaluation always has the newest weights."""
+    check: Literal["none", "version", "checksum"] = "version"
+    """What every engine is asked after an update: nothing, the version that it samples with, or checksums of its weights
+    too."""
 
 
 class TrainConfig(Section):
