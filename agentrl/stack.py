@@ -30,7 +30,7 @@ from agentrl.sampler.launch import EngineProcess, launch_embedded, launch_sglang
 from agentrl.task import TaskSet
 from agentrl.tool import Tool
 from agentrl.toolserver.launch import ToolServerProcess, launch_tool
-from agentrl.toolserver.run import run_services, served_tools, service_options, tool_url
+from agentrl.toolserver.run import run_services, served_tools, service_options, tool_url, warn_unsandboxed
 from agentrl.toolserver.service import find_service
 from agentrl.types import SamplingParams
 
@@ -105,6 +105,7 @@ async def open_stack(config: Config, tasks: TaskSet, model: Path, folder: Path, 
         engine_start = asyncio.to_thread(_start_engine, config, model, logs, seed)
         services = run_services(config)
         served = served_tools(config, services)
+        warn_unsandboxed(config, services)
         tool_starts = [asyncio.to_thread(_start_tool, config, name, tasks, folder, logs) for name in services]
         results = await asyncio.gather(engine_start, *tool_starts, return_exceptions=True)
         for started in results:

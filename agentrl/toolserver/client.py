@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from agentrl.config.toolserver import ClientConfig
 from agentrl.errors import AgentrlError, ConfigError, SandboxFailure, ToolFailure
+from agentrl.obs.waiting import waiting
 from agentrl.tool import Tool
 from agentrl.toolserver.pool import ServerPool
 from agentrl.toolserver.remote import RemoteServer, RemoteSession, Silent
@@ -55,10 +56,12 @@ class ToolServerClient:
             ConfigError: a server refuses our token, or has other tools.
 
         """
-        session = await self._session(episode_id)
+        with waiting("tool session", "that a server opens"):
+            session = await self._session(episode_id)
         self._pool.check(session.server)
         try:
-            return await session.server.call(session, call)
+            with waiting("tool server", session.server.url):
+                return await session.server.call(session, call)
         except Silent as silent:
             self._pool.take_out(session.server, str(silent))
             raise ToolFailure(f"{session.server.named} does not answer: {silent}") from silent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,10 @@ from agentrl.episode.generate import needed_tools
 from agentrl.errors import ConfigError
 from agentrl.registry import env_class
 from agentrl.tool import Tool, ToolService
+from agentrl.toolserver.sandbox.base import UNSAFE_WARNING
 from agentrl.toolserver.service import find_service
+
+_log = logging.getLogger(__name__)
 
 
 def run_services(config: Config) -> dict[str, ToolService]:
@@ -55,6 +59,13 @@ def check_tools(config: Config) -> None:
     for name, service in services.items():
         if tool_url(config, name) is None:
             service.check(service_options(config, name, service))
+
+
+def warn_unsandboxed(config: Config, services: Mapping[str, ToolService]) -> None:
+    """Say in red what it means where tools that the run starts would run code in no sandbox."""
+    bare = [name for name, service in services.items() if service.sandboxed and tool_url(config, name) is None]
+    if bare and config.sandbox.backend == "unsafe_subprocess":
+        _log.critical("\033[31m%s (%s)\033[0m", UNSAFE_WARNING, ", ".join(bare))
 
 
 def service_options(config: Config, name: str, service: ToolService) -> dict[str, Any]:

@@ -16,6 +16,11 @@ from agentrl.types import ToolStatus
 WORK = "/work"
 """The folder in a sandbox where code starts and files stay."""
 
+UNSAFE_WARNING = (
+    "sandbox.backend=unsafe_subprocess: NOTHING is sandboxed; code of the policy can read, change and send whatever "
+    "this user can"
+)
+
 
 class Defence(StrEnum):
     """What stands between code and the machine. All of them stand; a test takes one away to show what it is for."""

@@ -15,15 +15,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from agentrl.errors import SandboxFailure
-from agentrl.toolserver.sandbox.base import Sandbox, SandboxBackend
+from agentrl.toolserver.sandbox.base import UNSAFE_WARNING, Sandbox, SandboxBackend
 from agentrl.toolserver.sandbox.link import RunnerLink, pipe_link
 from agentrl.toolserver.sandbox.warm import WarmSandbox, python_command
 
 _log = logging.getLogger(__name__)
-WARNING = (
-    "sandbox.backend=unsafe_subprocess: NOTHING is sandboxed; code of the policy can read, change and send whatever "
-    "this user can"
-)
 
 
 class UnsafeSandbox(WarmSandbox):
@@ -54,7 +50,7 @@ class UnsafeBackend(SandboxBackend):
 
     async def start(self) -> None:
         """Say in red what this means."""
-        _log.critical("\033[31m%s\033[0m", WARNING)
+        _log.critical("\033[31m%s\033[0m", UNSAFE_WARNING)
         self._open: set[UnsafeSandbox] = set()
 
     async def open(self, session_id: str) -> Sandbox:
