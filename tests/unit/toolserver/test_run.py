@@ -12,7 +12,7 @@ def said(caplog: pytest.LogCaptureFixture, *overrides: str) -> str:
     config = load_config(None, ["env.name=python_math", *overrides])
     with caplog.at_level(logging.CRITICAL):
         warn_unsandboxed(config, run_services(config))
-    return caplog.text
+    return "\n".join(record.getMessage() for record in caplog.records)  # caplog.text has no colours
 
 
 def test_no_sandbox_is_told_in_red(caplog: pytest.LogCaptureFixture) -> None:
