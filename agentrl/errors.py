@@ -12,6 +12,7 @@
     ├── EpisodeError               ends an episode; ``kind`` says where it arose
     │   ├── PolicyError
     │   ├── SamplerError
+    │   │   └── EngineLostError    an engine that cannot be reached; another may serve the request
     │   ├── EnvironmentFailure
     │   ├── ToolFailure
     │   ├── SandboxFailure
@@ -88,6 +89,10 @@ class SamplerError(EpisodeError):
     """A generation failed: the engine refused it, or could not be reached."""
 
     kind = FailureKind.SAMPLER
+
+
+class EngineLostError(SamplerError):
+    """A generation failed because its engine cannot be reached; another one may still serve it."""
 
 
 class EnvironmentFailure(EpisodeError):

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from agentrl.errors import EngineError, SamplerError
+from agentrl.errors import EngineError, EngineLostError, SamplerError
+from agentrl.obs.waiting import waiting
 from agentrl.sampler.parts import Part, join, read_part, version_number
 from agentrl.sampler.transport import Refused, Transport
 from agentrl.types import FinishReason, Generation, Prompt, SamplingParams
@@ -73,8 +74,8 @@ class SGLangClient:
         """Sample one turn; see `agentrl.protocols.Sampler`.
 
         Raises:
-            SamplerError: the engine refused (with its words), failed or could not be reached; or ``policy`` is another
-                than ``main``.
+            SamplerError: the engine refused (with its words) or failed, or ``policy`` is another than ``main``.
+            EngineLostError: it could not be reached.
         """
         if policy != "main":
             raise SamplerError(f"policy={policy!r}: this engine serves one policy, 'main'")
@@ -87,7 +88,9 @@ class SGLangClient:
         except Refused as error:
             raise SamplerError(f"the engine at {self.url} refuses request {request_id}: {error}") from error
         except httpx.HTTPError as error:
-            raise SamplerError(f"the engine at {self.url} does not answer: {type(error).__name__} {error}") from error
+            lost = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError | httpx.ConnectTimeout)
+            kind = EngineLostError if lost else SamplerError
+            raise kind(f"the engine at {self.url} does not answer: {type(error).__name__} {error}") from error
         finally:
             flight.ended.set()
             del self._flights[request_id]
@@ -111,7 +114,8 @@ class SGLangClient:
             # SGLang aborts every request whose id starts with the one given: an end mark keeps r1 from aborting r10.
             flight.sent = f"{flight.rid}:{number}"
             body = _body(ids, params, left, flight.sent, texts=number > 0)
-            part = read_part(await self._transport.post("/generate", body, key=session_id))
+            with waiting("engine", self.url):
+                part = read_part(await self._transport.post("/generate", body, key=session_id))
             if flight.spans and not part.exact:
                 raise SamplerError(
                     f"request {flight.rid} was sampled by more than one version of the weights, and the engine reports "
@@ -129,7 +133,8 @@ class SGLangClient:
             return
         waits = [asyncio.ensure_future(self._open.wait()), asyncio.ensure_future(flight.aborted.wait())]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            with waiting("engine", self.url, "which is paused"):
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
@@ -234,7 +239,8 @@ class SGLangClient:
     async def _control(self, path: str, body: dict[str, Any] | None) -> Any:
         """Send a control request; ``body`` None means GET."""
         try:
-            reply = await (self._transport.get(path) if body is None else self._transport.post(path, body))
+            with waiting("engine", self.url, path):
+                reply = await (self._transport.get(path) if body is None else self._transport.post(path, body))
         except Refused as error:
             raise EngineError(f"the engine at {self.url} refuses {path}: {error.words}") from error
         except httpx.HTTPError as error:
