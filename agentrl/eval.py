@@ -20,6 +20,7 @@ from agentrl.learner.checkpoints import latest_checkpoint
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.counting import EpisodeCount
 from agentrl.obs.rollouts import RolloutFile
+from agentrl.obs.watchdog import Watchdog
 from agentrl.preflight import check_engine, check_episodes, open_tasks
 from agentrl.stack import Stack, open_stack
 from agentrl.task import TaskSet
@@ -127,7 +128,7 @@ async def evaluate_policy(config: Config, console: Console, samples: Path | None
 
         async with open_stack(config, tasks, model, Path(folder), config.run.seed) as stack:
             count.begin()
-            with Interrupt() as interrupt:
+            with Interrupt() as interrupt, Watchdog(config.obs.stuck_s, count.say):
                 results = await evaluate_watched(sets, stack, interrupt, done)
     if file is not None:
         file.finish()

@@ -21,6 +21,7 @@ from agentrl.interrupt import Interrupt
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.counting import EpisodeCount
 from agentrl.obs.rollouts import RolloutFile
+from agentrl.obs.watchdog import Watchdog
 from agentrl.preflight import check_engine, check_episodes, open_tasks
 from agentrl.source import sample_watched, step_jobs
 from agentrl.stack import open_stack
@@ -90,7 +91,7 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
             async with open_stack(config, tasks, model, Path(folder), config.run.seed) as stack:
                 count.begin()
                 runner = stack.runner()
-                with Interrupt() as interrupt:
+                with Interrupt() as interrupt, Watchdog(config.obs.stuck_s, count.say):
                     for number, (start, some) in enumerate(steps, 1):
                         jobs = step_jobs(config, order, number, start, some)
                         await sample_watched(runner, jobs, stack, interrupt, write)

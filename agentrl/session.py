@@ -26,7 +26,9 @@ from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.progress import ProgressView
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.obs.trackers import TensorBoard, Tracker
+from agentrl.obs.waiting import PHASE, waiting
 from agentrl.obs.wandb import open_wandb
+from agentrl.obs.watchdog import Watchdog
 from agentrl.preflight import open_tasks
 from agentrl.replay import Replay, Samples, sample_check
 from agentrl.runfolder import choose_folder
@@ -109,16 +111,19 @@ async def _run(session: Session, interrupt: Interrupt) -> Trainer:
     async with AsyncExitStack() as exits:
         view = exits.enter_context(ProgressView(session.console, config.train.steps, config.obs.progress))
         view.phase("starting")
-        learner = asyncio.ensure_future(asyncio.to_thread(_start_learner, session))
-        exits.push_async_callback(_close_learner, learner)
-        opened = _open_replay if session.replay else _open_sampling
-        source = await opened(session, interrupt, exits)
+        exits.enter_context(Watchdog(config.obs.stuck_s, view.say, folder / "logs" / "watchdog.log"))
+        with waiting(PHASE, "start"):
+            starting = asyncio.ensure_future(asyncio.to_thread(_start_learner, session))
+            exits.push_async_callback(_close_learner, starting)
+            opened = _open_replay if session.replay else _open_sampling
+            source = await opened(session, interrupt, exits)
+            learner = await starting
         view.total = source.steps
         metrics = exits.enter_context(_open_metrics(session, view))
         trainer = Trainer(
             config=config,
             source=source,
-            learner=await learner,
+            learner=learner,
             checkpoints=Checkpoints(folder / "checkpoints", keep=config.train.keep),
             metrics=metrics,
             view=view,

@@ -19,6 +19,7 @@ from agentrl.learner.checkpoints import Checkpoints
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.obs.show import rollout_panel
+from agentrl.obs.waiting import PHASE, waiting
 from agentrl.protocols import LearnerGroup
 from agentrl.source import RolloutSource
 from agentrl.types import Rollout
@@ -82,7 +83,7 @@ class Trainer:
     async def _step(self) -> None:
         watch, start = Stopwatch(), time.perf_counter()
         self.view.phase("rollout")
-        with watch("rollout"):
+        with watch("rollout"), waiting(PHASE, f"step {self.step + 1}", "rollout"):
             rollouts = await self.source.take(self.step + 1, self.position)
         if self.step == 0 and rollouts:
             best = max(rollouts, key=lambda rollout: (rollout.reward, len(rollout.turns)))
@@ -107,7 +108,7 @@ class Trainer:
         if not batches:
             return {"train/skipped": 1.0}
         figures = []
-        with watch("train"):
+        with watch("train"), waiting(PHASE, f"step {self.step + 1}", "train"):
             for batch in batches:
                 figures.append(batch.metrics | await asyncio.to_thread(self.learner.train_step, batch))
                 self._ahead += 1
@@ -115,7 +116,7 @@ class Trainer:
 
     async def _follow(self, watch: Stopwatch) -> None:
         self.view.phase("weights")
-        with watch("sync"):
+        with watch("sync"), waiting(PHASE, f"step {self.step}", "weights"):
             await self.source.follow(self.learner, self.step)
 
     async def _evaluate(self) -> None:
@@ -131,7 +132,8 @@ class Trainer:
             self.view.phase(f"evaluate {done}/{total}")
 
         self.view.phase(f"evaluate 0/{total}")
-        results = await self.source.evaluate(count)
+        with waiting(PHASE, f"step {self.step}", "evaluation"):
+            results = await self.source.evaluate(count)
         self.figures = flat_figures(results) | {"time/eval_s": time.perf_counter() - start}
         self.metrics.write(self.step, self.figures)
         for line in results_lines(results):
@@ -150,7 +152,8 @@ class Trainer:
         if self.saved == self.step:
             return
         self.view.phase("save")
-        self.checkpoints.save(self.step, self.learner, self.state())
+        with waiting(PHASE, f"step {self.step}", "save"):
+            self.checkpoints.save(self.step, self.learner, self.state())
         self.saved = self.step
 
     def _save_after(self, error: BaseException) -> None:

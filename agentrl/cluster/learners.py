@@ -21,6 +21,7 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.errors import AgentrlError, LearnerError
 from agentrl.learner.base import RowLogprobs, split
 from agentrl.learner.device import resolve_device
+from agentrl.obs.waiting import waiting
 
 GRACE_S = 5.0
 """After one rank failed, the others get this long to fail of the same cause; then they are taken to wait for it."""
@@ -151,18 +152,22 @@ class RayLearnerGroup:
     def _gather(self, refs: Sequence[Any], phase: str, limit: float, key: str) -> list[Any]:
         """Return all results. The first failure is raised; ranks that then still wait for the failed one are ended."""
         self._check_over()
-        waiting = list(refs)
-        while waiting:
-            done, waiting = ray.wait(waiting, timeout=max(0.0, limit - time.monotonic()))
-            if not done:
-                late = sorted(refs.index(ref) for ref in waiting)
-                self._end(f"{phase} took longer than {key}")
-                raise LearnerError(f"{phase}: rank {late} gave no answer in time; {key} can be raised")
-            try:
-                ray.get(done)
-            except RayError as error:
-                raise self._failure(error, refs.index(done[0]), waiting, phase) from None
-        return list(ray.get(list(refs)))
+        left = list(refs)
+
+        def late() -> list[int]:
+            return sorted(refs.index(ref) for ref in left)
+
+        with waiting("learner", lambda: f"rank {' and '.join(map(str, late()))} of {len(self._actors)}", phase):
+            while left:
+                done, left = ray.wait(left, timeout=max(0.0, limit - time.monotonic()))
+                if not done:
+                    self._end(f"{phase} took longer than {key}")
+                    raise LearnerError(f"{phase}: rank {late()} gave no answer in time; {key} can be raised")
+                try:
+                    ray.get(done)
+                except RayError as error:
+                    raise self._failure(error, refs.index(done[0]), left, phase) from None
+            return list(ray.get(list(refs)))
 
     def _failure(self, error: RayError, rank: int, waiting: list[Any], phase: str) -> AgentrlError:
         """Return what to raise for a failed rank, and end the others where they are lost without it."""

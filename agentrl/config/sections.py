@@ -259,3 +259,6 @@ class ObsConfig(Section):
     """Rollouts of each step to show in the trackers' sample tables."""
     progress: Literal["auto", "live", "plain"] = "auto"
     """A live table, plain lines, or whichever fits the output."""
+    stuck_s: float = Field(default=120.0, ge=0)
+    """Seconds without progress before the run says what it waits for; it says so again after twice and four times as
+    long. On SIGUSR1 it says so at once. 0 leaves it at that."""

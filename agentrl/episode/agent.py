@@ -85,6 +85,16 @@ class Agent:
         return self._services.offered(tools)
 
     @property
+    def episode_id(self) -> str:
+        """Names this attempt to engines and tools."""
+        return self._state.episode_id
+
+    @property
+    def turns(self) -> int:
+        """Turns that the policy has begun, in all chats."""
+        return sum(chat.turns for chat in self.chats)
+
+    @property
     def seconds(self) -> float:
         """Wall time since the attempt began."""
         return time.monotonic() - self._began
@@ -129,6 +139,11 @@ class Chat:
     def rollout_id(self) -> str:
         """The id that this chat's rollout has, and its branches'."""
         return self._talk.state.rollout_id
+
+    @property
+    def turns(self) -> int:
+        """Turns that the policy has begun in this chat and its branches."""
+        return self._talk.state.shared.turns
 
     @property
     def tools(self) -> Sequence[Tool]:

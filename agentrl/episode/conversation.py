@@ -11,6 +11,7 @@ from dataclasses import replace
 from agentrl.episode.services import Services
 from agentrl.episode.state import EpisodeState
 from agentrl.errors import AgentrlError, TaskError
+from agentrl.obs.waiting import waiting
 from agentrl.tool import Tool
 from agentrl.types import FinishReason, Fork, ForkReason, Generation, Message, Prompt, StopReason, ToolCall, Turn
 
@@ -166,13 +167,14 @@ class Conversation:
             seed=None if sampling.seed is None else _request_seed(sampling.seed, state.seed, request_id),
         )
         try:
-            return await services.sampler.generate(
-                Prompt(state.prompt_ids),
-                params,
-                session_id=state.episode_id,
-                request_id=request_id,
-                policy=services.policy,
-            )
+            with waiting("sampling", request_id):
+                return await services.sampler.generate(
+                    Prompt(state.prompt_ids),
+                    params,
+                    session_id=state.episode_id,
+                    request_id=request_id,
+                    policy=services.policy,
+                )
         except asyncio.CancelledError:
             await self._abort(request_id)
             raise

@@ -11,6 +11,7 @@ import gymnasium
 
 from agentrl.env import AsyncEnv, Env, Step
 from agentrl.errors import AgentrlError, EnvironmentFailure
+from agentrl.obs.waiting import waiting
 from agentrl.task import Task
 from agentrl.types import Action, Info, Observation
 
@@ -78,9 +79,13 @@ class EnvCalls:
 
     async def _guard(self, what: str, work: Awaitable[T]) -> T:
         try:
-            return await work
+            with waiting("environment", lambda: f"{self._name}.{what}"):
+                return await work
         except AgentrlError:
             raise
         except Exception as error:
-            name = type(self._env).__name__ if self._env is not None else "the environment"
-            raise EnvironmentFailure(f"{name}.{what} raised {type(error).__name__}: {error}") from error
+            raise EnvironmentFailure(f"{self._name}.{what} raised {type(error).__name__}: {error}") from error
+
+    @property
+    def _name(self) -> str:
+        return type(self._env).__name__ if self._env is not None else "the environment"

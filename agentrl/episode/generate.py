@@ -11,6 +11,7 @@ from agentrl.env import Env
 from agentrl.episode.agent import Agent
 from agentrl.episode.services import Services
 from agentrl.errors import AgentrlError, ConfigError, EnvironmentFailure, EpisodeError
+from agentrl.obs.waiting import waiting
 from agentrl.resolve import load_object
 from agentrl.task import Task
 from agentrl.types import Rollout, StopReason
@@ -92,7 +93,8 @@ async def play_generate(generate: Generate, services: Services, agent: Agent) ->
 
 async def _run(generate: Generate, task: Task, agent: Agent) -> object:
     try:
-        return await generate(task, agent)
+        with waiting("rollout", agent.episode_id, lambda: f"turn {agent.turns}, {KEY}={_name(generate)}"):
+            return await generate(task, agent)
     except AgentrlError:
         raise
     except Exception as error:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl.episode.toolcalls import ToolRunner
+from agentrl.obs.waiting import waiting
 from agentrl.protocols import CallTool, Grader
 from agentrl.types import Rollout
 
@@ -75,7 +76,9 @@ class Grading:
     async def _grade(self, rollouts: Sequence[Rollout], tools: Mapping[str, CallTool]) -> None:
         graded = [rollout for rollout in rollouts if not rollout.dropped]
         if self._grader is not None and graded:
-            await self._grader.grade(graded, tools)
+            others = f"and {len(graded) - 1} others of its task" if len(graded) > 1 else ""
+            with waiting("reward of rollout", graded[0].rollout_id, others):
+                await self._grader.grade(graded, tools)
         if self._done is not None:
             for rollout in rollouts:
                 self._done(rollout)

@@ -14,6 +14,7 @@ from agentrl.episode.services import Services
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.toolcalls import ToolRunner
 from agentrl.errors import AgentrlError, EnvironmentFailure
+from agentrl.obs.waiting import waiting
 from agentrl.task import Task
 from agentrl.types import Info, Message, Observation, Rewrite, StopReason, ToolCalls, ToolResults
 
@@ -56,16 +57,17 @@ class Episode:
         """
         self._began = time.monotonic()
         clock = asyncio.timeout(self._services.limits.max_seconds - self.state.seconds)
-        try:
-            async with clock:
-                await self._begin()
-                return await self._turns()
-        except TimeoutError:
-            if not clock.expired():
-                raise
-            return StopReason.MAX_TIME
-        finally:
-            await self._close()
+        with waiting("rollout", self.state.episode_id, lambda: f"turn {self.state.shared.turns}"):
+            try:
+                async with clock:
+                    await self._begin()
+                    return await self._turns()
+            except TimeoutError:
+                if not clock.expired():
+                    raise
+                return StopReason.MAX_TIME
+            finally:
+                await self._close()
 
     async def snapshot(self) -> dict[str, object]:
         """Return the state as JSON-able data, the environment's within."""

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from agentrl.errors import AgentrlError, EnvironmentFailure, SandboxFailure, ToolFailure
+from agentrl.obs.waiting import waiting
 from agentrl.protocols import ToolClient
 from agentrl.tool import Tool, unknown_tool
 from agentrl.types import CallStatus, ToolCall, ToolResult, ToolStatus
@@ -76,13 +77,15 @@ class ToolRunner:
         return await (self._remote(tool.server, call) if tool.server else self._own(tool, call))
 
     async def _own(self, tool: Tool, call: ToolCall) -> ToolResult:
-        return _available(call, await tool.run(call))
+        with waiting("tool", call.name, f"call {call.id}", "in this process"):
+            return _available(call, await tool.run(call))
 
     async def _remote(self, server: str, call: ToolCall) -> ToolResult:
         if self._closed:
             raise ToolFailure(f"tool {call.name!r}: the sessions of episode {self._episode_id} are closed")
         client = self._sessions[server] = client_of(self._clients, server, call.name)
-        return _available(call, await client.call(call, episode_id=self._episode_id))
+        with waiting("tool", call.name, f"call {call.id}", f"server {server}"):
+            return _available(call, await client.call(call, episode_id=self._episode_id))
 
     async def close(self) -> None:
         """End the episode's sessions. A server that cannot be told is only logged: the episode is over."""
@@ -92,7 +95,8 @@ class ToolRunner:
 
     async def _end(self, name: str, client: ToolClient) -> None:
         try:
-            await client.close_session(self._episode_id)
+            with waiting("end of the session", self._episode_id, f"server {name}"):
+                await client.close_session(self._episode_id)
         except AgentrlError as error:
             _log.warning("tool %s: session %s was not closed: %s", name, self._episode_id, error)
 

@@ -49,6 +49,10 @@ class EpisodeCount:
             line = f"{self._doing}: {self.done}/{self._total} episodes, about {format_left(left)} left"
             self._console.print(line, highlight=False)
 
+    def say(self, what: str) -> None:
+        """Print something that stays."""
+        self._console.print(what, highlight=False, markup=False, soft_wrap=True)
+
     def __enter__(self) -> EpisodeCount:
         """Show the bar."""
         if self._bar is not None:

@@ -75,6 +75,10 @@ class ProgressView:
         """Print something that stays."""
         self.console.print(what)
 
+    def say(self, text: str) -> None:
+        """Print text that stays as it is, whichever thread it comes from."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     def step(self, step: int, figures: Mapping[str, float], seconds_left: float | None = None) -> None:
         """Show a finished step; the run ends once ``seconds_left`` are over, where it has such a limit."""
         self._done = step

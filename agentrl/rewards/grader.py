@@ -10,6 +10,7 @@ from typing import Any
 from agentrl.config.reward import RewardConfig
 from agentrl.config.schema import Config
 from agentrl.errors import ConfigError, RunStopped, SandboxFailure, ToolFailure
+from agentrl.obs.waiting import waiting
 from agentrl.protocols import CallTool
 from agentrl.registry import REWARDS, names, reward_function
 from agentrl.resolve import describe
@@ -50,7 +51,8 @@ class RewardGrader:
 
     async def _grade(self, rollouts: Sequence[Rollout], tools: Mapping[str, CallTool]) -> None:
         try:
-            said = await self._call([Sample.of(rollout, tools.get(rollout.rollout_id)) for rollout in rollouts])
+            with waiting("reward function", self._name):
+                said = await self._call([Sample.of(rollout, tools.get(rollout.rollout_id)) for rollout in rollouts])
             each = self._each(said, len(rollouts)) if self.group else [said]
         except (ToolFailure, SandboxFailure) as error:
             for rollout in rollouts:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from agentrl.errors import EngineError
+from agentrl.obs.waiting import waiting
 from agentrl.protocols import EngineControl
 
 
@@ -18,7 +19,12 @@ async def on_all(
         EngineError: names the engine by number, and the phase.
 
     """
-    results = await asyncio.gather(*(call(engine) for engine in engines), return_exceptions=True)
+
+    async def watched(number: int, engine: EngineControl) -> None:
+        with waiting("engine", f"{number} of {len(engines)}", phase):
+            await call(engine)
+
+    results = await asyncio.gather(*(watched(*one) for one in enumerate(engines)), return_exceptions=True)
     for number, result in enumerate(results):
         if isinstance(result, EngineError):
             raise EngineError(f"engine {number} of {len(engines)}, {phase}: {result}") from result
