@@ -94,7 +94,7 @@ class Watchdog:
     def _patience(self, left: float, reports: int) -> float | None:
         if not self._stuck_s:
             return None
-        return max(0.0, min(left, AFTER_S) if reports else left)
+        return max(0.0, min(left, AFTER_S, self._stuck_s / 4) if reports else left)
 
     def _report(self, why: str) -> None:
         waits = self._waits.now()

@@ -1,0 +1,132 @@
+"""A stopped engine and a learner rank that sleeps, both real: the watchdog names exactly those."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from agentrl.cluster import learners
+from agentrl.cluster.actor import LearnerActor
+from agentrl.config.algo import GrpoConfig
+from agentrl.config.failure import FailureConfig
+from agentrl.config.learner import LearnerConfig
+from agentrl.env import Env
+from agentrl.episode.failure import FailurePolicy
+from agentrl.episode.limits import Limits
+from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.errors import LearnerError
+from agentrl.models.load import load_tokenizer
+from agentrl.models.resolve import resolve_model
+from agentrl.obs.waiting import PHASE, waiting
+from agentrl.obs.watchdog import Watchdog
+from agentrl.render.choice import make_renderer
+from agentrl.sampler.client import SGLangClient
+from agentrl.sampler.launch import EngineProcess, launch_embedded
+from agentrl.task import Task
+from agentrl.types import Message, SamplingParams
+from agentrl.weights.engines import check_version
+
+
+class Stops(Env):
+    """Stops the engine in its first step."""
+
+    engine: EngineProcess
+
+    def step(self, action: Any) -> Any:
+        self.engine_signal(signal.SIGSTOP)
+        return (Message("user", "more"),), 1.0, False, False, {}
+
+    @classmethod
+    def engine_signal(cls, number: int) -> None:
+        os.killpg(cls.engine.child.pid, number)
+
+
+async def reported(said: list[str], text: str) -> None:
+    end = time.monotonic() + 20
+    while not any(text in report for report in said):
+        assert time.monotonic() < end, said
+        await asyncio.sleep(0.02)
+
+
+def test_a_stopped_engine_is_named_in_a_rollout_and_in_a_push(tmp_path: Path) -> None:
+    model = resolve_model("multihop-warm")
+    Stops.engine = launch_embedded(model, log=tmp_path / "log", slots=8, context=512, threads=1)
+    url, said = Stops.engine.url, []
+
+    async def play() -> None:
+        client = SGLangClient(url, timeout_s=60)
+        runner = EpisodeRunner(
+            env_factory=Stops,
+            renderer=make_renderer(load_tokenizer(model)),
+            sampler=client,
+            tool_clients={},
+            limits=Limits(max_turns=2, max_tokens=256, max_seconds=60, max_new_tokens=8),
+            sampling=SamplingParams(max_new_tokens=8),
+            failure=FailurePolicy(FailureConfig()),
+            max_concurrency=2,
+        )
+        with Watchdog(1.0, said.append):
+            job = Job(Task("t", (Message("user", "hello"),)), 0, "5/1/0")
+            with waiting(PHASE, "step 5", "rollout"):
+                episode = asyncio.create_task(runner.run_many([job]))
+                where = f"rollout 5/1/0, turn 2: sampling 5/1/0/1: engine {url}, since "
+                await reported(said, f"step 5, rollout, waiting for\n    {where}")
+            with waiting(PHASE, "step 5", "weights"):
+                check = asyncio.create_task(check_version([client], 0))
+                await reported(said, f"engine 0 of 1, check of the policy version: engine {url}, /model_info, since ")
+            Stops.engine_signal(signal.SIGCONT)
+            await check
+            [rollout] = await episode
+            assert len(rollout.turns) == 2
+        await client.aclose()
+
+    try:
+        asyncio.run(play())
+    finally:
+        Stops.engine_signal(signal.SIGCONT)
+        Stops.engine.stop()
+
+
+class Sleepy(LearnerActor):
+    """A rank without a model; rank 1 sleeps while it should save."""
+
+    def node(self) -> str:
+        return "127.0.0.1"
+
+    def open_store(self, host: str) -> int:
+        return 1
+
+    def set_up(self, *_: Any) -> None:
+        pass
+
+    def save(self, folder: Path) -> None:
+        time.sleep(60 * self._rank)
+
+
+def test_a_learner_rank_that_sleeps_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.setattr(learners, "LearnerActor", Sleepy)
+    config = LearnerConfig(workers=2, device="cpu", step_timeout_s=2.5)
+    group = learners.start_learners(tmp_path, config, GrpoConfig(), seed=0, run_dir=tmp_path)
+    said: list[str] = []
+
+    async def save() -> None:
+        late = pytest.raises(LearnerError, match="save: rank")
+        with Watchdog(0.5, said.append), waiting(PHASE, "step 2", "save"), late:
+            await asyncio.to_thread(group.save, tmp_path)
+
+    try:
+        group.ready()
+        asyncio.run(save())
+    finally:
+        group.close()
+        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    assert "step 2, save, waiting for\n    learner rank 1 of 2, save, since " in said[-1]

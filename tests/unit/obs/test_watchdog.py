@@ -1,0 +1,196 @@
+"""What a watchdog says, and when it says nothing."""
+
+import asyncio
+import contextvars
+import os
+import re
+import signal
+import threading
+import time
+
+import pytest
+
+from agentrl.obs.waiting import PHASE, Waits, waiting
+from agentrl.obs.watchdog import Watchdog
+
+
+@pytest.fixture
+def waits():
+    waits = Waits()
+    token = waits.enter()
+    yield waits
+    waits.leave(token)
+
+
+def texts(waits):
+    return [(one.phase, one.text) for one in waits.now()]
+
+
+def watch(stuck_s, play, log=None):
+    """Run ``play(said)`` under a watchdog and return its reports."""
+    said = []
+
+    async def watched():
+        with Watchdog(stuck_s, said.append, log):
+            await play(said)
+
+    asyncio.run(watched())
+    return said
+
+
+async def until(condition, timeout_s=10.0):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+
+
+def test_the_innermost_waits_are_named_with_those_they_are_in(waits):
+    turn = 1
+    with waiting(PHASE, "step 3", "rollout"), waiting("rollout", "3/0/1", lambda: f"turn {turn}"):
+        assert texts(waits) == [("step 3, rollout", "rollout 3/0/1, turn 1")]
+        turn = 2
+        with waiting("tool", "search", "", "call search-1"):
+            assert texts(waits) == [("step 3, rollout", "rollout 3/0/1, turn 2: tool search, call search-1")]
+        assert [one.kind for one in waits.now()] == ["rollout"]
+    assert not waits.now()
+
+
+def test_tasks_and_threads_wait_for_what_they_were_started_in(waits):
+    async def play():
+        gate = threading.Event()
+
+        def blocked():
+            with waiting("learner", "rank 0"):
+                gate.wait(10)
+
+        async def asked(name):
+            with waiting("engine", name):
+                await asyncio.sleep(10)
+
+        with waiting(PHASE, "train"):
+            thread = asyncio.create_task(asyncio.to_thread(blocked))
+            await until(lambda: waits.now()[0].kind == "learner")
+            tasks = [asyncio.create_task(asked(name)) for name in "ab"]
+            await until(lambda: len(waits.now()) == 3)
+            assert texts(waits) == [("train", "learner rank 0"), ("train", "engine a"), ("train", "engine b")]
+            for task in tasks:
+                task.cancel()
+            gate.set()
+            await asyncio.gather(thread, *tasks, return_exceptions=True)
+            assert texts(waits) == [("train", "")]
+
+    asyncio.run(play())
+
+
+def test_only_an_exit_without_an_error_is_progress(waits):
+    waits.moved = 0.0
+    with pytest.raises(ZeroDivisionError), waiting("tool"):
+        raise ZeroDivisionError
+    assert waits.moved == 0.0
+    with waiting("tool"):
+        pass
+    assert time.monotonic() - waits.moved < 5
+
+
+def test_nothing_is_kept_where_nobody_watches(waits):
+    def elsewhere():
+        with waiting("tool"):
+            assert not waits.now()
+
+    contextvars.Context().run(elsewhere)
+
+
+def test_a_coroutine_that_is_thrown_away_leaves_others_their_waits(waits):
+    class Never:
+        def __await__(self):
+            yield
+
+    async def lost():
+        with waiting("tool", "lost"):
+            await Never()
+
+    coroutine = lost()
+    contextvars.copy_context().run(coroutine.send, None)
+    with waiting("tool", "kept"):
+        coroutine.close()
+        assert texts(waits) == [("", "tool kept")]
+        with waiting("call", "1"):
+            assert texts(waits) == [("", "tool kept: call 1")]
+
+
+def test_no_report_while_there_is_progress():
+    async def play(said):
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            with waiting("tool"):
+                await asyncio.sleep(0.02)
+
+    assert watch(1.0, play) == []
+
+
+def test_it_reports_again_after_twice_as_long_and_says_when_the_run_goes_on(tmp_path):
+    log = tmp_path / "logs" / "watchdog.log"
+
+    async def play(said):
+        with waiting(PHASE, "step 1", "rollout"), waiting("tool", "search"):
+            await until(lambda: len(said) > 2)
+        await until(lambda: len(said) > 3)
+
+    begun = time.monotonic()
+    first, second, third, end, *_ = watch(0.3, play, log)
+    reports = [first, second, third]
+    assert time.monotonic() - begun >= 1.2
+    ages = [float(re.search(r"nothing has ended for ([\d.]+)s", report)[1]) for report in reports]
+    assert ages[0] >= 0.3
+    assert ages[1] >= 0.6
+    assert ages[2] >= 1.2
+    for report in reports:
+        assert "step 1, rollout, waiting for\n    tool search, since " in report
+        assert str(log) in report
+    assert "the run goes on" in end
+    written = log.read_text()
+    assert written.count("    tool search, since ") == 3
+    assert written.count("in _watch") >= 3, "with the stacks of all threads"
+
+
+def test_many_waits_are_counted():
+    async def play(said):
+        async def ask(kind, number):
+            with waiting(kind, str(number)):
+                await until(lambda: said)
+
+        await asyncio.gather(*(ask("engine", number) for number in range(9)), ask("tool", 9))
+
+    report = watch(0.2, play)[0]
+    assert report.count("engine ") == 8
+    assert report.endswith("and 1 more: engine, 1 more: tool")
+
+
+def test_a_call_that_holds_up_the_event_loop_is_named():
+    async def play(said):
+        def never_returns():
+            end = time.monotonic() + 10
+            while not said and time.monotonic() < end:
+                time.sleep(0.01)
+
+        with waiting("environment", "Slow.astep"):
+            never_returns()
+
+    report = watch(0.2, play)[0]
+    assert re.search(r"the event loop is held up, by a call in\n    .*test_watchdog\.py:\d+ in never_returns", report)
+    assert "environment Slow.astep" in report
+
+
+def test_a_signal_asks_for_a_report_at_once():
+    before = signal.getsignal(signal.SIGUSR1)
+
+    async def play(said):
+        with waiting("engine", "http://127.0.0.1:1"):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            await until(lambda: said)
+
+    [report] = watch(0, play)
+    assert "asked by SIGUSR1" in report
+    assert "engine http://127.0.0.1:1" in report
+    assert signal.getsignal(signal.SIGUSR1) == before
