@@ -76,11 +76,11 @@ async def measure_rollout(config: Config, episodes: int) -> dict[str, RolloutFig
     model = resolve_model(config.model.path)
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder:
         async with open_stack(config, tasks, model, Path(folder), config.run.seed) as stack:
-            replay = Replay(stack.client)
+            replay = Replay(stack.fleet.sampler)
             runner: EpisodeRunner = stack.runner(sampler=replay)
             jobs = jobs_of(config, tasks, episodes)
             await bench_rollout(stack.runner(), jobs[: min(64, len(jobs))])
-            await stack.client.flush()
+            await stack.fleet.flush()
             engine = await bench_rollout(runner, jobs)
             replay.recording = False
             await bench_rollout(runner, jobs)

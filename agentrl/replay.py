@@ -115,6 +115,10 @@ class Replay:
     async def trained(self, step: int, advantages: Mapping[str, float]) -> None:
         """The rollouts lie elsewhere already."""
 
+    def figures(self) -> dict[str, float]:
+        """Return nothing: nobody samples."""
+        return {}
+
     async def evaluate(self, on_done: OnDone) -> list[SetResult]:
         """Return nothing."""
         return []

@@ -140,7 +140,7 @@ async def _open_sampling(session: Session, interrupt: Interrupt, exits: AsyncExi
     config, folder = session.config, session.folder
     tasks = open_tasks(config)
     stack = await exits.enter_async_context(open_stack(config, tasks, session.model, folder, config.run.seed))
-    return Sampling(
+    source = Sampling(
         config=config,
         stack=stack,
         order=TaskOrder(tasks.split(config.tasks.train_split), config.run.seed),
@@ -156,6 +156,8 @@ async def _open_sampling(session: Session, interrupt: Interrupt, exits: AsyncExi
         interrupt=interrupt,
         sets=choose_tasks(config, tasks),
     )
+    await source.open()
+    return source
 
 
 async def _open_replay(session: Session, interrupt: Interrupt, exits: AsyncExitStack) -> RolloutSource:

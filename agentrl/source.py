@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from agentrl.config.schema import Config
 from agentrl.episode.runner import EpisodeRunner, Job
-from agentrl.errors import AgentrlError
+from agentrl.errors import AgentrlError, EngineError
 from agentrl.eval import evaluate_watched
 from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.sets import TaskChoice
 from agentrl.interrupt import Interrupt
 from agentrl.obs.rollouts import RolloutRecorder
-from agentrl.protocols import LearnerGroup, WeightSync
+from agentrl.protocols import EngineControl, LearnerGroup, WeightSync
 from agentrl.stack import Stack
 from agentrl.tasksource import TaskOrder, episode_seed
 from agentrl.types import Rollout
@@ -64,6 +65,10 @@ class RolloutSource(Protocol):
         """Hear, by ``rollout_id``, with which advantages the rollouts of ``step`` are trained."""
         ...
 
+    def figures(self) -> dict[str, float]:
+        """Return what a step's row shows of whoever sampled, since the last call."""
+        ...
+
     async def evaluate(self, on_done: OnDone) -> list[SetResult]:
         """Evaluate on `sets`; ``on_done`` gets every rollout."""
         ...
@@ -71,7 +76,11 @@ class RolloutSource(Protocol):
 
 @dataclass(slots=True)
 class Sampling:
-    """Implements `RolloutSource` with the engine and the tool servers of a run."""
+    """Implements `RolloutSource` with the engines and the tool servers of a run.
+
+    An engine that was started again gets the learner's weights while episodes are played: only then does nobody else use
+    the learner, and are its weights those of a whole step.
+    """
 
     config: Config
     stack: Stack
@@ -82,6 +91,18 @@ class Sampling:
     sets: Sequence[TaskChoice] = ()
     """What to evaluate on."""
     _runner: EpisodeRunner | None = field(default=None, init=False)
+    _learner: LearnerGroup | None = field(default=None, init=False)
+    _version: int = field(default=0, init=False)
+    """Of the learner's weights."""
+    _sent: int | None = field(default=None, init=False)
+    """The version that engines were sent last."""
+    _busy: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """Held by whoever uses the learner; by the trainer wherever no episodes are played."""
+
+    async def open(self) -> None:
+        """Begin: the learner is the trainer's."""
+        await self._busy.acquire()
+        self.stack.fleet.resend_with(self._resend)
 
     @property
     def steps(self) -> int:
@@ -99,23 +120,69 @@ class Sampling:
         return self.stack.renderer.pad_token_id
 
     async def follow(self, learner: LearnerGroup, version: int) -> None:
-        """Send the weights to the engine."""
-        await self.sync.push(learner, [self.stack.client], version)
+        """Send the weights to all engines, unless ``weights.every`` lets these wait.
+
+        Raises:
+            EngineError: an engine that lives did not take them.
+
+        """
+        self._learner, self._version = learner, version
+        if self._sent is None or version - self._sent >= self.config.weights.every:
+            await self._send()
+
+    async def _send(self) -> None:
+        assert self._learner is not None, "follow comes first"
+        fleet = self.stack.fleet
+        while engines := fleet.live:
+            try:
+                await self.sync.push(self._learner, engines, self._version)
+                break
+            except EngineError:
+                await fleet.look()
+                if set(engines) <= set(fleet.live):
+                    raise
+                # One of them is lost. It gets the weights once it is back; the others get them from the beginning.
+        self._sent = self._version
+
+    async def _resend(self, engine: EngineControl) -> int:
+        async with self._busy:
+            assert self._learner is not None, "episodes are played with its weights"
+            await self.sync.push(self._learner, [engine], self._version)
+            return self._version
+
+    @asynccontextmanager
+    async def _playing(self) -> AsyncIterator[None]:
+        """Leave the learner to engines that were started again."""
+        self._busy.release()
+        try:
+            yield
+        finally:
+            await self._busy.acquire()
 
     async def take(self, step: int, position: int) -> list[Rollout]:
         """Play a step's episodes; each rollout is on disk once it has its reward."""
         jobs = step_jobs(self.config, self.order, step, position, self.config.rollout.batch_size)
         self.recorder.begin(step, jobs[0].task.id)
         self._runner = self._runner or self.stack.runner()
-        return await sample_watched(self._runner, jobs, self.stack, self.interrupt, partial(self.recorder.write, step))
+        write = partial(self.recorder.write, step)
+        self.stack.fleet.figures()  # what came before, such as an evaluation, is not of this step
+        async with self._playing():
+            return await sample_watched(self._runner, jobs, self.stack, self.interrupt, write)
+
+    def figures(self) -> dict[str, float]:
+        """Return the fleet's."""
+        return self.stack.fleet.figures()
 
     async def trained(self, step: int, advantages: Mapping[str, float]) -> None:
         """Write the advantages beside the step's rollouts."""
         await asyncio.to_thread(self.recorder.finish, step, advantages)
 
     async def evaluate(self, on_done: OnDone) -> list[SetResult]:
-        """Play the episodes of all sets."""
-        return await evaluate_watched(self.sets, self.stack, self.interrupt, on_done)
+        """Play the episodes of all sets, with the newest weights."""
+        if self._sent != self._version:
+            await self._send()
+        async with self._playing():
+            return await evaluate_watched(self.sets, self.stack, self.interrupt, on_done)
 
 
 def step_jobs(config: Config, order: TaskOrder, step: int, position: int, tasks: int) -> list[Job]:

@@ -1,4 +1,4 @@
-"""The running parts that sample: engine, tool servers, runner. Started together, ended together."""
+"""The running parts that sample: engines, tool servers, runner. Started together, ended together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from agentrl.episode.failure import FailurePolicy
 from agentrl.episode.generate import load_generate
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner
-from agentrl.errors import ConfigError
 from agentrl.models.load import load_tokenizer
 from agentrl.process import raise_file_limit
 from agentrl.protocols import Sampler, ToolClient
@@ -25,8 +24,7 @@ from agentrl.registry import make_env
 from agentrl.render.choice import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.grader import make_grader
-from agentrl.sampler.client import SGLangClient
-from agentrl.sampler.launch import EngineProcess, launch_embedded, launch_sglang
+from agentrl.sampler.fleet import Fleet
 from agentrl.task import TaskSet
 from agentrl.tool import Tool
 from agentrl.toolserver.launch import ToolServerProcess, launch_tool
@@ -40,14 +38,12 @@ class Stack:
     """What `open_stack` gives."""
 
     config: Config
-    client: SGLangClient
+    fleet: Fleet
     renderer: ChatRenderer
     tools: Mapping[str, ToolClient]
     """By registered name."""
     served: Mapping[str, Tool]
     """What a policy may call at their servers, by the tool's name."""
-    engine: EngineProcess | None
-    """None where ``sampler.url`` points at somebody else's."""
     servers: Mapping[str, ToolServerProcess]
 
     def runner(self, *, sampler: Sampler | None = None) -> EpisodeRunner:
@@ -71,7 +67,7 @@ class Stack:
         return EpisodeRunner(
             env_factory=make,
             renderer=self.renderer,
-            sampler=sampler or self.client,
+            sampler=sampler or self.fleet.sampler,
             tool_clients=self.tools,
             limits=limits,
             sampling=sampling,
@@ -83,39 +79,37 @@ class Stack:
         )
 
     def check(self) -> None:
-        """Raise the error of any of our servers that has died, with its last log lines."""
-        if self.engine is not None:
-            self.engine.check()
+        """Raise where no engine is left or one of our tool servers has died, with its last log lines."""
+        self.fleet.check()
         for server in self.servers.values():
             server.check()
 
 
 @asynccontextmanager
 async def open_stack(config: Config, tasks: TaskSet, model: Path, folder: Path, seed: int) -> AsyncIterator[Stack]:
-    """Start engine and tool servers side by side, wait until all are healthy, and end them on the way out.
+    """Start engines and tool servers side by side, wait until all are healthy, and end them on the way out.
 
     Raises:
         EngineError, ToolServerError: one does not start; the message has its last log lines.
 
     """
-    raise_file_limit()  # an episode has a connection to the engine and one to each tool server
+    raise_file_limit()  # an episode has a connection to an engine and one to each tool server
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as exits:
-        engine_start = asyncio.to_thread(_start_engine, config, model, logs, seed)
+        fleet = Fleet(config.sampler, model, logs, seed)
+        exits.push_async_callback(fleet.aclose)
         services = run_services(config)
         served = served_tools(config, services)
         warn_unsandboxed(config, services)
         tool_starts = [asyncio.to_thread(_start_tool, config, name, tasks, folder, logs) for name in services]
-        results = await asyncio.gather(engine_start, *tool_starts, return_exceptions=True)
+        results = await asyncio.gather(fleet.start(), *tool_starts, return_exceptions=True)
         for started in results:
-            if isinstance(started, EngineProcess | ToolServerProcess):
+            if isinstance(started, ToolServerProcess):
                 exits.callback(started.stop)
         for started in results:
             if isinstance(started, BaseException):
                 raise started
-        engine = results[0]
-        assert engine is None or isinstance(engine, EngineProcess)
         servers: dict[str, ToolServerProcess] = {}
         tools: dict[str, ToolClient] = {}
         for name, server in zip(services, results[1:], strict=True):
@@ -125,37 +119,8 @@ async def open_stack(config: Config, tasks: TaskSet, model: Path, folder: Path, 
             assert url is not None
             tools[name] = services[name].client(url, service_options(config, name, services[name]))
             exits.push_async_callback(tools[name].aclose)
-        engine_url = engine.url if engine is not None else config.sampler.url
-        assert engine_url is not None
-        client = SGLangClient(engine_url, timeout_s=config.sampler.request_timeout_s)
-        exits.push_async_callback(client.aclose)
-        if not await client.healthy():
-            raise ConfigError(f"sampler.url={engine_url}: no healthy engine answers there")
         renderer = make_renderer(load_tokenizer(model), config.render)
-        yield Stack(config, client, renderer, tools, served, engine, servers)
-
-
-def _start_engine(config: Config, model: Path, logs: Path, seed: int) -> EngineProcess | None:
-    sampler = config.sampler
-    if sampler.url is not None:
-        return None
-    log = logs / "engine.log"
-    if sampler.backend == "sglang":
-        return launch_sglang(
-            model, log=log, port=sampler.port, seed=seed, options=sampler.sglang, timeout_s=sampler.start_timeout_s
-        )
-    embedded = sampler.embedded
-    return launch_embedded(
-        model,
-        log=log,
-        port=sampler.port,
-        seed=seed,
-        dtype=embedded.dtype,
-        slots=embedded.slots,
-        context=embedded.context,
-        threads=embedded.threads,
-        timeout_s=sampler.start_timeout_s,
-    )
+        yield Stack(config, fleet, renderer, tools, served, servers)
 
 
 def _start_tool(config: Config, name: str, tasks: TaskSet, folder: Path, logs: Path) -> ToolServerProcess | None:

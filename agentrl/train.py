@@ -97,7 +97,7 @@ class Trainer:
         self.spent_s += time.perf_counter() - start
         times = watch.figures() | {"time/step_s": time.perf_counter() - start}
         sampled_s = times["time/rollout_s"] if self.source.samples else None
-        self._log(rollout_figures(rollouts, groups, sampled_s) | learned | times)
+        self._log(rollout_figures(rollouts, groups, sampled_s) | self.source.figures() | learned | times)
         self.metrics.samples(self.step, rollouts)
 
     async def _learn(self, groups: RolloutGroups, watch: Stopwatch) -> dict[str, float]:

@@ -31,7 +31,7 @@ def test_samples_in_parquet_are_trained_on(tmp_path: Path) -> None:
     assert row["train/grad_norm"] > 0
     assert abs(row["train/ratio_mean"] - 1) < 0.1, "the learner agrees with the engine on what was sampled"
     assert (tmp_path / "run" / "checkpoints" / "step_000001" / "model" / "config.json").is_file()
-    assert not (tmp_path / "run" / "logs" / "engine.log").exists(), "nothing samples"
+    assert not (tmp_path / "run" / "logs" / "engine-0.log").exists(), "nothing samples"
     again = agentrl("rollout", "--env", "search_r1", "--out", "samples.parquet", cwd=tmp_path)
     assert (again.returncode, "exists" in again.stderr) == (2, True)
 

@@ -1,0 +1,154 @@
+"""All engines of a run: started or attached side by side, watched, and stopped together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+from agentrl.config.sections import SamplerConfig
+from agentrl.errors import AgentrlError, ConfigError
+from agentrl.sampler.client import SGLangClient
+from agentrl.sampler.launch import EngineProcess, launch_embedded, launch_sglang
+from agentrl.sampler.monitor import Engine, Monitor, Resend
+from agentrl.sampler.router import RoutedSampler
+
+
+class Fleet:
+    """The engines of a run behind one `Sampler`.
+
+    An engine that dies or hangs is started again, gets the current weights, and its requests are sampled elsewhere.
+    """
+
+    def __init__(self, config: SamplerConfig, model: Path, logs: Path, seed: int) -> None:
+        """Start nothing yet.
+
+        Args:
+            config: how many engines of which kind, or where they run already.
+            model: Hugging Face folder that they start with.
+            logs: folder for ``engine-0.log`` and so on.
+            seed: of what is sampled without a seed of its own; each engine has another.
+
+        """
+        self.sampler = RoutedSampler(config.max_running)
+        self._config = config
+        self._model = model
+        self._logs = logs
+        self._seed = seed
+        self._retired: list[SGLangClient] = []
+        """Clients of engines that were started again: a request may still be using one."""
+        self._engines: list[Engine] = []
+        self._monitor = Monitor(self._engines, self.sampler, config, self._start_again)
+        self._counted = (0, 0)
+
+    async def start(self) -> None:
+        """Start all engines side by side, or reach those that run, and begin to watch them.
+
+        Raises:
+            EngineError: one does not start; the message has its last log lines.
+            ConfigError: at an address of ``sampler.url`` no healthy engine answers.
+
+        """
+        if self._config.urls:
+            for number, url in enumerate(self._config.urls):
+                self._engines.append(await self._attached(number, url))
+        else:
+            started = [self._started(number) for number in range(self._config.engines)]
+            results = await asyncio.gather(*started, return_exceptions=True)
+            self._engines += [engine for engine in results if isinstance(engine, Engine)]  # `aclose` ends these
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+        for engine in self._engines:
+            self.sampler.add(engine.name, engine.client)
+        self._monitor.start()
+
+    async def aclose(self) -> None:
+        """Stop all engines that were started here, and close all connections."""
+        await self._monitor.aclose()
+        processes = [engine.process for engine in self._engines if engine.process is not None]
+        await asyncio.gather(*(asyncio.to_thread(process.stop) for process in processes))
+        for client in (*self._retired, *(engine.client for engine in self._engines)):
+            await client.aclose()
+
+    @property
+    def live(self) -> tuple[SGLangClient, ...]:
+        """The clients of the engines that sample now; one that is being started again is not among them."""
+        return tuple(engine.client for engine in self._engines if engine.live)
+
+    def resend_with(self, resend: Resend) -> None:
+        """Have engines that were started again sample only once ``resend`` has brought them the current weights."""
+        self._monitor.resend = resend
+
+    async def look(self) -> None:
+        """Wait a moment, so that an engine that has just failed is no longer among those that are `live`."""
+        await self._monitor.look()
+
+    async def flush(self) -> None:
+        """Drop the prefix caches."""
+        await asyncio.gather(*(client.flush() for client in self.live))
+
+    def check(self) -> None:
+        """Raise `EngineError` where no engine is left, with the last log lines of the one that went last."""
+        self._monitor.check()
+
+    def figures(self) -> dict[str, float]:
+        """Return how often engines were started again, and what share of the prompts since the last call the engines had
+        in their prefix caches.
+        """
+        prompt, cached = self.sampler.prompt_tokens - self._counted[0], self.sampler.cached_tokens - self._counted[1]
+        self._counted = (self.sampler.prompt_tokens, self.sampler.cached_tokens)
+        figures = {"rollout/engine_restarts": float(self._monitor.restarts)}
+        return figures | ({"rollout/cache_hit": cached / prompt} if prompt else {})
+
+    # Engines
+
+    async def _attached(self, number: int, url: str) -> Engine:
+        client = self._client(url)
+        if not await client.healthy():
+            await client.aclose()
+            raise ConfigError(f"sampler.url={url}: no healthy engine answers there")
+        return Engine(f"engine-{number}", client, None)
+
+    async def _started(self, number: int) -> Engine:
+        process = await self._process(number)
+        return Engine(f"engine-{number}", self._client(process.url), process)
+
+    async def _start_again(self, engine: Engine) -> None:
+        process = await self._process(self._engines.index(engine))
+        self._retired.append(engine.client)
+        engine.process, engine.client = process, self._client(process.url)
+
+    def _client(self, url: str) -> SGLangClient:
+        return SGLangClient(url, timeout_s=self._config.request_timeout_s)
+
+    async def _process(self, number: int) -> EngineProcess:
+        starting = asyncio.ensure_future(asyncio.to_thread(self._launch, number))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with contextlib.suppress(AgentrlError):  # it has ended by itself
+                await asyncio.to_thread((await starting).stop)
+            raise
+
+    def _launch(self, number: int) -> EngineProcess:
+        config, embedded = self._config, self._config.embedded
+        log = self._logs / f"engine-{number}.log"
+        port = config.port + number if config.port else 0
+        seed, timeout_s = self._seed + number, config.start_timeout_s
+        if config.backend == "sglang":
+            options, python = config.sglang_options, config.python
+            return launch_sglang(
+                self._model, log=log, port=port, seed=seed, options=options, python=python, timeout_s=timeout_s
+            )
+        return launch_embedded(
+            self._model,
+            log=log,
+            port=port,
+            seed=seed,
+            dtype=embedded.dtype,
+            slots=embedded.slots,
+            context=embedded.context,
+            threads=embedded.threads,
+            timeout_s=timeout_s,
+        )

@@ -1,0 +1,241 @@
+"""Several real engines as one sampler: what becomes of requests and weights when one is killed or stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine_tiny import save_model
+
+from agentrl.config.load import load_config
+from agentrl.config.schema import Config
+from agentrl.errors import ConfigError, EngineError, SamplerError
+from agentrl.sampler.client import SGLangClient
+from agentrl.sampler.fleet import Fleet
+from agentrl.source import Sampling
+from agentrl.types import Generation, Prompt, SamplingParams
+
+pytestmark = pytest.mark.timeout(120)
+
+SETTINGS = [
+    "sampler.embedded.slots=16",
+    "sampler.embedded.context=512",
+    "sampler.embedded.threads=1",
+    "sampler.health_every_s=0.2",
+    "sampler.hang_s=2",
+    "sampler.request_timeout_s=60",
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return save_model(root / "a", seed=0), save_model(root / "b", seed=1)
+
+
+def configured(*settings: str) -> Config:
+    return load_config(None, [*SETTINGS, *settings])
+
+
+@asynccontextmanager
+async def opened(config: Config, model: Path, folder: Path) -> AsyncIterator[Fleet]:
+    fleet = Fleet(config.sampler, model, folder, 0)
+    try:
+        await fleet.start()
+        yield fleet
+    finally:
+        await fleet.aclose()
+
+
+def pids(fleet: Fleet) -> list[int]:
+    processes = [engine.process for engine in fleet._engines]
+    return [process.child.pid for process in processes if process is not None]
+
+
+async def play(fleet: Fleet, sessions: int, turns: int, tokens: int) -> dict[str, Generation]:
+    """Play episodes of several turns, each after what was said before; what comes depends on weights and seeds alone."""
+    said: dict[str, Generation] = {}
+
+    async def episode(number: int) -> None:
+        source = random.Random(number)
+        ids = tuple(source.randrange(2, 384) for _ in range(20))
+        for turn in range(turns):
+            name = f"{number}/{turn}"
+            params = SamplingParams(max_new_tokens=tokens, seed=100 * number + turn)
+            generation = await fleet.sampler.generate(Prompt(ids), params, session_id=str(number), request_id=name)
+            assert name not in said
+            said[name] = generation
+            ids += (*generation.token_ids, 5, 6, 7)
+        await fleet.sampler.close_session(str(number))
+
+    await asyncio.gather(*(episode(number) for number in range(sessions)))
+    return said
+
+
+def tokens(said: dict[str, Generation]) -> dict[str, tuple[int, ...]]:
+    return {name: generation.token_ids for name, generation in said.items()}
+
+
+async def until(true: Callable[[], bool], seconds: float = 40) -> None:
+    async with asyncio.timeout(seconds):
+        while not true():  # noqa: ASYNC110 - of processes
+            await asyncio.sleep(0.02)
+
+
+def test_killed_and_stopped_in_mid_rollout(tmp_path: Path, models: tuple[Path, Path]) -> None:
+    """The same tokens come as without the faults; who comes back samples with the weights that were sent meanwhile."""
+    first, second = models
+
+    async def resend(engine: Any) -> int:
+        await engine.update_from_disk(second, 3)
+        return 3
+
+    async def run() -> None:
+        async with opened(configured("sampler.engines=2"), first, tmp_path) as fleet:
+            for client in fleet.live:
+                await client.update_from_disk(second, 3)
+            fleet.resend_with(resend)
+            calm = await play(fleet, sessions=8, turns=3, tokens=60)
+            assert all(calm[f"{number}/2"].cached_tokens > 100 for number in range(8)), "each where its prefix is"
+            figures = fleet.figures()
+            assert figures["rollout/cache_hit"] > 0.6
+            assert figures["rollout/engine_restarts"] == 0
+            await fleet.flush()
+
+            begun, before = fleet.sampler.prompt_tokens, pids(fleet)
+            playing = asyncio.ensure_future(play(fleet, sessions=8, turns=3, tokens=60))
+            await until(lambda: fleet.sampler.prompt_tokens > begun)
+            os.kill(before[0], signal.SIGKILL)
+            await until(lambda: len(fleet.live) == 1)
+            os.kill(before[1], signal.SIGSTOP)
+            faulty = await playing
+            assert tokens(faulty) == tokens(calm)
+            assert {generation.versions for generation in faulty.values()} == {((0, 3),)}
+            await until(lambda: len(fleet.live) == 2)
+            assert not set(pids(fleet)) & set(before)
+            assert not any(alive(pid) for pid in before), "a stopped engine is not left behind"
+            assert await asyncio.gather(*(client.version() for client in fleet.live)) == [3, 3]
+            assert fleet.figures()["rollout/engine_restarts"] == 2
+            assert tokens(await play(fleet, sessions=8, turns=1, tokens=60)).items() <= tokens(calm).items()
+            logs = [file.name for file in tmp_path.glob("*.log")]
+            assert sorted(logs) == ["engine-0.log", "engine-1.log"]
+
+    asyncio.run(run())
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+class KillingSync:
+    """Sends weights from a folder, and on the way kills an engine once."""
+
+    def __init__(self, folder: Path, kill: Callable[[], None]) -> None:
+        self.folder = folder
+        self.kill = kill
+        self.pushes: list[tuple[int, int]] = []
+
+    async def push(self, learner: Any, engines: Any, version: int) -> None:
+        self.pushes.append((len(engines), version))
+        self.kill()
+        for engine in engines:
+            await engine.update_from_disk(self.folder, version)
+
+
+def test_an_engine_killed_during_the_push_gets_its_weights_later(tmp_path: Path, models: tuple[Path, Path]) -> None:
+    first, second = models
+
+    async def run() -> None:
+        config = configured("sampler.engines=2")
+        async with opened(config, first, tmp_path) as fleet:
+            [victim] = pids(fleet)[1:]
+
+            def kill() -> None:
+                os.kill(victim, signal.SIGKILL)
+                sync.kill = lambda: None
+
+            sync = KillingSync(second, kill)
+            stack: Any = SimpleNamespace(fleet=fleet)
+            unused: Any = None
+            source = Sampling(config, stack, unused, sync, unused, unused)
+            learner: Any = object()
+            await source.open()
+            await source.follow(learner, 4)
+            assert len(fleet.live) == 1, "it waits for its weights"
+            assert await fleet.live[0].version() == 4
+            await asyncio.sleep(0.3)
+            async with source._playing():
+                said = await play(fleet, sessions=4, turns=1, tokens=20)
+                await until(lambda: len(fleet.live) == 2)
+            assert {generation.versions for generation in said.values()} == {((0, 4),)}
+            assert [await client.version() for client in fleet.live] == [4, 4]
+            assert sync.pushes == [(2, 4), (1, 4), (1, 4)]
+            sync.folder = tmp_path / "nowhere"
+            with pytest.raises(EngineError, match="is no folder"):
+                await source.follow(learner, 5)
+
+    asyncio.run(run())
+
+
+def test_the_last_engine_ends_the_run_with_its_log(tmp_path: Path, models: tuple[Path, Path]) -> None:
+    async def run() -> None:
+        config = configured("sampler.engines=1", "sampler.max_restarts=0")
+        async with opened(config, models[0], tmp_path) as fleet:
+            fleet.check()
+            playing = asyncio.ensure_future(play(fleet, sessions=4, turns=8, tokens=200))
+            await until(lambda: fleet.sampler.prompt_tokens > 0)
+            os.kill(pids(fleet)[0], signal.SIGKILL)
+            with pytest.raises(SamplerError, match="no engine is left"):
+                await playing
+            with pytest.raises(EngineError, match=r"(?s)no engine is left.*max_restarts=0.*SIGKILL.*engine-0\.log"):
+                fleet.check()
+
+    asyncio.run(run())
+
+
+def test_attached_engines(tmp_path: Path, models: tuple[Path, Path]) -> None:
+    """Engines that run already are taken out when they stop answering, and back in once they do, with new weights."""
+    first, second = models
+
+    async def run() -> None:
+        async with opened(configured("sampler.engines=2"), first, tmp_path) as others:
+            urls = [client.url for client in others.live]
+            with pytest.raises(ConfigError, match=r"sampler\.url=http://127.0.0.1:1: no healthy engine"):
+                async with opened(configured(f"sampler.url={urls[0]},http://127.0.0.1:1"), first, tmp_path):
+                    pass
+            config = configured(f"sampler.url={urls[0]}, {urls[1]}", "sampler.max_running=2")
+            async with opened(config, first, tmp_path) as fleet:
+                resent: list[SGLangClient] = []
+
+                async def resend(engine: Any) -> int:
+                    resent.append(engine)
+                    await engine.update_from_disk(second, 2)
+                    return 2
+
+                fleet.resend_with(resend)
+                stopped = pids(others)[0]
+                others._monitor._tasks.pop(0).cancel()  # this one is to stay
+                os.kill(stopped, signal.SIGSTOP)
+                try:
+                    said = await play(fleet, sessions=6, turns=2, tokens=20)
+                    assert len(said) == 12
+                    assert [client.url for client in fleet.live] == [urls[1]]
+                finally:
+                    os.kill(stopped, signal.SIGCONT)
+                await until(lambda: len(fleet.live) == 2)
+                assert [client.url for client in resent] == [urls[0]]
+                fleet.check()
+
+    asyncio.run(run())
