@@ -168,7 +168,7 @@ class ChildProcess:
 
         """
         deadline = time.monotonic() + timeout_s
-        while not _answers(url):
+        while not answers(url):
             try:
                 self.check()
                 if time.monotonic() > deadline:
@@ -209,7 +209,8 @@ class ChildProcess:
         self.stop()
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Return whether ``GET url`` answers 200 within a second."""
     try:
         with _OPENER.open(url, timeout=1.0) as answer:
             return bool(answer.status == 200)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
+import logging
+import signal
 import socket
 import sys
 import time
@@ -12,11 +14,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import ConfigError, EngineError, PortInUseError
-from agentrl.process import ChildProcess
+import psutil
+
+from agentrl.errors import AgentrlError, ConfigError, EngineError, PortInUseError
+from agentrl.process import ChildProcess, answers
+from agentrl.sampler import cpu_sglang
+from agentrl.sampler.interpreter import Interpreter
+from agentrl.sampler.startup import Phase, StartLog
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.02
+_SLOW_POLL_S = 0.2
+_LONG_S = 20.0
+"""A start that lasts longer is told of, at every new phase and with growing gaps."""
+_OTHER_KEYS = {
+    "port": "set sampler.port",
+    "host": "an engine that the run starts is for the run alone; set sampler.url to use one elsewhere",
+    "model": "set model.path",
+    "model-path": "set model.path",
+}
+"""Options of SGLang that are not for ``sampler.sglang``."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +46,8 @@ class EngineProcess:
     """Where it answers, such as ``http://127.0.0.1:30000``."""
     child: ChildProcess
     """Its process."""
+    grace_s: float = 5.0
+    """Seconds to end by itself when it is stopped; SGLang would report a crash in them."""
 
     def alive(self) -> bool:
         """Return whether the process runs."""
@@ -42,7 +63,7 @@ class EngineProcess:
 
     def stop(self) -> None:
         """End it and everything it started."""
-        self.child.stop()
+        self.child.stop(self.grace_s)
 
 
 def launch_embedded(
@@ -112,9 +133,13 @@ def launch_sglang(
     port: int = 0,
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
+    python: Path | None = None,
     timeout_s: float = 600.0,
 ) -> EngineProcess:
     """Start ``sglang.launch_server`` on a model folder and wait until it is healthy.
+
+    A start that lasts is told of by warnings in Python's log. With the option ``device: cpu`` and an interpreter whose
+    torch knows no GPU, the stand-ins of `agentrl.sampler.cpu_sglang` are used.
 
     Args:
         model: Hugging Face folder.
@@ -123,23 +148,101 @@ def launch_sglang(
         seed: of sampling.
         options: SGLang's own options: ``{"mem_fraction_static": 0.5}`` becomes ``--mem-fraction-static 0.5``, a True
             becomes a bare flag, a list several values.
+        python: interpreter that runs it; agentrl need not be installed there. None: this one.
         timeout_s: how long it may take.
 
     Raises:
-        ConfigError: SGLang is not installed here.
+        ConfigError: SGLang is not installed there, or refuses an option.
         PortInUseError: something else listens on ``port``.
-        EngineError: it died or stayed silent; the message has its last log lines.
+        EngineError: it died or stayed silent; the message has the phase, what was out of memory where that was it, and
+            its last log lines.
     """
-    if importlib.util.find_spec("sglang") is None:
-        raise ConfigError(
-            "sampler.backend=sglang: SGLang is not installed; install it with `pip install 'agentrl[sglang]'`, or set "
-            "sampler.url to a running server, or sampler.backend=embedded"
-        )
-    flags = {"model-path": model, "random-seed": seed, **(options or {})}
+    options = options or {}
+    _check_options(options)
+    interpreter = Interpreter.look(python or Path(sys.executable))
+    interpreter.require_sglang(chosen=python is not None)
+    flags: dict[str, Any] = {"model-path": model, "random-seed": seed}
+    env: dict[str, str] = {}
+    if options.get("device") == "cpu":
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
+        if not interpreter.gpu and not interpreter.kernels:
+            env |= cpu_sglang.environment()
+            flags |= _dashed(cpu_sglang.OPTIONS)
+    flags |= _dashed(options)
+    guard = [sys.executable, "-S", str(Path(__file__).with_name("guard.py"))]
     with _held(port) as held:
-        command = [sys.executable, "-m", "sglang.launch_server", *_flags(flags), "--host", _HOST, "--port", str(held)]
-        child = ChildProcess.start(command, log=log, name="SGLang", error=EngineError)
-        return _healthy(child, held, timeout_s)
+        server = [str(interpreter.python), "-m", "sglang.launch_server", *_flags(flags)]
+        command = [*guard, *server, "--host", _HOST, "--port", str(held)]
+        told = StartLog(log)
+        child = ChildProcess.start(command, log=log, name="SGLang", env=env, error=EngineError)
+        engine = EngineProcess(f"http://{_HOST}:{held}", child, grace_s=0.0)
+        try:
+            _watch_start(engine, told, options, timeout_s)
+        except BaseException:
+            engine.stop()
+            raise
+    return engine
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of SGLang that the run itself sets."""
+    for name in options:
+        key = _OTHER_KEYS.get(name.replace("_", "-"))
+        if key is not None:
+            raise ConfigError(f"sampler.sglang.{name}={options[name]}: {key}")
+
+
+def _watch_start(engine: EngineProcess, told: StartLog, options: Mapping[str, Any], timeout_s: float) -> None:
+    """Block until the server is healthy.
+
+    Raises:
+        ConfigError: it refuses an option.
+        EngineError: it died or stayed silent.
+    """
+    begun = time.monotonic()
+    peak = 0
+    said: tuple[Phase, float] = (Phase.IMPORTS, 0.0)
+    while not answers(f"{engine.url}/health"):
+        seconds = time.monotonic() - begun
+        code = engine.child.exit_code()
+        phase = told.read()
+        if code is not None or seconds > timeout_s:
+            raise _failed_start(told, options, code, peak, timeout_s)
+        peak = max(peak, _resident_bytes(engine.child.pid))
+        if seconds > _LONG_S and (phase is not said[0] or seconds > 2 * said[1]):
+            _log.warning("SGLang is not up after %.0f s: %s (its log: %s)", seconds, phase.words, told.log)
+            said = (phase, seconds)
+        time.sleep(_SLOW_POLL_S)
+
+
+def _failed_start(
+    told: StartLog, options: Mapping[str, Any], code: int | None, host_peak: int, timeout_s: float
+) -> AgentrlError:
+    """Return the error for a start that failed: by its exit status, or without one for having lasted too long."""
+    if refused := told.wrong_option(options):
+        return ConfigError(f"{refused}. The end of its log {told.log}:\n{told.tail(3)}")
+    where = told.phase.words
+    if code is None:
+        what = (
+            f"SGLang does not answer after {timeout_s:g} s, {where}; raise sampler.start_timeout_s if it needs longer"
+        )
+    elif code < 0:
+        what = f"SGLang ended while {where} (signal {signal.Signals(-code).name})"
+    else:
+        what = f"SGLang ended while {where} (exit status {code})"
+    reason = told.out_of_memory(code, host_peak) or told.last_error()
+    return EngineError(f"{what}{': ' + reason if reason else ''}. The end of its log {told.log}:\n{told.tail()}")
+
+
+def _resident_bytes(pid: int) -> int:
+    """Return the memory of a process and of all that it started; what is gone meanwhile counts nothing."""
+    total = 0
+    with contextlib.suppress(psutil.Error):
+        leader = psutil.Process(pid)
+        for process in [leader, *leader.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                total += int(process.memory_info().rss)
+    return total
 
 
 def _healthy(child: ChildProcess, port: int, timeout_s: float) -> EngineProcess:
@@ -168,6 +271,10 @@ def _held(port: int) -> Iterator[int]:
                 f"sampler.port={port} cannot be used ({error.strerror}): set sampler.port to a free port, or to 0"
             ) from error
         yield int(holder.getsockname()[1])
+
+
+def _dashed(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.replace("_", "-"): value for name, value in options.items()}
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
