@@ -11,10 +11,10 @@ Waits nest by context: those of a task or a thread (`asyncio.to_thread`) that wa
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
+from time import monotonic
 from types import TracebackType
 
 Detail = str | Callable[[], str]
@@ -35,44 +35,43 @@ class waiting:
 
     """
 
-    __slots__ = ("_details", "_waits", "kind", "parent", "since")
+    __slots__ = ("_details", "kind", "parent", "since", "waits")
+
+    parent: waiting | Waits
+    """The wait that this one is part of."""
+    since: float
+    """When it began, on `time.monotonic`'s clock."""
 
     def __init__(self, kind: str, *details: Detail) -> None:
         self.kind = kind
-        self.parent: waiting | None = None
-        """The wait that this one is part of."""
-        self.since = 0.0
-        """When it began, on `time.monotonic`'s clock."""
+        self.waits: Waits | None = None
+        """Those of the run; None where nobody watches."""
         self._details = details
-        self._waits: Waits | None = None
 
     def __enter__(self) -> None:
         """Begin to wait."""
         outer = _inside.get()
         if outer is None:
             return
-        if isinstance(outer, waiting):
-            self.parent, self._waits = outer, outer._waits
-        else:
-            self._waits = outer
-        assert self._waits is not None, "a wait that others are inside of is watched"
-        self.since = time.monotonic()
-        self._waits.open.add(self)
+        waits = outer.waits
+        assert waits is not None, "a wait that others are inside of is watched"
+        self.parent, self.waits, self.since = outer, waits, monotonic()
+        waits.open.add(self)
         _inside.set(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """End the wait."""
-        waits = self._waits
+        waits = self.waits
         if waits is None:
             return
         waits.open.discard(self)
         if error is None:
-            waits.moved = time.monotonic()
+            waits.moved = monotonic()
         # A coroutine that is thrown away ends in whichever context that happens in.
         if _inside.get() is self:
-            _inside.set(self.parent or waits)
+            _inside.set(self.parent)
 
     @property
     def text(self) -> str:
@@ -98,9 +97,11 @@ class Waits:
     """All waits of a run. `waiting` adds to it in the contexts that are entered or made after `enter`."""
 
     def __init__(self) -> None:
+        self.waits = self
+        """As a wait's."""
         self.open: set[waiting] = set()
         """Those that go on; added and removed by any thread."""
-        self.moved = time.monotonic()
+        self.moved = monotonic()
         """When one last ended well."""
 
     def enter(self) -> Token[Waits | waiting | None]:
@@ -115,20 +116,19 @@ class Waits:
         """Return what is waited for, the longest wait first; of waits inside each other the innermost."""
         some = list(self.open)
         outer = {id(one.parent) for one in some}
-        clock = time.monotonic()
+        clock = monotonic()
         inner = sorted((one for one in some if id(one) not in outer), key=lambda one: one.since)
         return [_shown(one, clock - one.since) for one in inner]
 
 
 def _shown(innermost: waiting, seconds: float) -> Waiting:
     words: list[str] = []
-    phase, one = "", innermost
-    while True:
+    phase = ""
+    one: waiting | Waits = innermost
+    while isinstance(one, waiting):
         if one.kind == PHASE:
             phase = one.text.removeprefix(PHASE).strip()
         else:
             words.insert(0, one.text)
-        if one.parent is None:
-            break
         one = one.parent
     return Waiting(innermost.kind, ": ".join(words), phase, seconds)

@@ -56,8 +56,7 @@ class ToolServerClient:
             ConfigError: a server refuses our token, or has other tools.
 
         """
-        with waiting("tool session", "that a server opens"):
-            session = await self._session(episode_id)
+        session = await self._session(episode_id)
         self._pool.check(session.server)
         try:
             with waiting("tool server", session.server.url):
@@ -73,7 +72,10 @@ class ToolServerClient:
             opening = asyncio.create_task(self._pool.open(episode_id), name=f"open {episode_id}")
             self._sessions[episode_id] = opening
         try:
-            return await asyncio.shield(opening)
+            if opening.done():
+                return opening.result()
+            with waiting("tool session", "that a server opens"):
+                return await asyncio.shield(opening)
         except AgentrlError as error:
             if self._sessions.get(episode_id) is opening:
                 del self._sessions[episode_id]
