@@ -17,6 +17,7 @@ from agentrl.models.reference import check_reference, resolve_reference
 from agentrl.models.resolve import has_chat_template, resolve_model
 from agentrl.registry import env_class, make_env, make_tasks
 from agentrl.rewards.grader import check_reward
+from agentrl.sampler.interpreter import Interpreter
 from agentrl.task import Task, TaskSet
 from agentrl.tasksource import EnvTasks
 from agentrl.toolserver.run import check_tools, run_services
@@ -130,9 +131,10 @@ def check_engine(config: Config) -> None:
         ConfigError: it holds fewer tokens than an episode may have.
 
     """
-    if config.sampler.backend == "sglang" and config.sampler.url is None:
-        lacks = [] if find_spec("sglang") else ["SGLang is not installed here (pip install 'agentrl[sglang]')"]
-        lacks += [] if _gpus() else ["there is no GPU here"]
+    sampler = config.sampler
+    if sampler.backend == "sglang" and sampler.url is None:
+        lacks = _lacks_sglang(sampler.python)
+        lacks += [] if sampler.sglang_options.get("device") == "cpu" or _gpus() else ["there is no GPU here"]
         if lacks:
             raise MissingError(
                 f"sampler.backend=sglang, but {' and '.join(lacks)}; set sampler.url to a running server, or "
@@ -143,6 +145,17 @@ def check_engine(config: Config) -> None:
             f"rollout.max_tokens={config.rollout.max_tokens} is more than the engine holds: "
             f"raise sampler.embedded.context={config.sampler.embedded.context}"
         )
+
+
+def _lacks_sglang(python: Path | None) -> list[str]:
+    if python is None:
+        here = find_spec("sglang") is not None
+        return (
+            [] if here else ["SGLang is not installed here (pip install 'agentrl[sglang]', or sampler.sglang.python)"]
+        )
+    if not python.is_file():
+        return [f"there is no sampler.sglang.python={python}"]
+    return [] if Interpreter.look(python).sglang else [f"SGLang is not installed in sampler.sglang.python={python}"]
 
 
 def _gpus() -> int:
@@ -197,7 +210,7 @@ def _check_template(config: Config, model: Path) -> str:
 def _describe(
     config: Config, tasks: str, model: Path | None, sets: list[TaskChoice] | None, template: str
 ) -> list[str]:
-    rollout, plan = config.rollout, config.train
+    rollout, plan, sampler = config.rollout, config.train, config.sampler
     source = config.data.path or config.tasks.name or "of the environment"
     where = f" ({model})" if model is not None else ""
     lines = {
@@ -205,7 +218,7 @@ def _describe(
         "tasks": f"{source}: {tasks}",
         "reward": config.reward.function or "the environment's",
         "model": f"{config.model.path}{where}",
-        "engine": config.sampler.url or config.sampler.backend,
+        "engine": sampler.url or sampler.backend + (f", {sampler.engines} of them" if sampler.engines > 1 else ""),
         "step": f"{rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
         f"{rollout.batch_size * rollout.n_samples_per_prompt} episodes",
         "learner": f"{config.learner.backend}, {config.learner.workers} worker(s), {config.algo.name}",
