@@ -6,6 +6,7 @@ Each protocol has its fake in `agentrl.testing`.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,8 +42,44 @@ class Sampler(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class WeightGroup:
+    """A ``torch.distributed`` group through which weights go. Example: ``WeightGroup("w1", "127.0.0.1", 29500, 3, "gloo")``."""
+
+    name: str
+    """Never used twice, as engines may know the earlier group still."""
+    host: str
+    """Where its store is."""
+    port: int
+    """Of the store."""
+    size: int
+    """Processes in it: the sender, which is rank 0, and those of all engines."""
+    backend: str
+    """``nccl`` or ``gloo``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a tensor of a bucket is. Example: ``TensorSpec("model.norm.weight", "float32", (64,))``."""
+
+    name: str
+    """Hugging Face's."""
+    dtype: str
+    """As ``torch`` has it, such as ``bfloat16``."""
+    shape: tuple[int, ...]
+
+
 class EngineControl(Protocol):
-    """Steers an engine. All raise `EngineError` with the engine's own words when it refuses."""
+    """Steers an engine. All raise `EngineError` with the engine's own words when it refuses.
+
+    Weights in several buckets take effect together with the last one. Where an engine may hold a mixture, because an
+    update broke off, it samples nothing until a whole one has come.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        ...
 
     async def healthy(self) -> bool:
         """Return whether the engine answers."""
@@ -62,6 +99,36 @@ class EngineControl(Protocol):
 
     async def update_from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
         """Take one bucket of weights by Hugging Face name; after the ``last`` one, ``version`` samples."""
+        ...
+
+    async def ranks(self) -> int:
+        """Return how many processes of it join a `WeightGroup`."""
+        ...
+
+    async def join_group(self, group: WeightGroup, first_rank: int) -> None:
+        """Join a group, its processes as ``first_rank`` and the next ones; returns when all ranks have joined."""
+        ...
+
+    async def leave_group(self, group: WeightGroup) -> None:
+        """Leave a group; what it waits for there fails."""
+        ...
+
+    async def begin_update(self) -> None:
+        """Let no generation start until the update has ended, and wait for those under way."""
+        ...
+
+    async def update_from_group(
+        self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool
+    ) -> None:
+        """Take one bucket that rank 0 broadcasts; returns when it has come. Otherwise as `update_from_tensors`."""
+        ...
+
+    async def cancel_update(self) -> None:
+        """Say that no further bucket comes. Does nothing where no update is under way."""
+        ...
+
+    async def checksums(self) -> dict[str, str]:
+        """Return a checksum of every weight by the engine's name for it; see `agentrl.weights.checksum`."""
         ...
 
     async def version(self) -> int:
@@ -217,5 +284,15 @@ class WeightSync(Protocol):
     """Brings the learner's weights into the engines."""
 
     async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> None:
-        """Send the weights, then check that every engine samples with ``version``."""
+        """Send the weights, then check the engines as ``weights.check`` says.
+
+        Raises:
+            EngineError: an engine failed, or the check did. Those that may hold a mixture sample nothing until a whole
+                update has come.
+
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Give back what is kept from one update to the next."""
         ...

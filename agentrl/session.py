@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from agentrl.cluster.learners import RayLearnerGroup, start_learners
@@ -140,13 +141,20 @@ async def _open_sampling(session: Session, interrupt: Interrupt, exits: AsyncExi
     config, folder = session.config, session.folder
     tasks = open_tasks(config)
     stack = await exits.enter_async_context(open_stack(config, tasks, session.model, folder, config.run.seed))
+    sync = make_sync(
+        config.weights.transport,
+        bucket_bytes=config.weights.bucket_mib << 20,
+        folder=folder / "weights",
+        check=config.weights.check,
+        backend=group_backend(config),
+        timeout_s=config.sampler.request_timeout_s,
+    )
+    exits.push_async_callback(sync.aclose)
     source = Sampling(
         config=config,
         stack=stack,
         order=TaskOrder(tasks.split(config.tasks.train_split), config.run.seed),
-        sync=make_sync(
-            config.weights.transport, bucket_bytes=config.weights.bucket_mib << 20, folder=folder / "weights"
-        ),
+        sync=sync,
         recorder=RolloutRecorder(
             folder / "rollouts",
             keep=config.obs.rollouts,
@@ -165,6 +173,12 @@ async def _open_replay(session: Session, interrupt: Interrupt, exits: AsyncExitS
     samples = Samples(session.replay, session.config.rollout.batch_size)
     check = sample_check(session.model, session.config.sampler.temperature)
     return Replay(session.config, samples, check, interrupt)
+
+
+def group_backend(config: Config) -> str:
+    """Return what ``weights.transport=distributed`` sends through: NCCL where this process and SGLang have GPUs."""
+    on_gpus = config.sampler.backend == "sglang" and config.sampler.sglang.get("device", "cuda") != "cpu"
+    return "nccl" if on_gpus and torch.cuda.is_available() else "gloo"
 
 
 def _open_metrics(session: Session, view: ProgressView) -> MetricsLog:

@@ -14,7 +14,7 @@ BOTTOM = {"types", "errors", "protocols", "obs", "process"}
 LEVELS = [
     {"config"},
     {"spaces", "task", "tool", "env", "registry", "resolve", "data", "rewards"},
-    {"render", "models"},
+    {"render", "models", "broadcast"},
     {"episode", "batch", "algo"},
     {"learner", "weights", "sampler", "toolserver"},
     {"cluster"},

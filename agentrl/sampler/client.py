@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import itertools
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +14,8 @@ import httpx
 
 from agentrl.errors import EngineError, EngineLostError, SamplerError
 from agentrl.obs.waiting import waiting
+from agentrl.protocols import TensorSpec, WeightGroup
+from agentrl.sampler.control import Control, RefusedControl, WeightUpdates
 from agentrl.sampler.parts import Part, join, read_part, version_number
 from agentrl.sampler.transport import Refused, Transport
 from agentrl.types import FinishReason, Generation, Prompt, SamplingParams
@@ -47,8 +47,9 @@ class _Flight:
 class SGLangClient:
     """A `Sampler` and an `EngineControl` for one engine, or for a router before several.
 
-    While the engine is paused through this client, generations wait here. One that a pause with mode ``abort`` cut off
-    keeps its tokens and goes on with a second request after `resume`, so that the version of every token is known.
+    While the engine is paused or gets new weights through this client, generations wait here. One that a pause with
+    mode ``abort`` cut off keeps its tokens and goes on with a second request after `resume`, so that the version of every
+    token is known.
     """
 
     def __init__(self, url: str, *, timeout_s: float = 300.0) -> None:
@@ -58,9 +59,8 @@ class SGLangClient:
         self._flights: dict[str, _Flight] = {}
         self._open: asyncio.Event | None = None
         """Cleared while the engine is paused; None: never has been."""
-        self._in_update = False
-        self._brackets = True
-        """The engine has /begin_weight_update, as far as is known."""
+        self._control = Control(self._transport, url)
+        self._updates = WeightUpdates(self._control)
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -128,16 +128,27 @@ class SGLangClient:
         raise AssertionError("count() does not end")
 
     async def _opened_or_aborted(self, flight: _Flight) -> None:
-        """Wait while the engine is paused, unless the caller stops the flight."""
-        if self._open is None or self._open.is_set():
+        """Wait while the engine is paused or gets weights, unless the caller stops the flight."""
+        if not self._paused() and not self._updates.closed:
             return
-        waits = [asyncio.ensure_future(self._open.wait()), asyncio.ensure_future(flight.aborted.wait())]
+        waits = [asyncio.ensure_future(self._gate()), asyncio.ensure_future(flight.aborted.wait())]
         try:
             with waiting("engine", self.url, "which is paused"):
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if waits[0].done():
+                waits[0].result()
         finally:
             for wait in waits:
                 wait.cancel()
+
+    async def _gate(self) -> None:
+        while self._paused():
+            await self._opened().wait()
+            await self._updates.opened()
+        await self._updates.opened()
+
+    def _paused(self) -> bool:
+        return self._open is not None and not self._open.is_set()
 
     async def abort(self, request_id: str) -> None:
         """Stop a request and wait until its `generate` ends; one that is not under way is left alone."""
@@ -173,41 +184,90 @@ class SGLangClient:
         for flight in self._flights.values():
             flight.pause = mode
         try:
-            await self._control("/pause_generation", {"mode": mode})
+            await self._control.call("/pause_generation", {"mode": mode})
         except EngineError:
             self._opened().set()
             raise
 
     async def resume(self) -> None:
         """Go on sampling."""
-        await self._control("/continue_generation", {})
+        await self._control.call("/continue_generation", {})
         self._opened().set()
 
     async def update_from_disk(self, folder: Path, version: int) -> None:
         """Load a Hugging Face folder's weights."""
-        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
-        await self._control("/update_weights_from_disk", body)
+        await self._updates.from_disk(folder, version)
         self._mark_spans()
 
     async def update_from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
         """Take one bucket of weights."""
-        if not self._in_update:
-            await self._begin()
-        body: dict[str, Any] = {"serialized_named_tensors": [pickle_tensors(named)], "flush_cache": last}
-        if last:
-            body["weight_version"] = str(version)
+        await self._updates.from_tensors(named, version, last=last)
+        self._mark_spans()
+
+    async def ranks(self) -> int:
+        """Return the engine's tensor-parallel size."""
+        info = await self._control.call("/server_info", None)
         try:
-            await self._control("/update_weights_from_tensor", body)
-        except EngineError:
-            await self._end()
-            raise
-        if last:
-            await self._end()
-            self._mark_spans()
+            return int(info["tp_size"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"the engine at {self.url} tells no tp_size in /server_info: {error}") from error
+
+    async def join_group(self, group: WeightGroup, first_rank: int) -> None:
+        """Join a group that weights are broadcast in."""
+        body = {
+            "master_address": group.host,
+            "master_port": group.port,
+            "rank_offset": first_rank,
+            "world_size": group.size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await self._control.call("/init_weights_update_group", body, once=True)
+
+    async def leave_group(self, group: WeightGroup) -> None:
+        """Leave a group."""
+        await self._control.call("/destroy_weights_update_group", {"group_name": group.name})
+
+    async def begin_update(self) -> None:
+        """Let no generation start until the update has ended."""
+        await self._updates.begin()
+
+    async def update_from_group(
+        self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool
+    ) -> None:
+        """Take one bucket that is broadcast."""
+        await self._updates.from_group(group, specs, version, last=last)
+        self._mark_spans()
+
+    async def cancel_update(self) -> None:
+        """Close an update that broke off."""
+        await self._updates.cancel()
+
+    async def checksums(self) -> dict[str, str]:
+        """Return what ``/weights_checker`` gives: of each weight 64 bits of SHA-256.
+
+        Raises:
+            EngineError: the engine has no such endpoint, holds shards, or hashes on a GPU, in a way of its own.
+        """
+        device = (await self._control.call("/server_info", None) or {}).get("device")
+        try:
+            reply = await self._control.call("/weights_checker", {"action": "checksum"})
+        except RefusedControl as error:
+            if error.status == 404:
+                reply = None
+            else:
+                raise
+        parts = reply.get("ranks") or [] if isinstance(reply, dict) else []
+        if device not in (None, "cpu") or len(parts) != 1:
+            raise EngineError(
+                f"the engine at {self.url} gives no checksums that can be compared (it runs on {device or 'cpu'} and "
+                f"has {len(parts)} parts with checksums, 1 on a CPU is wanted): set weights.check=version"
+            )
+        return {str(name): str(value) for name, value in parts[0]["checksums"].items()}
 
     async def version(self) -> int:
         """Return the policy version that samples now."""
-        info = await self._control("/model_info", None)
+        info = await self._control.call("/model_info", None)
         try:
             return version_number(info["weight_version"])
         except (KeyError, TypeError, SamplerError) as error:
@@ -215,41 +275,7 @@ class SGLangClient:
 
     async def flush(self) -> None:
         """Drop the prefix cache."""
-        await self._control("/flush_cache", {})
-
-    async def _begin(self) -> None:
-        if self._brackets:
-            try:
-                await self._transport.post("/begin_weight_update", {})
-            except Refused as error:
-                if error.status != 404:
-                    raise EngineError(
-                        f"the engine at {self.url} refuses /begin_weight_update: {error.words}"
-                    ) from error
-                self._brackets = False  # SGLang before 0.5.23
-            except httpx.HTTPError as error:
-                raise EngineError(f"the engine at {self.url} does not answer: {error}") from error
-        self._in_update = True
-
-    async def _end(self) -> None:
-        self._in_update = False
-        if self._brackets:
-            await self._control("/end_weight_update", {})
-
-    async def _control(self, path: str, body: dict[str, Any] | None) -> Any:
-        """Send a control request; ``body`` None means GET."""
-        try:
-            with waiting("engine", self.url, path):
-                reply = await (self._transport.get(path) if body is None else self._transport.post(path, body))
-        except Refused as error:
-            raise EngineError(f"the engine at {self.url} refuses {path}: {error.words}") from error
-        except httpx.HTTPError as error:
-            raise EngineError(
-                f"the engine at {self.url} does not answer {path}: {type(error).__name__} {error}"
-            ) from error
-        if isinstance(reply, dict) and reply.get("success") is False:
-            raise EngineError(f"the engine at {self.url} refuses {path}: {reply.get('message')}")
-        return reply
+        await self._control.call("/flush_cache", {})
 
     def _opened(self) -> asyncio.Event:
         if self._open is None:
@@ -282,10 +308,3 @@ def _body(ids: list[int], params: SamplingParams, max_new_tokens: int, rid: str,
     if texts and params.stop:
         body["return_text_in_logprobs"] = True
     return body
-
-
-def pickle_tensors(named: Sequence[tuple[str, torch.Tensor]]) -> str:
-    """Return tensors as SGLang takes them: a base64 pickle, by value."""
-    # Sharing a CPU tensor by file descriptor crashes SGLang's scheduler. A view would carry its whole storage.
-    pairs = [(name, tensor.detach().cpu().contiguous().clone()) for name, tensor in named]
-    return base64.b64encode(pickle.dumps(pairs)).decode()

@@ -49,14 +49,16 @@ class Transport:
             )
         return self._clients[shard]
 
-    async def post(self, path: str, body: Any, *, key: str = "") -> Any:
+    async def post(self, path: str, body: Any, *, key: str = "", retries: int = _RETRIES) -> Any:
         """Send ``body`` and return the reply's JSON (None where it has none); ``key`` picks the connections.
+
+        ``retries`` is 0 for what an engine must not do twice.
 
         Raises:
             Refused: another status than 200.
             httpx.HTTPError: no answer after all retries.
         """
-        return _content(await self._send("POST", path, orjson.dumps(body), key))
+        return _content(await self._send("POST", path, orjson.dumps(body), key, retries))
 
     async def get(self, path: str, *, retries: int = _RETRIES) -> Any:
         """As `post`, by GET."""

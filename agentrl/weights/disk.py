@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from agentrl.protocols import EngineControl, LearnerGroup
-from agentrl.weights.engines import check_version, on_all
+from agentrl.weights.engines import Check, on_all
 
 
 class DiskSync:
@@ -20,38 +20,44 @@ class DiskSync:
     Args:
         bucket_bytes: size of a file; a larger tensor makes one of its own.
         folder: parent of what is written; memory-backed where speed matters.
+        check: what engines are asked afterwards; see `Check`.
 
     """
 
-    def __init__(self, *, bucket_bytes: int, folder: Path) -> None:
+    def __init__(self, *, bucket_bytes: int, folder: Path, check: str = "version") -> None:
         self.folder = folder
         self.bucket_bytes = bucket_bytes
+        self.check = check
+
+    async def aclose(self) -> None:
+        """Nothing is kept between updates."""
 
     async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> None:
         """Write the weights and have them loaded; see `WeightSync.push`.
 
         Raises:
-            EngineError: an engine could not load them, or samples with another version afterwards.
+            EngineError: an engine could not load them, or the check afterwards fails.
 
         """
         folder = self.folder / f"version_{version:06d}"
+        check = Check(self.check)
 
         async def load(engine: EngineControl) -> None:
             await engine.update_from_disk(folder, version)
 
         try:
-            await asyncio.to_thread(self._write, learner, folder)
+            await asyncio.to_thread(self._write, learner, check, folder)
             await on_all(engines, f"weights of version {version} from {folder}", load)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder)
-        await check_version(engines, version)
+        await check.of(engines, version)
 
-    def _write(self, learner: LearnerGroup, folder: Path) -> None:
+    def _write(self, learner: LearnerGroup, check: Check, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         places: dict[str, str] = {}
         size = 0
-        for number, bucket in enumerate(learner.weights(self.bucket_bytes)):
+        for number, bucket in enumerate(check.watch(learner.weights(self.bucket_bytes))):
             file = f"model-{number:05d}.safetensors"
             save_file({name: tensor.cpu().contiguous() for name, tensor in bucket}, folder / file, {"format": "pt"})
             places |= {name: file for name, _ in bucket}

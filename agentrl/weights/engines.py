@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from agentrl.errors import EngineError
 from agentrl.obs.waiting import waiting
 from agentrl.protocols import EngineControl
+from agentrl.weights.checksum import Bucket, Checksums
 
 
 async def on_all(
@@ -32,6 +34,38 @@ async def on_all(
             raise result
 
 
+class Check:
+    """What ``weights.check`` asks of the engines after an update; made anew for each."""
+
+    def __init__(self, mode: str) -> None:
+        """``mode`` is ``none``, ``version`` or ``checksum``."""
+        self._mode = mode
+        self._sums = Checksums()
+
+    def watch(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+        """Yield the buckets that are sent."""
+        return self._sums.watch(buckets) if self._mode == "checksum" else buckets
+
+    async def of(self, engines: Sequence[EngineControl], version: int) -> None:
+        """Ask all engines.
+
+        Raises:
+            EngineError: one samples with another version, holds other weights, or cannot say.
+        """
+        if self._mode != "none":
+            await check_version(engines, version)
+        if self._mode == "checksum":
+            await self._checksums(engines)
+
+    async def _checksums(self, engines: Sequence[EngineControl]) -> None:
+        async def compare(engine: EngineControl) -> None:
+            difference = self._sums.difference(await engine.checksums())
+            if difference is not None:
+                raise EngineError(f"its weights are not those that were sent: {difference}")
+
+        await on_all(engines, "check of the weights", compare)
+
+
 async def check_version(engines: Sequence[EngineControl], version: int) -> None:
     """Check that every engine samples with ``version``.
 
@@ -46,3 +80,13 @@ async def check_version(engines: Sequence[EngineControl], version: int) -> None:
             raise EngineError(f"it samples with version {found}, but {version} was sent")
 
     await on_all(engines, "check of the policy version", check)
+
+
+async def give_up(engines: Sequence[EngineControl], *, limit_s: float = 10.0) -> None:
+    """Tell engines that no further bucket comes; those that do not answer are left alone, as the push has failed."""
+
+    async def cancel(engine: EngineControl) -> None:
+        with contextlib.suppress(EngineError, TimeoutError):
+            await asyncio.wait_for(engine.cancel_update(), limit_s)
+
+    await asyncio.gather(*(cancel(engine) for engine in engines))

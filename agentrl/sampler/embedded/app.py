@@ -18,6 +18,7 @@ from starlette.routing import Route
 from agentrl.sampler.embedded.errors import BadRequestError
 from agentrl.sampler.embedded.request import Request, parse_generate
 from agentrl.sampler.embedded.scheduler import Scheduler
+from agentrl.sampler.embedded.updates import Incoming
 from agentrl.sampler.embedded.weights import read_named_tensors
 
 Body = dict[str, Any]
@@ -48,6 +49,7 @@ def build_app(scheduler: Scheduler, on_failure: Callable[[BaseException], None])
         Route("/generate", endpoints.generate, methods=["POST"]),
         Route("/health", endpoints.health),
         Route("/model_info", endpoints.model_info),
+        Route("/server_info", endpoints.server_info),
         Route("/flush_cache", endpoints.flush_cache, methods=["GET", "POST"]),
         post("/abort_request", endpoints.abort_request),
         post("/pause_generation", endpoints.pause_generation),
@@ -56,6 +58,10 @@ def build_app(scheduler: Scheduler, on_failure: Callable[[BaseException], None])
         post("/end_weight_update", endpoints.end_weight_update),
         post("/update_weights_from_tensor", endpoints.update_weights_from_tensor),
         post("/update_weights_from_disk", endpoints.update_weights_from_disk),
+        post("/init_weights_update_group", endpoints.init_weights_update_group),
+        post("/update_weights_from_distributed", endpoints.update_weights_from_distributed),
+        post("/destroy_weights_update_group", endpoints.destroy_weights_update_group),
+        post("/weights_checker", endpoints.weights_checker),
     ]
     return Starlette(routes=routes, lifespan=lifespan)
 
@@ -66,6 +72,7 @@ class Endpoints:
     def __init__(self, scheduler: Scheduler) -> None:
         """Serve ``scheduler``."""
         self._scheduler = scheduler
+        self._incoming = Incoming(scheduler)
         self.engine: asyncio.Task[None] | None = None
 
     async def generate(self, http: HttpRequest) -> Response:
@@ -114,6 +121,10 @@ class Endpoints:
             }
         )
 
+    async def server_info(self, http: HttpRequest) -> Response:
+        """Tell how many processes the engine has, where it computes, and that its weights change all at once."""
+        return _json({"tp_size": 1, "device": "cpu", "whole_updates": True})
+
     async def flush_cache(self, http: HttpRequest) -> Response:
         """Drop the prefix cache."""
         self._scheduler.flush()
@@ -140,11 +151,13 @@ class Endpoints:
     async def begin_weight_update(self, body: Body) -> Response:
         """Let nothing start until `end_weight_update`, and wait for what runs."""
         self._scheduler.begin_update()
+        self._incoming.drop()
         await self._scheduler.drained()
         return _updated()
 
     async def end_weight_update(self, body: Body) -> Response:
         """Let requests start again."""
+        self._incoming.drop()
         self._scheduler.end_update()
         return _updated()
 
@@ -153,9 +166,31 @@ class Endpoints:
         if body.get("load_format") is not None:
             raise BadRequestError(f"load_format={body['load_format']!r}: not in the embedded engine")
         named = read_named_tensors(body.get("serialized_named_tensors") or [])
-        async with self._scheduler.update(_version(body)):
-            self._scheduler.model.load_weights(named)
+        await self._incoming.take(named, _version(body), last=body.get("flush_cache") is not False)
         return _updated()
+
+    async def init_weights_update_group(self, body: Body) -> Response:
+        """Join a group that weights are broadcast in."""
+        await self._incoming.join(body)
+        return _updated()
+
+    async def update_weights_from_distributed(self, body: Body) -> Response:
+        """Take tensors that rank 0 of a group broadcasts, as `update_weights_from_tensor` otherwise."""
+        named = await self._incoming.receive(body)
+        await self._incoming.take(named, _version(body), last=body.get("flush_cache") is not False)
+        return _updated()
+
+    async def destroy_weights_update_group(self, body: Body) -> Response:
+        """Leave a group."""
+        await self._incoming.leave(body.get("group_name"))
+        return _updated()
+
+    async def weights_checker(self, body: Body) -> Response:
+        """Return a checksum of every weight."""
+        if body.get("action", "checksum") != "checksum":
+            raise BadRequestError(f"action={body['action']!r}: the embedded engine has checksum")
+        checksums = await asyncio.to_thread(self._incoming.checksums)
+        return _json({"success": True, "message": "Success.", "ranks": [{"checksums": checksums}]})
 
     async def update_weights_from_disk(self, body: Body) -> Response:
         """Take the weights of the folder ``model_path``."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -115,36 +117,56 @@ class Model:
                 f"{difference:.2g} (at most {limit:g}); use sampler.backend=sglang or another model"
             )
 
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the weights by Hugging Face name; of tied ones only the first."""
+        return self._model.named_parameters()
+
+    def check_weights(self, shapes: Sequence[tuple[str, torch.Size]]) -> None:
+        """Check that weights of these names and shapes fit.
+
+        Raises:
+            BadRequestError: a name is unknown, or a shape is another.
+        """
+        state = self._model.state_dict()
+        for name, shape in shapes:
+            if name not in state:
+                raise BadRequestError(f"the model has no weight {name!r}")
+            if state[name].shape != shape:
+                raise BadRequestError(f"weight {name!r} is {list(state[name].shape)}, not {list(shape)}")
+
     def load_weights(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Copy tensors over the weights of the same Hugging Face names: all, or none where one does not fit.
 
         Raises:
             BadRequestError: a name is unknown, or a shape is another.
         """
+        self.check_weights([(name, tensor.shape) for name, tensor in named])
         state = self._model.state_dict()
-        for name, tensor in named:
-            if name not in state:
-                raise BadRequestError(f"the model has no weight {name!r}")
-            if state[name].shape != tensor.shape:
-                raise BadRequestError(f"weight {name!r} is {list(state[name].shape)}, not {list(tensor.shape)}")
         with torch.no_grad():
             for name, tensor in named:
                 state[name].copy_(tensor)
 
     def load_folder(self, folder: Path) -> None:
-        """Take all weights of a Hugging Face folder.
+        """Take all weights of a Hugging Face folder; one without a configuration holds nothing but weights.
 
         Raises:
             BadRequestError: it cannot be loaded, or is of another model.
         """
         try:
-            other = load_model(folder, self._model.dtype)
-        except ModelError as error:
-            raise BadRequestError(str(error)) from error
-        theirs, ours = other.state_dict(), self._model.state_dict()
-        if theirs.keys() != ours.keys():
-            raise BadRequestError(f"{folder} is of another model: {sorted(theirs.keys() ^ ours.keys())[:3]} differ")
+            theirs = self._read(folder)
+        except (ModelError, OSError, SafetensorError) as error:
+            raise BadRequestError(f"{folder} cannot be read: {error}") from error
+        ours = dict(self.parameters())
+        missing = ours.keys() - theirs.keys()
+        if missing:
+            raise BadRequestError(f"{folder} is of another model: it has no {sorted(missing)[:3]}")
         self.load_weights(list(theirs.items()))
+
+    def _read(self, folder: Path) -> dict[str, Tensor]:
+        if (folder / "config.json").exists():
+            return load_model(folder, self._model.dtype).state_dict()
+        files = sorted(folder.glob("*.safetensors"))
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def _divide(segments: Sequence[Segment], threads: int) -> list[list[int]]:

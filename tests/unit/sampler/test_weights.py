@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.sampler.client import pickle_tensors
+from agentrl.sampler.control import pickle_tensors
 from agentrl.sampler.embedded.errors import BadRequestError
 from agentrl.sampler.embedded.weights import read_named_tensors
 

@@ -11,8 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from agentrl.broadcast import BroadcastGroup
 from agentrl.errors import EngineError, LearnerError
+from agentrl.models.digest import digest
+from agentrl.protocols import TensorSpec, WeightGroup
 from agentrl.weights import TRANSPORTS, make_sync
+from agentrl.weights.checksum import Checksums
 
 
 class BucketLearner:
@@ -41,6 +45,7 @@ class RecordingEngine:
         self.weights: dict[str, list[float]] = {}
         self.events: list[str] = []
         self.now = 0
+        self.url = "http://127.0.0.1:9"
 
     async def update_from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
         await asyncio.sleep(0)
@@ -60,6 +65,37 @@ class RecordingEngine:
         self.events.append("disk")
         if not self.stuck:
             self.now = version
+
+    async def ranks(self) -> int:
+        return 1
+
+    async def join_group(self, group: WeightGroup, first_rank: int) -> None:
+        self.group = await asyncio.to_thread(BroadcastGroup.join, group, first_rank, timeout_s=10)
+
+    async def leave_group(self, group: WeightGroup) -> None:
+        self.events.append("leave")
+        await asyncio.to_thread(self.group.close)
+
+    async def begin_update(self) -> None:
+        await asyncio.sleep(0)
+
+    async def healthy(self) -> bool:
+        return True
+
+    async def update_from_group(
+        self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool
+    ) -> None:
+        if self.refuse in [spec.name for spec in specs]:
+            raise EngineError(f"HTTP 400: no parameter {self.refuse}")
+        named = [(spec.name, torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))) for spec in specs]
+        await asyncio.to_thread(self.group.broadcast, [tensor for _, tensor in named])
+        await self.update_from_tensors(named, version, last=last)
+
+    async def checksums(self) -> dict[str, str]:
+        return {name: digest(torch.tensor(values)) for name, values in self.weights.items()}
+
+    async def cancel_update(self) -> None:
+        self.events.append("cancel")
 
     async def version(self) -> int:
         self.events.append("version")
@@ -88,12 +124,17 @@ def test_only_the_last_bucket_is_flagged():
 
 
 @pytest.mark.parametrize(
-    ("transport", "phase"), [("tensor", r"weights of version 3, bucket 2"), ("disk", r"weights of version 3 from")]
+    ("transport", "phase"),
+    [
+        ("tensor", r"weights of version 3, bucket 2"),
+        ("disk", r"weights of version 3 from"),
+        ("distributed", r"\(http://127.0.0.1:9\), weights of version 3, bucket 2"),
+    ],
 )
 def test_a_refusal_names_engine_and_phase(tmp_path, transport, phase):
     engines = [RecordingEngine(), RecordingEngine(refuse="w1")]
     sync = make_sync(transport, bucket_bytes=9, folder=tmp_path)
-    with pytest.raises(EngineError, match=rf"engine 1 of 2, {phase}.*HTTP 400"):
+    with pytest.raises(EngineError, match=rf"engine 1 of 2,? {phase}.*HTTP 400"):
         asyncio.run(sync.push(BucketLearner(), engines, 3))
     assert engines[0].weights["w0"] == [1.0, 1.0]  # the healthy one was waited for
     assert not list(tmp_path.iterdir())
@@ -115,3 +156,76 @@ def test_a_learner_that_fails_in_between_leaves_the_version_as_it_was(tmp_path, 
     assert engine.now == 0
     assert not any("last" in event for event in engine.events)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_group_is_kept_until_the_engines_change_or_a_push_fails():
+    engines = [RecordingEngine(), RecordingEngine()]
+    sync = make_sync("distributed", bucket_bytes=9, folder=Path(), timeout_s=10)
+
+    async def play() -> None:
+        await sync.push(BucketLearner(), engines, 1)
+        first = engines[0].group
+        await sync.push(BucketLearner(), engines, 2)
+        assert engines[0].group is first
+        await sync.push(BucketLearner(), engines[:1], 3)
+        second = engines[0].group
+        assert second is not first
+        with pytest.raises(LearnerError):
+            await sync.push(BucketLearner(fail_at=2), engines[:1], 4)
+        await sync.push(BucketLearner(), engines[:1], 5)
+        assert engines[0].group is not second
+        await sync.aclose()
+        await sync.aclose()
+
+    asyncio.run(play())
+    assert [engine.now for engine in engines] == [5, 2]
+    assert engines[0].events[-1] == "leave"
+
+
+@pytest.mark.parametrize(("check", "asked"), [("none", 0), ("version", 1), ("checksum", 1)])
+def test_checks(check, asked):
+    engine = RecordingEngine()
+    sync = make_sync("tensor", bucket_bytes=9, folder=Path(), check=check)
+    asyncio.run(sync.push(BucketLearner(), [engine], 1))
+    assert engine.events.count("version") == asked
+    engine.weights["w1"] = [2.0, 2.5]
+
+    async def keep(named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
+        engine.now = version
+
+    engine.update_from_tensors = keep  # type: ignore[method-assign]
+    if check != "checksum":
+        asyncio.run(sync.push(BucketLearner(), [engine], 2))
+        return
+    with pytest.raises(EngineError, match=r"engine 0 of 1, check of the weights: .*1 of 3 weights differ: w1"):
+        asyncio.run(sync.push(BucketLearner(), [engine], 2))
+
+
+def test_checksums_know_how_engines_keep_weights():
+    """An engine of SGLang's: bfloat16, query, key and value in one, the vocabulary filled up to 64 rows."""
+    torch.manual_seed(0)
+    sent = [
+        ("m.embed_tokens.weight", torch.randn(10, 4)),
+        *((f"m.layers.0.attn.{part}_proj.{kind}", torch.randn(4, 4)) for part in "qkv" for kind in ("weight", "bias")),
+        ("m.layers.0.attn.o_proj.weight", torch.randn(4, 4)),
+    ]
+    sums = Checksums()
+    list(sums.watch(iter([sent[:3], sent[3:]])))
+    named = dict(sent)
+    whole = {
+        kind: torch.cat([named[f"m.layers.0.attn.{part}_proj.{kind}"] for part in "qkv"]) for kind in ("weight", "bias")
+    }
+    held = {
+        "m.embed_tokens.weight": torch.cat([sent[0][1], torch.zeros(54, 4)]),
+        "m.layers.0.attn.qkv_proj.weight": whole["weight"],
+        "m.layers.0.attn.qkv_proj.bias": whole["bias"],
+        "m.layers.0.attn.o_proj.weight": sent[-1][1],
+    }
+    for dtype in (torch.float32, torch.bfloat16):
+        found = {name: digest(tensor.to(dtype)) for name, tensor in held.items()}
+        assert sums.difference(found) is None
+        wrong = found | {"m.layers.0.attn.qkv_proj.bias": found["m.layers.0.attn.o_proj.weight"]}
+        assert sums.difference(wrong) == "1 of 4 weights differ: m.layers.0.attn.qkv_proj.bias"
+        assert sums.difference(found | {"x": "0"}) == "1 of 5 weights were never sent: x"
+        del found["m.layers.0.attn.o_proj.weight"]
+        assert sums.difference(found) == "1 of 3 weights are not there: m.layers.0.attn.o_proj.weight"

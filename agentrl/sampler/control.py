@@ -1,0 +1,212 @@
+"""New weights for an engine, and the gate that keeps generations from sampling with half of them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from agentrl.errors import EngineError, SamplerError
+from agentrl.obs.waiting import waiting
+from agentrl.protocols import TensorSpec, WeightGroup
+from agentrl.sampler.transport import Refused, Transport
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RefusedControl(EngineError):
+    """The engine answered a control request with an error."""
+
+    def __init__(self, url: str, path: str, words: object, status: int) -> None:
+        """Say who refused what, in its words."""
+        super().__init__(f"the engine at {url} refuses {path}: {words}")
+        self.status = status
+
+
+class Control:
+    """Control requests to one engine."""
+
+    def __init__(self, transport: Transport, url: str) -> None:
+        """Send through ``transport``."""
+        self._transport = transport
+        self.url = url
+
+    async def call(self, path: str, body: dict[str, Any] | None, *, once: bool = False) -> Any:
+        """Send a control request and return its reply; ``body`` None means GET, ``once`` that it is never sent again.
+
+        Raises:
+            RefusedControl: with the engine's words.
+            EngineError: it does not answer.
+        """
+        try:
+            with waiting("engine", self.url, path):
+                if body is None:
+                    reply = await self._transport.get(path)
+                elif once:
+                    reply = await self._transport.post(path, body, retries=0)
+                else:
+                    reply = await self._transport.post(path, body)
+        except Refused as error:
+            raise RefusedControl(self.url, path, error.words, error.status) from error
+        except httpx.HTTPError as error:
+            raise EngineError(
+                f"the engine at {self.url} does not answer {path}: {type(error).__name__} {error}"
+            ) from error
+        if isinstance(reply, dict) and reply.get("success") is False:
+            raise RefusedControl(self.url, path, reply.get("message"), 200)
+        return reply
+
+
+class WeightUpdates:
+    """Weights for one engine, bucket by bucket, of SGLang with and without begin and end of an update.
+
+    SGLang changes its weights with every bucket, and samples between two. So generations wait from the first bucket to
+    the last, and are refused after an update that broke off, until a whole one has come. The embedded engine keeps
+    buckets aside until the last one, and says so: it stays on the old weights.
+    """
+
+    def __init__(self, control: Control) -> None:
+        """Steer the engine behind ``control``."""
+        self._control = control
+        self._under_way = False
+        self._brackets = True
+        """The engine has /begin_weight_update, as far as is known."""
+        self._changed = False
+        """The update under way may have changed weights."""
+        self._mixed = False
+        self._done: asyncio.Event | None = None
+        """Cleared while an update is under way; None: never was."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether `opened` would wait or raise."""
+        return self._mixed or self._under_way
+
+    async def opened(self) -> None:
+        """Wait while an update is under way.
+
+        Raises:
+            SamplerError: the engine may hold a mixture of weights.
+        """
+        if self._done is not None:
+            await self._done.wait()
+        if self._mixed:
+            raise SamplerError(
+                f"the engine at {self._control.url} got only a part of an update of its weights: it samples nothing "
+                "until a whole one has come"
+            )
+
+    async def from_disk(self, folder: Path, version: int) -> None:
+        """Load a Hugging Face folder's weights."""
+        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+        try:
+            await self._control.call("/update_weights_from_disk", body)
+        except EngineError as error:
+            # SGLang's other refusals come before it touches a weight.
+            if not isinstance(error, RefusedControl) or "Failed to update weights" in str(error):
+                await self._doubt()
+            raise
+        self._mixed = False
+
+    async def from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
+        """Take one bucket of weights in the request."""
+        body: dict[str, Any] = {"serialized_named_tensors": [pickle_tensors(named)]}
+        await self._bucket("/update_weights_from_tensor", body, version, last=last)
+
+    async def from_group(self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool) -> None:
+        """Take one bucket that is broadcast."""
+        body: dict[str, Any] = {
+            "names": [spec.name for spec in specs],
+            "dtypes": [spec.dtype for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            "group_name": group.name,
+        }
+        # Sent a second time, it would wait for a second broadcast.
+        await self._bucket("/update_weights_from_distributed", body, version, last=last, once=True)
+
+    async def begin(self) -> None:
+        """Open an update: no generation starts until `cancel` or the last bucket."""
+        if self._under_way:
+            return
+        self._done = self._done or asyncio.Event()
+        self._done.clear()
+        self._under_way, self._changed = True, False
+        try:
+            await self._begin()
+        except BaseException:
+            self._finish()
+            raise
+
+    async def cancel(self) -> None:
+        """Close an update that broke off; see `EngineControl.cancel_update`."""
+        if not self._under_way:
+            return
+        try:
+            if self._changed:
+                await self._doubt()
+            if self._brackets:
+                await self._control.call("/end_weight_update", {})
+        finally:
+            self._finish()
+
+    async def _bucket(self, path: str, body: dict[str, Any], version: int, *, last: bool, once: bool = False) -> None:
+        await self.begin()
+        body["flush_cache"] = last
+        if last:
+            body["weight_version"] = str(version)
+        before, self._changed = self._changed, True
+        try:
+            await self._control.call(path, body, once=once)
+            if last and self._brackets:
+                await self._control.call("/end_weight_update", {})
+        except EngineError as error:
+            if isinstance(error, RefusedControl) and "Failed to receive" in str(error):
+                self._changed = before
+            with contextlib.suppress(EngineError):  # the first error says what happened
+                await self.cancel()
+            raise
+        if last:
+            self._mixed = False
+            self._finish()
+
+    def _finish(self) -> None:
+        self._under_way = False
+        if self._done is not None:
+            self._done.set()
+
+    async def _doubt(self) -> None:
+        """Take the engine's weights for a mixture, unless it says that it never has one."""
+        self._mixed = True
+        with contextlib.suppress(EngineError):
+            info = await self._control.call("/server_info", None)
+            self._mixed = not (isinstance(info, dict) and info.get("whole_updates") is True)
+
+    async def _begin(self) -> None:
+        if not self._brackets:
+            return
+        try:
+            await self._control.call("/begin_weight_update", {})
+            return
+        except RefusedControl as error:
+            if error.status == 404:
+                self._brackets = False  # SGLang before 0.5.23
+                return
+            if error.status != 400:
+                raise
+        # Somebody who is gone may have left an update open: whoever sends all weights can begin anew.
+        await self._control.call("/end_weight_update", {})
+        await self._control.call("/begin_weight_update", {})
+
+
+def pickle_tensors(named: Sequence[tuple[str, torch.Tensor]]) -> str:
+    """Return tensors as SGLang takes them: a base64 pickle, by value."""
+    # Sharing a CPU tensor by file descriptor crashes SGLang's scheduler. A view would carry its whole storage.
+    pairs = [(name, tensor.detach().cpu().contiguous().clone()) for name, tensor in named]
+    return base64.b64encode(pickle.dumps(pairs)).decode()
