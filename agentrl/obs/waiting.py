@@ -118,15 +118,17 @@ class Waits:
         outer = {id(one.parent) for one in some}
         clock = monotonic()
         inner = sorted((one for one in some if id(one) not in outer), key=lambda one: one.since)
-        return [_shown(one, clock - one.since) for one in inner]
+        return [_shown(one, clock - one.since, self.open) for one in inner]
 
 
-def _shown(innermost: waiting, seconds: float) -> Waiting:
+def _shown(innermost: waiting, seconds: float, still_open: set[waiting]) -> Waiting:
     words: list[str] = []
     phase = ""
     one: waiting | Waits = innermost
     while isinstance(one, waiting):
-        if one.kind == PHASE:
+        if one is not innermost and one not in still_open:
+            pass  # a task that was started in it has outlived it
+        elif one.kind == PHASE:
             phase = one.text.removeprefix(PHASE).strip()
         else:
             words.insert(0, one.text)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from agentrl.errors import EngineLostError, SamplerError
+from agentrl.obs.waiting import waiting
 from agentrl.protocols import Sampler
 from agentrl.types import FinishReason, Generation, Prompt, SamplingParams
 
@@ -236,7 +237,8 @@ class RoutedSampler:
         request.place = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting if bound is None else bound.waiting, (next(self._arrivals), request))
         try:
-            return await request.place
+            with waiting("engine", bound.name if bound is not None else "any", "for a free place"):
+                return await request.place
         except asyncio.CancelledError:
             if request.lane is not None:
                 self._leave(request.lane, request)

@@ -83,6 +83,23 @@ def test_tasks_and_threads_wait_for_what_they_were_started_in(waits):
     asyncio.run(play())
 
 
+def test_a_task_that_outlives_what_it_was_started_in_waits_for_itself_alone(waits):
+    async def play():
+        async def watch():
+            with waiting("engine", "a"):
+                await asyncio.sleep(10)
+
+        with waiting(PHASE, "start"), waiting("stack"):
+            task = asyncio.create_task(watch())
+            await asyncio.sleep(0)
+            assert texts(waits) == [("start", "stack: engine a")]
+        assert texts(waits) == [("", "engine a")]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(play())
+
+
 def test_only_an_exit_without_an_error_is_progress(waits):
     waits.moved = 0.0
     with pytest.raises(ZeroDivisionError), waiting("tool"):
