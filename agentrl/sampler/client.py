@@ -60,7 +60,7 @@ class SGLangClient:
         self._open: asyncio.Event | None = None
         """Cleared while the engine is paused; None: never has been."""
         self._control = Control(self._transport, url)
-        self._updates = WeightUpdates(self._control)
+        self._updates = WeightUpdates(self._control, self._paused)
 
     async def aclose(self) -> None:
         """Close all connections."""

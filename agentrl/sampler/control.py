@@ -6,7 +6,8 @@ import asyncio
 import base64
 import contextlib
 import pickle
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,11 @@ from agentrl.sampler.transport import Refused, Transport
 
 if TYPE_CHECKING:
     import torch
+
+_TOUCHED = ("Failed to update weights", "cache was not flushed")
+"""What SGLang says after it has changed weights."""
+_SETTLE_S = 300.0
+_SETTLE_POLL_S = 0.05
 
 
 class RefusedControl(EngineError):
@@ -72,9 +78,10 @@ class WeightUpdates:
     buckets aside until the last one, and says so: it stays on the old weights.
     """
 
-    def __init__(self, control: Control) -> None:
-        """Steer the engine behind ``control``."""
+    def __init__(self, control: Control, paused: Callable[[], bool]) -> None:
+        """Steer the engine behind ``control``; ``paused`` tells whether it is held at the moment."""
         self._control = control
+        self._paused = paused
         self._under_way = False
         self._brackets = True
         """The engine has /begin_weight_update, as far as is known."""
@@ -106,14 +113,18 @@ class WeightUpdates:
     async def from_disk(self, folder: Path, version: int) -> None:
         """Load a Hugging Face folder's weights."""
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+        self._close()
         try:
+            await self._settled()
             await self._control.call("/update_weights_from_disk", body)
+            self._mixed = False
         except EngineError as error:
             # SGLang's other refusals come before it touches a weight.
-            if not isinstance(error, RefusedControl) or "Failed to update weights" in str(error):
+            if not isinstance(error, RefusedControl) or any(words in str(error) for words in _TOUCHED):
                 await self._doubt()
             raise
-        self._mixed = False
+        finally:
+            self._finish()
 
     async def from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
         """Take one bucket of weights in the request."""
@@ -135,10 +146,9 @@ class WeightUpdates:
         """Open an update: no generation starts until `cancel` or the last bucket."""
         if self._under_way:
             return
-        self._done = self._done or asyncio.Event()
-        self._done.clear()
-        self._under_way, self._changed = True, False
+        self._close()
         try:
+            await self._settled()
             await self._begin()
         except BaseException:
             self._finish()
@@ -175,6 +185,27 @@ class WeightUpdates:
         if last:
             self._mixed = False
             self._finish()
+
+    def _close(self) -> None:
+        self._done = self._done or asyncio.Event()
+        self._done.clear()
+        self._under_way, self._changed = True, False
+
+    async def _settled(self) -> None:
+        """Wait until an engine that is not paused runs nothing.
+
+        SGLang stops requests whose callers have gone, but late, and loads new weights beside them. It then keeps its
+        old cache (0.5.23), or dies (0.5.17).
+        """
+        deadline = time.monotonic() + _SETTLE_S
+        while not self._paused():
+            try:
+                await self._control.call("/flush_cache", {})
+                return
+            except RefusedControl:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(_SETTLE_POLL_S)
 
     def _finish(self) -> None:
         self._under_way = False

@@ -20,11 +20,12 @@ from agentrl.errors import AgentrlError, ConfigError, EngineError, PortInUseErro
 from agentrl.process import ChildProcess, answers
 from agentrl.sampler import cpu_sglang
 from agentrl.sampler.interpreter import Interpreter
-from agentrl.sampler.startup import Phase, StartLog
+from agentrl.sampler.startup import Phase, StartLog, last_error
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.02
 _SLOW_POLL_S = 0.2
+_MANY_LINES = 1000
 _LONG_S = 20.0
 """A start that lasts longer is told of, at every new phase and with growing gaps."""
 _OTHER_KEYS = {
@@ -54,8 +55,13 @@ class EngineProcess:
         return self.child.alive()
 
     def check(self) -> None:
-        """Raise `EngineError` with the last log lines where the engine has died."""
-        self.child.check()
+        """Raise `EngineError` with the last error and the last lines of its log where the engine has died."""
+        try:
+            self.child.check()
+        except EngineError as error:
+            # SGLang writes pages after what it died of.
+            reason = last_error(self.log_tail(_MANY_LINES))
+            raise EngineError(f"{error}\nThe last error in it: {reason}" if reason else str(error)) from None
 
     def log_tail(self, lines: int = 20) -> str:
         """Return the last lines of its log."""
@@ -230,7 +236,7 @@ def _failed_start(
         what = f"SGLang ended while {where} (signal {signal.Signals(-code).name})"
     else:
         what = f"SGLang ended while {where} (exit status {code})"
-    reason = told.out_of_memory(code, host_peak) or told.last_error()
+    reason = told.out_of_memory(code, host_peak) or last_error(told.text)
     return EngineError(f"{what}{': ' + reason if reason else ''}. The end of its log {told.log}:\n{told.tail()}")
 
 

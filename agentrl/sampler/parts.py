@@ -42,7 +42,9 @@ def read_part(reply: Mapping[str, Any]) -> Part:
         if ids != list(reply.get("output_ids", ids)):
             raise SamplerError("the engine's output_ids are not those of its output_token_logprobs")
         if "weight_versions" in meta:
-            versions = tuple((int(start), version_number(name)) for start, name in meta["weight_versions"])
+            # SGLang names one for a request that was aborted before its first token, too.
+            spans = [span for span in meta["weight_versions"] if span["start"] < len(ids)]
+            versions = tuple((int(span["start"]), version_number(span["version"])) for span in spans)
         else:
             versions = ((0, version_number(meta.get("weight_version", "default"))),) if ids else ()
         return Part(

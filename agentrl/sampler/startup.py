@@ -126,10 +126,11 @@ class StartLog:
             return f"the server {sure} while {phase.words}{seen}: {what}"
         return None
 
-    def last_error(self) -> str | None:
-        """Return the last line that names an exception."""
-        found = _ERROR_LINE.findall(self.text)
-        return str(found[-1])[:500] if found else None
+
+def last_error(text: str) -> str | None:
+    """Return the last line of a log that names an exception."""
+    found = _ERROR_LINE.findall(text)
+    return str(found[-1])[:500] if found else None
 
 
 def _given(name: str, options: Mapping[str, Any]) -> str:

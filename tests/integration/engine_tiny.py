@@ -44,12 +44,17 @@ FAMILIES = tuple(_MODELS)
 
 
 def save_model(folder: Path, family: str = "qwen3", seed: int = 0, end: int | None = None) -> Path:
-    """Write a random model that ends its turns with the token ``end``, and a byte-level BPE tokenizer."""
+    """Write a random model that ends its turns with the token ``end``, and a byte-level BPE tokenizer.
+
+    The tokenizer names no end: SGLang would end turns with it, whatever the model says.
+    """
     torch.manual_seed(seed)
     model = _MODELS[family]()
     model.config.eos_token_id = model.generation_config.eos_token_id = end
     model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -96,8 +96,8 @@ class Scheduler:
         self._sweep()
 
     def reply(self, request: Request) -> dict[str, Any]:
-        """Return the answer to a request that has ended, in SGLang's words and with ``weight_versions`` beside them:
-        ``[start, version]`` pairs that are exact even where the weights changed on the way.
+        """Return the answer to a request that has ended, in SGLang's words (those of 0.5.23: ``weight_versions`` are
+        exact even where the weights changed on the way).
         """
         options, stop = request.options, request.stop_text
         trimmed = None if options.no_stop_trim else stop
@@ -111,7 +111,7 @@ class Scheduler:
             "completion_tokens": len(request.output),
             "cached_tokens": max(request.cached, 0),
             "weight_version": request.versions[-1][1] if request.versions else self.version,
-            "weight_versions": request.versions,
+            "weight_versions": _spans(request),
         }
         if request.logprobs_wanted:
             texts = self._stops.texts() if request.texts_wanted else None
@@ -298,3 +298,11 @@ class Scheduler:
         finally:
             self._updates -= 1
             self._wake.set()
+
+
+def _spans(request: Request) -> list[dict[str, Any]]:
+    ends = [*(start for start, _ in request.versions[1:]), len(request.output)]
+    return [
+        {"version": version, "start": start, "end": end}
+        for (start, version), end in zip(request.versions, ends, strict=bool(request.versions))
+    ]

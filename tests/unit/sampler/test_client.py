@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -36,6 +37,8 @@ class FakeSGLang:
     finishes: list[str] = field(default_factory=list)
     held: threading.Event = field(default_factory=threading.Event)
     open_window: bool = False
+    busy: int = 0
+    """How often it refuses to drop its cache."""
     url: str = ""
 
     async def answer(self, http: Request) -> Response:
@@ -52,6 +55,9 @@ class FakeSGLang:
             if self.brackets and not self.open_window:
                 return JSONResponse({"success": False, "message": "begin first"}, 400)
             self.version = body.get("weight_version", self.version)
+        if path == "/flush_cache" and self.busy:
+            self.busy -= 1
+            return JSONResponse({"success": False, "message": "requests are running"}, 400)
         if path == "/model_info":
             return JSONResponse({"weight_version": self.version})
         if path == "/abort_request":
@@ -71,7 +77,7 @@ class FakeSGLang:
             "weight_version": self.version,
         }
         if self.exact:
-            meta["weight_versions"] = [[0, "0"], [1, "5"]]
+            meta["weight_versions"] = [{"version": "0", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 2}]
         return JSONResponse({"text": "ab", "output_ids": [7, 8], "meta_info": meta})
 
     def paths(self) -> list[str]:
@@ -149,10 +155,30 @@ def test_tensor_updates_of_new_and_old_versions(fake: FakeSGLang, brackets: bool
 
     assert fake.drive(play) == 4
     update = ["/update_weights_from_tensor"] * 2
-    new = ["/begin_weight_update", *update, "/end_weight_update"]
-    assert fake.paths()[:-1] == (new * 2 if brackets else ["/begin_weight_update", *update, *update])
+    new = ["/flush_cache", "/begin_weight_update", *update, "/end_weight_update"]
+    old = [*new[:4], "/flush_cache", *update]
+    assert fake.paths()[:-1] == (new * 2 if brackets else old)
     versions = [body.get("weight_version") for path, body in fake.calls if path == update[0]]
     assert versions == [None, "3", None, "4"], "the version changes with the last bucket"
+
+
+@pytest.mark.parametrize("transport", ["tensors", "disk"])
+def test_weights_wait_for_requests_whose_callers_have_gone(fake: FakeSGLang, transport: str) -> None:
+    """SGLang runs those for a while, and refuses to drop its cache meanwhile; a paused one is not asked."""
+    fake.busy = 2
+
+    async def play(client: SGLangClient) -> None:
+        for _ in range(2):
+            if transport == "disk":
+                await client.update_from_disk(Path("/somewhere"), 3)
+            else:
+                await client.update_from_tensors([("a", torch.ones(2))], 3, last=True)
+            await client.pause("retract")
+
+    fake.drive(play)
+    update = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
+    update = ["/update_weights_from_disk"] if transport == "disk" else update
+    assert fake.paths() == [*["/flush_cache"] * 3, *update, "/pause_generation", *update, "/pause_generation"]
 
 
 def test_a_pause_with_abort_goes_on_with_a_second_request(fake: FakeSGLang) -> None:

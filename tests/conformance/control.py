@@ -1,0 +1,117 @@
+"""What every engine does with many requests at once, with those it is to stop, and with bad ones."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from conformance.engine import GREEDY, Engine, assert_matches, prompt, sample
+
+from agentrl.errors import SamplerError
+from agentrl.sampler.client import SGLangClient
+from agentrl.types import FinishReason, Generation, Prompt, SamplingParams
+
+
+class Control:
+    """The tests of this module; a subclass named ``Test…`` runs them against its module's ``engine``."""
+
+    def test_an_aborted_request_keeps_its_tokens(self, engine: Engine) -> None:
+        async def play(client: SGLangClient) -> Generation:
+            params = SamplingParams(max_new_tokens=480)
+            task = asyncio.create_task(sample(client, prompt(10, 20), params, "long"))
+            other = asyncio.create_task(sample(client, prompt(11, 20), params, "longer"))
+            await asyncio.sleep(0.15)
+            await client.abort("long")
+            assert len((await other).token_ids) == 480, "an id that begins like the aborted one is another"
+            return await task
+
+        generation = engine.drive(play)
+        assert generation.finish_reason is FinishReason.ABORT
+        assert len(generation.token_ids) < 480
+        assert_matches(engine.model, prompt(10, 20), generation)
+
+    def test_a_caller_that_goes_away_frees_its_place(self, engine: Engine) -> None:
+        async def play(client: SGLangClient) -> None:
+            tasks = [
+                asyncio.create_task(
+                    sample(client, prompt(100 + index, 20), SamplingParams(max_new_tokens=480), f"r{index}")
+                )
+                for index in range(80)
+            ]
+            await asyncio.sleep(0.1)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            # Without a free place, 80 requests of 480 tokens would stand before this one and outlast the pause's drain.
+            await client.update_from_disk(engine.other, 1)
+            assert (await sample(client, prompt(12), GREEDY)).versions == ((0, 1),)
+
+        engine.drive(play)
+
+    @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+    def test_paused_requests_end_as_if_nothing_had_been(self, engine: Engine, mode: str) -> None:
+        params = SamplingParams(max_new_tokens=300, temperature=0.0)
+
+        async def play(client: SGLangClient) -> tuple[list[Generation], list[Generation]]:
+            calm = [await sample(client, prompt(20 + index), params) for index in range(3)]
+            tasks = [asyncio.create_task(sample(client, prompt(20 + index), params, f"r{index}")) for index in range(3)]
+            await asyncio.sleep(0.05)
+            await client.pause(mode)
+            await asyncio.sleep(0.3)
+            assert not any(task.done() for task in tasks)
+            await client.resume()
+            return calm, await asyncio.gather(*tasks)
+
+        calm, paused = engine.drive(play)
+        assert [one.token_ids for one in calm] == [one.token_ids for one in paused]
+        for index, generation in enumerate(paused):
+            assert_matches(engine.model, prompt(20 + index), generation, 0.0)
+
+    def test_bad_requests_are_refused_in_the_engines_words(self, engine: Engine) -> None:
+        async def play(client: SGLangClient) -> None:
+            with pytest.raises(SamplerError, match=r"600.*longer than the model's context"):
+                await sample(client, prompt(60, 600), GREEDY)
+            with pytest.raises(SamplerError, match="temperature"):
+                await sample(client, prompt(60), SamplingParams(temperature=-1.0))
+            with pytest.raises(SamplerError, match="policy='other'"):
+                await client.generate(Prompt((5,)), GREEDY, session_id="s", request_id="r", policy="other")
+            assert len((await sample(client, prompt(60), GREEDY)).token_ids) == 24
+
+        engine.drive(play)
+
+    def test_the_context_limits_what_is_sampled(self, engine: Engine) -> None:
+        params = SamplingParams(max_new_tokens=100)
+        if not engine.traits.shortens_to_context:
+            with pytest.raises(SamplerError, match=r"maximum context length of 512 tokens.*600 tokens"):
+                engine.drive(lambda client: sample(client, prompt(61, 500), params))
+            return
+        generation = engine.drive(lambda client: sample(client, prompt(61, 500), params))
+        assert generation.finish_reason is FinishReason.LENGTH
+        assert 500 < 500 + len(generation.token_ids) <= 512
+        assert_matches(engine.model, prompt(61, 500), generation)
+
+    def test_a_batch_of_prompts_in_one_request(self, engine: Engine) -> None:
+        body = {
+            "input_ids": [prompt(70), prompt(71)],
+            "sampling_params": [{"temperature": 0, "max_new_tokens": 5}, {"temperature": 0, "max_new_tokens": 7}],
+            "return_logprob": True,
+            "rid": ["a", "b"],
+        }
+        first, second = engine.post("/generate", body).json()
+        assert [first["meta_info"]["id"], second["meta_info"]["id"]] == ["a", "b"]
+        assert [first["meta_info"]["completion_tokens"], second["meta_info"]["completion_tokens"]] == [5, 7]
+        assert [entry[1] for entry in second["meta_info"]["output_token_logprobs"]] == second["output_ids"]
+        assert second["meta_info"]["prompt_tokens"] == 30
+
+    def test_300_concurrent_requests(self, engine: Engine) -> None:
+        async def play(client: SGLangClient) -> list[Generation]:
+            shared = prompt(80, 20)
+            calls = (
+                sample(client, shared + prompt(index, 10), SamplingParams(12), f"r{index}") for index in range(300)
+            )
+            return await asyncio.gather(*calls)
+
+        generations = engine.drive(play)
+        assert {len(generation.token_ids) for generation in generations} == {12}
+        for index in range(0, 300, 25):
+            assert_matches(engine.model, prompt(80, 20) + prompt(index, 10), generations[index])

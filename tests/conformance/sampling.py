@@ -1,0 +1,123 @@
+"""What every engine does with a prompt: ids in and out, log-probabilities, stops and the prefix cache."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from conformance.engine import GREEDY, Engine, assert_matches, prompt, sample
+from engine_tiny import make_tokenizer
+
+from agentrl.sampler.client import SGLangClient
+from agentrl.types import FinishReason, Generation, SamplingParams
+
+
+class Sampling:
+    """The tests of this module; a subclass named ``Test…`` runs them against its module's ``engine``."""
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.7])
+    def test_ids_in_ids_out_with_logprobs_at_the_temperature(self, engine: Engine, temperature: float) -> None:
+        params = SamplingParams(max_new_tokens=24, temperature=temperature)
+        generation = engine.drive(lambda client: sample(client, prompt(1), params))
+        assert len(generation.token_ids) == 24
+        assert generation.finish_reason is FinishReason.LENGTH
+        assert generation.versions == ((0, 0),)
+        assert_matches(engine.model, prompt(1), generation, temperature)
+
+    @pytest.mark.parametrize("params", [SamplingParams(max_new_tokens=40, top_k=2), SamplingParams(40, top_p=0.3)])
+    def test_top_k_and_top_p_restrict_without_renormalising(self, engine: Engine, params: SamplingParams) -> None:
+        generation = engine.drive(lambda client: sample(client, prompt(2), params))
+        assert_matches(engine.model, prompt(2), generation)
+        ids = prompt(2) + list(generation.token_ids)
+        with torch.no_grad():
+            probabilities = engine.model(torch.tensor([ids])).logits[0].softmax(-1)
+        for at, token in enumerate(generation.token_ids, len(prompt(2)) - 1):
+            above = probabilities[at][probabilities[at] > probabilities[at, token]]
+            assert len(above) < params.top_k if params.top_k > 0 else float(above.sum()) < params.top_p + 1e-4
+
+    def test_greedy_is_the_same_alone_and_in_a_batch(self, engine: Engine) -> None:
+        async def play(client: SGLangClient) -> list[Generation]:
+            alone = await sample(client, prompt(3), GREEDY, "alone")
+            rest = [sample(client, prompt(3 + index % 2), GREEDY, f"r{index}") for index in range(16)]
+            return [alone, *(await asyncio.gather(*rest))[::2]]
+
+        outputs = {generation.token_ids for generation in engine.drive(play)}
+        assert len(outputs) == 1
+
+    def test_a_request_with_a_seed_repeats_where_the_engine_says_so(self, engine: Engine) -> None:
+        params = SamplingParams(max_new_tokens=24, seed=7)
+
+        async def play(client: SGLangClient) -> list[Generation]:
+            return [await sample(client, prompt(4), params, f"r{index}") for index in range(2)]
+
+        first, second = engine.drive(play)
+        assert (first.token_ids == second.token_ids) is engine.traits.seeds
+
+    def test_a_stop_string_may_end_inside_a_token_and_ids_stay_whole(self, engine: Engine) -> None:
+        tokenizer = make_tokenizer()
+
+        async def play(client: SGLangClient) -> None:
+            found = 0
+            for seed in range(20):
+                free = await sample(client, prompt(seed), SamplingParams(max_new_tokens=40, temperature=0.0))
+                texts = [tokenizer.decode([token]) for token in free.token_ids]
+                for at, text in enumerate(texts):
+                    stop = text[:-1]
+                    if at < 2 or len(stop) < 2 or not text.isascii() or any(stop in earlier for earlier in texts[:at]):
+                        continue
+                    if stop in "".join(texts[:at]):
+                        continue
+                    params = SamplingParams(max_new_tokens=40, temperature=0.0, stop=("never in there", stop))
+                    stopped = await sample(client, prompt(seed), params)
+                    assert stopped.token_ids == free.token_ids[: at + 1]
+                    assert stopped.finish_reason is FinishReason.STOP
+                    found += 1
+                    break
+            assert found >= 3
+
+        engine.drive(play)
+
+    def test_a_stop_string_is_cut_from_the_text_alone(self, engine: Engine) -> None:
+        ids = prompt(5)
+        plain = engine.post(
+            "/generate", {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 40}}
+        ).json()
+        text = plain["text"]
+        at = next(at for at in range(5, 40) if text[at : at + 2].isascii() and text.index(text[at : at + 2]) == at)
+        stop = text[at : at + 2]
+        params = {"temperature": 0, "max_new_tokens": 40, "stop": stop, "skip_special_tokens": False}
+        cut = engine.post("/generate", {"input_ids": ids, "sampling_params": params}).json()
+        kept = engine.post("/generate", {"input_ids": ids, "sampling_params": {**params, "no_stop_trim": True}}).json()
+        assert cut["output_ids"] == kept["output_ids"]
+        assert cut["text"] == text[:at]
+        assert kept["text"].startswith(text[: at + 2])
+        assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+
+    def test_a_stop_token_ends_the_turn_and_stays(self, engine: Engine) -> None:
+        async def play(client: SGLangClient) -> tuple[Generation, Generation]:
+            free = await sample(client, prompt(6), GREEDY)
+            params = SamplingParams(max_new_tokens=24, temperature=0.0, stop_token_ids=(free.token_ids[5],))
+            return free, await sample(client, prompt(6), params)
+
+        free, stopped = engine.drive(play)
+        at = free.token_ids.index(free.token_ids[5])
+        assert stopped.token_ids == free.token_ids[: at + 1]
+        assert stopped.finish_reason is FinishReason.STOP
+
+    def test_later_turns_find_their_prefix_cached(self, engine: Engine) -> None:
+        async def play(client: SGLangClient) -> None:
+            await client.flush()
+            ids = prompt(7, 60)
+            first = await sample(client, ids, GREEDY)
+            assert first.cached_tokens == 0
+            longer = ids + list(first.token_ids) + prompt(8, 10)
+            second = await sample(client, longer, GREEDY)
+            assert second.cached_tokens >= len(ids) + len(first.token_ids) - 1
+            assert_matches(engine.model, longer, second, 0.0)
+            other = await sample(client, [*ids[:40], *prompt(9, 20)], GREEDY)
+            assert other.cached_tokens >= 40
+            await client.flush()
+            assert (await sample(client, longer, GREEDY)).cached_tokens == 0
+
+        engine.drive(play)

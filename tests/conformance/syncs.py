@@ -1,0 +1,103 @@
+"""What every engine does after every kind of weight sync: it computes what the learner computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conformance.engine import GREEDY, Engine, assert_matches, prompt, sample
+from transformers import PreTrainedModel
+
+from agentrl.errors import LearnerError, SamplerError
+from agentrl.models.load import load_model
+from agentrl.sampler.client import SGLangClient
+from agentrl.weights import TRANSPORTS, make_sync
+
+BUCKET = 40_000
+"""Bytes: several buckets for the models here."""
+
+
+class Learner:
+    """Has the weights of a model, in memory that it uses again; one change of them is one version."""
+
+    def __init__(self, model: PreTrainedModel, fail_at: int | None = None) -> None:
+        self.model = model
+        self.fail_at = fail_at
+
+    def change(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+
+    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        bucket: list[tuple[str, torch.Tensor]] = []
+        count = 0
+        for name, parameter in self.model.named_parameters():
+            bucket.append((name, parameter.detach().clone()))
+            if sum(tensor.numel() * 4 for _, tensor in bucket) >= bucket_bytes:
+                yield bucket
+                for _, tensor in bucket:
+                    tensor.fill_(float("nan"))
+                bucket, count = [], count + 1
+                if count == self.fail_at:
+                    raise LearnerError("rank 1 died")
+        yield bucket
+
+
+class Syncs:
+    """The tests of this module; a subclass named ``Test…`` runs them against its module's ``engine``."""
+
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    def test_engine_and_learner_agree_after_every_sync(self, engine: Engine, transport: str, tmp_path: Path) -> None:
+        """The prompt is the same every time: its keys and values of the version before lie in the prefix cache."""
+        learner = Learner(load_model(engine.folder))
+        ids = prompt(90, 60)
+
+        async def play(client: SGLangClient) -> None:
+            sync = make_sync(transport, bucket_bytes=BUCKET, folder=tmp_path, check="checksum", timeout_s=30)
+            try:
+                for version in (11, 12, 13):
+                    learner.change(version)
+                    await sync.push(learner, [client], version)
+                    first, again = await sample(client, ids, GREEDY), await sample(client, ids, GREEDY)
+                    assert first.versions == again.versions == ((0, version),)
+                    assert first.cached_tokens == 0
+                    assert again.cached_tokens == len(ids) - 1, "there was a cache to serve old weights from"
+                    assert_matches(learner.model, ids, first, 0.0)
+                    assert_matches(learner.model, ids, again, 0.0)
+            finally:
+                await sync.aclose()
+
+        engine.drive(play)
+
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    def test_half_an_update_is_never_sampled_with(self, engine: Engine, transport: str, tmp_path: Path) -> None:
+        """The learner fails between two buckets: the engine has its old weights, or samples nothing until it has new."""
+        learner = Learner(load_model(engine.folder))
+        broken = Learner(load_model(engine.other), fail_at=2)
+        ids = prompt(91, 40)
+
+        async def play(client: SGLangClient) -> None:
+            sync = make_sync(transport, bucket_bytes=BUCKET, folder=tmp_path, check="checksum", timeout_s=30)
+            try:
+                await sync.push(learner, [client], 21)
+                with pytest.raises(LearnerError, match="rank 1 died"):
+                    await sync.push(broken, [client], 22)
+                assert await client.version() == 21
+                if engine.traits.refuses_unfit_weights or transport == "disk":
+                    assert_matches(learner.model, ids, await sample(client, ids, GREEDY), 0.0)
+                else:
+                    with pytest.raises(SamplerError, match="only a part of an update"):
+                        await sample(client, ids, GREEDY)
+                learner.change(4)
+                await sync.push(learner, [client], 23)
+                generation = await sample(client, ids, GREEDY)
+                assert generation.versions == ((0, 23),)
+                assert_matches(learner.model, ids, generation, 0.0)
+            finally:
+                await sync.aclose()
+
+        engine.drive(play)

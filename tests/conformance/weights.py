@@ -1,0 +1,96 @@
+"""What every engine does with new weights: whole or not at all, exact versions, no old cache."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conformance.engine import GREEDY, Engine, assert_matches, prompt, sample
+from engine_tiny import reference_logprobs
+
+from agentrl.errors import EngineError
+from agentrl.sampler.client import SGLangClient
+from agentrl.types import FinishReason, Generation, SamplingParams
+
+
+class Weights:
+    """The tests of this module; a subclass named ``Test…`` runs them against its module's ``engine``."""
+
+    @pytest.mark.parametrize("mode", ["abort", "retract"])
+    @pytest.mark.parametrize("transport", ["tensors", "disk"])
+    def test_weights_that_change_in_mid_turn_leave_exact_versions(
+        self, engine: Engine, mode: str, transport: str
+    ) -> None:
+        """Each token's log-probability is that of the weights its version names, over the tokens before it."""
+        params = SamplingParams(max_new_tokens=400)
+
+        async def play(client: SGLangClient) -> list[Generation]:
+            tasks = [asyncio.create_task(sample(client, prompt(30 + index), params, f"r{index}")) for index in range(4)]
+            await asyncio.sleep(0.2)
+            await client.pause(mode)
+            late = asyncio.create_task(sample(client, prompt(34), params, "late"))
+            if transport == "disk":
+                await client.update_from_disk(engine.other, 5)
+            else:
+                named = list(engine.other_model.state_dict().items())
+                await client.update_from_tensors(named[:3], 5, last=False)
+                await client.update_from_tensors(named[3:], 5, last=True)
+            assert await client.version() == 5
+            await asyncio.sleep(0.05)
+            assert not late.done()
+            await client.resume()
+            return await asyncio.gather(*tasks, late)
+
+        *generations, late = engine.drive(play)
+        assert late.versions == ((0, 5),)
+        split = 0
+        for index, generation in enumerate(generations):
+            ids = prompt(30 + index)
+            assert len(generation.token_ids) == 400
+            assert generation.finish_reason is FinishReason.LENGTH
+            starts = [*(start for start, _ in generation.versions), 400]
+            for (start, version), end in zip(generation.versions, starts[1:], strict=True):
+                model = engine.model if version == 0 else engine.other_model
+                wanted = reference_logprobs(
+                    model, ids + list(generation.token_ids[:start]), list(generation.token_ids[start:end])
+                )
+                np.testing.assert_allclose(generation.logprobs[start:end], wanted, atol=1e-4)
+            split += [version for _, version in generation.versions] == [0, 5]
+        assert split > 0, "no request was under way when the weights changed"
+
+    def test_an_update_without_a_pause_waits_for_what_runs_and_drops_the_cache(self, engine: Engine) -> None:
+        params = SamplingParams(max_new_tokens=100)
+
+        async def play(client: SGLangClient) -> tuple[list[Generation], Generation]:
+            tasks = [asyncio.create_task(sample(client, prompt(40 + index), params, f"r{index}")) for index in range(4)]
+            await asyncio.sleep(0.05)
+            await client.update_from_tensors(list(engine.other_model.state_dict().items()), 3, last=True)
+            after = await sample(client, prompt(40), params, "after")
+            return await asyncio.gather(*tasks), after
+
+        before, after = engine.drive(play)
+        for index, generation in enumerate(before):
+            ((start, version),) = generation.versions
+            assert start == 0
+            assert_matches(engine.model if version == 0 else engine.other_model, prompt(40 + index), generation)
+        assert after.versions == ((0, 3),)
+        assert after.cached_tokens == 0 or before[0].versions == ((0, 3),)
+        assert_matches(engine.other_model, prompt(40), after)
+
+    def test_weights_that_do_not_fit_are_refused_whole(self, engine: Engine) -> None:
+        async def play(client: SGLangClient) -> Generation:
+            name, tensor = next(iter(engine.other_model.state_dict().items()))
+            if engine.traits.refuses_unfit_weights:
+                for named in ([(name, tensor), ("no.such.weight", tensor)], [(name, tensor[:1])]):
+                    with pytest.raises(EngineError, match=r"no\.such\.weight|is \[384, 48\], not \[1, 48\]"):
+                        await client.update_from_tensors(named, 9, last=True)
+            else:
+                await client.update_from_tensors([("no.such.weight", tensor)], 0, last=True)
+            with pytest.raises(EngineError, match="nowhere"):
+                await client.update_from_disk(Path("/nowhere"), 9)
+            assert await client.version() == 0
+            return await sample(client, prompt(50), GREEDY)
+
+        assert_matches(engine.model, prompt(50), engine.drive(play), 0.0)
