@@ -18,6 +18,7 @@ from agentrl.episode.generate import load_generate
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner
 from agentrl.models.load import load_tokenizer
+from agentrl.obs.waiting import waiting
 from agentrl.process import raise_file_limit
 from agentrl.protocols import Sampler, ToolClient
 from agentrl.registry import make_env
@@ -130,4 +131,6 @@ def _start_tool(config: Config, name: str, tasks: TaskSet, folder: Path, logs: P
     service = find_service(name)
     file_name = re.sub(r"[^\w.-]+", "_", name)  # it may be path/to/file.py:name
     arguments = service.launch_arguments(service_options(config, name, service), tasks, folder / "tools" / file_name)
-    return launch_tool(name, arguments, log=logs / f"{file_name}.log", port=tool.port, timeout_s=tool.start_timeout_s)
+    log = logs / f"{file_name}.log"
+    with waiting("start", f"of the tool server {name}"):
+        return launch_tool(name, arguments, log=log, port=tool.port, timeout_s=tool.start_timeout_s)

@@ -54,7 +54,8 @@ def start_learners(
     device = resolve_device(learner)
     size = sum(file.stat().st_size for file in model_folder.glob("*.safetensors"))
     runtime = RayRuntime(cpus=learner.workers, store_bytes=max(STORE_BYTES, 4 * size))
-    runtime.start()
+    with waiting("start", "of Ray"):
+        runtime.start()
     spec = RankSpec(model_folder, learner, algo, seed, device, reference)
     try:
         return RayLearnerGroup(runtime, spec, run_dir / "learner.log")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from agentrl.config.sections import SamplerConfig
 from agentrl.errors import AgentrlError, ConfigError
+from agentrl.obs.waiting import waiting
 from agentrl.sampler.client import SGLangClient
 from agentrl.sampler.launch import EngineProcess, launch_embedded, launch_sglang
 from agentrl.sampler.monitor import Engine, Monitor, Resend
@@ -125,7 +126,8 @@ class Fleet:
     async def _process(self, number: int) -> EngineProcess:
         starting = asyncio.ensure_future(asyncio.to_thread(self._launch, number))
         try:
-            return await asyncio.shield(starting)
+            with waiting("start", f"of engine-{number}"):
+                return await asyncio.shield(starting)
         except asyncio.CancelledError:
             with contextlib.suppress(AgentrlError):  # it has ended by itself
                 await asyncio.to_thread((await starting).stop)
