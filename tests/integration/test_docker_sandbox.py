@@ -417,7 +417,6 @@ def test_refusals_say_what_to_do(dockerd: DockerHost, tmp_path: Path) -> None:
     refused(MissingError, r"sandbox\.python=python9 does not work", python="python9")
     refused(MissingError, r"sandbox\.readonly|/not/there", readonly=("/not/there",))
     refused(ConfigError, "ssh -L", docker_url="ssh://somewhere")
-    refused(ConfigError, r"sandbox\.hosts", hosts=("pypi.org:443",))
     assert containers(dockerd.url) == []
 
 
