@@ -98,7 +98,7 @@ class Config(Section):
 
 
 def batch_fault(config: Config) -> str | None:
-    """Return what is wrong with how a step's rollouts are divided into optimizer steps, or None.
+    """Return what is wrong with how a step's rollouts are divided into optimizer steps, or how old they are, or None.
 
     As in slime, ``rollout.batch_size`` x ``rollout.n_samples_per_prompt`` must be ``batch.global_batch_size`` x
     ``train.steps_per_rollout``; and an optimizer step takes whole groups.
@@ -109,6 +109,11 @@ def batch_fault(config: Config) -> str | None:
         return (
             f"algo.old_logprobs=learner with train.steps_per_rollout={steps}: the ratio would be 1 in every optimizer "
             "step and nothing would keep the policy near the one that sampled; set algo.old_logprobs=sampler"
+        )
+    if config.weights.every > 1 and config.algo.old_logprobs == "learner":
+        return (
+            f"algo.old_logprobs=learner with weights.every={config.weights.every}: engines sample with older weights than "
+            "the learner's, and nothing would correct for it; set algo.old_logprobs=sampler"
         )
     shown = wanted if wanted is not None else f"{prompts * samples / steps:g}"
     if prompts % steps == 0 and wanted in (None, prompts * samples // steps):

@@ -189,10 +189,11 @@ class WeightsConfig(Section):
     bucket_mib: PositiveInt = 512
     """Size of one bucket, MiB."""
     every: PositiveInt = 1
-    """Steps between two updates of the engines; an evaluation always has the newest weights."""
+    """Steps between two updates of the engines; an evaluation always has the newest weights. Tokens carry the version that
+    sampled them, and the ratio to its log-probabilities (``algo.old_logprobs=sampler``) corrects for its age."""
     check: Literal["none", "version", "checksum"] = "version"
     """What every engine is asked after an update: nothing, the version that it samples with, or checksums of its weights
-    too."""
+    too (of the embedded engine, and of SGLang on a CPU without tensor parallelism)."""
 
 
 class TrainConfig(Section):

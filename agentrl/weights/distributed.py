@@ -19,7 +19,7 @@ from agentrl.weights.tensor import each_bucket
 
 _REFUSAL_S = 0.05
 """An engine that refuses a bucket mostly says so within this time; then nothing is broadcast."""
-_SETTLE_S = 10.0
+_SETTLE_S = 5.0
 """After a failure the other engines get this long to notice it."""
 
 
@@ -189,7 +189,7 @@ class DistributedSync:
 
 async def _answers(engine: EngineControl) -> bool:
     try:
-        return await asyncio.wait_for(engine.healthy(), _SETTLE_S / 2)
+        return await asyncio.wait_for(engine.healthy(), _SETTLE_S)
     except TimeoutError:
         return False
 

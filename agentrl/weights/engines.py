@@ -82,7 +82,7 @@ async def check_version(engines: Sequence[EngineControl], version: int) -> None:
     await on_all(engines, "check of the policy version", check)
 
 
-async def give_up(engines: Sequence[EngineControl], *, limit_s: float = 10.0) -> None:
+async def give_up(engines: Sequence[EngineControl], *, limit_s: float = 5.0) -> None:
     """Tell engines that no further bucket comes; those that do not answer are left alone, as the push has failed."""
 
     async def cancel(engine: EngineControl) -> None:
