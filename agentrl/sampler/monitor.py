@@ -233,13 +233,30 @@ class Monitor:
 
         """
         if self.resend is not None:
-            wanted = await self.resend(engine.client)
+            wanted = await self._while_well(engine, self.resend(engine.client))
             found = await engine.client.version()
             if found != wanted:
                 raise EngineError(f"{engine.name} samples with version {found}, but {wanted} was sent")
         engine.unreachable.clear()
         engine.live, engine.gone = True, False
         self._router.add(engine.name, engine.client)
+
+    async def _while_well(self, engine: Engine, sending: Awaitable[int]) -> int:
+        """Return what ``sending`` does, which fails at once where our engine dies or hangs meanwhile."""
+        sent = asyncio.ensure_future(sending)
+        trouble = asyncio.ensure_future(self._trouble(engine))
+        try:
+            await asyncio.wait({sent, trouble}, return_when=asyncio.FIRST_COMPLETED)
+            if not sent.done() and engine.process is not None:
+                # Not cancelled: the learner may be amid handing out its weights. The requests to this engine end now.
+                await self._kill(engine)
+            return await sent
+        except EngineError as error:
+            raise EngineError(trouble.result() if trouble.done() else str(error)) from error
+        finally:
+            for task in (sent, trouble):
+                task.cancel()
+            await asyncio.gather(sent, trouble, return_exceptions=True)
 
     def _check_left(self, why: str) -> None:
         if all(engine.gone for engine in self._engines):

@@ -140,33 +140,36 @@ def alive(pid: int) -> bool:
 
 
 class KillingSync:
-    """Sends weights from a folder, and on the way kills an engine once."""
+    """Sends weights from a folder; at each push the next fault strikes first."""
 
-    def __init__(self, folder: Path, kill: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, faults: list[Callable[[], None]]) -> None:
         self.folder = folder
-        self.kill = kill
+        self.faults = faults
         self.pushes: list[tuple[int, int]] = []
 
     async def push(self, learner: Any, engines: Any, version: int) -> None:
         self.pushes.append((len(engines), version))
-        self.kill()
+        if self.faults:
+            self.faults.pop(0)()
         for engine in engines:
             await engine.update_from_disk(self.folder, version)
 
+    async def aclose(self) -> None:
+        pass
 
-def test_an_engine_killed_during_the_push_gets_its_weights_later(tmp_path: Path, models: tuple[Path, Path]) -> None:
+
+def test_an_engine_that_goes_during_the_push_gets_its_weights_later(tmp_path: Path, models: tuple[Path, Path]) -> None:
+    """It is killed while all get new weights; and as it gets them after its restart, it is stopped."""
     first, second = models
 
     async def run() -> None:
         config = configured("sampler.engines=2")
         async with opened(config, first, tmp_path) as fleet:
-            [victim] = pids(fleet)[1:]
 
-            def kill() -> None:
-                os.kill(victim, signal.SIGKILL)
-                sync.kill = lambda: None
+            def strike(fault: signal.Signals) -> Callable[[], None]:
+                return lambda: os.kill(pids(fleet)[1], fault)
 
-            sync = KillingSync(second, kill)
+            sync = KillingSync(second, [strike(signal.SIGKILL), lambda: None, strike(signal.SIGSTOP)])
             stack: Any = SimpleNamespace(fleet=fleet)
             unused: Any = None
             source = Sampling(config, stack, unused, sync, unused, unused)
@@ -175,13 +178,13 @@ def test_an_engine_killed_during_the_push_gets_its_weights_later(tmp_path: Path,
             await source.follow(learner, 4)
             assert len(fleet.live) == 1, "it waits for its weights"
             assert await fleet.live[0].version() == 4
-            await asyncio.sleep(0.3)
             async with source._playing():
                 said = await play(fleet, sessions=4, turns=1, tokens=20)
                 await until(lambda: len(fleet.live) == 2)
             assert {generation.versions for generation in said.values()} == {((0, 4),)}
             assert [await client.version() for client in fleet.live] == [4, 4]
-            assert sync.pushes == [(2, 4), (1, 4), (1, 4)]
+            assert sync.pushes == [(2, 4), (1, 4), (1, 4), (1, 4)]
+            assert fleet.figures()["rollout/engine_restarts"] == 2
             sync.folder = tmp_path / "nowhere"
             with pytest.raises(EngineError, match="is no folder"):
                 await source.follow(learner, 5)
@@ -189,53 +192,50 @@ def test_an_engine_killed_during_the_push_gets_its_weights_later(tmp_path: Path,
     asyncio.run(run())
 
 
-def test_the_last_engine_ends_the_run_with_its_log(tmp_path: Path, models: tuple[Path, Path]) -> None:
-    async def run() -> None:
-        config = configured("sampler.engines=1", "sampler.max_restarts=0")
-        async with opened(config, models[0], tmp_path) as fleet:
-            fleet.check()
-            playing = asyncio.ensure_future(play(fleet, sessions=4, turns=8, tokens=200))
-            await until(lambda: fleet.sampler.prompt_tokens > 0)
-            os.kill(pids(fleet)[0], signal.SIGKILL)
-            with pytest.raises(SamplerError, match="no engine is left"):
-                await playing
-            with pytest.raises(EngineError, match=r"(?s)no engine is left.*max_restarts=0.*SIGKILL.*engine-0\.log"):
-                fleet.check()
-
-    asyncio.run(run())
-
-
-def test_attached_engines(tmp_path: Path, models: tuple[Path, Path]) -> None:
+def test_attached_engines_and_the_end_of_the_last_one(tmp_path: Path, models: tuple[Path, Path]) -> None:
     """Engines that run already are taken out when they stop answering, and back in once they do, with new weights."""
     first, second = models
 
+    async def attached(others: Fleet, urls: list[str]) -> None:
+        config = configured(f"sampler.url={urls[0]}, {urls[1]}", "sampler.max_running=2")
+        async with opened(config, first, tmp_path) as fleet:
+            resent: list[SGLangClient] = []
+
+            async def resend(engine: Any) -> int:
+                resent.append(engine)
+                await engine.update_from_disk(second, 2)
+                return 2
+
+            fleet.resend_with(resend)
+            [stopped, _] = pids(others)
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                said = await play(fleet, sessions=6, turns=2, tokens=20)
+                assert len(said) == 12
+                assert [client.url for client in fleet.live] == [urls[1]]
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+            await until(lambda: len(fleet.live) == 2)
+            assert [client.url for client in resent] == [urls[0]]
+            fleet.check()
+            for pid in pids(others):
+                os.kill(pid, signal.SIGKILL)
+            with pytest.raises(SamplerError, match="no engine is left"):
+                await play(fleet, sessions=6, turns=2, tokens=20)
+            with pytest.raises(EngineError, match=r"no engine is left. engine-.*(cannot be reached|not answered)"):
+                fleet.check()
+
     async def run() -> None:
-        async with opened(configured("sampler.engines=2"), first, tmp_path) as others:
+        config = configured("sampler.engines=2", "sampler.hang_s=60", "sampler.max_restarts=0")
+        async with opened(config, first, tmp_path) as others:
             urls = [client.url for client in others.live]
             with pytest.raises(ConfigError, match=r"sampler\.url=http://127.0.0.1:1: no healthy engine"):
                 async with opened(configured(f"sampler.url={urls[0]},http://127.0.0.1:1"), first, tmp_path):
                     pass
-            config = configured(f"sampler.url={urls[0]}, {urls[1]}", "sampler.max_running=2")
-            async with opened(config, first, tmp_path) as fleet:
-                resent: list[SGLangClient] = []
-
-                async def resend(engine: Any) -> int:
-                    resent.append(engine)
-                    await engine.update_from_disk(second, 2)
-                    return 2
-
-                fleet.resend_with(resend)
-                stopped = pids(others)[0]
-                others._monitor._tasks.pop(0).cancel()  # this one is to stay
-                os.kill(stopped, signal.SIGSTOP)
-                try:
-                    said = await play(fleet, sessions=6, turns=2, tokens=20)
-                    assert len(said) == 12
-                    assert [client.url for client in fleet.live] == [urls[1]]
-                finally:
-                    os.kill(stopped, signal.SIGCONT)
-                await until(lambda: len(fleet.live) == 2)
-                assert [client.url for client in resent] == [urls[0]]
-                fleet.check()
+            await attached(others, urls)
+            with pytest.raises(SamplerError, match="no engine is left"):
+                await play(others, sessions=1, turns=1, tokens=5)
+            with pytest.raises(EngineError, match=r"(?s)no engine is left.*max_restarts=0.*SIGKILL.*engine-.\.log"):
+                others.check()
 
     asyncio.run(run())

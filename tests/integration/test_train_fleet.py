@@ -11,7 +11,7 @@ from runs import Running, gone, metrics
 
 pytestmark = pytest.mark.timeout(300)
 
-STEPS, PROMPTS, SAMPLES = 4, 16, 8
+STEPS, PROMPTS, SAMPLES = 3, 16, 4
 
 
 def test_engines_killed_and_stopped_in_mid_rollout(tmp_path: Path) -> None:
@@ -28,8 +28,8 @@ def test_engines_killed_and_stopped_in_mid_rollout(tmp_path: Path) -> None:
         "rollout.batch_size": PROMPTS,
         "rollout.n_samples_per_prompt": SAMPLES,
         "sampler.engines": 2,
-        "sampler.max_running": 32,
-        "sampler.hang_s": 3,
+        "sampler.max_running": 16,
+        "sampler.hang_s": 2,
         "sampler.health_every_s": 0.5,
     }
     words = [f"{key}={value}" for key, value in settings.items()]
@@ -38,12 +38,12 @@ def test_engines_killed_and_stopped_in_mid_rollout(tmp_path: Path) -> None:
     def rolling(step: int) -> bool:
         """Some episodes of the step have ended, others have not."""
         file = tmp_path / "run" / "rollouts" / f"step_{step:06d}.jsonl"
-        return file.exists() and len(file.read_text().splitlines()) > 8
+        return file.exists() and len(file.read_text().splitlines()) > 2
 
     try:
-        run.wait_for(lambda: rolling(2))
+        run.wait_for(lambda: rolling(1))
         os.kill(engines(run)[0].pid, signal.SIGKILL)
-        run.wait_for(lambda: rolling(3))
+        run.wait_for(lambda: rolling(2))
         os.kill(engines(run)[-1].pid, signal.SIGSTOP)
         children = run.descendants()
         assert run.finish() == 0, run.output()
