@@ -121,12 +121,12 @@ class DistributedSync:
             asyncio.ensure_future(engine.update_from_group(ours.group, specs, version, last=last)) for engine in engines
         ]
         with waiting("engine", "broadcast", phase):
-            refused, _ = await asyncio.wait(tasks, timeout=_REFUSAL_S, return_when=asyncio.FIRST_COMPLETED)
-            if not refused:
+            early, _ = await asyncio.wait(tasks, timeout=_REFUSAL_S, return_when=asyncio.FIRST_COMPLETED)
+            if all(task.exception() is None for task in early):
                 tasks.append(asyncio.ensure_future(asyncio.to_thread(ours.broadcast, tensors)))
                 await asyncio.wait(tasks, timeout=self.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-            if all(task.done() and task.exception() is None for task in tasks) and not refused:
-                return
+                if all(task.done() and task.exception() is None for task in tasks):
+                    return
             await self._blame(tasks, engines, phase)
 
     async def _blame(self, tasks: Sequence[asyncio.Future[None]], engines: Sequence[EngineControl], phase: str) -> None:

@@ -182,6 +182,19 @@ def test_a_group_is_kept_until_the_engines_change_or_a_push_fails():
     assert engines[0].events[-1] == "leave"
 
 
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+def test_an_empty_last_bucket(tmp_path, transport):
+    class Ending(BucketLearner):
+        def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+            yield from super().weights(bucket_bytes)
+            yield []
+
+    engine = RecordingEngine()
+    asyncio.run(make_sync(transport, bucket_bytes=9, folder=tmp_path).push(Ending(), [engine], 2))
+    assert engine.weights == WANTED
+    assert engine.now == 2
+
+
 @pytest.mark.parametrize(("check", "asked"), [("none", 0), ("version", 1), ("checksum", 1)])
 def test_checks(check, asked):
     engine = RecordingEngine()
