@@ -65,7 +65,7 @@ $(SGLANG_VENV)/.installed: $(SGLANG_REQUIREMENTS)
 	$(SGLANG_VENV)/bin/pip install --quiet --upgrade pip
 	@$(call cpu_torch,$(SGLANG_VENV)/bin/pip)
 	$(SGLANG_VENV)/bin/pip install --quiet --no-deps $(SGLANG)
-	$(SGLANG_VENV)/bin/pip install --quiet "$(TORCH_CPU)" -r $(SGLANG_REQUIREMENTS)
+	$(SGLANG_VENV)/bin/pip install --quiet --no-warn-conflicts "$(TORCH_CPU)" -r $(SGLANG_REQUIREMENTS)
 	@touch $@
 
 test-sglang: install $(SGLANG_VENV)/.installed
