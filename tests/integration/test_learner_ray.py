@@ -3,8 +3,10 @@ share one group; the last of them ends it."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from agentrl.config.algo import GrpoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.errors import CheckpointError, LearnerError, ModelError, ProvenanceError
 from agentrl.learner.local import LocalLearnerGroup
+from agentrl.obs.watchdog import Watchdog
 from agentrl.types import Provenance
 from tests.unit.learner.learners import make_batch, make_model
 
@@ -121,6 +124,29 @@ def test_errors_come_typed_and_the_ranks_stay(group, tmp_path):
     with pytest.raises(LearnerError, match="norm is nan"):
         group.train_step(bad)
     assert group.train_step(one(2, 0))["train/grad_norm"] > 0
+
+
+def test_a_stopped_rank_is_named_as_long_as_it_is_waited_for(group):
+    """By a call in which no rank waits for another."""
+    ranks = [p for p in psutil.Process().children(recursive=True) if p.name() == "ray::LearnerActor"]
+
+    async def call(stopped: psutil.Process) -> str:
+        said: list[str] = []
+        stopped.suspend()
+        try:
+            with Watchdog(0.5, said.append):
+                answers = asyncio.create_task(asyncio.to_thread(group._call, "node"))
+                found: list[str] = []
+                while not found and not answers.done():  # noqa: ASYNC110 - reports come from a thread
+                    await asyncio.sleep(0.02)
+                    found = re.findall(r"learner rank (\d) of 2, node, since", "\n".join(said))
+                stopped.resume()
+                assert len(await answers) == 2
+        finally:
+            stopped.resume()
+        return found[0]
+
+    assert {asyncio.run(call(rank)) for rank in ranks} == {"0", "1"}
 
 
 def test_a_killed_rank_is_an_error_and_no_hang(group):

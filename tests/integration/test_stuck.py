@@ -1,28 +1,19 @@
-"""A stopped engine and a learner rank that sleeps, both real: the watchdog names exactly those."""
+"""A stopped engine, a real one: the watchdog names it. For stopped learner ranks see test_learner_ray.py."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-import ray
-
-from agentrl.cluster import learners
-from agentrl.cluster.actor import LearnerActor
-from agentrl.config.algo import GrpoConfig
 from agentrl.config.failure import FailureConfig
-from agentrl.config.learner import LearnerConfig
 from agentrl.env import Env
 from agentrl.episode.failure import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, Job
-from agentrl.errors import LearnerError
 from agentrl.models.load import load_tokenizer
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.waiting import PHASE, waiting
@@ -93,40 +84,3 @@ def test_a_stopped_engine_is_named_in_a_rollout_and_in_a_push(tmp_path: Path) ->
     finally:
         Stops.engine_signal(signal.SIGCONT)
         Stops.engine.stop()
-
-
-class Sleepy(LearnerActor):
-    """A rank without a model; rank 1 sleeps while it should save."""
-
-    def node(self) -> str:
-        return "127.0.0.1"
-
-    def open_store(self, host: str) -> int:
-        return 1
-
-    def set_up(self, *_: Any) -> None:
-        pass
-
-    def save(self, folder: Path) -> None:
-        time.sleep(60 * self._rank)
-
-
-def test_a_learner_rank_that_sleeps_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    monkeypatch.setattr(learners, "LearnerActor", Sleepy)
-    config = LearnerConfig(workers=2, device="cpu", step_timeout_s=2.5)
-    group = learners.start_learners(tmp_path, config, GrpoConfig(), seed=0, run_dir=tmp_path)
-    said: list[str] = []
-
-    async def save() -> None:
-        late = pytest.raises(LearnerError, match="save: rank")
-        with Watchdog(0.5, said.append), waiting(PHASE, "step 2", "save"), late:
-            await asyncio.to_thread(group.save, tmp_path)
-
-    try:
-        group.ready()
-        asyncio.run(save())
-    finally:
-        group.close()
-        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    assert "step 2, save, waiting for\n    learner rank 1 of 2, save, since " in said[-1]
