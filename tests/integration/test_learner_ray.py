@@ -126,9 +126,14 @@ def test_errors_come_typed_and_the_ranks_stay(group, tmp_path):
     assert group.train_step(one(2, 0))["train/grad_norm"] > 0
 
 
+def processes(group: RayLearnerGroup) -> list[psutil.Process]:
+    """Return those of the ranks; Ray names them after the method that they run."""
+    group.ready()
+    return [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::LearnerActor")]
+
+
 def test_a_stopped_rank_is_named_as_long_as_it_is_waited_for(group):
     """By a call in which no rank waits for another."""
-    ranks = [p for p in psutil.Process().children(recursive=True) if p.name() == "ray::LearnerActor"]
 
     async def call(stopped: psutil.Process) -> str:
         said: list[str] = []
@@ -137,7 +142,7 @@ def test_a_stopped_rank_is_named_as_long_as_it_is_waited_for(group):
             with Watchdog(0.5, said.append):
                 answers = asyncio.create_task(asyncio.to_thread(group._call, "node"))
                 found: list[str] = []
-                while not found and not answers.done():  # noqa: ASYNC110 - reports come from a thread
+                while not found and not answers.done():
                     await asyncio.sleep(0.02)
                     found = re.findall(r"learner rank (\d) of 2, node, since", "\n".join(said))
                 stopped.resume()
@@ -146,11 +151,11 @@ def test_a_stopped_rank_is_named_as_long_as_it_is_waited_for(group):
             stopped.resume()
         return found[0]
 
-    assert {asyncio.run(call(rank)) for rank in ranks} == {"0", "1"}
+    assert {asyncio.run(call(rank)) for rank in processes(group)} == {"0", "1"}
 
 
 def test_a_killed_rank_is_an_error_and_no_hang(group):
-    victims = [p for p in psutil.Process().children(recursive=True) if p.name() == "ray::LearnerActor"]
+    victims = processes(group)
     assert len(victims) == 2
     victims[1].send_signal(signal.SIGKILL)
     start = time.monotonic()
