@@ -178,9 +178,9 @@ class RayLearnerGroup:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("a", encoding="utf-8") as log:
             log.write(f"rank {rank}, {phase}\n{error}\n")
-        if isinstance(error, RayActorError) or (
-            waiting and ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_S)[1]
-        ):
+        done, late = ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_S) if waiting else ([], [])
+        # A rank may notice that another has died before Ray does.
+        if isinstance(error, RayActorError) or late or any(_lost(ref) for ref in done):
             self._end(f"rank {rank} failed in {phase}: {summary}")
         if isinstance(cause, AgentrlError):
             return cause
@@ -191,3 +191,14 @@ class RayLearnerGroup:
         self._over = self._over or why
         for actor in self._actors:
             ray.kill(actor)
+
+
+def _lost(ref: Any) -> bool:
+    """Return whether the rank of a call that has ended is gone."""
+    try:
+        ray.get(ref)
+    except RayActorError:
+        return True
+    except RayError:
+        return False
+    return False
