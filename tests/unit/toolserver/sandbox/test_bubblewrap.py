@@ -312,6 +312,7 @@ from agentrl.errors import SandboxFailure
 from agentrl.toolserver.sandbox.bubblewrap import BubblewrapBackend
 async def main():
     async with BubblewrapBackend(SandboxConfig()) as backend:
+        await asyncio.sleep(0.1)  # the sandbox that the start tries closes its pipes in the loop's next rounds
         before = len(os.listdir("/proc/self/fd"))
         boxes = []
         try:
