@@ -1,7 +1,7 @@
 # agentrl on a GPU host: the run in one Python environment, SGLang in another (docs/install.md says why).
 #
 #   docker build -t agentrl .
-#   docker run --rm --gpus all --ipc host --network host -v "$PWD/runs:/work/runs" agentrl \
+#   docker run --rm --gpus all --ipc host --network host -v "$PWD/runs:/agentrl/runs" agentrl \
 #       train --env search_r1 sampler.sglang.python=/opt/sglang/bin/python
 #
 # This file has not been built by us: no machine that tests agentrl can pull the base image. Its steps are those of
@@ -19,7 +19,7 @@ RUN apt-get update \
         bubblewrap build-essential ca-certificates git libnuma1 python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
-# The newest SGLang that agentrl has trained with on a GPU.
+# The newest release that is built against torch 2.11; it was run on an H200 by itself, not yet by agentrl.
 ARG SGLANG_VERSION=0.5.17
 RUN python3 -m venv /opt/sglang \
     && /opt/sglang/bin/pip install --no-cache-dir "sglang==${SGLANG_VERSION}"
@@ -32,6 +32,6 @@ RUN /opt/sglang/bin/pip freeze | grep -E '^(torch|nvidia-nccl-cu[0-9]+)==' > /op
     && /opt/agentrl/bin/pip install --no-cache-dir --constraint /opt/torch.txt "/opt/agentrl-source[${EXTRAS}]"
 
 ENV PATH=/opt/agentrl/bin:$PATH
-WORKDIR /work
+WORKDIR /agentrl
 ENTRYPOINT ["agentrl"]
 CMD ["--help"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from agentrl.types import Message
 
@@ -30,6 +30,39 @@ class Task:
     def question(self) -> str:
         """The text of the last prompt message."""
         return self.prompt[-1].content if self.prompt else ""
+
+
+class MadeTasks(Sequence[Task]):
+    """The tasks of a split, each made when it is asked for: a subclass implements `make`.
+
+    Args:
+        split: the split's name, for messages.
+        size: how many there are.
+    """
+
+    def __init__(self, split: str, size: int) -> None:
+        self.split = split
+        self._size = size
+
+    @abstractmethod
+    def make(self, index: int) -> Task:
+        """Return task ``index``, from 0; the same one every time."""
+
+    def __len__(self) -> int:
+        """Return how many tasks there are."""
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        """Return a task, or a list of them."""
+        if isinstance(index, slice):
+            return [self.make(number) for number in range(*index.indices(self._size))]
+        if not -self._size <= index < self._size:
+            raise IndexError(f"task {index} of {self._size} in split {self.split!r}")
+        return self.make(index % self._size)
 
 
 class Demonstrator(Protocol):

@@ -195,7 +195,7 @@ class WeightUpdates:
         """Wait until an engine that is not paused runs nothing.
 
         SGLang stops requests whose callers have gone, but late, and loads new weights beside them. It then keeps its
-        old cache (0.5.23), or dies (0.5.17).
+        old cache (seen with 0.5.23; 0.5.17 was not tried).
         """
         deadline = time.monotonic() + _SETTLE_S
         while not self._paused():

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import logging
-import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
@@ -17,7 +16,7 @@ import uvicorn
 
 from agentrl.config.toolserver import ToolServerConfig
 from agentrl.errors import ConfigError, PortInUseError
-from agentrl.process import exit_with_parent
+from agentrl.process import exit_with_parent, raise_file_limit
 from agentrl.toolserver.app import make_app
 from agentrl.toolserver.auth import server_token
 from agentrl.toolserver.hosted import HostedTool
@@ -122,7 +121,7 @@ def serve_tools(
     token = server_token(config.server, host)
     # Before sandboxes are tried, which takes a second or more: a port that is taken is told at once.
     with listen(host, port) as listener:
-        _raise_file_limit()
+        raise_file_limit()
         _log_to_stderr()
         asyncio.run(_serve(tools, config, listener, token=token, sandboxed=sandboxed))
 
@@ -185,12 +184,6 @@ def _announcement(sessions: Sessions, config: ToolServerConfig, listener: socket
     kind = f"{config.sandbox.backend}, " if sandboxed else ""
     names = ", ".join(sessions.tools)
     return f"{names} serve on http://{shown}:{port} ({kind}up to {config.server.max_sessions} sessions)"
-
-
-def _raise_file_limit() -> None:
-    """Allow as many open files as this user may have: each sandbox and each connection takes some."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _log_to_stderr() -> None:

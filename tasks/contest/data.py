@@ -6,13 +6,13 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 
 from agentrl.data.rows import read_rows
 from agentrl.errors import ConfigError, MissingError, unknown_name
-from agentrl.task import Task, TaskSet
+from agentrl.task import MadeTasks, Task, TaskSet
 from agentrl.types import Message
 
 from .classics import CLASSICS
@@ -34,49 +34,34 @@ def is_held_out(problem: Problem) -> bool:
     return zlib.crc32(f"held out? {problem.key}".encode()) % 5 == 0
 
 
-class Generated(Sequence[Task]):
+class Generated(MadeTasks):
     """The tasks of a split, each made from its own seed when it is asked for."""
 
     def __init__(self, name: str, size: int, seed: int, families: Sequence[str], public: int, hidden: int) -> None:
         """Name what the tasks are made of; see `Contest`."""
-        self._name, self._size, self._seed = name, size, seed
+        super().__init__(name, size)
+        self._seed = seed
         self._families, self._public, self._hidden = tuple(families), public, hidden
-
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        if isinstance(index, slice):
-            return [self._task(i) for i in range(*index.indices(self._size))]
-        if not -self._size <= index < self._size:
-            raise IndexError(f"task {index} of {self._size} in split {self._name!r}")
-        return self._task(index % self._size)
-
-    def __iter__(self) -> Iterator[Task]:
-        return map(self._task, range(self._size))
 
     def problem(self, index: int) -> tuple[Problem, Random]:
         """Return the problem of a task, and the generator that draws its tests."""
-        rng = Random(f"contest/{self._seed}/{self._name}/{index}")
+        rng = Random(f"contest/{self._seed}/{self.split}/{index}")
         draw = FAMILIES[self._families[index % len(self._families)]]
         while True:
             problem = draw(rng)
-            if is_held_out(problem) == (self._name == "eval"):
+            if is_held_out(problem) == (self.split == "eval"):
                 return problem, rng
 
-    def _task(self, index: int) -> Task:
+    def make(self, index: int) -> Task:
+        """Return task ``index``."""
         problem, rng = self.problem(index)
         drawn = examples(problem, rng, self._public + self._hidden)
         public, hidden = drawn[: self._public], drawn[self._public :]
         return Task(
-            id=f"contest/{self._name}/{index}",
+            id=f"contest/{self.split}/{index}",
             prompt=(Message("user", with_examples(problem.statement, public)),),
             answer=as_answer(hidden or public),
-            metadata={"family": problem.family, "index": index, "split": self._name},
+            metadata={"family": problem.family, "index": index, "split": self.split},
         )
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 
 from agentrl.data.rows import Row, read_rows
 from agentrl.errors import ConfigError, MissingError, unknown_name
-from agentrl.task import Task, TaskSet
+from agentrl.task import MadeTasks, Task, TaskSet
 from agentrl.types import Message
 
 from .demonstrator import FAULTS, Expert
@@ -24,31 +23,19 @@ Files = str | Path | Sequence[str | Path]
 SPLITS = ("train", "eval")
 
 
-class Problems(Sequence[Task]):
+class Problems(MadeTasks):
     """The tasks of published rows, each made when it is asked for."""
 
     def __init__(self, split: str, problems: Sequence[Published]) -> None:
         """Ask ``problems`` in their order."""
-        self._split, self._problems = split, problems
+        super().__init__(split, len(problems))
+        self._problems = problems
 
-    def __len__(self) -> int:
-        return len(self._problems)
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        numbers = range(len(self._problems))[index]
-        return self._task(numbers) if isinstance(numbers, int) else [self._task(number) for number in numbers]
-
-    def __iter__(self) -> Iterator[Task]:
-        return map(self._task, range(len(self._problems)))
-
-    def _task(self, number: int) -> Task:
-        asked = self._problems[number]
+    def make(self, index: int) -> Task:
+        """Return task ``index``."""
+        asked = self._problems[index]
         return Task(
-            id=f"math_problems/{self._split}/{number}",
+            id=f"math_problems/{self.split}/{index}",
             prompt=(Message("user", asked.question),),
             answer=asked.answer,
             metadata={"data_source": asked.source, "index": asked.index},

@@ -2,53 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from random import Random
-from typing import overload
 
 import numpy as np
 
 from agentrl.errors import ConfigError, unknown_name
-from agentrl.task import Task, TaskSet
+from agentrl.task import MadeTasks, Task, TaskSet
 from agentrl.types import Message
 
 from .demonstrator import FAULTS, Expert
 from .world import Question, World
 
 
-class Questions(Sequence[Task]):
+class Questions(MadeTasks):
     """The tasks of a split, each made from its own seed when it is asked for."""
 
     def __init__(self, world: World, split: str, size: int, hops: Sequence[int]) -> None:
         """Ask about ``world``; task ``i`` has ``hops[i % len(hops)]`` hops."""
+        super().__init__(split, size)
         self._world = world
-        self._split = split
-        self._size = size
         self._hops = tuple(hops)
 
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        if isinstance(index, slice):
-            return [self._task(i) for i in range(*index.indices(self._size))]
-        if not -self._size <= index < self._size:
-            raise IndexError(f"task {index} of {self._size} in split {self._split!r}")
-        return self._task(index % self._size)
-
-    def __iter__(self) -> Iterator[Task]:
-        return (self._task(i) for i in range(self._size))
-
-    def _task(self, index: int) -> Task:
+    def make(self, index: int) -> Task:
+        """Return task ``index``."""
         hops = self._hops[index % len(self._hops)]
-        question = self._world.question(Random(f"{self._world.seed}/{self._split}/{index}"), hops)
+        question = self._world.question(Random(f"{self._world.seed}/{self.split}/{index}"), hops)
         return Task(
-            id=f"multihop/{self._split}/{index}",
+            id=f"multihop/{self.split}/{index}",
             prompt=(Message("user", question.text),),
             answer=[question.answer],
             metadata={

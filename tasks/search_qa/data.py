@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import overload
 
 from agentrl.data.rows import read_rows
 from agentrl.errors import ConfigError, MissingError, unknown_name
-from agentrl.task import Task, TaskSet
+from agentrl.task import MadeTasks, Task, TaskSet
 from agentrl.types import Message
 
 from .rows import COLUMNS, Question, parse_row
@@ -18,32 +17,20 @@ Files = str | Path | Sequence[str | Path]
 """One file or several."""
 
 
-class Questions(Sequence[Task]):
+class Questions(MadeTasks):
     """The tasks of a split, each made when it is asked for: of a hundred thousand rows only the few words are kept."""
 
     def __init__(self, split: str, questions: Sequence[Question], order: Sequence[int]) -> None:
         """Ask ``questions`` in ``order``; a task's name is its place in the files, whatever the order."""
-        self._split, self._questions, self._order = split, questions, order
+        super().__init__(split, len(order))
+        self._questions, self._order = questions, order
 
-    def __len__(self) -> int:
-        return len(self._order)
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        if isinstance(index, slice):
-            return [self._task(number) for number in self._order[index]]
-        return self._task(self._order[index])
-
-    def __iter__(self) -> Iterator[Task]:
-        return map(self._task, self._order)
-
-    def _task(self, number: int) -> Task:
+    def make(self, index: int) -> Task:
+        """Return task ``index``."""
+        number = self._order[index]
         asked = self._questions[number]
         return Task(
-            id=f"search_qa/{self._split}/{number}",
+            id=f"search_qa/{self.split}/{number}",
             prompt=(Message("user", asked.text),),
             answer=list(asked.answers),
             metadata={"data_source": asked.source, "index": asked.index},

@@ -19,6 +19,7 @@ from typing import ClassVar
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.errors import MissingError, SandboxFailure
+from agentrl.process import raise_file_limit
 from agentrl.toolserver.sandbox.base import ALL_DEFENCES, Defence, Sandbox, SandboxBackend
 from agentrl.toolserver.sandbox.bubblewrap_options import (
     ETC,
@@ -142,7 +143,7 @@ class BubblewrapBackend(SandboxBackend):
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="bubblewrap")
         # More at once only makes each of them slow to be ready.
         self._slots = asyncio.Semaphore(2 * (os.cpu_count() or 1))
-        _raise_open_files()
+        raise_file_limit()  # a sandbox takes three
         try:
             self._tree = await asyncio.to_thread(self._start_tree)
             self._data = {name: _memory_file(name, text.encode()) for name, text in ETC.items()}
@@ -262,12 +263,6 @@ class BubblewrapBackend(SandboxBackend):
         for fd in self._data.values():
             os.close(fd)
         self._data = {}
-
-
-def _raise_open_files() -> None:
-    """Allow as many open files as may be: a sandbox takes three."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _hint(error: OSError) -> str:

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import logging
 import os
-import resource
 import socket
 import tempfile
 import time
@@ -23,6 +22,7 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.errors import ConfigError, MissingError, SandboxFailure
+from agentrl.process import raise_file_limit
 from agentrl.toolserver.sandbox.base import ALL_DEFENCES, Defence, Sandbox, SandboxBackend
 from agentrl.toolserver.sandbox.bubblewrap import CGROUP_VARIABLE
 from agentrl.toolserver.sandbox.cgroup import Mounts, parse_count, parse_mounts, server_gone, server_name
@@ -126,8 +126,7 @@ class DockerBackend(SandboxBackend):
     async def start(self) -> None:
         """Reap what servers that died have left, and open a first sandbox to see that it works."""
         _check(self.config, self.url)
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a sandbox takes one
+        raise_file_limit()  # a sandbox takes one
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
         try:
             await self._in_thread(self._prepare)
