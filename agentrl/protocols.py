@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from agentrl.types import Fork, Generation, Message, Prompt, Rollout, RowKey, SamplingParams, ToolCall, ToolResult
 
@@ -69,6 +69,10 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
+MemoryPart = Literal["weights", "kv_cache"]
+"""What of an engine's memory can be given back."""
+
+
 class EngineControl(Protocol):
     """Steers an engine. All raise `EngineError` with the engine's own words when it refuses.
 
@@ -99,6 +103,27 @@ class EngineControl(Protocol):
 
     async def update_from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
         """Take one bucket of weights by Hugging Face name; after the ``last`` one, ``version`` samples."""
+        ...
+
+    async def update_from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
+        """Take one bucket of weights that lie on the engine's GPUs; otherwise as `update_from_tensors`.
+
+        ``handles`` are one for each of its ranks, see `HeldBucket.share`.
+        """
+        ...
+
+    async def release_memory(self) -> None:
+        """Wait for generations under way, then give weights and KV cache back. Twice is once.
+
+        Generations wait until all memory has been taken back. A paused engine, or one that gets weights, refuses.
+        """
+        ...
+
+    async def take_back_memory(self, part: MemoryPart) -> None:
+        """Take a part of the memory again; nothing where the engine holds it.
+
+        After ``weights`` these are garbage: nothing is sampled until a whole update has come.
+        """
         ...
 
     async def ranks(self) -> int:

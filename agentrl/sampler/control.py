@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _TOUCHED = ("Failed to update weights", "cache was not flushed")
 """What SGLang says after it has changed weights."""
+_MIXTURE = "got only a part of an update of its weights"
+_EMPTY = "has given its weights back, and got no whole update since"
 _SETTLE_S = 300.0
 _SETTLE_POLL_S = 0.05
 
@@ -87,14 +89,17 @@ class WeightUpdates:
         """The engine has /begin_weight_update, as far as is known."""
         self._changed = False
         """The update under way may have changed weights."""
-        self._mixed = False
+        self._unfit: str | None = None
+        """Why its weights may not be sampled with."""
+        self._absent = False
+        """It has given its weights' memory back."""
         self._done: asyncio.Event | None = None
         """Cleared while an update is under way; None: never was."""
 
     @property
     def closed(self) -> bool:
         """Whether `opened` would wait or raise."""
-        return self._mixed or self._under_way
+        return self._unfit is not None or self._under_way
 
     async def opened(self) -> None:
         """Wait while an update is under way.
@@ -104,20 +109,49 @@ class WeightUpdates:
         """
         if self._done is not None:
             await self._done.wait()
-        if self._mixed:
+        if self._unfit is not None:
             raise SamplerError(
-                f"the engine at {self._control.url} got only a part of an update of its weights: it samples nothing "
-                "until a whole one has come"
+                f"the engine at {self._control.url} {self._unfit}: it samples nothing until a whole one has come"
+            )
+
+    async def idle(self) -> None:
+        """Wait until the engine runs nothing.
+
+        Raises:
+            EngineError: it is paused or gets weights, or does not become idle.
+        """
+        if self._paused() or self._under_way:
+            raise EngineError(f"the engine at {self._control.url} is paused or gets weights: that must end first")
+        await self._settled()
+
+    def weights_left(self) -> None:
+        """Say that the engine has given its weights' memory back."""
+        self._absent, self._unfit = True, _EMPTY
+
+    def weights_back(self) -> None:
+        """Say that the engine has memory for weights again."""
+        self._absent = False
+
+    def present(self) -> None:
+        """Check that the engine has memory for weights.
+
+        Raises:
+            EngineError: it has given it back.
+        """
+        if self._absent:
+            raise EngineError(
+                f"the engine at {self._control.url} has given its weights' memory back: take_back_memory('weights') first"
             )
 
     async def from_disk(self, folder: Path, version: int) -> None:
         """Load a Hugging Face folder's weights."""
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+        self.present()
         self._close()
         try:
             await self._settled()
             await self._control.call("/update_weights_from_disk", body)
-            self._mixed = False
+            self._unfit = None
         except EngineError as error:
             # SGLang's other refusals come before it touches a weight.
             if not isinstance(error, RefusedControl) or any(words in str(error) for words in _TOUCHED):
@@ -129,6 +163,11 @@ class WeightUpdates:
     async def from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
         """Take one bucket of weights in the request."""
         body: dict[str, Any] = {"serialized_named_tensors": [pickle_tensors(named)]}
+        await self._bucket("/update_weights_from_tensor", body, version, last=last)
+
+    async def from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
+        """Take one bucket of weights that lie on the engine's GPUs, one handle a rank."""
+        body: dict[str, Any] = {"serialized_named_tensors": list(handles)}
         await self._bucket("/update_weights_from_tensor", body, version, last=last)
 
     async def from_group(self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool) -> None:
@@ -146,6 +185,7 @@ class WeightUpdates:
         """Open an update: no generation starts until `cancel` or the last bucket."""
         if self._under_way:
             return
+        self.present()
         self._close()
         try:
             await self._settled()
@@ -183,7 +223,7 @@ class WeightUpdates:
                 await self.cancel()
             raise
         if last:
-            self._mixed = False
+            self._unfit = None
             self._finish()
 
     def _close(self) -> None:
@@ -213,11 +253,12 @@ class WeightUpdates:
             self._done.set()
 
     async def _doubt(self) -> None:
-        """Take the engine's weights for a mixture, unless it says that it never has one."""
-        self._mixed = True
+        """Take the engine's weights for a mixture, unless it says that it never has one: then it has those of before."""
+        info = None
         with contextlib.suppress(EngineError):
             info = await self._control.call("/server_info", None)
-            self._mixed = not (isinstance(info, dict) and info.get("whole_updates") is True)
+        if not isinstance(info, dict) or info.get("whole_updates") is not True:
+            self._unfit = _MIXTURE
 
     async def _begin(self) -> None:
         if not self._brackets:
