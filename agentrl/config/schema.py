@@ -11,6 +11,7 @@ from agentrl.config.base import Section
 from agentrl.config.data import DataConfig
 from agentrl.config.evaluation import EvalConfig
 from agentrl.config.learner import LearnerConfig
+from agentrl.config.placement import PlacementConfig
 from agentrl.config.render import RenderConfig
 from agentrl.config.reward import RewardConfig
 from agentrl.config.sandbox import SandboxConfig
@@ -62,6 +63,8 @@ class Config(Section):
     """From rollouts to batches."""
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     """The learner."""
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    """Which GPUs the learner and the engines get."""
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     """The way of new weights to the engine."""
     train: TrainConfig = Field(default_factory=TrainConfig)
