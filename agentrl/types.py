@@ -269,6 +269,8 @@ class SamplingParams:
     """Tokens that end the turn and stay in the output."""
     seed: int | None = None
     """Seed of this request's own generator, where the engine has one."""
+    ignore_eos: bool = False
+    """Sample on whatever token comes, ``stop_token_ids`` included: for measurements."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,13 @@ class EpisodeRunner:
         self._slots = asyncio.Semaphore(max_concurrency)
 
     def with_sampling(
-        self, *, temperature: float, top_p: float, top_k: int, max_new_tokens: int | None = None
+        self,
+        *,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        max_new_tokens: int | None = None,
+        ignore_eos: bool = False,
     ) -> EpisodeRunner:
         """Return a runner that samples so and shares all else with this one, the limit on concurrency too.
 
@@ -96,7 +102,12 @@ class EpisodeRunner:
             services,
             limits=replace(services.limits, max_new_tokens=tokens),
             sampling=replace(
-                services.sampling, temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=tokens
+                services.sampling,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                max_new_tokens=tokens,
+                ignore_eos=ignore_eos,
             ),
         )
         return other

@@ -105,6 +105,18 @@ class Sampling:
         assert stopped.token_ids == free.token_ids[: at + 1]
         assert stopped.finish_reason is FinishReason.STOP
 
+    def test_no_token_ends_a_turn_with_ignore_eos(self, engine: Engine) -> None:
+        async def play(client: SGLangClient) -> tuple[Generation, Generation]:
+            free = await sample(client, prompt(6), GREEDY)
+            params = SamplingParams(
+                max_new_tokens=40, temperature=0.0, stop_token_ids=(free.token_ids[5],), ignore_eos=True
+            )
+            return free, await sample(client, prompt(6), params)
+
+        free, whole = engine.drive(play)
+        assert whole.token_ids[: len(free.token_ids)] == free.token_ids
+        assert (len(whole.token_ids), whole.finish_reason) == (40, FinishReason.LENGTH)
+
     def test_later_turns_find_their_prefix_cached(self, engine: Engine) -> None:
         async def play(client: SGLangClient) -> None:
             await client.flush()

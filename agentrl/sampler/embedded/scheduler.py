@@ -68,7 +68,8 @@ class Scheduler:
         if outside is not None:
             raise BadRequestError(f"token id {outside} is outside the vocabulary of {self.model.vocabulary}")
         options = asked.options
-        ends = options.stop_token_ids if options.ignore_eos else options.stop_token_ids | self.model.end_ids
+        # As in SGLang, no token at all ends a request with ignore_eos.
+        ends: frozenset[int] = frozenset() if options.ignore_eos else options.stop_token_ids | self.model.end_ids
         request = Request(
             prompt=np.array(asked.token_ids, np.int32),
             options=options,
