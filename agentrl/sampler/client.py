@@ -14,8 +14,9 @@ import httpx
 
 from agentrl.errors import EngineError, EngineLostError, SamplerError
 from agentrl.obs.waiting import waiting
-from agentrl.protocols import TensorSpec, WeightGroup
+from agentrl.protocols import MemoryPart, TensorSpec, WeightGroup
 from agentrl.sampler.control import Control, RefusedControl, WeightUpdates
+from agentrl.sampler.memory import EngineMemory
 from agentrl.sampler.parts import Part, join, read_part, version_number
 from agentrl.sampler.transport import Refused, Transport
 from agentrl.types import FinishReason, Generation, Prompt, SamplingParams
@@ -61,6 +62,7 @@ class SGLangClient:
         """Cleared while the engine is paused; None: never has been."""
         self._control = Control(self._transport, url)
         self._updates = WeightUpdates(self._control, self._paused)
+        self._memory = EngineMemory(self._transport, self._control, self._updates)
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -128,8 +130,8 @@ class SGLangClient:
         raise AssertionError("count() does not end")
 
     async def _opened_or_aborted(self, flight: _Flight) -> None:
-        """Wait while the engine is paused or gets weights, unless the caller stops the flight."""
-        if not self._paused() and not self._updates.closed:
+        """Wait while the engine is paused, gets weights or lacks memory, unless the caller stops the flight."""
+        if not self._paused() and not self._updates.closed and not self._memory.out:
             return
         waits = [asyncio.ensure_future(self._gate()), asyncio.ensure_future(flight.aborted.wait())]
         try:
@@ -142,10 +144,10 @@ class SGLangClient:
                 wait.cancel()
 
     async def _gate(self) -> None:
-        while self._paused():
+        while self._paused() or self._memory.out or self._updates.closed:
             await self._opened().wait()
+            await self._memory.opened()
             await self._updates.opened()
-        await self._updates.opened()
 
     def _paused(self) -> bool:
         return self._open is not None and not self._open.is_set()
@@ -172,11 +174,7 @@ class SGLangClient:
 
     async def healthy(self) -> bool:
         """Return whether the engine answers."""
-        try:
-            await self._transport.get("/health", retries=0)
-        except (Refused, httpx.HTTPError):
-            return False
-        return True
+        return await self._memory.healthy()
 
     async def pause(self, mode: str = "retract") -> None:
         """Stop sampling; see `agentrl.protocols.EngineControl`."""
@@ -203,6 +201,19 @@ class SGLangClient:
         """Take one bucket of weights."""
         await self._updates.from_tensors(named, version, last=last)
         self._mark_spans()
+
+    async def update_from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
+        """Take one bucket of weights that lie on the engine's GPUs."""
+        await self._updates.from_handles(handles, version, last=last)
+        self._mark_spans()
+
+    async def release_memory(self) -> None:
+        """Give weights and KV cache back."""
+        await self._memory.release()
+
+    async def take_back_memory(self, part: MemoryPart) -> None:
+        """Take memory again."""
+        await self._memory.take_back(part)
 
     async def ranks(self) -> int:
         """Return the engine's tensor-parallel size."""
@@ -249,6 +260,7 @@ class SGLangClient:
         Raises:
             EngineError: the engine has no such endpoint, holds shards, or hashes on a GPU, in a way of its own.
         """
+        self._updates.present()
         device = (await self._control.call("/server_info", None) or {}).get("device")
         try:
             reply = await self._control.call("/weights_checker", {"action": "checksum"})
