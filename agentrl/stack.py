@@ -26,6 +26,7 @@ from agentrl.render.choice import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.grader import make_grader
 from agentrl.sampler.fleet import Fleet
+from agentrl.sampler.launcher import EngineSpec, Launcher, LocalLauncher
 from agentrl.task import TaskSet
 from agentrl.tool import Tool
 from agentrl.toolserver.launch import ToolServerProcess, launch_tool
@@ -87,8 +88,24 @@ class Stack:
 
 
 @asynccontextmanager
-async def open_stack(config: Config, tasks: TaskSet, model: Path, folder: Path, seed: int) -> AsyncIterator[Stack]:
+async def open_stack(
+    config: Config,
+    tasks: TaskSet,
+    model: Path,
+    folder: Path,
+    seed: int,
+    *,
+    launcher: Callable[[EngineSpec], Launcher] = LocalLauncher,
+) -> AsyncIterator[Stack]:
     """Start engines and tool servers side by side, wait until all are healthy, and end them on the way out.
+
+    Args:
+        config: what to start.
+        tasks: given to the tool servers.
+        model: what engines and tokenizer are loaded from.
+        folder: gets the logs, and what tool servers keep.
+        seed: of the engines.
+        launcher: makes what starts the engines; on this machine without it.
 
     Raises:
         EngineError, ToolServerError: one does not start; the message has its last log lines.
@@ -98,7 +115,7 @@ async def open_stack(config: Config, tasks: TaskSet, model: Path, folder: Path, 
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as exits:
-        fleet = Fleet(config.sampler, model, logs, seed)
+        fleet = Fleet(config.sampler, launcher(EngineSpec(config.sampler, model, logs, seed)))
         exits.push_async_callback(fleet.aclose)
         services = run_services(config)
         served = served_tools(config, services)

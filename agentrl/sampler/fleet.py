@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from pathlib import Path
 
 from agentrl.config.sections import SamplerConfig
 from agentrl.errors import AgentrlError, ConfigError
 from agentrl.obs.waiting import waiting
 from agentrl.sampler.client import SGLangClient
-from agentrl.sampler.launch import EngineProcess, launch_embedded, launch_sglang
+from agentrl.sampler.launcher import Launcher, RunningEngine
 from agentrl.sampler.monitor import Engine, Monitor, Resend
 from agentrl.sampler.router import RoutedSampler
 
@@ -21,21 +20,17 @@ class Fleet:
     An engine that dies or hangs is started again, gets the current weights, and its requests are sampled elsewhere.
     """
 
-    def __init__(self, config: SamplerConfig, model: Path, logs: Path, seed: int) -> None:
+    def __init__(self, config: SamplerConfig, launcher: Launcher) -> None:
         """Start nothing yet.
 
         Args:
             config: how many engines of which kind, or where they run already.
-            model: Hugging Face folder that they start with.
-            logs: folder for ``engine-0.log`` and so on.
-            seed: of what is sampled without a seed of its own; each engine has another.
+            launcher: starts them, each as often as it has to be.
 
         """
         self.sampler = RoutedSampler(config.max_running)
         self._config = config
-        self._model = model
-        self._logs = logs
-        self._seed = seed
+        self._launcher = launcher
         self._retired: list[SGLangClient] = []
         """Clients of engines that were started again: a request may still be using one."""
         self._engines: list[Engine] = []
@@ -123,8 +118,8 @@ class Fleet:
     def _client(self, url: str) -> SGLangClient:
         return SGLangClient(url, timeout_s=self._config.request_timeout_s)
 
-    async def _process(self, number: int) -> EngineProcess:
-        starting = asyncio.ensure_future(asyncio.to_thread(self._launch, number))
+    async def _process(self, number: int) -> RunningEngine:
+        starting = asyncio.ensure_future(asyncio.to_thread(self._launcher.launch, number))
         try:
             with waiting("start", f"of engine-{number}"):
                 return await asyncio.shield(starting)
@@ -132,25 +127,3 @@ class Fleet:
             with contextlib.suppress(AgentrlError):  # it has ended by itself
                 await asyncio.to_thread((await starting).stop)
             raise
-
-    def _launch(self, number: int) -> EngineProcess:
-        config, embedded = self._config, self._config.embedded
-        log = self._logs / f"engine-{number}.log"
-        port = config.port + number if config.port else 0
-        seed, timeout_s = self._seed + number, config.start_timeout_s
-        if config.backend == "sglang":
-            options, python = config.sglang_options, config.python
-            return launch_sglang(
-                self._model, log=log, port=port, seed=seed, options=options, python=python, timeout_s=timeout_s
-            )
-        return launch_embedded(
-            self._model,
-            log=log,
-            port=port,
-            seed=seed,
-            dtype=embedded.dtype,
-            slots=embedded.slots,
-            context=embedded.context,
-            threads=embedded.threads,
-            timeout_s=timeout_s,
-        )

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from agentrl.sampler import cpu_sglang
 from agentrl.sampler.interpreter import Interpreter
 from agentrl.sampler.startup import Phase, StartLog, last_error
 
-_HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _POLL_S = 0.02
 _SLOW_POLL_S = 0.2
 _MANY_LINES = 1000
@@ -33,6 +33,9 @@ _OTHER_KEYS = {
     "host": "an engine that the run starts is for the run alone; set sampler.url to use one elsewhere",
     "model": "set model.path",
     "model-path": "set model.path",
+    "base-gpu-id": "the run gives each engine its GPUs; CUDA_VISIBLE_DEVICES says which ones the run may use",
+    "gpu-id-step": "the run gives each engine its GPUs; CUDA_VISIBLE_DEVICES says which ones the run may use",
+    "nnodes": "an engine that the run starts lies on one machine; set sampler.url to use a larger one",
 }
 """Options of SGLang that are not for ``sampler.sglang``."""
 
@@ -49,6 +52,11 @@ class EngineProcess:
     """Its process."""
     grace_s: float = 5.0
     """Seconds to end by itself when it is stopped; SGLang would report a crash in them."""
+
+    @property
+    def log(self) -> str:
+        """Where its log lies."""
+        return str(self.child.log)
 
     def alive(self) -> bool:
         """Return whether the process runs."""
@@ -71,11 +79,16 @@ class EngineProcess:
         """End it and everything it started."""
         self.child.stop(self.grace_s)
 
+    def kill(self) -> None:
+        """End it and everything it started at once."""
+        self.child.stop(0.0)
+
 
 def launch_embedded(
     model: Path,
     *,
     log: Path,
+    host: str = LOOPBACK,
     port: int = 0,
     seed: int = 0,
     dtype: str = "float32",
@@ -90,6 +103,7 @@ def launch_embedded(
     Args:
         model: Hugging Face folder.
         log: file that takes what it prints.
+        host: the address of this machine at which it listens.
         port: 0 takes a free one.
         seed: of sampling.
         dtype: ``float32`` or ``bfloat16``, of weights and KV cache.
@@ -119,9 +133,9 @@ def launch_embedded(
     begun = time.monotonic()
     port_file = log.with_name(log.name + ".port")
     port_file.unlink(missing_ok=True)
-    with _held(port):
+    with _held(host, port):
         pass
-    command += ["--host", _HOST, "--port", str(port), "--port-file", str(port_file)]
+    command += ["--host", host, "--port", str(port), "--port-file", str(port_file)]
     child = ChildProcess.start(command, log=log, name="the embedded engine", env=env, error=EngineError)
     # The engine picks a free port itself: one picked here could be somebody else's by the time it starts.
     while not port_file.exists():
@@ -129,17 +143,21 @@ def launch_embedded(
             break
         time.sleep(_POLL_S)
     port = int(port_file.read_text()) if port_file.exists() else port
-    return _healthy(child, port, timeout_s - (time.monotonic() - begun))
+    url = f"http://{host}:{port}"
+    child.wait_healthy(f"{url}/health", timeout_s - (time.monotonic() - begun))
+    return EngineProcess(url, child)
 
 
 def launch_sglang(
     model: Path,
     *,
     log: Path,
+    host: str = LOOPBACK,
     port: int = 0,
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
     python: Path | None = None,
+    gpus: Sequence[str] = (),
     timeout_s: float = 600.0,
 ) -> EngineProcess:
     """Start ``sglang.launch_server`` on a model folder and wait until it is healthy.
@@ -150,11 +168,13 @@ def launch_sglang(
     Args:
         model: Hugging Face folder.
         log: file that takes what it prints.
+        host: the address of this machine at which it listens.
         port: 0 takes a free one.
         seed: of sampling.
         options: SGLang's own options: ``{"mem_fraction_static": 0.5}`` becomes ``--mem-fraction-static 0.5``, a True
             becomes a bare flag, a list several values.
         python: interpreter that runs it; agentrl need not be installed there. None: this one.
+        gpus: the GPUs it gets, as ``CUDA_VISIBLE_DEVICES`` names them, in the order of its ranks; none: it is not told.
         timeout_s: how long it may take.
 
     Raises:
@@ -168,7 +188,7 @@ def launch_sglang(
     interpreter = Interpreter.look(python or Path(sys.executable))
     interpreter.require_sglang(chosen=python is not None)
     flags: dict[str, Any] = {"model-path": model, "random-seed": seed}
-    env: dict[str, str] = {}
+    env: dict[str, str] = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     if options.get("device") == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         if not interpreter.gpu and not interpreter.kernels:
@@ -176,12 +196,12 @@ def launch_sglang(
             flags |= _dashed(cpu_sglang.OPTIONS)
     flags |= _dashed(options)
     guard = [sys.executable, "-S", str(Path(__file__).with_name("guard.py"))]
-    with _held(port) as held:
+    with _held(host, port) as held:
         server = [str(interpreter.python), "-m", "sglang.launch_server", *_flags(flags)]
-        command = [*guard, *server, "--host", _HOST, "--port", str(held)]
+        command = [*guard, *server, "--host", host, "--port", str(held)]
         told = StartLog(log)
         child = ChildProcess.start(command, log=log, name="SGLang", env=env, error=EngineError)
-        engine = EngineProcess(f"http://{_HOST}:{held}", child, grace_s=0.0)
+        engine = EngineProcess(f"http://{host}:{held}", child, grace_s=0.0)
         try:
             _watch_start(engine, told, options, timeout_s)
         except BaseException:
@@ -251,14 +271,8 @@ def _resident_bytes(pid: int) -> int:
     return total
 
 
-def _healthy(child: ChildProcess, port: int, timeout_s: float) -> EngineProcess:
-    url = f"http://{_HOST}:{port}"
-    child.wait_healthy(f"{url}/health", timeout_s)
-    return EngineProcess(url, child)
-
-
 @contextmanager
-def _held(port: int) -> Iterator[int]:
+def _held(host: str, port: int) -> Iterator[int]:
     """Keep ``port`` (0: a free one, which is returned) from everybody but a server that binds it by its number.
 
     Both sockets have SO_REUSEADDR and this one does not listen: Linux then lets the server have the port, and gives it
@@ -271,7 +285,7 @@ def _held(port: int) -> Iterator[int]:
         # As servers do: a port whose last connections are only winding down is free.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            holder.bind((_HOST, port))
+            holder.bind((host, port))
         except OSError as error:
             raise PortInUseError(
                 f"sampler.port={port} cannot be used ({error.strerror}): set sampler.port to a free port, or to 0"

@@ -12,7 +12,7 @@ from agentrl.config.sections import SamplerConfig
 from agentrl.errors import AgentrlError, EngineError
 from agentrl.protocols import EngineControl
 from agentrl.sampler.client import SGLangClient
-from agentrl.sampler.launch import EngineProcess
+from agentrl.sampler.launcher import RunningEngine
 from agentrl.sampler.router import RoutedSampler
 
 _log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Engine:
     name: str
     """``engine-0`` and so on."""
     client: SGLangClient
-    process: EngineProcess | None
+    process: RunningEngine | None
     """None: it is somebody else's."""
     restarts: int = 0
     """How often it was started again."""
@@ -168,7 +168,8 @@ class Monitor:
             elif now() >= answered + limit:
                 # It may be this process that was busy for so long: one more chance.
                 if not await self._answers(engine, min(every, limit)):
-                    return f"it has not answered at {engine.client.url}/health for sampler.hang_s={limit:g} s{_tail(engine)}"
+                    tail = await asyncio.to_thread(_tail, engine)
+                    return f"it has not answered at {engine.client.url}/health for sampler.hang_s={limit:g} s{tail}"
                 answered = now()
 
     async def _until_unreachable(self, engine: Engine) -> str:
@@ -210,7 +211,7 @@ class Monitor:
     async def _kill(self, engine: Engine) -> None:
         """End the process and its group. What hangs would not end politely."""
         assert engine.process is not None
-        await asyncio.to_thread(engine.process.child.stop, 0.0)
+        await asyncio.to_thread(engine.process.kill)
 
     async def _await_return(self, engine: Engine, why: str) -> None:
         begun = asyncio.get_running_loop().time()
@@ -266,4 +267,4 @@ class Monitor:
 def _tail(engine: Engine) -> str:
     if engine.process is None:
         return ""
-    return f". The end of its log {engine.process.child.log}:\n{engine.process.log_tail()}"
+    return f". The end of its log {engine.process.log}:\n{engine.process.log_tail()}"

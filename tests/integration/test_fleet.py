@@ -20,6 +20,7 @@ from agentrl.config.schema import Config
 from agentrl.errors import ConfigError, EngineError, SamplerError
 from agentrl.sampler.client import SGLangClient
 from agentrl.sampler.fleet import Fleet
+from agentrl.sampler.launcher import EngineSpec, LocalLauncher
 from agentrl.source import Sampling
 from agentrl.types import Generation, Prompt, SamplingParams
 
@@ -47,7 +48,7 @@ def configured(*settings: str) -> Config:
 
 @asynccontextmanager
 async def opened(config: Config, model: Path, folder: Path) -> AsyncIterator[Fleet]:
-    fleet = Fleet(config.sampler, model, folder, 0)
+    fleet = Fleet(config.sampler, LocalLauncher(EngineSpec(config.sampler, model, folder, 0)))
     try:
         await fleet.start()
         yield fleet

@@ -14,6 +14,7 @@ import pytest
 from agentrl.errors import ConfigError, EngineError, PortInUseError
 from agentrl.sampler.interpreter import Interpreter
 from agentrl.sampler.launch import _flags, launch_embedded, launch_sglang
+from agentrl.sampler.launcher import gpus_of
 
 
 def test_a_port_in_use_names_the_key(tmp_path: Path) -> None:
@@ -97,9 +98,11 @@ def test_options_become_flags() -> None:
     assert _flags(options) == ["--mem-fraction-static", "0.5", "--enable-memory-saver", "--several", "1", "2"]
 
 
-@pytest.mark.parametrize("name", ["port", "host", "model_path", "model"])
+@pytest.mark.parametrize("name", ["port", "host", "model_path", "model", "base_gpu_id", "gpu-id-step", "nnodes"])
 def test_options_that_the_run_itself_sets_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"sampler\.sglang\.{name}=x: .*(sampler\.port|sampler\.url|model\.path)"):
+    with pytest.raises(
+        ConfigError, match=rf"sampler\.sglang\.{name}=x: .*(sampler\.port|sampler\.url|model\.path|CUDA_VISIBLE)"
+    ):
         launch_sglang(tmp_path, log=tmp_path / "log", options={name: "x"})
 
 
@@ -246,4 +249,31 @@ def test_a_cpu_gets_what_it_needs_unless_told_otherwise(tmp_path: Path, monkeypa
         launch_sglang(tmp_path, log=tmp_path / "log", options={"device": "cpu"}, timeout_s=30)
     arguments, env = json.loads((tmp_path / "log").read_text())
     assert "--attention-backend" not in arguments
+    assert "CUDA_VISIBLE_DEVICES" not in env
     assert env["PYTHONPATH"] == str(tmp_path), "a torch for GPUs needs no stand-ins"
+    (tmp_path / "log").unlink()
+    with pytest.raises(EngineError):
+        launch_sglang(tmp_path, log=tmp_path / "log", host="127.0.0.2", gpus=["5", "3"], timeout_s=30)
+    arguments, env = json.loads((tmp_path / "log").read_text())
+    assert arguments[arguments.index("--host") + 1] == "127.0.0.2"
+    assert env["CUDA_VISIBLE_DEVICES"] == "5,3", "in the order of its ranks"
+
+
+@pytest.mark.parametrize(
+    ("engines", "each", "gpus", "found"),
+    [
+        (3, 1, "0123", ["3", "2", "1"]),
+        (2, 2, "01234", ["34", "12"]),
+        (1, 4, "4567", ["4567"]),
+        (3, 1, "0", ["0", "0", "0"]),
+        (3, 2, "abcde", ["de", "bc", "de"]),
+    ],
+)
+def test_engines_get_gpus_of_their_own_from_the_last_on(engines: int, each: int, gpus: str, found: list[str]) -> None:
+    """The learner has the first; where engines outnumber GPUs, they share."""
+    assert ["".join(gpus_of(number, each, gpus)) for number in range(engines)] == found
+
+
+def test_an_engine_that_wants_more_gpus_than_there_are_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"wants 4 GPUs \(sampler\.sglang\.tp_size.* has 2"):
+        gpus_of(0, 4, ["0", "1"])
