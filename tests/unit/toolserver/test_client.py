@@ -88,7 +88,7 @@ async def test_a_dead_server_is_taken_out_at_once_and_back_when_it_answers():
         with pytest.raises(ToolFailure, match="was taken out"):  # without a try of its own
             await client.call(call("2"), episode_id=lost[1])
         await client.close_session(lost[1])
-        assert time.monotonic() - began < 0.1
+        assert time.monotonic() - began < client_module.WAIT_S / 2
         assert (await client.call(call(), episode_id="new")).status is ToolStatus.OK
         assert "new" in other.sessions.values()
         dead.instance, dead.sessions = "second", {}

@@ -190,7 +190,6 @@ async def main():
     async with BubblewrapBackend(SandboxConfig()) as backend:
         boxes = [await backend.open(str(n)) for n in range(2)]
         calls = [asyncio.create_task(box.run(Job("1", code="while True: pass"))) for box in boxes]
-        await asyncio.sleep(0.1)
         print("ready", flush=True)
         await asyncio.sleep(99)
 asyncio.run(main())
@@ -201,8 +200,10 @@ def test_a_killed_server_leaves_no_process_and_the_next_start_removes_the_rest(b
     with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
-        processes = descendants(server.pid)
-        assert len(processes) >= 6, "of each sandbox bubblewrap, the runner and a snippet"
+        deadline = time.monotonic() + 20
+        while len(processes := descendants(server.pid)) < 6:  # of each sandbox bubblewrap, the runner and a snippet
+            assert time.monotonic() < deadline, processes
+            time.sleep(0.01)
         assert own_groups(server.pid)
         server.kill()
     deadline = time.monotonic() + 10
@@ -310,10 +311,16 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.errors import SandboxFailure
 from agentrl.toolserver.sandbox.bubblewrap import BubblewrapBackend
+async def settled():
+    # A sandbox that was closed closes its pipes in the loop's next rounds.
+    counts = []
+    while len(counts) < 30 or len(set(counts[-30:])) > 1:
+        await asyncio.sleep(0.01)
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts[-1]
 async def main():
     async with BubblewrapBackend(SandboxConfig()) as backend:
-        await asyncio.sleep(0.1)  # the sandbox that the start tries closes its pipes in the loop's next rounds
-        before = len(os.listdir("/proc/self/fd"))
+        before = await settled()
         boxes = []
         try:
             while len(boxes) < 48:
@@ -322,8 +329,7 @@ async def main():
             print(error)
         for box in boxes:
             await box.close()
-        await asyncio.sleep(0.1)
-        print(len(boxes), len(os.listdir("/proc/self/fd")) - before)
+        print(len(boxes), await settled() - before)
 asyncio.run(main())
 """
 
