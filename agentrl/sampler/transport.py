@@ -13,16 +13,28 @@ import orjson
 _RETRIES = 4
 _BACKOFF_S = 0.1
 _SHARDS = 64
+# Of sglang-router 0.3.
+_ROUTING_KEY = "x-smg-routing-key"
+_ROUTER_ERROR = "x-smg-error-code"
+_LOST = {
+    "call_upstream_body_error",
+    "call_upstream_connection_failed",
+    "call_upstream_request_error",
+    "call_upstream_request_failed",
+    "no_available_workers",
+    "read_response_body_failed",
+}
 
 
 class Refused(Exception):
     """The engine answered with another status than 200."""
 
-    def __init__(self, status: int, words: str) -> None:
-        """Keep the status and what the engine said."""
+    def __init__(self, status: int, words: str, *, lost: bool = False) -> None:
+        """Keep the status and what the engine said; ``lost``: it is a router that has lost the engine."""
         super().__init__(f"HTTP {status}: {words}")
         self.status = status
         self.words = words
+        self.lost = lost
 
 
 class Transport:
@@ -50,7 +62,8 @@ class Transport:
         return self._clients[shard]
 
     async def post(self, path: str, body: Any, *, key: str = "", retries: int = _RETRIES) -> Any:
-        """Send ``body`` and return the reply's JSON (None where it has none); ``key`` picks the connections.
+        """Send ``body`` and return the reply's JSON (None where it has none); ``key`` picks the connections, and the
+        engine where a router comes first.
 
         ``retries`` is 0 for what an engine must not do twice.
 
@@ -69,6 +82,8 @@ class Transport:
     ) -> httpx.Response:
         client = self._client(key)
         headers = {"content-type": "application/json"}
+        if key:
+            headers[_ROUTING_KEY] = key
         for attempt in range(retries + 1):
             try:
                 return await client.request(method, self.url + path, content=content, headers=headers)
@@ -85,7 +100,7 @@ class Transport:
 
 def _content(reply: httpx.Response) -> Any:
     if reply.status_code != 200:
-        raise Refused(reply.status_code, _words(reply))
+        raise Refused(reply.status_code, _words(reply), lost=reply.headers.get(_ROUTER_ERROR) in _LOST)
     if reply.headers.get("content-type", "").startswith("application/json") and reply.content:
         return orjson.loads(reply.content)
     return None
