@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -54,11 +55,25 @@ def sessions(server):
     return httpx.get(f"{server.url}/health", trust_env=False).json()["sessions"]
 
 
+def calling(server):
+    """Return how many calls run there."""
+    text = httpx.get(f"{server.url}/metrics", trust_env=False).text
+    return float(re.search(r"^agentrl_tool_calls_running ([\d.]+)$", text, re.MULTILINE)[1])
+
+
+async def until(holds):
+    async with asyncio.timeout(20):
+        while not await holds():  # noqa: ASYNC110  of servers
+            await asyncio.sleep(0.02)
+
+
 async def emptied(*started):
     """Wait until the servers have closed all sessions."""
-    async with asyncio.timeout(10):
-        while any(await asyncio.gather(*(asyncio.to_thread(sessions, one) for one in started))):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+
+    async def empty():
+        return not any(await asyncio.gather(*(asyncio.to_thread(sessions, one) for one in started)))
+
+    await until(empty)
 
 
 class LosingProxy:
@@ -150,7 +165,11 @@ def test_a_server_killed_in_mid_call_ends_its_episodes_and_no_other(tmp_path, mo
         assert (sessions(doomed), sessions(other)) == (1, 1)
         code = "import time; time.sleep(1.5); print('slept')"
         slow = [asyncio.create_task(client.call(run(code), episode_id=name)) for name in ("a", "b")]
-        await asyncio.sleep(0.3)
+
+        async def both_run():
+            return await asyncio.to_thread(calling, doomed) == await asyncio.to_thread(calling, other) == 1
+
+        await until(both_run)
         os.kill(doomed.pid, signal.SIGKILL)
         ended = await asyncio.gather(*slow, return_exceptions=True)
         assert isinstance(ended[0], ToolFailure), ended
@@ -159,9 +178,15 @@ def test_a_server_killed_in_mid_call_ends_its_episodes_and_no_other(tmp_path, mo
         assert sessions(other) == 2
         port = int(doomed.url.rpartition(":")[2])
         with await asyncio.to_thread(launch_tool, "python", SERVE, log=tmp_path / "again.log", port=port):
-            await asyncio.sleep(0.3)
-            assert (await client.call(run("print(1)"), episode_id="c")).content.strip() == "1"
-            assert sessions(doomed) == 1
+            names = iter(range(100))
+
+            async def back():
+                """Whether an episode that begins now comes to it: it has none, the other has two."""
+                said = await client.call(run("print(1)"), episode_id=f"c{next(names)}")
+                assert said.content.strip() == "1"
+                return sessions(doomed) == 1
+
+            await until(back)
             with pytest.raises(SandboxFailure, match="no longer has the session"):
                 await client.call(run("print(open('note').read())", "2"), episode_id="a")
             await client.aclose()
