@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,9 +14,15 @@ import ray
 
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
+from agentrl.protocols import TensorSpec, WeightGroup
 
 if TYPE_CHECKING:
     from agentrl.learner.base import LearnerRank, RowLogprobs
+    from agentrl.learner.bucket import RankBucket
+    from agentrl.learner.sending import SendingPlace
+
+BucketHead = tuple[tuple[TensorSpec, ...], bool]
+"""What is in a bucket, and whether it is the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,9 @@ class LearnerActor:
         self._ranks = ranks
         self._store: Any = None
         self._learner: LearnerRank
-        self._weights: Iterator[Any] = iter(())
+        self._buckets: Iterator[RankBucket] = iter(())
+        self._bucket: RankBucket | None = None
+        self._sending: SendingPlace | None = None
 
     def node(self) -> str:
         """Return the address of the machine this runs on, and import what set-up will need."""
@@ -66,7 +74,7 @@ class LearnerActor:
         import torch.distributed as dist
         from torch._C._distributed_c10d import TCPStore
 
-        from agentrl.learner.device import pick_device
+        from agentrl.learner.device import collectives, pick_device
         from agentrl.learner.local import make_rank
 
         if same_machine and sys.platform == "linux":
@@ -75,7 +83,7 @@ class LearnerActor:
             self._store = TCPStore(host, port, self._ranks, is_master=False)
         device = pick_device(spec.learner.model_copy(update={"device": spec.device}), local_rank=0)
         dist.init_process_group(
-            "nccl" if spec.device == "cuda" else "gloo",
+            collectives(spec.device),
             store=self._store,
             rank=self._rank,
             world_size=self._ranks,
@@ -97,19 +105,66 @@ class LearnerActor:
 
         return self._learner.logprobs(unpack_batch(packed), policy)
 
-    def first_weights(self, bucket_bytes: int) -> Any:
-        """Begin to go through the weights; see `next_weights`."""
-        self._weights = iter(self._learner.weights(bucket_bytes))
-        return self.next_weights()
+    def first_bucket(self, bucket_bytes: int, dtype: str | None) -> BucketHead | None:
+        """Begin to go through the weights; see `next_bucket`."""
+        from agentrl.learner.bucket import held_buckets
 
-    def next_weights(self) -> Any:
-        """Return the next bucket on rank 0, True on other ranks, and None on all after the last."""
-        from agentrl.cluster.transfer import pack_weights
+        self._bucket = None
+        self._buckets = held_buckets(self._learner, bucket_bytes, dtype)
+        return self.next_bucket()
 
-        bucket = next(self._weights, None)
-        if bucket is None:
-            return None
-        return pack_weights(bucket) if self._rank == 0 else True
+    def next_bucket(self) -> BucketHead | None:
+        """Hold the next bucket in place of the one before, and say what is in it; None after the last."""
+        self._bucket = next(self._buckets, None)
+        return None if self._bucket is None else (tuple(self._bucket.specs), self._bucket.last)
+
+    def bucket_bytes(self) -> Any:
+        """Return the bucket's memory as an array."""
+        return self._held().flat.cpu().numpy()
+
+    def save_bucket(self, file: Path) -> None:
+        """See `HeldBucket.save`."""
+        self._held().save(file)
+
+    def share_bucket(self) -> str:
+        """See `HeldBucket.share`."""
+        return self._held().share()
+
+    def broadcast_bucket(self) -> None:
+        """See `HeldBucket.broadcast`."""
+        self._place().broadcast([tensor for _, tensor in self._held().held()])
+
+    def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
+        """See `LearnerGroup.open_group`."""
+        return self._place().open(urls, size, backend, timeout_s)
+
+    def join_group(self, group: WeightGroup) -> None:
+        """See `LearnerGroup.join_group`."""
+        self._place().join(group)
+
+    @ray.method(concurrency_group="leaving")
+    def leave_group(self) -> None:
+        """See `LearnerGroup.leave_group`. It runs in a thread of its own, beside what it breaks off."""
+        if self._sending is not None:
+            self._sending.leave()
+
+    def _held(self) -> RankBucket:
+        assert self._bucket is not None
+        return self._bucket
+
+    def _place(self) -> SendingPlace:
+        from agentrl.learner.sending import SendingPlace
+
+        self._sending = self._sending or SendingPlace()
+        return self._sending
+
+    def sleep(self) -> None:
+        """See `LearnerRank.sleep`."""
+        self._learner.sleep()
+
+    def wake(self) -> None:
+        """See `LearnerRank.wake`."""
+        self._learner.wake()
 
     def save(self, folder: Path) -> None:
         """See `LearnerRank.save`."""

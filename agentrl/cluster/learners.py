@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.provenance import check_batch
 from agentrl.cluster.actor import LearnerActor, RankSpec
 from agentrl.cluster.ray_runtime import STORE_BYTES, RayRuntime
-from agentrl.cluster.transfer import pack_batch, unpack_weights
+from agentrl.cluster.transfer import as_tensor, pack_batch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.errors import AgentrlError, LearnerError
 from agentrl.learner.base import RowLogprobs, split
+from agentrl.learner.bucket import views
 from agentrl.learner.device import resolve_device
 from agentrl.obs.waiting import waiting
+from agentrl.protocols import HeldBucket, TensorSpec, WeightGroup
 
 GRACE_S = 5.0
 """After one rank failed, the others get this long to fail of the same cause; then they are taken to wait for it."""
@@ -73,8 +76,11 @@ class RayLearnerGroup:
         self._log = log
         self._over: str | None = None
         self._is_ready = False
+        self._turn = 0
+        """Buckets taken so far."""
         ranks = spec.learner.workers
-        actor: Any = ray.remote(num_cpus=1, num_gpus=int(spec.device == "cuda"), max_restarts=0)(LearnerActor)
+        options: dict[str, Any] = {"num_gpus": int(spec.device == "cuda"), "concurrency_groups": {"leaving": 1}}
+        actor: Any = ray.remote(num_cpus=1, max_restarts=0, **options)(LearnerActor)
         self._actors: list[Any] = [actor.remote(rank, ranks) for rank in range(ranks)]
         # Imports take seconds: the actors begin them now, while the caller starts engines.
         self._nodes = [actor.node.remote() for actor in self._actors]
@@ -112,12 +118,45 @@ class RayLearnerGroup:
             found |= share
         return found
 
+    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+        """Iterate over the weights; see `LearnerGroup.buckets`."""
+        head = self._call("first_bucket", [(bucket_bytes, dtype)] * len(self._actors))[0]
+        while head is not None:
+            self._turn += 1
+            yield RayBucket(self, self._turn, *head)
+            head = self._call("next_bucket")[0]
+
+    def of_bucket(self, turn: int, method: str, *args: Any, ranks: int | None = None) -> list[Any]:
+        """Call a method about the bucket that is held, on the first ``ranks`` ranks or on all."""
+        assert turn == self._turn, "the bucket is not held any more: the next one was asked for"
+        return self._call(method, [args] * (ranks or len(self._actors)))
+
+    def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
+        """Open a group's meeting point; see `LearnerGroup.open_group`."""
+        group: WeightGroup = self._call("open_group", [(list(urls), size, backend, timeout_s)])[0]
+        return group
+
+    def join_group(self, group: WeightGroup) -> None:
+        """Join the group; see `LearnerGroup.join_group`."""
+        self._call("join_group", [(group,)])
+
+    def leave_group(self) -> None:
+        """Leave the group; see `LearnerGroup.leave_group`. With a rank that is gone, the group is too."""
+        if self._is_ready and self._over is None and self._actors:
+            with suppress(RayError):
+                ray.get(self._actors[0].leave_group.remote(), timeout=GRACE_S)
+
+    def sleep(self) -> None:
+        """Give the device's memory back; see `LearnerGroup.sleep`."""
+        self._call("sleep")
+
+    def wake(self) -> None:
+        """Take it again; see `LearnerGroup.wake`."""
+        self._call("wake")
+
     def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Iterate over the weights, on the CPU; see `LearnerGroup.weights`. Stopping early is allowed."""
-        bucket = self._call("first_weights", [(bucket_bytes,)] * len(self._actors))[0]
-        while bucket is not None:
-            yield unpack_weights(bucket)
-            bucket = self._call("next_weights")[0]
+        """Iterate over the weights, on the CPU."""
+        return (bucket.tensors() for bucket in self.buckets(bucket_bytes))
 
     def save(self, folder: Path) -> None:
         """Write the state; see `LearnerGroup.save`."""
@@ -138,11 +177,11 @@ class RayLearnerGroup:
         return [(pack_batch(share),) for share in split(batch, len(self._actors))]
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        """Call a method on every rank and return their results by rank."""
+        """Call a method on every rank, or on the first ones by ``arguments``; return their results by rank."""
         self.ready()
         self._check_over()
         arguments = arguments or [()] * len(self._actors)
-        refs = [getattr(actor, method).remote(*args) for actor, args in zip(self._actors, arguments, strict=True)]
+        refs = [getattr(actor, method).remote(*args) for actor, args in zip(self._actors, arguments, strict=False)]
         limit = time.monotonic() + self._spec.learner.step_timeout_s
         return self._gather(refs, method, limit, "learner.step_timeout_s")
 
@@ -191,6 +230,34 @@ class RayLearnerGroup:
         self._over = self._over or why
         for actor in self._actors:
             ray.kill(actor)
+
+
+class RayBucket:
+    """Implements `agentrl.protocols.HeldBucket`: every rank holds one like it."""
+
+    def __init__(self, group: RayLearnerGroup, turn: int, specs: Sequence[TensorSpec], last: bool) -> None:
+        """Stand for the bucket that was taken as number ``turn``."""
+        self._group = group
+        self._turn = turn
+        self.specs = specs
+        self.last = last
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the weights on the CPU; see `HeldBucket.tensors`."""
+        [flat] = self._group.of_bucket(self._turn, "bucket_bytes", ranks=1)
+        return views(self.specs, as_tensor(flat))
+
+    def save(self, file: Path) -> None:
+        """Have rank 0 write them; see `HeldBucket.save`."""
+        self._group.of_bucket(self._turn, "save_bucket", file.absolute(), ranks=1)
+
+    def broadcast(self) -> None:
+        """Have rank 0 send them; see `HeldBucket.broadcast`."""
+        self._group.of_bucket(self._turn, "broadcast_bucket", ranks=1)
+
+    def share(self) -> list[str]:
+        """Return by rank what opens them; see `HeldBucket.share`."""
+        return self._group.of_bucket(self._turn, "share_bucket")
 
 
 def _lost(ref: Any) -> bool:

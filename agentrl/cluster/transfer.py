@@ -1,9 +1,8 @@
-"""Batches and weights as NumPy arrays, which Ray moves between processes without pickling their contents."""
+"""Batches as NumPy arrays, which Ray moves between processes without pickling their contents."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -31,16 +30,6 @@ def unpack_batch(packed: Packed) -> RankBatch:
         values: Packed = {name: as_tensor(v) if isinstance(v, np.ndarray) else v for name, v in part.items()}
         micro.append(MicroBatch(**values))
     return RankBatch(**(packed | {"micro": tuple(micro)}))
-
-
-def pack_weights(bucket: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, NDArray[Any]]]:
-    """Return named tensors as arrays; copied to the CPU where they are elsewhere."""
-    return [(name, tensor.cpu().contiguous().numpy()) for name, tensor in bucket]
-
-
-def unpack_weights(packed: Sequence[tuple[str, NDArray[Any]]]) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors that `pack_weights` took; they must not be written to."""
-    return [(name, as_tensor(array)) for name, array in packed]
 
 
 def as_tensor(array: NDArray[Any]) -> torch.Tensor:

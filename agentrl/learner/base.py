@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.protocols import TensorSpec
 from agentrl.types import RowKey
 
 if TYPE_CHECKING:
@@ -45,7 +46,24 @@ def split(batch: GlobalBatch, ranks: int) -> list[RankBatch]:
     return [RankBatch(micro, batch.kind, batch.temperature, batch.lr_scale, batch.provenance) for micro in batch.micro]
 
 
-class LearnerRank(Protocol):
+class WeightSource(Protocol):
+    """Gives whole weights."""
+
+    @property
+    def gathers_on(self) -> torch.device:
+        """Where `whole` returns weights: the device, or the CPU while the rank sleeps."""
+        ...
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """Return what the weights are, by Hugging Face name, tied ones once; always the same and in the same order."""
+        ...
+
+    def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a weight, cast to ``dtype``. Every rank must ask for it, as gathering is collective."""
+        ...
+
+
+class LearnerRank(WeightSource, Protocol):
     """One rank. All ranks are called in the same order with the same arguments but for their share of the batch."""
 
     def train_step(self, batch: RankBatch) -> dict[str, float]:
@@ -67,11 +85,12 @@ class LearnerRank(Protocol):
         """
         ...
 
-    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Iterate over whole tensors by Hugging Face name, tied ones once, in buckets; valid until the next bucket.
+    def sleep(self) -> None:
+        """Give the device's memory back, the contents kept on the CPU; see `LearnerGroup.sleep`."""
+        ...
 
-        Every rank must take every bucket, as gathering a tensor is collective.
-        """
+    def wake(self) -> None:
+        """Take the device's memory again."""
         ...
 
     def save(self, folder: Path) -> None:

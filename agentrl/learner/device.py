@@ -31,6 +31,11 @@ def pick_device(config: LearnerConfig, *, local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
+def collectives(device: str) -> str:
+    """Return the backends of the ranks' process group. Those of GPUs need one for the CPU too, where they sleep."""
+    return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+
+
 def resolve_device(config: LearnerConfig) -> str:
     """Return ``cpu`` or ``cuda`` for ``learner.device``.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,8 @@ from agentrl.batch.provenance import check_batch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.learner.base import LearnerRank, RowLogprobs, split
-from agentrl.learner.device import pick_device
+from agentrl.learner.device import collectives, pick_device
+from agentrl.learner.outgoing import Outgoing
 
 if TYPE_CHECKING:
     from agentrl.batch.microbatch import GlobalBatch
@@ -37,21 +37,21 @@ def make_rank(
     return backends[config.backend](folder, config, algo, device=device, seed=seed, reference=reference)
 
 
-class LocalLearnerGroup:
+class LocalLearnerGroup(Outgoing):
     """Implements `agentrl.protocols.LearnerGroup` with one rank in this process."""
 
     def __init__(
         self, folder: Path, config: LearnerConfig, algo: AlgoConfig, *, seed: int, reference: Path | None = None
     ) -> None:
         device = pick_device(config, local_rank=0)
-        backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=config.step_timeout_s)
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(collectives(device.type), store=HashStore(), rank=0, world_size=1, timeout=timeout)
         try:
             self.rank = make_rank(folder, config, algo, device=device, seed=seed, reference=reference)
         except BaseException:
             dist.destroy_process_group()
             raise
+        super().__init__(self.rank)
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step; see `LearnerGroup.train_step`."""
@@ -62,9 +62,13 @@ class LocalLearnerGroup:
         """Return log-probabilities by row; see `LearnerGroup.logprobs`."""
         return self.rank.logprobs(split(batch, 1)[0], policy)
 
-    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Iterate over the weights; see `LearnerGroup.weights`."""
-        return self.rank.weights(bucket_bytes)
+    def sleep(self) -> None:
+        """Give the device's memory back; see `LearnerGroup.sleep`."""
+        self.rank.sleep()
+
+    def wake(self) -> None:
+        """Take it again; see `LearnerGroup.wake`."""
+        self.rank.wake()
 
     def save(self, folder: Path) -> None:
         """Write the state; see `LearnerGroup.save`."""
@@ -76,4 +80,5 @@ class LocalLearnerGroup:
 
     def close(self) -> None:
         """Leave the process group."""
+        self.leave_group()
         self.rank.close()

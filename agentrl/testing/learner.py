@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
 
     from agentrl.batch.microbatch import GlobalBatch
+    from agentrl.learner.outgoing import Outgoing
+    from agentrl.protocols import HeldBucket, WeightGroup
     from agentrl.types import RowKey
 
 _FILE = "fake_learner.json"
@@ -32,7 +34,9 @@ class FakeLearner:
         self.batches: list[GlobalBatch] = []
         self.steps = 0
         self.closed = False
-        self._weights = dict(weights or {})
+        self.asleep = False
+        self._named = dict(weights or {})
+        self._outgoing: Outgoing | None = None
         self._metrics = dict(metrics or {"loss": 0.0})
         self._fail_at = fail_at
 
@@ -40,8 +44,9 @@ class FakeLearner:
         """Remember the batch in ``batches``.
 
         Raises:
-            LearnerError: this is the step at which it was told to fail.
+            LearnerError: this is the step at which it was told to fail, or it sleeps.
         """
+        self._check_awake()
         if self.steps == self._fail_at:
             raise LearnerError(f"fails at step {self.steps}, as told to")
         self.batches.append(batch)
@@ -50,6 +55,7 @@ class FakeLearner:
 
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> dict[RowKey, Any]:
         """Return by row key the float32 log-probabilities ``[T]`` that the batch brought from the sampler."""
+        self._check_awake()
         return {
             key: micro.logprobs_R_L[micro.row_R_L == index].clone()
             for rank in batch.micro
@@ -57,18 +63,45 @@ class FakeLearner:
             for index, key in enumerate(micro.keys)
         }
 
+    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+        """Iterate over the weights in buckets of at most ``bucket_bytes``, one tensor at least."""
+        return self._weights().buckets(bucket_bytes, dtype)
+
     def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Iterate over the weights in buckets of at most ``bucket_bytes``, one tensor at least."""
-        bucket: list[tuple[str, torch.Tensor]] = []
-        size = 0
-        for name, tensor in self._weights.items():
-            if bucket and size + tensor.nbytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append((name, tensor))
-            size += tensor.nbytes
-        if bucket:
-            yield bucket
+        return self._weights().weights(bucket_bytes)
+
+    def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
+        """Open the meeting point of a real group."""
+        return self._weights().open_group(urls, size, backend, timeout_s)
+
+    def join_group(self, group: WeightGroup) -> None:
+        """Join it."""
+        self._weights().join_group(group)
+
+    def leave_group(self) -> None:
+        """Leave it."""
+        self._weights().leave_group()
+
+    def sleep(self) -> None:
+        """Note it in ``asleep``."""
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Note it in ``asleep``."""
+        self.asleep = False
+
+    def _weights(self) -> Outgoing:
+        if self._outgoing is None:
+            from agentrl.learner.bucket import NamedTensors
+            from agentrl.learner.outgoing import Outgoing
+
+            self._outgoing = Outgoing(NamedTensors(self._named))
+        return self._outgoing
+
+    def _check_awake(self) -> None:
+        if self.asleep:
+            raise LearnerError("the learner sleeps; wake it first")
 
     def save(self, folder: Path) -> None:
         """Write the number of steps; ``folder/model`` stays empty."""
@@ -81,6 +114,7 @@ class FakeLearner:
         Raises:
             CheckpointError: no `FakeLearner` saved there.
         """
+        self._check_awake()
         if not (folder / _FILE).is_file():
             raise CheckpointError(f"{folder} holds no checkpoint of a FakeLearner")
         self.steps = int(json.loads((folder / _FILE).read_text())["steps"])

@@ -69,7 +69,7 @@ def one(ranks: int, seed: int) -> GlobalBatch:
 
 
 def weights(learner: RayLearnerGroup | LocalLearnerGroup, bucket: int = 1 << 30) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for part in learner.weights(bucket) for name, tensor in part}
+    return {name: tensor.clone() for part in learner.buckets(bucket) for name, tensor in part.tensors()}
 
 
 def test_two_ranks_learn_what_one_learns(group, local, tmp_path):
@@ -103,7 +103,7 @@ def test_two_ranks_learn_what_one_learns(group, local, tmp_path):
 
 def test_a_walk_over_the_weights_may_stop_early(group):
     whole = weights(group)
-    next(iter(group.weights(1000)))
+    next(iter(group.buckets(1000)))
     assert all(torch.equal(value, whole[name]) for name, value in weights(group, 1000).items())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +21,16 @@ from agentrl.batch.provenance import admit
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.errors import LearnerError
+from agentrl.learner.away import Away
 from agentrl.learner.base import RankBatch, RowLogprobs
+from agentrl.learner.bucket import spec_of
 from agentrl.learner.fsdp.attention import move, packed_rows
 from agentrl.learner.fsdp.model import PolicyModel, load_frozen, load_policy, shard
 from agentrl.learner.fsdp.optimizer import learning_rate, make_optimizers
-from agentrl.learner.fsdp.state import load_state, save_state
+from agentrl.learner.fsdp.state import load_state, optimizer_states, save_state
 from agentrl.learner.fsdp.step import StepFigures, at_mask, select
 from agentrl.models.reference import check_reference
+from agentrl.protocols import TensorSpec
 
 
 class FsdpRank:
@@ -65,7 +68,10 @@ class FsdpRank:
         self.algorithm = make_algorithm(algo)
         self.model: PolicyModel = load_policy(folder, config).to(device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self._cpu_mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self._away = Away()
         self._fsdp = shard(self.model, mesh, config)
+        self._parameters = dict(self.model.hf.named_parameters())
         self.policies = {"main": self.model}
         if reference is not None:
             check_reference(folder, reference)
@@ -75,6 +81,7 @@ class FsdpRank:
 
     def train_step(self, batch: RankBatch) -> dict[str, float]:
         """Take one optimizer step; see `LearnerRank.train_step`. A batch that trains no token takes none."""
+        self._check_awake()
         figures = StepFigures(self.device)
         if batch.kind == "rl":
             admitted, faults = admit(batch.micro, batch.provenance)
@@ -169,6 +176,7 @@ class FsdpRank:
     @torch.no_grad()
     def logprobs(self, batch: RankBatch, policy: str = "main") -> RowLogprobs:
         """Return the log-probabilities of this rank's rows; see `LearnerRank.logprobs`."""
+        self._check_awake()
         model = self._policy(policy)
         found: RowLogprobs = {}
         for micro in batch.micro:
@@ -181,20 +189,60 @@ class FsdpRank:
             found |= {key: flat[row == number].numpy() for number, key in enumerate(micro.keys)}
         return found
 
+    @property
+    def gathers_on(self) -> torch.device:
+        """Where `whole` returns weights; see `LearnerRank.gathers_on`."""
+        return torch.device("cpu") if self._away else self.device
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """Return what the weights are; see `LearnerRank.specs`."""
+        return [spec_of(name, parameter) for name, parameter in self._parameters.items()]
+
     @torch.no_grad()
-    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Iterate over whole float32 tensors on this rank's device; see `LearnerRank.weights`."""
-        bucket: list[tuple[str, torch.Tensor]] = []
-        size = 0
-        for name, parameter in self.model.hf.named_parameters():
-            bytes_ = parameter.numel() * parameter.element_size()
-            if bucket and size + bytes_ > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            data = parameter.detach()
-            bucket.append((name, data.full_tensor() if isinstance(data, DTensor) else data))
-            size += bytes_
-        yield bucket
+    def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a weight, on this rank's device or while it sleeps on the CPU; see `LearnerRank.whole`."""
+        data = self.present(self._parameters[name].detach()).to(dtype)
+        return data.full_tensor() if isinstance(data, DTensor) else data
+
+    def present(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the rank's state as one that can be read, which while it sleeps is on the CPU."""
+        if not self._away:
+            return tensor
+        if not isinstance(tensor, DTensor):
+            return self._away.copy_of(tensor)
+        local = self._away.copy_of(tensor.to_local())
+        return DTensor.from_local(
+            local, self._cpu_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+
+    @torch.no_grad()
+    def sleep(self) -> None:
+        """Give the device's memory back; see `LearnerRank.sleep`. Without a first step, the optimizer's state is made."""
+        if self._away:
+            return
+        for model in self.policies.values():
+            _reshard(model)
+        self._zero_grad()
+        optimizer_states(self)
+        self._away.take(self._state())
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Take the device's memory again; see `LearnerRank.wake`."""
+        self._away.bring_back()
+
+    @torch.no_grad()
+    def _state(self) -> list[torch.Tensor]:
+        """Return the tensors that are this rank's share of weights, optimizer and reference."""
+        tensors: list[torch.Tensor] = [p for model in self.policies.values() for p in model.parameters()]
+        for optimizer in self.optimizers:
+            tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+    def _check_awake(self) -> None:
+        if self._away:
+            raise LearnerError("the learner sleeps: its weights are on the CPU; wake it first")
 
     def save(self, folder: Path) -> None:
         """Write optimizer and random states and the model; see `LearnerRank.save`."""
@@ -202,6 +250,7 @@ class FsdpRank:
 
     def load(self, folder: Path) -> None:
         """Go on from `save`; see `LearnerRank.load`."""
+        self._check_awake()
         load_state(self, folder)
 
     def close(self) -> None:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+from torch.utils._pytree import tree_map_only
 
 from agentrl.errors import CheckpointError
 from agentrl.learner.files import partial_path, publish
@@ -37,7 +38,6 @@ from agentrl.learner.files import partial_path, publish
 if TYPE_CHECKING:
     from agentrl.learner.fsdp.rank import FsdpRank
 
-ALL_IN_ONE_BUCKET = 1 << 62
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 """What a model folder holds beside weights: configuration, tokenizer and chat template."""
 NOT_COPIED = ("model.safetensors.index.json", "config.json")
@@ -51,11 +51,12 @@ def save_state(rank: FsdpRank, folder: Path) -> None:
         (part / "random").mkdir(parents=True)
         (part / "model").mkdir()
     dist.barrier()
-    [tensors] = rank.weights(ALL_IN_ONE_BUCKET)
+    tensors = _whole_weights(rank)
     if dist.get_rank() == 0:
         _write_model(rank, tensors, part / "model")
     torch.save(_random_states(rank.device), part / "random" / f"rank_{dist.get_rank():05d}.pt")
-    save_sharded(_optimizer_states(rank), checkpoint_id=part / "optimizer")
+    states = tree_map_only(torch.Tensor, rank.present, optimizer_states(rank))
+    save_sharded(states, checkpoint_id=part / "optimizer")
     dist.barrier()
     if dist.get_rank() == 0:
         (part / "learner.json").write_text(json.dumps(_description(rank), indent=1), encoding="utf-8")
@@ -79,7 +80,7 @@ def load_state(rank: FsdpRank, folder: Path) -> None:
         weights = load_file(folder / "model" / "model.safetensors")
         full = StateDictOptions(full_state_dict=True, strict=False)
         set_model_state_dict(rank.model, {f"hf.{name}": value for name, value in weights.items()}, options=full)
-        states = _optimizer_states(rank)
+        states = optimizer_states(rank)
         load_sharded(states, checkpoint_id=folder / "optimizer")
     except (Exception, CheckpointException) as error:  # of many kinds, and one that is no Exception
         words = str(error).strip().splitlines() or ["no message"]
@@ -90,7 +91,17 @@ def load_state(rank: FsdpRank, folder: Path) -> None:
     _restore_random(folder / "random" / f"rank_{dist.get_rank():05d}.pt", rank.device)
 
 
-def _write_model(rank: FsdpRank, tensors: list[tuple[str, torch.Tensor]], folder: Path) -> None:
+def _whole_weights(rank: FsdpRank) -> dict[str, torch.Tensor]:
+    """Return all weights on the CPU of rank 0, and none on other ranks."""
+    found = {}
+    for spec in rank.specs():
+        tensor = rank.whole(spec.name, getattr(torch, spec.dtype))
+        if dist.get_rank() == 0:
+            found[spec.name] = tensor.cpu().contiguous()
+    return found
+
+
+def _write_model(rank: FsdpRank, tensors: dict[str, torch.Tensor], folder: Path) -> None:
     for pattern in COPIED:
         for file in rank.source.glob(pattern):
             if file.name not in NOT_COPIED:
@@ -98,13 +109,21 @@ def _write_model(rank: FsdpRank, tensors: list[tuple[str, torch.Tensor]], folder
     model: Any = rank.model.hf
     model.config.dtype = torch.float32
     model.config.save_pretrained(folder)
-    state = {name: tensor.cpu().contiguous() for name, tensor in tensors}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _optimizer_states(rank: FsdpRank) -> dict[str, Any]:
-    """Return each optimizer's state by parameter name, sharded; zeros where no step has been taken yet."""
-    return {str(i): get_optimizer_state_dict(rank.model, optimizer) for i, optimizer in enumerate(rank.optimizers)}
+def optimizer_states(rank: FsdpRank) -> dict[str, Any]:
+    """Return each optimizer's state by parameter name, sharded; zeros, made here, where no step has been taken yet."""
+    states = {}
+    for index, optimizer in enumerate(rank.optimizers):
+        fresh = not optimizer.state
+        states[str(index)] = get_optimizer_state_dict(rank.model, optimizer)
+        if fresh:
+            # torch makes it by a step with gradients of zero, and counts that.
+            for state in optimizer.state.values():
+                if "step" in state:
+                    state["step"].zero_()
+    return states
 
 
 def _description(rank: FsdpRank) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class Learners:
 
 def tensors(learner: LocalLearnerGroup) -> dict[str, torch.Tensor]:
     """Return copies of all weights by name."""
-    return {name: tensor.clone() for bucket in learner.weights(1 << 40) for name, tensor in bucket}
+    return {name: tensor.clone() for bucket in learner.buckets(1 << 40) for name, tensor in bucket.tensors()}
 
 
 def gradients(learner: LocalLearnerGroup, batch: GlobalBatch, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -100,15 +100,42 @@ def test_weights_come_by_name_tied_ones_once_in_buckets(learners, model):
 
     learner = learners.open()
     limit = 6000
-    buckets = [list(bucket) for bucket in learner.weights(limit)]
-    assert len(buckets) > 3
-    for bucket in buckets:
-        assert len(bucket) == 1 or sum(tensor.numel() * 4 for _, tensor in bucket) <= limit
-    names = [name for bucket in buckets for name, _ in bucket]
     saved = load_file(model / "model.safetensors")
+    names, lasts = [], []
+    for bucket in learner.buckets(limit):
+        found = dict(bucket.tensors())
+        assert len(found) == 1 or sum(tensor.nbytes for tensor in found.values()) <= limit
+        assert [(spec.name, spec.dtype, spec.shape) for spec in bucket.specs] == [
+            (name, "float32", tuple(tensor.shape)) for name, tensor in found.items()
+        ]
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in found.items())
+        names += found
+        lasts.append(bucket.last)
+    assert len(lasts) > 3
+    assert lasts == [False] * (len(lasts) - 1) + [True]
     assert sorted(names) == sorted(saved)
     assert "lm_head.weight" not in names
-    assert all(torch.equal(tensor, saved[name]) for bucket in buckets for name, tensor in bucket)
+
+
+def test_weights_are_cast_as_torch_casts_them(learners):
+    learner = learners.open()
+    wanted = {name: tensor.bfloat16() for name, tensor in tensors(learner).items()}
+    found = {name: tensor.clone() for bucket in learner.buckets(6000, "bfloat16") for name, tensor in bucket.tensors()}
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+
+
+def test_a_bucket_is_written_as_safetensors(learners, tmp_path):
+    from safetensors.torch import load_file
+
+    learner = learners.open()
+    found = {}
+    for number, bucket in enumerate(learner.buckets(6000)):
+        bucket.save(tmp_path / f"{number}.safetensors")
+        found |= load_file(tmp_path / f"{number}.safetensors")
+    wanted = tensors(learner)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

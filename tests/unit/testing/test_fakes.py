@@ -129,9 +129,23 @@ def test_the_learner_remembers_and_fails_as_told() -> None:
 
 def test_weights_come_in_buckets() -> None:
     weights = {name: torch.zeros(size) for name, size in (("a", 2), ("b", 2), ("c", 9), ("d", 1))}
-    buckets = list(FakeLearner(weights).weights(bucket_bytes=16))
-    assert [[name for name, _ in bucket] for bucket in buckets] == [["a", "b"], ["c"], ["d"]]
-    assert list(FakeLearner().weights(1)) == []
+    buckets = [[spec.name for spec in bucket.specs] for bucket in FakeLearner(weights).buckets(bucket_bytes=24)]
+    assert buckets == [["a", "b"], ["c"], ["d"]]
+    assert list(FakeLearner().buckets(1)) == []
+
+
+def test_a_sleeping_learner_gives_its_weights_and_nothing_else() -> None:
+    learner = FakeLearner({"a": torch.ones(2)})
+    learner.sleep()
+    [bucket] = learner.buckets(99, "bfloat16")
+    assert [(name, tensor.tolist(), tensor.dtype) for name, tensor in bucket.tensors()] == [
+        ("a", [1, 1], torch.bfloat16)
+    ]
+    for call in (learner.train_step, learner.logprobs):
+        with pytest.raises(LearnerError, match="sleeps"):
+            call(batch())
+    learner.wake()
+    learner.train_step(batch())
 
 
 def test_the_learner_goes_on_from_what_it_saved(tmp_path: Path) -> None:
