@@ -28,7 +28,7 @@ from pathlib import Path
 
 from agentrl.config.sandbox import SandboxLimits
 from agentrl.toolserver.sandbox.base import ALL_DEFENCES
-from agentrl.toolserver.sandbox.cgroup import Cgroup, CgroupError, find_tree
+from agentrl.toolserver.sandbox.cgroup import Cgroup, CgroupError, CgroupTree, find_tree
 
 MEMORY_MB = 1024
 PROCESSES = 600
@@ -77,8 +77,8 @@ def namespaces() -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def launch(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a module of the tests in an outer world of its own. Its first argument is the `Outer`.
+def open_tree() -> Iterator[CgroupTree]:
+    """Give the place for the groups of outer worlds; several can be in it at once.
 
     Raises:
         NoOuterWorld: not root, or no cgroups, or a program is missing.
@@ -94,6 +94,15 @@ def launch(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         tree.start()
     except CgroupError as error:
         raise NoOuterWorld(str(error)) from error
+    try:
+        yield tree
+    finally:
+        tree.close()
+
+
+@contextlib.contextmanager
+def launch(tree: CgroupTree, module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a module of the tests in an outer world of its own. Its first argument is the `Outer`."""
     group = Cgroup()
     try:
         limits = SandboxLimits(memory_mb=MEMORY_MB, processes=PROCESSES, cpus=float(os.cpu_count() or 1))
@@ -103,7 +112,6 @@ def launch(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         yield from _run(group, [module, str(outer), *arguments])
     finally:
         _remove(group)
-        tree.close()
 
 
 def _run(group: Cgroup, arguments: list[str]) -> Iterator[subprocess.Popen[str]]:

@@ -11,16 +11,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 from attacks.attack import BACKENDS, Attack, NoControl
 from attacks.driver import ATTACKS, Result
-from attacks.outer import TESTS, NoOuterWorld, Outer, launch, namespaces
+from attacks.outer import TESTS, NoOuterWorld, Outer, launch, namespaces, open_tree
 from dockerd import NoDocker, image_tar
 
-from agentrl.toolserver.sandbox.cgroup import Mounts, parse_mounts
+from agentrl.toolserver.sandbox.cgroup import CgroupTree, Mounts, parse_mounts
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,11 +36,11 @@ class Report:
     skip: str = ""
 
 
-def run(backend: str) -> Report:
+def run(backend: str, tree: CgroupTree) -> Report:
     report = Report()
     try:
         image = str(image_tar()) if backend == "docker" else ""
-        with launch("attacks.driver", backend, image) as process:
+        with launch(tree, "attacks.driver", backend, image) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 said = json.loads(line)
@@ -53,14 +55,27 @@ def run(backend: str) -> Report:
     return report
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def report(request: pytest.FixtureRequest) -> Iterator[tuple[str, Report]]:
+@pytest.fixture(scope="module")
+def reports(request: pytest.FixtureRequest) -> Iterator[dict[str, Report]]:
+    """The drivers' of those backends that a test was chosen of, at once: each is in a world of its own, and mostly waits."""
     before = set(_groups())
-    report = run(request.param)
-    if report.skip:
-        pytest.skip(report.skip)
-    yield request.param, report
+    asked = {item.callspec.params.get("report") for item in request.session.items if hasattr(item, "callspec")}
+    chosen = [backend for backend in BACKENDS if backend in asked]
+    try:
+        with open_tree() as tree, ThreadPoolExecutor(len(BACKENDS)) as pool:
+            found = dict(zip(chosen, pool.map(partial(run, tree=tree), chosen), strict=True))
+    except NoOuterWorld as error:
+        pytest.skip(str(error))
+    yield found
     assert not set(_groups()) - before, "cgroups were left"
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def report(request: pytest.FixtureRequest, reports: dict[str, Report]) -> tuple[str, Report]:
+    found = reports[request.param]
+    if found.skip:
+        pytest.skip(found.skip)
+    return request.param, found
 
 
 def _groups() -> list[Path]:
