@@ -22,6 +22,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     rollout.add_argument("--episodes", type=int, default=256, help="episodes to run")
     add_config_arguments(rollout)
+    efficiency = actions.add_parser(
+        "efficiency", help="tokens/s of the runner over those of a bare client that asks the same of the same engines"
+    )
+    efficiency.add_argument("--size", default="0.6b", help="of the random model: tiny, 0.6b or 8b")
+    efficiency.add_argument("--episodes", type=int, default=256, help="episodes of a pass")
+    efficiency.add_argument("--concurrency", type=int, help="episodes at the same time; all, unless it is set")
+    efficiency.add_argument("--turns", type=int, default=4, help="turns of an episode")
+    efficiency.add_argument("--new-tokens", type=int, default=256, help="sampled tokens of a turn")
+    efficiency.add_argument("--prompt-tokens", type=int, default=256, help="tokens of the first prompt, about")
+    efficiency.add_argument("--observation-tokens", type=int, default=128, help="tokens of an observation, about")
+    efficiency.add_argument("--repeats", type=int, default=3, help="passes of each")
+    add_config_arguments(efficiency)
     masks = actions.add_parser(
         "masks", help="tokens/s from turns to checked batches, against tokenising every turn anew"
     )
@@ -52,6 +64,8 @@ def run(arguments: argparse.Namespace) -> None:
     config = resolve_config(arguments)
     if arguments.action == "rollout":
         _rollout(arguments, config, Console())
+    elif arguments.action == "efficiency":
+        asyncio.run(_efficiency(arguments, config, Console()))
     else:
         _masks(config, Console())
 
@@ -75,6 +89,34 @@ def _rollout(arguments: argparse.Namespace, config: Config, console: Console) ->
     runner = figures["replayed"].cpu_ms_per_turn
     client = figures["engine"].cpu_ms_per_turn - runner
     console.print(f"runner with tools {runner:.3f} ms a turn (target under 1); HTTP client {client:.3f} ms beside it")
+
+
+async def _efficiency(arguments: argparse.Namespace, config: Config, console: Console) -> None:
+    from agentrl.bench_efficiency import EfficiencyBench, Pass, efficiency, measure_efficiency
+
+    bench = EfficiencyBench(
+        size=arguments.size,
+        episodes=arguments.episodes,
+        concurrency=arguments.concurrency or arguments.episodes,
+        turns=arguments.turns,
+        new_tokens=arguments.new_tokens,
+        prompt_tokens=arguments.prompt_tokens,
+        observation_tokens=arguments.observation_tokens,
+        repeats=arguments.repeats,
+    )
+    table = Table("pass", "who", "seconds", "sampled tokens/s", "CPU ms/turn")
+    passes: list[Pass] = []
+    with console.status("making a model") as status:
+        async for one in measure_efficiency(config, bench, status.update):
+            passes.append(one)
+            rate, cpu = f"{one.tokens_per_s:,.0f}", f"{one.cpu_ms_per_turn:.2f}"
+            table.add_row(str(len(passes)), one.who, f"{one.seconds:.2f}", rate, cpu)
+    console.print(table)
+    console.print(
+        f"efficiency {efficiency(passes):.3f}: the runner's sampled tokens/s over the bare client's, medians (target 0.95). "
+        f"{bench.episodes} episodes of {bench.turns} turns of {bench.new_tokens} tokens, {bench.concurrency} at the same "
+        f"time, random {bench.size} model, {config.sampler.backend}; the cache flushed before each pass"
+    )
 
 
 def _masks(config: Config, console: Console) -> None:
