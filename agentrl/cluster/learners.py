@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,15 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.provenance import check_batch
 from agentrl.cluster.actor import LearnerActor, RankSpec
-from agentrl.cluster.ray_runtime import STORE_BYTES, RayRuntime
+from agentrl.cluster.address import learner_device
+from agentrl.cluster.placement import Room, Seat, check_cluster, own_seat
+from agentrl.cluster.ray_runtime import RayRuntime, store_bytes
 from agentrl.cluster.transfer import as_tensor, pack_batch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.errors import AgentrlError, LearnerError
 from agentrl.learner.base import RowLogprobs, split
 from agentrl.learner.bucket import views
-from agentrl.learner.device import resolve_device
 from agentrl.obs.waiting import waiting
 from agentrl.protocols import HeldBucket, TensorSpec, WeightGroup
 
@@ -38,6 +39,7 @@ def start_learners(
     seed: int,
     run_dir: Path,
     reference: Path | None = None,
+    room: Room | None = None,
 ) -> RayLearnerGroup:
     """Start Ray if none runs, and the ranks in it. Returns before they have loaded the model: see `ready`.
 
@@ -48,20 +50,24 @@ def start_learners(
         seed: of random states.
         run_dir: a failed rank's traceback is appended to ``learner.log`` there.
         reference: the folder of the frozen policy that the loss measures itself against; see `resolve_reference`.
+        room: where the ranks belong; it has started Ray, and outlives them. None: wherever Ray finds room.
 
     Raises:
         ConfigError: ``learner.device`` asks for what is not there.
         LearnerError: Ray does not start.
 
     """
-    device = resolve_device(learner)
-    size = sum(file.stat().st_size for file in model_folder.glob("*.safetensors"))
-    runtime = RayRuntime(cpus=learner.workers, store_bytes=max(STORE_BYTES, 4 * size))
+    device = learner_device(learner)
+    spec = RankSpec(model_folder, learner, algo, seed, device, reference)
+    log = run_dir / "learner.log"
+    if room is not None:
+        return RayLearnerGroup(None, spec, log, room.rank_options)
+    runtime = RayRuntime(cpus=learner.workers, store_bytes=store_bytes(model_folder))
     with waiting("start", "of Ray"):
         runtime.start()
-    spec = RankSpec(model_folder, learner, algo, seed, device, reference)
     try:
-        return RayLearnerGroup(runtime, spec, run_dir / "learner.log")
+        check_cluster([{"CPU": 1, "GPU": int(device == "cuda")}] * learner.workers)
+        return RayLearnerGroup(runtime, spec, log)
     except BaseException:
         runtime.stop()
         raise
@@ -70,7 +76,22 @@ def start_learners(
 class RayLearnerGroup:
     """Implements `agentrl.protocols.LearnerGroup`. When a rank is lost or hangs, all are ended: the group is over."""
 
-    def __init__(self, runtime: RayRuntime, spec: RankSpec, log: Path) -> None:
+    def __init__(
+        self,
+        runtime: RayRuntime | None,
+        spec: RankSpec,
+        log: Path,
+        place: Callable[[int], Mapping[str, Any]] = lambda rank: {},
+    ) -> None:
+        """Start the ranks.
+
+        Args:
+            runtime: ends with them; None: Ray is somebody else's.
+            spec: what they are.
+            log: gets their tracebacks.
+            place: says by rank how Ray is told where it belongs.
+
+        """
         self._runtime = runtime
         self._spec = spec
         self._log = log
@@ -81,9 +102,20 @@ class RayLearnerGroup:
         ranks = spec.learner.workers
         options: dict[str, Any] = {"num_gpus": int(spec.device == "cuda"), "concurrency_groups": {"leaving": 1}}
         actor: Any = ray.remote(num_cpus=1, max_restarts=0, **options)(LearnerActor)
-        self._actors: list[Any] = [actor.remote(rank, ranks) for rank in range(ranks)]
+        self._actors: list[Any] = [actor.options(**place(rank)).remote(rank, ranks) for rank in range(ranks)]
+        self._seats = [actor.__ray_call__.remote(own_seat) for actor in self._actors]
         # Imports take seconds: the actors begin them now, while the caller starts engines.
         self._nodes = [actor.node.remote() for actor in self._actors]
+
+    def seats(self) -> list[Seat]:
+        """Wait until every rank has its process, and return by rank where that is.
+
+        Raises:
+            LearnerError: one could not start, or not within ``learner.start_timeout_s``.
+
+        """
+        limit = time.monotonic() + self._spec.learner.start_timeout_s
+        return self._gather(self._seats, "start", limit, "learner.start_timeout_s")
 
     def ready(self) -> None:
         """Wait until every rank has loaded the model. Other calls do this themselves; a second one returns at once.
@@ -147,7 +179,8 @@ class RayLearnerGroup:
                 ray.get(self._actors[0].leave_group.remote(), timeout=GRACE_S)
 
     def sleep(self) -> None:
-        """Give the device's memory back; see `LearnerGroup.sleep`."""
+        """Give the device's memory back, that of a bucket too; see `LearnerGroup.sleep`."""
+        self._turn += 1
         self._call("sleep")
 
     def wake(self) -> None:
@@ -171,7 +204,8 @@ class RayLearnerGroup:
         if self._actors:
             self._end("it was closed")
             self._actors = []
-            self._runtime.stop()
+            if self._runtime is not None:
+                self._runtime.stop()
 
     def _shares(self, batch: GlobalBatch) -> list[tuple[Any, ...]]:
         return [(pack_batch(share),) for share in split(batch, len(self._actors))]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from agentrl.cluster.address import running_address
 from agentrl.errors import LearnerError
 
-STORE_BYTES = 256 << 20
+_STORE_BYTES = 256 << 20
 """Least size of the object store. Batches and weights pass through it; pages that nothing wrote cost no memory."""
-JOIN_TIMEOUT_S = 1.0
 
 
 class RayRuntime:
@@ -27,7 +26,7 @@ class RayRuntime:
 
     """
 
-    def __init__(self, *, cpus: int, store_bytes: int = STORE_BYTES) -> None:
+    def __init__(self, *, cpus: int, store_bytes: int = _STORE_BYTES) -> None:
         self._options = {} if ray.is_initialized() else _options(cpus, store_bytes)
         self._up = threading.Event()
         self._end = threading.Event()
@@ -66,6 +65,11 @@ class RayRuntime:
             ray.shutdown()
 
 
+def store_bytes(model: Path) -> int:
+    """Return the size of an object store through which the weights of a model folder go."""
+    return max(_STORE_BYTES, 4 * sum(file.stat().st_size for file in model.glob("*.safetensors")))
+
+
 def _options(cpus: int, store_bytes: int) -> dict[str, Any]:
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": True}
     # Ray must not hide the GPUs from actors that reserve none, and prints a warning until it is told so.
@@ -77,25 +81,5 @@ def _options(cpus: int, store_bytes: int) -> dict[str, Any]:
     address = running_address()
     if address is not None:
         return quiet | {"address": address}
-    own = {"address": "local", "num_cpus": cpus, "object_store_memory": max(store_bytes, STORE_BYTES)}
+    own = {"address": "local", "num_cpus": cpus, "object_store_memory": max(store_bytes, _STORE_BYTES)}
     return quiet | own | {"include_dashboard": False}
-
-
-def running_address() -> str | None:
-    """Return the address of a Ray to join: ``RAY_ADDRESS``, or what ``ray start`` left on this machine if it answers.
-
-    A Ray that belongs to another run is never joined: it would end with that run.
-    """
-    named = os.environ.get("RAY_ADDRESS")
-    if named:
-        return named
-    note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
-    if not note.is_file():
-        return None
-    address = note.read_text(encoding="utf-8").strip()
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), JOIN_TIMEOUT_S).close()
-    except (OSError, ValueError):
-        return None
-    return address
