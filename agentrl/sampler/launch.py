@@ -126,14 +126,14 @@ def launch_embedded(
         "seed": seed,
         "weight-version": version,
     }
-    command = [sys.executable, "-m", "agentrl.sampler.embedded", *_flags(flags)]
+    command = [sys.executable, "-m", "agentrl.sampler.embedded", *flags_of(flags)]
     # Large models share matrix products among OpenMP threads. Where these spin while they wait, an engine becomes many
     # times slower as soon as another process wants the cores too.
     env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     begun = time.monotonic()
     port_file = log.with_name(log.name + ".port")
     port_file.unlink(missing_ok=True)
-    with _held(host, port):
+    with held_port(host, port):
         pass
     command += ["--host", host, "--port", str(port), "--port-file", str(port_file)]
     child = ChildProcess.start(command, log=log, name="the embedded engine", env=env, error=EngineError)
@@ -196,8 +196,8 @@ def launch_sglang(
             flags |= _dashed(cpu_sglang.OPTIONS)
     flags |= _dashed(options)
     guard = [sys.executable, "-S", str(Path(__file__).with_name("guard.py"))]
-    with _held(host, port) as held:
-        server = [str(interpreter.python), "-m", "sglang.launch_server", *_flags(flags)]
+    with held_port(host, port) as held:
+        server = [str(interpreter.python), "-m", "sglang.launch_server", *flags_of(flags)]
         command = [*guard, *server, "--host", host, "--port", str(held)]
         told = StartLog(log)
         child = ChildProcess.start(command, log=log, name="SGLang", env=env, error=EngineError)
@@ -272,7 +272,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 @contextmanager
-def _held(host: str, port: int) -> Iterator[int]:
+def held_port(host: str, port: int) -> Iterator[int]:
     """Keep ``port`` (0: a free one, which is returned) from everybody but a server that binds it by its number.
 
     Both sockets have SO_REUSEADDR and this one does not listen: Linux then lets the server have the port, and gives it
@@ -297,7 +297,8 @@ def _dashed(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name.replace("_", "-"): value for name, value in options.items()}
 
 
-def _flags(options: Mapping[str, Any]) -> list[str]:
+def flags_of(options: Mapping[str, Any]) -> list[str]:
+    """Return options as arguments: ``some_name: 1`` is ``--some-name 1``, True a bare flag, a list several values."""
     flags: list[str] = []
     for name, value in options.items():
         if value is None or value is False:

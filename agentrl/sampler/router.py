@@ -7,11 +7,15 @@ import heapq
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from agentrl.errors import EngineLostError, SamplerError
 from agentrl.obs.waiting import waiting
 from agentrl.protocols import Sampler
 from agentrl.types import FinishReason, Generation, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from agentrl.sampler.client import SGLangClient
 
 _MOST_LOST = 3
 """Engines that one request may lose: it might be what they die of."""
@@ -47,6 +51,25 @@ class _Request:
     """While it waits for a place: the lane, or None for an abort."""
     lane: Lane | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class EngineRouter(Protocol):
+    """Knows which engines take part."""
+
+    on_lost: Callable[[str], None]
+    """Called with an engine's name when a request may have failed to reach it."""
+
+    def add(self, name: str, sampler: SGLangClient) -> None:
+        """Give requests to an engine from now on."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Give no more requests to an engine; those that it has go to others. One that is out already stays so."""
+        ...
+
+    def fail(self, why: str) -> None:
+        """Refuse all requests: no engine will ever be there again."""
+        ...
 
 
 class RoutedSampler:
@@ -97,6 +120,12 @@ class RoutedSampler:
             heapq.heappush(self._waiting, entry)
         for other in self._lanes.values():
             self._fill(other)
+
+    def allow(self, max_running: int | None) -> None:
+        """Give each engine so many requests at a time from now on."""
+        self._max_running = max_running
+        for lane in self._lanes.values():
+            self._fill(lane)
 
     def fail(self, why: str) -> None:
         """Refuse all requests that wait, and all to come: no engine will ever be there again."""

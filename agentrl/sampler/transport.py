@@ -27,7 +27,7 @@ _LOST = {
 
 
 class Refused(Exception):
-    """The engine answered with another status than 200."""
+    """The engine answered with an error."""
 
     def __init__(self, status: int, words: str, *, lost: bool = False) -> None:
         """Keep the status and what the engine said; ``lost``: it is a router that has lost the engine."""
@@ -47,6 +47,7 @@ class Transport:
     def __init__(self, url: str, timeout_s: float) -> None:
         """Remember where the engine is; nothing is sent yet."""
         self.url = url.rstrip("/")
+        """May be set anew, where a server has come back at another address."""
         self._timeout = httpx.Timeout(timeout_s, connect=10.0)
         self._ssl: ssl.SSLContext | bool = ssl.create_default_context() if self.url.startswith("https") else False
         self._clients: dict[int, httpx.AsyncClient] = {}
@@ -68,7 +69,7 @@ class Transport:
         ``retries`` is 0 for what an engine must not do twice.
 
         Raises:
-            Refused: another status than 200.
+            Refused: an error's status.
             httpx.HTTPError: no answer after all retries.
         """
         return _content(await self._send("POST", path, orjson.dumps(body), key, retries))
@@ -76,6 +77,10 @@ class Transport:
     async def get(self, path: str, *, retries: int = _RETRIES) -> Any:
         """As `post`, by GET."""
         return _content(await self._send("GET", path, None, "", retries))
+
+    async def delete(self, path: str) -> Any:
+        """As `post`, by DELETE."""
+        return _content(await self._send("DELETE", path, None, ""))
 
     async def _send(
         self, method: str, path: str, content: bytes | None, key: str, retries: int = _RETRIES
@@ -99,7 +104,7 @@ class Transport:
 
 
 def _content(reply: httpx.Response) -> Any:
-    if reply.status_code != 200:
+    if not reply.is_success:
         raise Refused(reply.status_code, _words(reply), lost=reply.headers.get(_ROUTER_ERROR) in _LOST)
     if reply.headers.get("content-type", "").startswith("application/json") and reply.content:
         return orjson.loads(reply.content)

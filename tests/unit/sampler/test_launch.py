@@ -13,7 +13,7 @@ import pytest
 
 from agentrl.errors import ConfigError, EngineError, PortInUseError
 from agentrl.sampler.interpreter import Interpreter
-from agentrl.sampler.launch import _flags, launch_embedded, launch_sglang
+from agentrl.sampler.launch import flags_of, launch_embedded, launch_sglang
 from agentrl.sampler.launcher import gpus_of
 
 
@@ -95,7 +95,7 @@ def wait_for_number(path: Path) -> int:
 
 def test_options_become_flags() -> None:
     options = {"mem_fraction_static": 0.5, "enable_memory_saver": True, "no": False, "none": None, "several": [1, 2]}
-    assert _flags(options) == ["--mem-fraction-static", "0.5", "--enable-memory-saver", "--several", "1", "2"]
+    assert flags_of(options) == ["--mem-fraction-static", "0.5", "--enable-memory-saver", "--several", "1", "2"]
 
 
 @pytest.mark.parametrize("name", ["port", "host", "model_path", "model", "base_gpu_id", "gpu-id-step", "nnodes"])
