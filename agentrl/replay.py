@@ -17,6 +17,7 @@ from agentrl.evaluation.sets import TaskChoice
 from agentrl.interrupt import Interrupt
 from agentrl.models.load import load_tokenizer
 from agentrl.models.resolve import resolve_model
+from agentrl.obs.progress import Stopwatch
 from agentrl.obs.rollouts import read_rollouts, rollout_files
 from agentrl.protocols import LearnerGroup, Renderer
 from agentrl.render.choice import make_renderer
@@ -101,8 +102,11 @@ class Replay:
         """Nothing samples, so nothing is evaluated."""
         return ()
 
-    async def follow(self, learner: LearnerGroup, version: int) -> None:
+    async def follow(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
         """Nobody samples with the weights."""
+
+    async def make_way(self, learner: LearnerGroup, watch: Stopwatch) -> None:
+        """Nobody is in the way."""
 
     async def take(self, step: int, position: int) -> list[Rollout]:
         """Read the rollouts of a step."""

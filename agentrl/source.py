@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -16,10 +16,12 @@ from agentrl.eval import evaluate_watched
 from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.sets import TaskChoice
 from agentrl.interrupt import Interrupt
+from agentrl.obs.progress import Stopwatch
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.protocols import EngineControl, LearnerGroup, WeightSync
 from agentrl.stack import Stack
 from agentrl.tasksource import TaskOrder, episode_seed
+from agentrl.turns import Turns
 from agentrl.types import Rollout
 
 OnDone = Callable[[Rollout], None]
@@ -48,8 +50,8 @@ class RolloutSource(Protocol):
         """What to evaluate on; without any nothing is evaluated."""
         ...
 
-    async def follow(self, learner: LearnerGroup, version: int) -> None:
-        """Bring the learner's weights, as policy ``version``, to whoever samples."""
+    async def follow(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
+        """Bring the learner's weights, as policy ``version``, to whoever samples; ``watch`` gets the seconds."""
         ...
 
     async def take(self, step: int, position: int) -> list[Rollout]:
@@ -59,6 +61,10 @@ class RolloutSource(Protocol):
             AgentrlError: they cannot be had; `RunStopped` where Ctrl-C or the failure policy ends the run.
 
         """
+        ...
+
+    async def make_way(self, learner: LearnerGroup, watch: Stopwatch) -> None:
+        """Leave what the learner needs to train to it, until `follow`; ``watch`` gets the seconds."""
         ...
 
     async def trained(self, step: int, advantages: Mapping[str, float]) -> None:
@@ -79,7 +85,8 @@ class Sampling:
     """Implements `RolloutSource` with the engines and the tool servers of a run.
 
     An engine that was started again gets the learner's weights while episodes are played: only then does nobody else use
-    the learner, and are its weights those of a whole step.
+    the learner, and are its weights those of a whole step. Where engines and learner have the same GPUs in turns, it is
+    started only then, too.
     """
 
     config: Config
@@ -90,6 +97,10 @@ class Sampling:
     interrupt: Interrupt
     sets: Sequence[TaskChoice] = ()
     """What to evaluate on."""
+    restart_sync: WeightSync | None = None
+    """Brings the weights to an engine that was started again, where ``sync`` cannot while the learner sleeps."""
+    _turns: Turns | None = field(default=None, init=False)
+    """None: the engines keep their memory, and the learner its own."""
     _runner: EpisodeRunner | None = field(default=None, init=False)
     _learner: LearnerGroup | None = field(default=None, init=False)
     _version: int = field(default=0, init=False)
@@ -102,7 +113,12 @@ class Sampling:
     async def open(self) -> None:
         """Begin: the learner is the trainer's."""
         await self._busy.acquire()
-        self.stack.fleet.resend_with(self._resend)
+        fleet = self.stack.fleet
+        if self.config.placement.mode == "colocate":
+            self._turns = Turns(fleet)
+            fleet.resend_with(self._resend, launch_in=self._busy)
+        else:
+            fleet.resend_with(self._resend)
 
     @property
     def steps(self) -> int:
@@ -119,7 +135,7 @@ class Sampling:
         """The tokenizer's."""
         return self.stack.renderer.pad_token_id
 
-    async def follow(self, learner: LearnerGroup, version: int) -> None:
+    async def follow(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
         """Send the weights to all engines, unless ``weights.every`` lets these wait.
 
         Raises:
@@ -127,8 +143,22 @@ class Sampling:
 
         """
         self._learner, self._version = learner, version
-        if self._sent is None or version - self._sent >= self.config.weights.every:
-            await self._send()
+        if self._turns is not None:
+            await self._turns.to_engines(learner, self._send, watch)
+        elif self._sent is None or version - self._sent >= self.config.weights.every:
+            with watch("sync"):
+                await self._send()
+
+    async def make_way(self, learner: LearnerGroup, watch: Stopwatch) -> None:
+        """Take the engines' memory from them, where the learner needs it.
+
+        Raises:
+            EngineError: an engine that lives keeps its memory.
+            LearnerError: there is not enough memory for the learner.
+
+        """
+        if self._turns is not None:
+            await self._turns.to_learner(learner, watch)
 
     async def _send(self) -> None:
         assert self._learner is not None, "follow comes first"
@@ -145,9 +175,9 @@ class Sampling:
         self._sent = self._version
 
     async def _resend(self, engine: EngineControl) -> int:
-        async with self._busy:
+        async with nullcontext() if self._turns is not None else self._busy:  # in turns, all of a restart is inside
             assert self._learner is not None, "episodes are played with its weights"
-            await self.sync.push(self._learner, [engine], self._version)
+            await (self.restart_sync or self.sync).push(self._learner, [engine], self._version)
             return self._version
 
     @asynccontextmanager

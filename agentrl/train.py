@@ -108,6 +108,7 @@ class Trainer:
         if not batches:
             return {"train/skipped": 1.0}
         figures = []
+        await self.source.make_way(self.learner, watch)
         with watch("train"), waiting(PHASE, f"step {self.step + 1}", "train"):
             for batch in batches:
                 figures.append(batch.metrics | await asyncio.to_thread(self.learner.train_step, batch))
@@ -116,8 +117,8 @@ class Trainer:
 
     async def _follow(self, watch: Stopwatch) -> None:
         self.view.phase("weights")
-        with watch("sync"), waiting(PHASE, f"step {self.step}", "weights"):
-            await self.source.follow(self.learner, self.step)
+        with waiting(PHASE, f"step {self.step}", "weights"):
+            await self.source.follow(self.learner, self.step, watch)
 
     async def _evaluate(self) -> None:
         sets = self.source.sets

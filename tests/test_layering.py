@@ -36,6 +36,7 @@ LEVELS = [
         "bench_sandbox",
         "bench_efficiency",
         "source",
+        "turns",
         "warmstart",
         "replay",
         "rollout",

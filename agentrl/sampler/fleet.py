@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 from agentrl.config.sections import SamplerConfig
 from agentrl.errors import AgentrlError, ConfigError
 from agentrl.obs.waiting import waiting
 from agentrl.sampler.client import SGLangClient
+from agentrl.sampler.gateway import Gateway
 from agentrl.sampler.launcher import Launcher, RunningEngine
 from agentrl.sampler.monitor import Engine, Monitor, Resend
-from agentrl.sampler.router import RoutedSampler
+from agentrl.sampler.router import EngineRouter, RoutedSampler
 
 
 class Fleet:
@@ -20,21 +23,24 @@ class Fleet:
     An engine that dies or hangs is started again, gets the current weights, and its requests are sampled elsewhere.
     """
 
-    def __init__(self, config: SamplerConfig, launcher: Launcher) -> None:
+    def __init__(self, config: SamplerConfig, launcher: Launcher, logs: Path) -> None:
         """Start nothing yet.
 
         Args:
             config: how many engines of which kind, or where they run already.
             launcher: starts them, each as often as it has to be.
+            logs: folder for ``router.log``.
 
         """
         self.sampler = RoutedSampler(config.max_running)
+        self._gateway = Gateway(self.sampler, config, logs / "router.log") if config.router == "sglang" else None
+        self._router: EngineRouter = self._gateway or self.sampler
         self._config = config
         self._launcher = launcher
         self._retired: list[SGLangClient] = []
         """Clients of engines that were started again: a request may still be using one."""
         self._engines: list[Engine] = []
-        self._monitor = Monitor(self._engines, self.sampler, config, self._start_again)
+        self._monitor = Monitor(self._engines, self._router, config, self._start_again)
         self._counted = (0, 0)
 
     async def start(self) -> None:
@@ -45,6 +51,8 @@ class Fleet:
             ConfigError: at an address of ``sampler.url`` no healthy engine answers.
 
         """
+        if self._gateway is not None:
+            await self._gateway.start()
         if self._config.urls:
             for number, url in enumerate(self._config.urls):
                 self._engines.append(await self._attached(number, url))
@@ -56,12 +64,14 @@ class Fleet:
                 if isinstance(result, BaseException):
                     raise result
         for engine in self._engines:
-            self.sampler.add(engine.name, engine.client)
+            self._router.add(engine.name, engine.client)
         self._monitor.start()
 
     async def aclose(self) -> None:
         """Stop all engines that were started here, and close all connections."""
         await self._monitor.aclose()
+        if self._gateway is not None:
+            await self._gateway.aclose()
         processes = [engine.process for engine in self._engines if engine.process is not None]
         await asyncio.gather(*(asyncio.to_thread(process.stop) for process in processes))
         for client in (*self._retired, *(engine.client for engine in self._engines)):
@@ -72,21 +82,37 @@ class Fleet:
         """The clients of the engines that sample now; one that is being started again is not among them."""
         return tuple(engine.client for engine in self._engines if engine.live)
 
-    def resend_with(self, resend: Resend) -> None:
-        """Have engines that were started again sample only once ``resend`` has brought them the current weights."""
+    def resend_with(self, resend: Resend, *, launch_in: AbstractAsyncContextManager[None] | None = None) -> None:
+        """Have engines that were started again sample only once ``resend`` has brought them the current weights.
+
+        Starting one again, its weights included, is inside of ``launch_in``.
+        """
         self._monitor.resend = resend
+        if launch_in is not None:
+            self._monitor.launch_in = launch_in
 
     async def look(self) -> None:
         """Wait a moment, so that an engine that has just failed is no longer among those that are `live`."""
         await self._monitor.look()
+
+    async def ended(self) -> None:
+        """Wait until the engines that are not live have no process, and so no memory, any more.
+
+        Raises:
+            EngineError: no engine is left.
+
+        """
+        await self._monitor.ended()
 
     async def flush(self) -> None:
         """Drop the prefix caches."""
         await asyncio.gather(*(client.flush() for client in self.live))
 
     def check(self) -> None:
-        """Raise `EngineError` where no engine is left, with the last log lines of the one that went last."""
+        """Raise `EngineError` where no engine is left, with the last log lines of the one that went last, or no router."""
         self._monitor.check()
+        if self._gateway is not None:
+            self._gateway.check()
 
     def figures(self) -> dict[str, float]:
         """Return how often engines were started again, and what share of the prompts since the last call the engines had
@@ -116,7 +142,8 @@ class Fleet:
         engine.process, engine.client = process, self._client(process.url)
 
     def _client(self, url: str) -> SGLangClient:
-        return SGLangClient(url, timeout_s=self._config.request_timeout_s)
+        flights = self._gateway.flights if self._gateway is not None else None
+        return SGLangClient(url, timeout_s=self._config.request_timeout_s, flights=flights)
 
     async def _process(self, number: int) -> RunningEngine:
         starting = asyncio.ensure_future(asyncio.to_thread(self._launcher.launch, number))

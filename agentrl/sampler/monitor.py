@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from agentrl.config.sections import SamplerConfig
@@ -13,7 +14,7 @@ from agentrl.errors import AgentrlError, EngineError
 from agentrl.protocols import EngineControl
 from agentrl.sampler.client import SGLangClient
 from agentrl.sampler.launcher import RunningEngine
-from agentrl.sampler.router import RoutedSampler
+from agentrl.sampler.router import EngineRouter
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ class Engine:
     """It will not come back, or, of an engine that is not ours, has not for ``sampler.hang_s``."""
     unreachable: asyncio.Event = field(default_factory=asyncio.Event)
     """A request could not reach it."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """It is not live, and its process has ended."""
 
     def death(self) -> str | None:
         """Return how its process ended, in the words of its log; None while it runs."""
@@ -58,7 +61,7 @@ class Monitor:
     def __init__(
         self,
         engines: Sequence[Engine],
-        router: RoutedSampler,
+        router: EngineRouter,
         config: SamplerConfig,
         launch: Callable[[Engine], Awaitable[None]],
     ) -> None:
@@ -66,13 +69,15 @@ class Monitor:
 
         Args:
             engines: all live.
-            router: gives them requests.
+            router: is told which of them take part.
             config: how often to look, and how often to start an engine again.
             launch: gives an engine a new process, which is healthy, and a client for it; raises `AgentrlError`.
 
         """
         self.resend: Resend | None = None
         """Without it engines sample with the weights that they start with."""
+        self.launch_in: AbstractAsyncContextManager[None] = contextlib.nullcontext()
+        """What starting an engine again, its weights included, is inside of."""
         self.restarts = 0
         """Of all engines."""
         self._engines = engines
@@ -112,8 +117,16 @@ class Monitor:
             engine.unreachable.set()
         await asyncio.sleep(2 * _LOOK_S)
 
+    async def ended(self) -> None:
+        """Wait until the engines that are not live have no process, and so no memory, any more."""
+        for engine in self._engines:
+            if engine.process is not None and not engine.live:
+                await engine.ended.wait()
+        self.check()
+
     def _take_out(self, engine: Engine) -> None:
         engine.live = False
+        engine.ended.clear()
         self._router.remove(engine.name)
 
     def _on_lost(self, name: str) -> None:
@@ -128,6 +141,8 @@ class Monitor:
 
     def _fail(self, error: BaseException | None) -> None:
         self._error = self._error or error
+        for engine in self._engines:
+            engine.ended.set()  # nobody is to wait for what will not come
         self._router.fail(str(error))
 
     # One engine
@@ -194,8 +209,10 @@ class Monitor:
             self.restarts += 1
             await self._kill(engine)
             try:
-                await self._launch(engine)
-                await self._admit(engine)
+                async with self.launch_in:
+                    engine.ended.clear()
+                    await self._launch(engine)
+                    await self._admit(engine)
             except AgentrlError as error:
                 why = str(error)
                 _log.warning("%s, started again (%d of %d): %s", engine.name, engine.restarts, most, why)
@@ -212,6 +229,7 @@ class Monitor:
         """End the process and its group. What hangs would not end politely."""
         assert engine.process is not None
         await asyncio.to_thread(engine.process.kill)
+        engine.ended.set()
 
     async def _await_return(self, engine: Engine, why: str) -> None:
         begun = asyncio.get_running_loop().time()

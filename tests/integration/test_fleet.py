@@ -18,6 +18,7 @@ from engine_tiny import save_model
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.errors import ConfigError, EngineError, SamplerError
+from agentrl.obs.progress import Stopwatch
 from agentrl.sampler.client import SGLangClient
 from agentrl.sampler.fleet import Fleet
 from agentrl.sampler.launcher import EngineSpec, LocalLauncher
@@ -48,7 +49,7 @@ def configured(*settings: str) -> Config:
 
 @asynccontextmanager
 async def opened(config: Config, model: Path, folder: Path) -> AsyncIterator[Fleet]:
-    fleet = Fleet(config.sampler, LocalLauncher(EngineSpec(config.sampler, model, folder, 0)))
+    fleet = Fleet(config.sampler, LocalLauncher(EngineSpec(config.sampler, model, folder, 0)), folder)
     try:
         await fleet.start()
         yield fleet
@@ -176,7 +177,7 @@ def test_an_engine_that_goes_during_the_push_gets_its_weights_later(tmp_path: Pa
             source = Sampling(config, stack, unused, sync, unused, unused)
             learner: Any = object()
             await source.open()
-            await source.follow(learner, 4)
+            await source.follow(learner, 4, Stopwatch())
             assert len(fleet.live) == 1, "it waits for its weights"
             assert await fleet.live[0].version() == 4
             async with source._playing():
@@ -188,7 +189,7 @@ def test_an_engine_that_goes_during_the_push_gets_its_weights_later(tmp_path: Pa
             assert fleet.figures()["rollout/engine_restarts"] == 2
             sync.folder = tmp_path / "nowhere"
             with pytest.raises(EngineError, match="is no folder"):
-                await source.follow(learner, 5)
+                await source.follow(learner, 5, Stopwatch())
 
     asyncio.run(run())
 
