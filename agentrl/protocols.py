@@ -85,6 +85,11 @@ class EngineControl(Protocol):
         """Where it answers."""
         ...
 
+    @property
+    def number(self) -> int:
+        """Which of the run's engines it is, from 0; the same once it was started again."""
+        ...
+
     async def healthy(self) -> bool:
         """Return whether the engine answers."""
         ...

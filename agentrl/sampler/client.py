@@ -28,12 +28,14 @@ class SGLangClient:
     While the engine is paused or gets new weights through this client, generations wait here; see `Flights`.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 300.0, flights: Flights | None = None) -> None:
+    def __init__(self, url: str, *, timeout_s: float = 300.0, flights: Flights | None = None, number: int = 0) -> None:
         """Remember the engine's address; ``timeout_s`` is how long a generation may take.
 
-        ``flights`` are those of a router before it: generations that may be this engine's, and that it is to stop.
+        ``flights`` are those of a router before it: generations that may be this engine's, and that it is to stop;
+        ``number`` says which of several engines it is.
         """
         self.url = url
+        self.number = number
         self._transport = Transport(url, timeout_s)
         self._flights = flights or Flights(self._transport, self)
         self._open: asyncio.Event | None = None

@@ -126,7 +126,7 @@ class Fleet:
     # Engines
 
     async def _attached(self, number: int, url: str) -> Engine:
-        client = self._client(url)
+        client = self._client(number, url)
         if not await client.healthy():
             await client.aclose()
             raise ConfigError(f"sampler.url={url}: no healthy engine answers there")
@@ -134,16 +134,17 @@ class Fleet:
 
     async def _started(self, number: int) -> Engine:
         process = await self._process(number)
-        return Engine(f"engine-{number}", self._client(process.url), process)
+        return Engine(f"engine-{number}", self._client(number, process.url), process)
 
     async def _start_again(self, engine: Engine) -> None:
-        process = await self._process(self._engines.index(engine))
+        number = self._engines.index(engine)
+        process = await self._process(number)
         self._retired.append(engine.client)
-        engine.process, engine.client = process, self._client(process.url)
+        engine.process, engine.client = process, self._client(number, process.url)
 
-    def _client(self, url: str) -> SGLangClient:
+    def _client(self, number: int, url: str) -> SGLangClient:
         flights = self._gateway.flights if self._gateway is not None else None
-        return SGLangClient(url, timeout_s=self._config.request_timeout_s, flights=flights)
+        return SGLangClient(url, timeout_s=self._config.request_timeout_s, flights=flights, number=number)
 
     async def _process(self, number: int) -> RunningEngine:
         starting = asyncio.ensure_future(asyncio.to_thread(self._launcher.launch, number))
