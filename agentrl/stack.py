@@ -115,7 +115,7 @@ async def open_stack(
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as exits:
-        fleet = Fleet(config.sampler, launcher(EngineSpec(config.sampler, model, logs, seed)))
+        fleet = Fleet(config.sampler, launcher(EngineSpec(config.sampler, model, logs, seed)), logs)
         exits.push_async_callback(fleet.aclose)
         services = run_services(config)
         served = served_tools(config, services)

@@ -80,6 +80,10 @@ class SamplerConfig(Section):
     """Seconds an engine may take to become healthy."""
     max_running: PositiveInt | None = None
     """Requests that an engine is given at a time; further ones wait in the run. Without a number it gets all."""
+    router: Literal["own", "sglang"] = "own"
+    """Who says which engine samples: ``own`` is the run itself; ``sglang`` puts the program ``sglang-router`` before the
+    engines (``pip install 'agentrl[router]'``), where ``max_running`` is a mean over them. With both, all turns of an
+    episode go to one engine, and a new episode to the engine with the fewest requests."""
     health_every_s: PositiveFloat = 2.0
     """Seconds between two looks at an engine's health."""
     hang_s: PositiveFloat = 60.0

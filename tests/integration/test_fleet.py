@@ -8,6 +8,7 @@ import random
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,14 @@ SETTINGS = [
     "sampler.health_every_s=0.2",
     "sampler.hang_s=2",
     "sampler.request_timeout_s=60",
+]
+
+ROUTERS = [
+    "own",
+    pytest.param(
+        "sglang",
+        marks=pytest.mark.skipif(find_spec("sglang_router") is None, reason="sglang-router is not installed"),
+    ),
 ]
 
 
@@ -92,7 +101,8 @@ async def until(true: Callable[[], bool], seconds: float = 40) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_killed_and_stopped_in_mid_rollout(tmp_path: Path, models: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("router", ROUTERS)
+def test_killed_and_stopped_in_mid_rollout(tmp_path: Path, models: tuple[Path, Path], router: str) -> None:
     """The same tokens come as without the faults; who comes back samples with the weights that were sent meanwhile."""
     first, second = models
 
@@ -101,7 +111,7 @@ def test_killed_and_stopped_in_mid_rollout(tmp_path: Path, models: tuple[Path, P
         return 3
 
     async def run() -> None:
-        async with opened(configured("sampler.engines=2"), first, tmp_path) as fleet:
+        async with opened(configured("sampler.engines=2", f"sampler.router={router}"), first, tmp_path) as fleet:
             for client in fleet.live:
                 await client.update_from_disk(second, 3)
             fleet.resend_with(resend)
@@ -128,7 +138,7 @@ def test_killed_and_stopped_in_mid_rollout(tmp_path: Path, models: tuple[Path, P
             assert fleet.figures()["rollout/engine_restarts"] == 2
             assert tokens(await play(fleet, sessions=8, turns=1, tokens=60)).items() <= tokens(calm).items()
             logs = [file.name for file in tmp_path.glob("*.log")]
-            assert sorted(logs) == ["engine-0.log", "engine-1.log"]
+            assert sorted(logs) == ["engine-0.log", "engine-1.log"] + ["router.log"] * (router == "sglang")
 
     asyncio.run(run())
 
@@ -194,12 +204,13 @@ def test_an_engine_that_goes_during_the_push_gets_its_weights_later(tmp_path: Pa
     asyncio.run(run())
 
 
-def test_attached_engines_and_the_end_of_the_last_one(tmp_path: Path, models: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("router", ROUTERS)
+def test_attached_engines_and_the_end_of_the_last_one(tmp_path: Path, models: tuple[Path, Path], router: str) -> None:
     """Engines that run already are taken out when they stop answering, and back in once they do, with new weights."""
     first, second = models
 
     async def attached(others: Fleet, urls: list[str]) -> None:
-        config = configured(f"sampler.url={urls[0]}, {urls[1]}", "sampler.max_running=2")
+        config = configured(f"sampler.url={urls[0]}, {urls[1]}", "sampler.max_running=2", f"sampler.router={router}")
         async with opened(config, first, tmp_path) as fleet:
             resent: list[SGLangClient] = []
 
