@@ -1,10 +1,11 @@
 # make train   set up .venv and train the shipped policy to search
-# make test    set up .venv and run the tests
+# make test    set up .venv and run the tests; with -j2 in two processes at once
 # make test-sglang  build .venv-sglang, SGLang on a CPU, and run the tests that need it
 # make sandbox install bubblewrap, and what the tests of Docker need (Debian, as root)
 
 VENV := .venv
 BIN := $(VENV)/bin
+SGLANG_VENV := .venv-sglang
 # The first interpreter that is Python 3.11 or 3.12 (a name on the PATH need not be one that starts).
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
@@ -14,9 +15,10 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 export HF_HUB_OFFLINE ?= 1
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 
-.PHONY: install sandbox train test test-long test-sglang lint policies docs clean
+.PHONY: install install-sglang sandbox train test test-parts test-whole test-long test-sglang lint policies docs clean
 
 install: $(VENV)/.installed
+install-sglang: $(SGLANG_VENV)/.installed
 
 # $(call cpu_torch,PIP): the CPU build, plainly where a local wheel is configured, else from PyTorch's own index.
 cpu_torch = $(1) install --quiet "$(TORCH_CPU)" 2>/dev/null \
@@ -47,15 +49,23 @@ sandbox:
 train: install
 	$(BIN)/agentrl train --env search_r1
 
-test: install
-	$(BIN)/python -m pytest tests -m "not long and not sglang"
+test: test-parts test-whole
+
+PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not gpu"
+WHOLE := tests/attacks tests/integration
+
+# What starts Ray, engines and Docker: much of its time passes waiting for processes to start.
+test-whole: install
+	$(PYTEST) $(WHOLE)
+
+test-parts: install
+	$(PYTEST) tests $(WHOLE:%=--ignore=%)
 
 # Long learning runs: three seeds of the main job with their controls, and the hard case.
 test-long: install
 	$(BIN)/python -m pytest tests -m long -s
 
 # Stock SGLang on a CPU, in an environment of its own; agentrl/sampler/cpu_sglang says how that can be.
-SGLANG_VENV := .venv-sglang
 SGLANG := sglang==0.5.23 torchvision==0.28.0
 SGLANG_REQUIREMENTS := agentrl/sampler/cpu_sglang/requirements.txt
 
@@ -68,7 +78,7 @@ $(SGLANG_VENV)/.installed: $(SGLANG_REQUIREMENTS)
 	$(SGLANG_VENV)/bin/pip install --quiet --no-warn-conflicts "$(TORCH_CPU)" -r $(SGLANG_REQUIREMENTS)
 	@touch $@
 
-test-sglang: install $(SGLANG_VENV)/.installed
+test-sglang: install install-sglang
 	$(BIN)/python -m pytest tests/with_sglang
 
 lint: install
