@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from agentrl.models.digest import raw_bytes, short
-
-Bucket = list[tuple[str, torch.Tensor]]
 
 _FUSED = {
     ".q_proj.": (".qkv_proj.", 0),
@@ -22,15 +20,15 @@ _FUSED = {
 _PADDED = ("embed_tokens.weight", "lm_head.weight")
 _ROWS = 64
 """SGLang fills the rows of vocabularies up with zeros to a multiple of this."""
-_NARROW = (torch.bfloat16, torch.float16)
-"""Precisions, beside the learner's, in which an engine may hold them."""
+_HELD_IN = (torch.float32, torch.bfloat16, torch.float16)
+"""Precisions, beside that in which they are sent, in which an engine may hold them."""
 
 
 class Checksums:
     """Checksums of weights as they pass on their way to the engines.
 
-    An engine may hold a weight in a narrower precision, filled up with rows of zeros or as a part of a larger one, so
-    there are several checksums that each name may have. Hashing takes about as long as reading the weights thrice.
+    An engine may hold a weight in another precision, filled up with rows of zeros or as a part of a larger one, so there
+    are several checksums that each name may have. Hashing takes about as long as reading the weights thrice.
     """
 
     def __init__(self) -> None:
@@ -38,12 +36,10 @@ class Checksums:
         self._wholes: dict[str, tuple[int, list[hashlib._Hash]]] = {}
         """Of weights that an engine may keep as one: parts so far, and their bytes by precision."""
 
-    def watch(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
-        """Yield the buckets, taking the checksum of each tensor before."""
-        for bucket in buckets:
-            for name, tensor in bucket:
-                self._add(name, tensor)
-            yield bucket
+    def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Take the checksums of a bucket."""
+        for name, tensor in named:
+            self._add(name, tensor)
 
     def difference(self, found: Mapping[str, str]) -> str | None:
         """Return how an engine's checksums, by its own names, differ from what was sent, or None."""
@@ -60,7 +56,7 @@ class Checksums:
         whole, part = _whole(name)
         count, joined = self._wholes.get(whole, (0, []))
         digests = self._digests[name] = set()
-        for index, dtype in enumerate((tensor.dtype, *_NARROW)):
+        for index, dtype in enumerate(dict.fromkeys((tensor.dtype, *_HELD_IN))):
             data = raw_bytes(tensor.to(dtype))
             hasher = hashlib.sha256(data)
             digests.add(short(hasher))

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors.torch import save_file
+import torch
 
-from agentrl.protocols import EngineControl, LearnerGroup
+from agentrl.protocols import EngineControl, LearnerGroup, TensorSpec
 from agentrl.weights.engines import Check, on_all
 
 
 class DiskSync:
-    """Writes a safetensors file a bucket and their index, has the engines read them, and deletes them.
+    """Has the learner's rank 0 write a safetensors file a bucket, and the engines read them; then deletes them.
 
     Args:
         bucket_bytes: size of a file; a larger tensor makes one of its own.
         folder: parent of what is written; memory-backed where speed matters.
+        dtype: what weights are cast to before they are written; None leaves them as the learner holds them.
         check: what engines are asked afterwards; see `Check`.
 
     """
 
-    def __init__(self, *, bucket_bytes: int, folder: Path, check: str = "version") -> None:
+    def __init__(self, *, bucket_bytes: int, folder: Path, dtype: str | None = None, check: str = "version") -> None:
         self.folder = folder
         self.bucket_bytes = bucket_bytes
+        self.dtype = dtype
         self.check = check
 
     async def aclose(self) -> None:
@@ -46,21 +49,32 @@ class DiskSync:
             await engine.update_from_disk(folder, version)
 
         try:
-            await asyncio.to_thread(self._write, learner, check, folder)
+            await self._write(learner, check, folder)
             await on_all(engines, f"weights of version {version} from {folder}", load)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder)
         await check.of(engines, version)
 
-    def _write(self, learner: LearnerGroup, check: Check, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+    async def _write(self, learner: LearnerGroup, check: Check, folder: Path) -> None:
+        await asyncio.to_thread(_make_empty, folder)
         places: dict[str, str] = {}
         size = 0
-        for number, bucket in enumerate(check.watch(learner.weights(self.bucket_bytes))):
-            file = f"model-{number:05d}.safetensors"
-            save_file({name: tensor.cpu().contiguous() for name, tensor in bucket}, folder / file, {"format": "pt"})
-            places |= {name: file for name, _ in bucket}
-            size += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
+        buckets = learner.buckets(self.bucket_bytes, self.dtype)
+        while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
+            file = f"model-{len(places):05d}.safetensors"
+            await asyncio.to_thread(bucket.save, folder / file)
+            await check.note(bucket)
+            places |= {spec.name: file for spec in bucket.specs}
+            size += sum(map(_bytes, bucket.specs))
         index = {"metadata": {"total_size": size}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _bytes(spec: TensorSpec) -> int:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return math.prod(spec.shape) * dtype.itemsize

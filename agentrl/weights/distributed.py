@@ -1,21 +1,17 @@
-"""Weights broadcast through a `torch.distributed` group of sender and engines: gloo on a CPU, NCCL on GPUs."""
+"""Weights broadcast through a `torch.distributed` group of the learner's rank 0 and the engines: NCCL on GPUs, or gloo."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from agentrl.broadcast import BroadcastGroup, host_towards, open_store
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, LearnerError
 from agentrl.obs.waiting import waiting
-from agentrl.protocols import EngineControl, LearnerGroup, TensorSpec, WeightGroup
-from agentrl.weights.checksum import Bucket
-from agentrl.weights.engines import Check, give_up, on_all
-from agentrl.weights.tensor import each_bucket
+from agentrl.protocols import EngineControl, HeldBucket, LearnerGroup, WeightGroup
+from agentrl.weights.bucketwise import BucketwiseSync
+from agentrl.weights.engines import begin_all, on_all
 
 _REFUSAL_S = 0.05
 """An engine that refuses a bucket mostly says so within this time; then nothing is broadcast."""
@@ -31,106 +27,88 @@ class _SilentError(EngineError):
 class _Joined:
     """A group that is ready."""
 
+    learner: LearnerGroup
     engines: tuple[EngineControl, ...]
-    ours: BroadcastGroup
+    group: WeightGroup
+
+    def has(self, learner: LearnerGroup, engines: Sequence[EngineControl]) -> bool:
+        """Return whether exactly these are in it."""
+        return self.learner is learner and self.engines == tuple(engines)
 
 
-class DistributedSync:
-    """Broadcasts one bucket at a time to all engines, from this process.
+class DistributedSync(BucketwiseSync):
+    """Has the learner's rank 0 broadcast each bucket to all engines.
 
     Each engine is told first what comes, so that one that refuses keeps nobody waiting. The group is made at the first
     push, kept for the next ones to the same engines, and made anew after a failure.
 
     Args:
         bucket_bytes: size of a bucket; a larger tensor makes one of its own.
+        dtype: what weights are cast to before they are sent; None leaves them as the learner holds them.
         check: what engines are asked afterwards; see `Check`.
-        backend: ``gloo``, or ``nccl`` where this process and all engines have GPUs of their own.
-        timeout_s: seconds that making the group, or a tensor of a bucket, may take.
+        backend: ``gloo``, or ``nccl`` where rank 0 and all engines have GPUs of their own.
+        timeout_s: seconds that making the group, or a bucket, may take.
 
     """
 
     def __init__(
-        self, *, bucket_bytes: int, check: str = "version", backend: str = "gloo", timeout_s: float = 300.0
+        self,
+        *,
+        bucket_bytes: int,
+        dtype: str | None = None,
+        check: str = "version",
+        backend: str = "gloo",
+        timeout_s: float = 300.0,
     ) -> None:
-        self.bucket_bytes = bucket_bytes
-        self.check = check
+        super().__init__(bucket_bytes=bucket_bytes, dtype=dtype, check=check)
         self.backend = backend
         self.timeout_s = timeout_s
         self._joined: _Joined | None = None
 
-    async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> None:
-        """Send the weights; see `WeightSync.push`.
-
-        Raises:
-            EngineError: an engine refused a bucket, died or did not answer in time, or the check afterwards fails.
-
-        """
-        check = Check(self.check)
-        try:
-            await on_all(engines, f"begin of the update to version {version}", lambda engine: engine.begin_update())
-            buckets = check.watch(learner.weights(self.bucket_bytes))
-            await each_bucket(buckets, partial(self._send, engines, version))
-        except BaseException:
-            await self.aclose()
-            await give_up(engines)
-            raise
-        await check.of(engines, version)
-
     async def aclose(self) -> None:
-        """Leave the group, and have the engines leave it."""
+        """Have the learner and the engines leave the group."""
         joined, self._joined = self._joined, None
-        if joined is None:
-            return
-        # At the same time: what either side still waits for ends when the other leaves.
-        await asyncio.gather(self._close(joined.ours), self._leave(joined.engines, joined.ours.group))
+        if joined is not None:
+            await _leave(joined.learner, joined.engines, joined.group)
 
     async def _send(
-        self, engines: Sequence[EngineControl], version: int, bucket: Bucket, number: int, last: bool
+        self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: HeldBucket, version: int, number: int
     ) -> None:
         phase = f"weights of version {version}, bucket {number}"
-        kept = self._joined is not None and self._joined.engines == tuple(engines)
+        kept = self._joined is not None and self._joined.has(learner, engines)
         try:
-            await self._broadcast(await self._group(engines), engines, bucket, version, phase, last=last)
+            await self._broadcast(await self._group(learner, engines), engines, bucket, version, phase)
         except EngineError as error:
             if number > 1 or not kept or isinstance(error, _SilentError):
                 raise
             # An engine that was started anew since the last push knows nothing of the group.
             await self.aclose()
-            await on_all(engines, phase, lambda engine: engine.begin_update())
-            await self._broadcast(await self._group(engines), engines, bucket, version, phase, last=last)
+            await begin_all(engines, version)
+            await self._broadcast(await self._group(learner, engines), engines, bucket, version, phase)
 
     async def _broadcast(
-        self,
-        ours: BroadcastGroup,
-        engines: Sequence[EngineControl],
-        bucket: Bucket,
-        version: int,
-        phase: str,
-        *,
-        last: bool,
+        self, group: WeightGroup, engines: Sequence[EngineControl], bucket: HeldBucket, version: int, phase: str
     ) -> None:
-        """Announce a bucket to all engines, then send it.
+        """Announce a bucket to all engines, then have it sent.
 
         Raises:
             EngineError: names the engine and the bucket.
         """
-        specs = [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in bucket]
-        device = "cuda" if self.backend == "nccl" else "cpu"
-        tensors = [tensor.to(device).contiguous() for _, tensor in bucket]
         tasks: list[asyncio.Future[None]] = [
-            asyncio.ensure_future(engine.update_from_group(ours.group, specs, version, last=last)) for engine in engines
+            asyncio.ensure_future(engine.update_from_group(group, bucket.specs, version, last=bucket.last))
+            for engine in engines
         ]
         with waiting("engine", "broadcast", phase):
             early, _ = await asyncio.wait(tasks, timeout=_REFUSAL_S, return_when=asyncio.FIRST_COMPLETED)
             if all(task.exception() is None for task in early):
-                tasks.append(asyncio.ensure_future(asyncio.to_thread(ours.broadcast, tensors)))
+                tasks.append(asyncio.ensure_future(asyncio.to_thread(bucket.broadcast)))
                 await asyncio.wait(tasks, timeout=self.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
                 if all(task.done() and task.exception() is None for task in tasks):
                     return
             await self._blame(tasks, engines, phase)
 
     async def _blame(self, tasks: Sequence[asyncio.Future[None]], engines: Sequence[EngineControl], phase: str) -> None:
-        """Raise the error of the engine that a broadcast failed over."""
+        """Raise the error of the engine that a broadcast failed over, or the learner's own."""
         first = next((number for number, task in enumerate(tasks) if task.done() and task.exception()), None)
         # Engines that still wait for the broadcast learn from this that it does not come.
         await self.aclose()
@@ -138,6 +116,9 @@ class DistributedSync:
         for task in late:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks[len(engines) :]:
+            if isinstance(error := _error(task), LearnerError):
+                raise error
         answers = await asyncio.gather(*(_answers(engine) for engine in engines))
         silent = [number for number, answer in enumerate(answers) if not answer]
         number = silent[0] if silent else first
@@ -147,44 +128,37 @@ class DistributedSync:
         kind, dead = (_SilentError, "it died or hangs: ") if number in silent else (EngineError, "")
         raise kind(f"engine {number} of {len(engines)} ({engines[number].url}), {phase}: {dead}{why}")
 
-    async def _group(self, engines: Sequence[EngineControl]) -> BroadcastGroup:
-        """Return a group with exactly these engines in it."""
-        if self._joined is not None and self._joined.engines == tuple(engines):
-            return self._joined.ours
+    async def _group(self, learner: LearnerGroup, engines: Sequence[EngineControl]) -> WeightGroup:
+        """Return a group with exactly these in it."""
+        if self._joined is not None and self._joined.has(learner, engines):
+            return self._joined.group
         await self.aclose()
         sizes = dict(zip(engines, await asyncio.gather(*(engine.ranks() for engine in engines)), strict=True))
         first, size = {}, 1
         for engine in engines:
             first[engine], size = size, size + sizes[engine]
-        host = next((found for engine in engines if not (found := host_towards(engine.url)).startswith("127.")), None)
-        host = host or "127.0.0.1"
-        store = open_store(host, self.timeout_s)
-        group = WeightGroup(f"agentrl-{uuid.uuid4().hex[:12]}", host, store.port, size, self.backend)
-        ours = asyncio.ensure_future(
-            asyncio.to_thread(BroadcastGroup.join, group, 0, timeout_s=self.timeout_s, store=store)
-        )
+        urls = [engine.url for engine in engines]
+        group = await asyncio.to_thread(learner.open_group, urls, size, self.backend, self.timeout_s)
+        ours = asyncio.ensure_future(asyncio.to_thread(learner.join_group, group))
         try:
             await on_all(engines, "group of weights", lambda engine: engine.join_group(group, first[engine]))
-            self._joined = _Joined(tuple(engines), await ours)
+            await ours
         except BaseException:
-            ours.cancel()
-            await self._leave(engines, group)
+            await _leave(learner, engines, group)
+            await asyncio.gather(ours, return_exceptions=True)
             raise
-        return self._joined.ours
+        self._joined = _Joined(learner, tuple(engines), group)
+        return group
 
-    async def _leave(self, engines: Sequence[EngineControl], group: WeightGroup) -> None:
-        """Have engines leave a group; one that is gone has left it."""
 
-        async def leave(engine: EngineControl) -> None:
-            with contextlib.suppress(EngineError, TimeoutError):
-                await asyncio.wait_for(engine.leave_group(group), _SETTLE_S)
+async def _leave(learner: LearnerGroup, engines: Sequence[EngineControl], group: WeightGroup) -> None:
+    """Have all leave a group at the same time: what either side still waits for ends when the other leaves."""
 
-        await asyncio.gather(*(leave(engine) for engine in engines))
+    async def leave(engine: EngineControl) -> None:
+        with contextlib.suppress(EngineError, TimeoutError):  # one that is gone has left it
+            await asyncio.wait_for(engine.leave_group(group), _SETTLE_S)
 
-    async def _close(self, ours: BroadcastGroup) -> None:
-        """Leave our own group. Where an engine hangs, that lasts until the broadcast's time is up: nobody waits."""
-        closing = asyncio.ensure_future(asyncio.to_thread(ours.close))
-        await asyncio.wait([closing], timeout=_SETTLE_S)
+    await asyncio.gather(asyncio.to_thread(learner.leave_group), *(leave(engine) for engine in engines))
 
 
 async def _answers(engine: EngineControl) -> bool:

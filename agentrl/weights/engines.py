@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from agentrl.errors import EngineError
 from agentrl.obs.waiting import waiting
-from agentrl.protocols import EngineControl
-from agentrl.weights.checksum import Bucket, Checksums
+from agentrl.protocols import EngineControl, HeldBucket
+from agentrl.weights.checksum import Checksums
 
 
 async def on_all(
@@ -42,9 +42,10 @@ class Check:
         self._mode = mode
         self._sums = Checksums()
 
-    def watch(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
-        """Yield the buckets that are sent."""
-        return self._sums.watch(buckets) if self._mode == "checksum" else buckets
+    async def note(self, bucket: HeldBucket) -> None:
+        """Remember a bucket that is sent."""
+        if self._mode == "checksum":
+            await asyncio.to_thread(lambda: self._sums.add(bucket.tensors()))
 
     async def of(self, engines: Sequence[EngineControl], version: int) -> None:
         """Ask all engines.
@@ -80,6 +81,16 @@ async def check_version(engines: Sequence[EngineControl], version: int) -> None:
             raise EngineError(f"it samples with version {found}, but {version} was sent")
 
     await on_all(engines, "check of the policy version", check)
+
+
+async def begin_all(engines: Sequence[EngineControl], version: int) -> None:
+    """Let no engine start a generation until it has all weights.
+
+    Raises:
+        EngineError: one does not stand still.
+
+    """
+    await on_all(engines, f"begin of the update to version {version}", lambda engine: engine.begin_update())
 
 
 async def give_up(engines: Sequence[EngineControl], *, limit_s: float = 5.0) -> None:

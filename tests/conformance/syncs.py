@@ -11,18 +11,30 @@ from conformance.engine import GREEDY, Engine, assert_matches, prompt, sample
 from transformers import PreTrainedModel
 
 from agentrl.errors import LearnerError, SamplerError
+from agentrl.learner.bucket import NamedTensors, held_buckets
+from agentrl.learner.outgoing import LocalBucket, Outgoing
 from agentrl.models.load import load_model
+from agentrl.protocols import HeldBucket
 from agentrl.sampler.client import SGLangClient
+from agentrl.sampler.control import pickle_tensors
 from agentrl.weights import TRANSPORTS, make_sync
 
 BUCKET = 40_000
 """Bytes: several buckets for the models here."""
 
 
-class Learner:
+class ByValue(LocalBucket):
+    """Shares weights by value: on a CPU there are no handles."""
+
+    def share(self) -> list[str]:
+        return [pickle_tensors(self.tensors())]
+
+
+class Learner(Outgoing):
     """Has the weights of a model, in memory that it uses again; one change of them is one version."""
 
     def __init__(self, model: PreTrainedModel, fail_at: int | None = None) -> None:
+        super().__init__(NamedTensors(dict(model.named_parameters())))
         self.model = model
         self.fail_at = fail_at
 
@@ -32,19 +44,11 @@ class Learner:
             for parameter in self.model.parameters():
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
-    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        bucket: list[tuple[str, torch.Tensor]] = []
-        count = 0
-        for name, parameter in self.model.named_parameters():
-            bucket.append((name, parameter.detach().clone()))
-            if sum(tensor.numel() * 4 for _, tensor in bucket) >= bucket_bytes:
-                yield bucket
-                for _, tensor in bucket:
-                    tensor.fill_(float("nan"))
-                bucket, count = [], count + 1
-                if count == self.fail_at:
-                    raise LearnerError("rank 1 died")
-        yield bucket
+    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+        for number, bucket in enumerate(held_buckets(self._source, bucket_bytes, dtype)):
+            if number == self.fail_at:
+                raise LearnerError("rank 1 died")
+            yield ByValue(bucket, self._place)
 
 
 class Syncs:

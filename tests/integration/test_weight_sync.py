@@ -23,7 +23,7 @@ from engine_tiny import reference_logprobs, save_model
 
 from agentrl.errors import EngineError
 from agentrl.models.load import load_model
-from agentrl.protocols import TensorSpec, WeightGroup, WeightSync
+from agentrl.protocols import HeldBucket, TensorSpec, WeightGroup, WeightSync
 from agentrl.sampler.client import SGLangClient
 from agentrl.sampler.launch import EngineProcess, launch_embedded
 from agentrl.types import Generation, Prompt, SamplingParams
@@ -155,9 +155,9 @@ class Striking(Learner):
 
     strike: Callable[[], None]
 
-    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        for number, bucket in enumerate(super().weights(bucket_bytes)):
-            if number == 2:  # it is taken before the second is sent
+    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+        for number, bucket in enumerate(super().buckets(bucket_bytes, dtype)):
+            if number == 1:
                 self.strike()
             yield bucket
 

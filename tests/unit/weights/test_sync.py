@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,28 +14,37 @@ from safetensors.torch import load_file
 
 from agentrl.broadcast import BroadcastGroup
 from agentrl.errors import EngineError, LearnerError
+from agentrl.learner.bucket import NamedTensors, held_buckets
+from agentrl.learner.outgoing import LocalBucket, Outgoing
 from agentrl.models.digest import digest
-from agentrl.protocols import TensorSpec, WeightGroup
+from agentrl.protocols import HeldBucket, TensorSpec, WeightGroup
+from agentrl.sampler.control import pickle_tensors
+from agentrl.sampler.embedded.weights import read_named_tensors
 from agentrl.weights import TRANSPORTS, make_sync
 from agentrl.weights.checksum import Checksums
 
 
-class BucketLearner:
-    """Reuses its buffer from bucket to bucket, as a learner may; one tensor a bucket."""
+class ByValue(LocalBucket):
+    """Shares weights by value: on a CPU there are no handles."""
+
+    def share(self) -> list[str]:
+        return [pickle_tensors(self.tensors())] * 2
+
+
+class BucketLearner(Outgoing):
+    """One rank with one tensor a bucket, all in the same memory."""
 
     def __init__(self, count: int = 3, fail_at: int | None = None) -> None:
-        self.count, self.fail_at = count, fail_at
-        self.asked: list[int] = []
+        super().__init__(NamedTensors({f"w{number}": torch.full((2,), number + 1.0) for number in range(count)}))
+        self.fail_at = fail_at
+        self.asked: list[tuple[int, str | None]] = []
 
-    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        self.asked.append(bucket_bytes)
-        buffer = torch.zeros(2)
-        for number in range(self.count):
+    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+        self.asked.append((bucket_bytes, dtype))
+        for number, bucket in enumerate(held_buckets(self._source, 9, dtype)):
             if number == self.fail_at:
                 raise LearnerError("rank 1 died")
-            buffer.fill_(number + 1)
-            yield [(f"w{number}", buffer)]
-        buffer.fill_(-1)
+            yield ByValue(bucket, self._place)
 
 
 class RecordingEngine:
@@ -46,6 +56,8 @@ class RecordingEngine:
         self.events: list[str] = []
         self.now = 0
         self.url = "http://127.0.0.1:9"
+        self.number = 0
+        self.handles: list[str] = []
 
     async def update_from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
         await asyncio.sleep(0)
@@ -55,6 +67,10 @@ class RecordingEngine:
         self.events.append(f"{','.join(name for name, _ in named)}{' last' if last else ''}")
         if last and not self.stuck:
             self.now = version
+
+    async def update_from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
+        self.handles = list(handles)
+        await self.update_from_tensors(read_named_tensors(handles), version, last=last)
 
     async def update_from_disk(self, folder: Path, version: int) -> None:
         if self.refuse:
@@ -109,7 +125,7 @@ WANTED = {"w0": [1.0, 1.0], "w1": [2.0, 2.0], "w2": [3.0, 3.0]}
 def test_every_engine_gets_every_tensor_and_is_asked_its_version(tmp_path, transport):
     learner, engines = BucketLearner(), [RecordingEngine(), RecordingEngine()]
     asyncio.run(make_sync(transport, bucket_bytes=99, folder=tmp_path).push(learner, engines, 7))
-    assert learner.asked == [99]
+    assert learner.asked == [(99, None)]
     for engine in engines:
         assert engine.weights == WANTED
         assert engine.now == 7
@@ -127,6 +143,7 @@ def test_only_the_last_bucket_is_flagged():
     ("transport", "phase"),
     [
         ("tensor", r"weights of version 3, bucket 2"),
+        ("ipc", r"weights of version 3, bucket 2"),
         ("disk", r"weights of version 3 from"),
         ("distributed", r"\(http://127.0.0.1:9\), weights of version 3, bucket 2"),
     ],
@@ -162,17 +179,21 @@ def test_a_group_is_kept_until_the_engines_change_or_a_push_fails():
     engines = [RecordingEngine(), RecordingEngine()]
     sync = make_sync("distributed", bucket_bytes=9, folder=Path(), timeout_s=10)
 
+    learner = BucketLearner()
+
     async def play() -> None:
-        await sync.push(BucketLearner(), engines, 1)
+        await sync.push(learner, engines, 1)
         first = engines[0].group
-        await sync.push(BucketLearner(), engines, 2)
+        await sync.push(learner, engines, 2)
         assert engines[0].group is first
-        await sync.push(BucketLearner(), engines[:1], 3)
+        await sync.push(learner, engines[:1], 3)
         second = engines[0].group
         assert second is not first
+        learner.fail_at = 2
         with pytest.raises(LearnerError):
-            await sync.push(BucketLearner(fail_at=2), engines[:1], 4)
-        await sync.push(BucketLearner(), engines[:1], 5)
+            await sync.push(learner, engines[:1], 4)
+        learner.fail_at = None
+        await sync.push(learner, engines[:1], 5)
         assert engines[0].group is not second
         await sync.aclose()
         await sync.aclose()
@@ -183,16 +204,63 @@ def test_a_group_is_kept_until_the_engines_change_or_a_push_fails():
 
 
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))
-def test_an_empty_last_bucket(tmp_path, transport):
-    class Ending(BucketLearner):
-        def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-            yield from super().weights(bucket_bytes)
-            yield []
+def test_weights_are_cast_before_they_are_sent(tmp_path, transport):
+    class Noting(RecordingEngine):
+        dtypes: ClassVar[set[str]] = set()
 
-    engine = RecordingEngine()
-    asyncio.run(make_sync(transport, bucket_bytes=9, folder=tmp_path).push(Ending(), [engine], 2))
+        async def update_from_tensors(self, named, version, *, last):
+            self.dtypes |= {str(tensor.dtype) for _, tensor in named}
+            await super().update_from_tensors(named, version, last=last)
+
+        async def update_from_disk(self, folder: Path, version: int) -> None:
+            self.dtypes |= {
+                str(load_file(file)[name].dtype) for file in folder.glob("*.safetensors") for name in load_file(file)
+            }
+            await super().update_from_disk(folder, version)
+
+    engine = Noting()
+    sync = make_sync(transport, bucket_bytes=9, folder=tmp_path, dtype="bfloat16", check="checksum")
+    asyncio.run(sync.push(BucketLearner(), [engine], 2))  # the engine holds them in float32
+    assert engine.dtypes == {"torch.bfloat16"}
     assert engine.weights == WANTED
-    assert engine.now == 2
+
+
+def test_each_rank_of_an_engine_gets_the_handle_of_the_learners_rank_on_its_gpu():
+    class Ranked(BucketLearner):
+        def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+            for bucket in super().buckets(bucket_bytes, dtype):
+                bucket.share = lambda: [pickle_tensors([(f"rank{rank}", torch.ones(1))]) for rank in range(4)]
+                yield bucket
+
+    class Two(RecordingEngine):
+        async def ranks(self) -> int:
+            return 2
+
+    engines = [Two(), Two()]
+    engines[0].number = 1  # the engine of number 0 is lost
+    sync = make_sync("ipc", bucket_bytes=9, folder=Path(), check="none")
+    asyncio.run(sync.push(Ranked(), engines[:1], 1))
+    assert [read_named_tensors([handle])[0][0] for handle in engines[0].handles] == ["rank2", "rank3"]
+    engines[1].number = 2
+    with pytest.raises(EngineError, match=r"2 GPUs from the learner's rank 4 on, which has 4.*placement.mode=colocate"):
+        asyncio.run(sync.push(Ranked(), engines[1:], 1))
+
+
+def test_a_learner_that_cannot_send_is_what_is_blamed():
+    class Sleeping(BucketLearner):
+        def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+            for bucket in super().buckets(bucket_bytes, dtype):
+                bucket.broadcast = self.refuse
+                yield bucket
+
+        def refuse(self) -> None:
+            raise LearnerError("it sleeps")
+
+    engines = [RecordingEngine(), RecordingEngine()]
+    sync = make_sync("distributed", bucket_bytes=9, folder=Path(), timeout_s=10)
+    with pytest.raises(LearnerError, match="it sleeps"):
+        asyncio.run(sync.push(Sleeping(), engines, 1))
+    assert [engine.events for engine in engines] == [["leave", "cancel"]] * 2
 
 
 @pytest.mark.parametrize(("check", "asked"), [("none", 0), ("version", 1), ("checksum", 1)])
@@ -223,7 +291,8 @@ def test_checksums_know_how_engines_keep_weights():
         ("m.layers.0.attn.o_proj.weight", torch.randn(4, 4)),
     ]
     sums = Checksums()
-    list(sums.watch(iter([sent[:3], sent[3:]])))
+    sums.add(sent[:3])
+    sums.add(sent[3:])
     named = dict(sent)
     whole = {
         kind: torch.cat([named[f"m.layers.0.attn.{part}_proj.{kind}"] for part in "qkv"]) for kind in ("weight", "bias")
