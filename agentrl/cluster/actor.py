@@ -160,6 +160,7 @@ class LearnerActor:
 
     def sleep(self) -> None:
         """See `LearnerRank.sleep`."""
+        self._buckets, self._bucket = iter(()), None
         self._learner.sleep()
 
     def wake(self) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from agentrl.errors import LearnerError
 from agentrl.learner.base import WeightSource
+from agentrl.learner.handles import SharedMemory
 from agentrl.protocols import TensorSpec
 
 ALIGNMENT = 16
@@ -63,11 +63,12 @@ def views(specs: Sequence[TensorSpec], flat: torch.Tensor) -> list[tuple[str, to
 class RankBucket:
     """What a rank holds of the weights. Valid until the next one is asked for."""
 
-    def __init__(self, plan: Plan, flat: torch.Tensor) -> None:
-        """Take over what lies in ``flat``, bytes."""
+    def __init__(self, plan: Plan, memory: SharedMemory) -> None:
+        """Take over what lies in ``memory``."""
         self.specs = plan.specs
         self.last = plan.last
-        self.flat = flat
+        self.flat = memory.flat[: plan.size]
+        self._memory = memory
 
     def held(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weights where they are."""
@@ -83,7 +84,7 @@ class RankBucket:
 
     def share(self) -> str:
         """Return what opens the weights in another process on this GPU; see `HeldBucket.share`."""
-        raise LearnerError("the weights are not on a GPU, where another process could open them")
+        return self._memory.handles(self.held())
 
 
 def held_buckets(source: WeightSource, bucket_bytes: int, dtype: str | None) -> Iterator[RankBucket]:
@@ -92,9 +93,9 @@ def held_buckets(source: WeightSource, bucket_bytes: int, dtype: str | None) -> 
     plans = plan_buckets(specs, bucket_bytes)
     if not plans:
         return
-    buffer = torch.empty(max(plan.size for plan in plans), dtype=torch.uint8, device=source.gathers_on)
+    memory = SharedMemory(max(plan.size for plan in plans), source.gathers_on)
     for plan in plans:
-        bucket = RankBucket(plan, buffer[: plan.size])
+        bucket = RankBucket(plan, memory)
         for name, view in bucket.held():
             view.copy_(source.whole(name, view.dtype))
         yield bucket

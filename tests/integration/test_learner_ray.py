@@ -12,17 +12,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from agentrl.batch.microbatch import GlobalBatch
+from agentrl.broadcast import BroadcastGroup
 from agentrl.cluster.learners import RayLearnerGroup, start_learners
 from agentrl.config.algo import GrpoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
-from agentrl.errors import CheckpointError, LearnerError, ModelError, ProvenanceError
+from agentrl.errors import CheckpointError, EngineError, LearnerError, ModelError, ProvenanceError
 from agentrl.learner.local import LocalLearnerGroup
 from agentrl.obs.watchdog import Watchdog
 from agentrl.types import Provenance
@@ -123,6 +126,61 @@ def test_errors_come_typed_and_the_ranks_stay(group, tmp_path):
     bad.micro[0][0].advantages_R_L[bad.micro[0][0].mask_R_L] = float("nan")
     with pytest.raises(LearnerError, match="norm is nan"):
         group.train_step(bad)
+    assert group.train_step(one(2, 0))["train/grad_norm"] > 0
+
+
+def test_ranks_that_slept_go_on_bit_for_bit(group, tmp_path):
+    """Asleep, they give their weights and save; what they saved goes on as they do."""
+    group.save(tmp_path / "awake")
+    straight = [group.train_step(one(2, seed)) for seed in (5, 6)]
+    wanted = weights(group)
+
+    group.load(tmp_path / "awake")
+    group.sleep()
+    asleep = weights(group, 5000)
+    group.save(tmp_path / "asleep")
+    with pytest.raises(LearnerError, match="the learner sleeps"):
+        group.train_step(one(2, 5))
+    group.wake()
+    assert all(torch.equal(value, asleep[name]) for name, value in weights(group).items())
+    figures = [group.train_step(one(2, 5))]
+    group.sleep()
+    group.wake()
+    figures.append(group.train_step(one(2, 6)))
+    assert figures == straight
+    found = weights(group)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+    group.load(tmp_path / "asleep")
+    assert group.train_step(one(2, 5)) == straight[0]
+
+
+def test_rank_0_sends_and_stops_sending_when_told_to(group, tmp_path):
+    """A broadcast that nobody takes is given up as soon as the group is left, and the ranks go on."""
+    joining = group.open_group(["http://127.0.0.1:9"], 2, "gloo", 60.0)
+    with ThreadPoolExecutor(2) as threads:
+        other = threads.submit(BroadcastGroup.join, joining, 1, timeout_s=60.0)
+        group.join_group(joining)
+        place = other.result()
+        for number, bucket in enumerate(group.buckets(5000, "bfloat16")):
+            into = [torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in bucket.specs]
+            taken = threads.submit(place.broadcast, into)
+            bucket.broadcast()
+            taken.result()
+            bucket.save(tmp_path / str(number))
+            saved = load_file(tmp_path / str(number))
+            for tensor, (name, sent) in zip(into, bucket.tensors(), strict=True):
+                assert torch.equal(tensor, sent)
+                assert torch.equal(tensor, saved[name])
+        # A rank of two that is left alone in a new group waits for the other.
+        waits = threads.submit(group.join_group, group.open_group(["http://127.0.0.1:9"], 2, "gloo", 60.0))
+        time.sleep(0.5)
+        begun = time.monotonic()
+        group.leave_group()
+        with pytest.raises(EngineError):
+            waits.result(timeout=30)
+        assert time.monotonic() - begun < 20
+    place.close()
     assert group.train_step(one(2, 0))["train/grad_norm"] > 0
 
 

@@ -1,0 +1,99 @@
+"""A learner that sleeps between calls does exactly what one does that never sleeps."""
+
+import pytest
+import torch
+
+from agentrl.config.algo import GrpoConfig
+from agentrl.errors import LearnerError
+from tests.unit.learner.learners import make_batch, make_model, tensors
+
+LENGTHS = (9, 14, 30, 22)
+
+
+def device_bytes(learner) -> int:
+    """Bytes of weights, reference and optimizer where they are computed with."""
+    with torch.no_grad():
+        return sum(tensor.untyped_storage().nbytes() for tensor in learner.rank._state())
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_training_is_bit_for_bit_the_same(learners, tmp_path, name, kl):
+    batches = [make_batch(LENGTHS, seed=seed) for seed in range(3)]
+    options = {"algo": GrpoConfig(kl_coef=kl)}
+    if kl:
+        options["reference"] = make_model(tmp_path / "reference")
+
+    learner = learners.open(name, **options)
+    straight = [learner.train_step(batch) for batch in batches]
+    wanted = tensors(learner)
+
+    learner = learners.open(name, **options)
+    figures = []
+    for batch in batches:
+        learner.sleep()
+        learner.sleep()
+        assert device_bytes(learner) == 0
+        assert all(tensor.isfinite().all() for tensor in tensors(learner).values())
+        learner.wake()
+        learner.wake()
+        figures.append(learner.train_step(batch))
+    assert figures == straight
+    found = tensors(learner)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_a_sleeping_learner_gives_its_weights_and_says_what_it_cannot_do(learners):
+    learner = learners.open()
+    learner.train_step(make_batch(LENGTHS))
+    awake = tensors(learner)
+    learner.sleep()
+    asleep = tensors(learner)
+    assert awake.keys() == asleep.keys()
+    assert all(torch.equal(awake[name], value) for name, value in asleep.items())
+    batch = make_batch(LENGTHS)
+    for call in (learner.train_step, learner.logprobs, learner.load):
+        with pytest.raises(LearnerError, match="sleeps"):
+            call(batch)
+    [bucket] = learner.buckets(1 << 30)
+    with pytest.raises(LearnerError, match="not on a GPU"):
+        bucket.share()
+    learner.wake()
+    learner.train_step(batch)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_sleeping_learner_saves_what_an_awake_one_does(learners, tmp_path, name, steps):
+    batches = [make_batch(LENGTHS, seed=seed) for seed in range(steps + 1)]
+    learner = learners.open(name)
+    for batch in batches[:-1]:
+        learner.train_step(batch)
+    learner.sleep()
+    learner.save(tmp_path / "state")
+    learner.wake()
+    straight = learner.train_step(batches[-1])
+
+    learner = learners.open(name)
+    learner.load(tmp_path / "state")
+    assert learner.train_step(batches[-1]) == straight
+
+
+def test_a_step_that_follows_a_failed_one_may_sleep_before(learners, monkeypatch):
+    """What FSDP had gathered when the step failed does not stay on the device."""
+    learner = learners.open()
+    before = tensors(learner)
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd, "backward", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            learner.train_step(make_batch(LENGTHS))
+    learner.sleep()
+    assert device_bytes(learner) == 0
+    learner.wake()
+    found = tensors(learner)
+    assert all(torch.equal(found[name], value) for name, value in before.items())
+    learner.train_step(make_batch(LENGTHS))
