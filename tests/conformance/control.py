@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from conformance.engine import GREEDY, Engine, assert_matches, prompt, sample
+from conformance.engine import GREEDY, Engine, prompt, sample
 
 from agentrl.errors import SamplerError
 from agentrl.sampler.client import SGLangClient
@@ -28,7 +28,7 @@ class Control:
         generation = engine.drive(play)
         assert generation.finish_reason is FinishReason.ABORT
         assert len(generation.token_ids) < 480
-        assert_matches(engine.model, prompt(10, 20), generation)
+        engine.assert_matches(engine.model, prompt(10, 20), generation)
 
     def test_a_caller_that_goes_away_frees_its_place(self, engine: Engine) -> None:
         async def play(client: SGLangClient) -> None:
@@ -63,9 +63,9 @@ class Control:
             return calm, await asyncio.gather(*tasks)
 
         calm, paused = engine.drive(play)
-        assert [one.token_ids for one in calm] == [one.token_ids for one in paused]
         for index, generation in enumerate(paused):
-            assert_matches(engine.model, prompt(20 + index), generation, 0.0)
+            engine.assert_same(calm[index], generation)
+            engine.assert_matches(engine.model, prompt(20 + index), generation, 0.0)
 
     def test_bad_requests_are_refused_in_the_engines_words(self, engine: Engine) -> None:
         async def play(client: SGLangClient) -> None:
@@ -88,7 +88,7 @@ class Control:
         generation = engine.drive(lambda client: sample(client, prompt(61, 500), params))
         assert generation.finish_reason is FinishReason.LENGTH
         assert 500 < 500 + len(generation.token_ids) <= 512
-        assert_matches(engine.model, prompt(61, 500), generation)
+        engine.assert_matches(engine.model, prompt(61, 500), generation)
 
     def test_a_batch_of_prompts_in_one_request(self, engine: Engine) -> None:
         body = {
@@ -114,4 +114,4 @@ class Control:
         generations = engine.drive(play)
         assert {len(generation.token_ids) for generation in generations} == {12}
         for index in range(0, 300, 25):
-            assert_matches(engine.model, prompt(80, 20) + prompt(index, 10), generations[index])
+            engine.assert_matches(engine.model, prompt(80, 20) + prompt(index, 10), generations[index])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,10 @@ class Traits:
     whose names it knows, and dies of a wrong shape; comparing checksums after an update shows it."""
     shortens_to_context: bool
     """A request for more tokens than fit in the context gets those that fit; otherwise it is refused."""
+    tolerance: float = 1e-4
+    """How far log-probabilities may lie from those of a float32 forward pass."""
+    exact: bool = True
+    """Greedy sampling says the same whatever is sampled beside it and was cached before; on a GPU near ties turn over."""
 
 
 @dataclass
@@ -46,11 +50,14 @@ class Engine:
     other_model: PreTrainedModel
     traits: Traits
 
+    def client(self) -> SGLangClient:
+        return SGLangClient(self.url, timeout_s=60)
+
     def drive(self, play: Callable[[SGLangClient], Awaitable[T]]) -> T:
         """Run ``play`` with a client; the engine has the first weights, an empty cache and goes on before and after."""
 
         async def session() -> T:
-            client = SGLangClient(self.url, timeout_s=60)
+            client = self.client()
             try:
                 return await play(client)
             finally:
@@ -60,14 +67,36 @@ class Engine:
 
         return asyncio.run(session())
 
+    async def sample_greedily(self, client: SGLangClient, ids: list[int], params: SamplingParams) -> Generation:
+        """Sample what is sampled again when the same is asked anew."""
+        assert params.temperature == 0
+        if not self.traits.exact:
+            await sample(client, ids, params)  # so that the prompt is cached then and now
+        return await sample(client, ids, params)
+
+    def assert_same(self, one: Generation, other: Generation) -> None:
+        """Two greedy generations, sampled beside different others, say the same where the engine is exact."""
+        assert len(one.token_ids) == len(other.token_ids)
+        assert one.token_ids == other.token_ids or not self.traits.exact
+
+    def assert_matches(
+        self, model: PreTrainedModel, ids: list[int], generation: Generation, temperature: float = 1.0
+    ) -> None:
+        assert len(generation.logprobs) == len(generation.token_ids)
+        wanted = reference_logprobs(model, ids, list(generation.token_ids), temperature)
+        self.assert_close(generation.logprobs, wanted)
+
+    def assert_close(self, found: Sequence[float], wanted: Sequence[float]) -> None:
+        np.testing.assert_allclose(found, wanted, atol=self.traits.tolerance)
+
     def post(self, path: str, body: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60, trust_env=False)
 
 
 @contextmanager
-def running(start: Callable[[Path, Path], EngineProcess], traits: Traits, root: Path) -> Iterator[Engine]:
+def running(start: Callable[[Path, Path], EngineProcess], traits: Traits, root: Path, **sizes: Any) -> Iterator[Engine]:
     """Start an engine on a tiny model, its context 512 tokens, and end it. ``start`` takes the model and a log file."""
-    folder, other = save_model(root / "a", seed=0), save_model(root / "b", seed=1)
+    folder, other = save_model(root / "a", seed=0, **sizes), save_model(root / "b", seed=1, **sizes)
     process = start(folder, root / "engine.log")
     try:
         yield Engine(process.url, folder, other, load_model(folder), load_model(other), traits)
@@ -83,9 +112,3 @@ def prompt(seed: int, length: int = 30) -> list[int]:
 
 async def sample(client: SGLangClient, ids: list[int], params: SamplingParams, name: str = "r") -> Generation:
     return await client.generate(Prompt(tuple(ids)), params, session_id=name, request_id=name)
-
-
-def assert_matches(model: PreTrainedModel, ids: list[int], generation: Generation, temperature: float = 1.0) -> None:
-    assert len(generation.logprobs) == len(generation.token_ids)
-    wanted = reference_logprobs(model, ids, list(generation.token_ids), temperature)
-    np.testing.assert_allclose(generation.logprobs, wanted, atol=1e-4)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conformance.engine import GREEDY, Engine, assert_matches, prompt, sample
+from conformance.engine import GREEDY, Engine, prompt, sample
 from transformers import PreTrainedModel
 
 from agentrl.errors import LearnerError, SamplerError
@@ -70,8 +70,8 @@ class Syncs:
                     assert first.versions == again.versions == ((0, version),)
                     assert first.cached_tokens == 0
                     assert again.cached_tokens == len(ids) - 1, "there was a cache to serve old weights from"
-                    assert_matches(learner.model, ids, first, 0.0)
-                    assert_matches(learner.model, ids, again, 0.0)
+                    engine.assert_matches(learner.model, ids, first, 0.0)
+                    engine.assert_matches(learner.model, ids, again, 0.0)
             finally:
                 await sync.aclose()
 
@@ -92,7 +92,7 @@ class Syncs:
                     await sync.push(broken, [client], 22)
                 assert await client.version() == 21
                 if engine.traits.refuses_unfit_weights or transport == "disk":
-                    assert_matches(learner.model, ids, await sample(client, ids, GREEDY), 0.0)
+                    engine.assert_matches(learner.model, ids, await sample(client, ids, GREEDY), 0.0)
                 else:
                     with pytest.raises(SamplerError, match="only a part of an update"):
                         await sample(client, ids, GREEDY)
@@ -100,7 +100,7 @@ class Syncs:
                 await sync.push(learner, [client], 23)
                 generation = await sample(client, ids, GREEDY)
                 assert generation.versions == ((0, 23),)
-                assert_matches(learner.model, ids, generation, 0.0)
+                engine.assert_matches(learner.model, ids, generation, 0.0)
             finally:
                 await sync.aclose()
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import numpy as np
 import pytest
-from conformance.engine import GREEDY, Engine, assert_matches, prompt, sample
+from conformance.engine import GREEDY, Engine, prompt, sample
 from engine_tiny import reference_logprobs
 
 from agentrl.errors import EngineError
@@ -56,7 +55,7 @@ class Weights:
                 wanted = reference_logprobs(
                     model, ids + list(generation.token_ids[:start]), list(generation.token_ids[start:end])
                 )
-                np.testing.assert_allclose(generation.logprobs[start:end], wanted, atol=1e-4)
+                engine.assert_close(generation.logprobs[start:end], wanted)
             split += [version for _, version in generation.versions] == [0, 5]
         assert split > 0, "no request was under way when the weights changed"
 
@@ -74,10 +73,10 @@ class Weights:
         for index, generation in enumerate(before):
             ((start, version),) = generation.versions
             assert start == 0
-            assert_matches(engine.model if version == 0 else engine.other_model, prompt(40 + index), generation)
+            engine.assert_matches(engine.model if version == 0 else engine.other_model, prompt(40 + index), generation)
         assert after.versions == ((0, 3),)
         assert after.cached_tokens == 0 or before[0].versions == ((0, 3),)
-        assert_matches(engine.other_model, prompt(40), after)
+        engine.assert_matches(engine.other_model, prompt(40), after)
 
     def test_weights_that_do_not_fit_are_refused_whole(self, engine: Engine) -> None:
         async def play(client: SGLangClient) -> Generation:
@@ -93,4 +92,4 @@ class Weights:
             assert await client.version() == 0
             return await sample(client, prompt(50), GREEDY)
 
-        assert_matches(engine.model, prompt(50), engine.drive(play), 0.0)
+        engine.assert_matches(engine.model, prompt(50), engine.drive(play), 0.0)

@@ -34,22 +34,29 @@ _SHAPE: dict[str, Any] = {
     "initializer_range": 0.15,
 }
 _MODELS: dict[str, Any] = {
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=True)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SHAPE)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_SHAPE, tie_word_embeddings=True)),
+    "qwen3": lambda sizes: Qwen3ForCausalLM(Qwen3Config(**{"head_dim": 16} | sizes, tie_word_embeddings=True)),
+    "llama": lambda sizes: LlamaForCausalLM(LlamaConfig(**sizes)),
+    "qwen2": lambda sizes: Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True)),
     # Its window is shorter than the prompts of the tests.
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=24)),
+    "mistral": lambda sizes: MistralForCausalLM(MistralConfig(**sizes, sliding_window=24)),
 }
 FAMILIES = tuple(_MODELS)
 
 
-def save_model(folder: Path, family: str = "qwen3", seed: int = 0, end: int | None = None) -> Path:
+def save_model(
+    folder: Path,
+    family: str = "qwen3",
+    seed: int = 0,
+    end: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    **sizes: int,
+) -> Path:
     """Write a random model that ends its turns with the token ``end``, and a byte-level BPE tokenizer.
 
     The tokenizer names no end: SGLang would end turns with it, whatever the model says.
     """
     torch.manual_seed(seed)
-    model = _MODELS[family]()
+    model = _MODELS[family](_SHAPE | sizes).to(dtype)
     model.config.eos_token_id = model.generation_config.eos_token_id = end
     model.save_pretrained(folder)
     tokenizer = make_tokenizer()
