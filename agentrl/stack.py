@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -138,6 +139,9 @@ async def open_stack(
             tools[name] = services[name].client(url, service_options(config, name, services[name]))
             exits.push_async_callback(tools[name].aclose)
         renderer = make_renderer(load_tokenizer(model), config.render)
+        # What is there by now mostly stays. Were the collector to look through it again and again, all episodes would wait.
+        gc.collect()
+        gc.freeze()
         yield Stack(config, fleet, renderer, tools, served, servers)
 
 

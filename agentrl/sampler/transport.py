@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -12,7 +13,6 @@ import orjson
 
 _RETRIES = 4
 _BACKOFF_S = 0.1
-_SHARDS = 64
 # Of sglang-router 0.3.
 _ROUTING_KEY = "x-smg-routing-key"
 _ROUTER_ERROR = "x-smg-error-code"
@@ -41,7 +41,7 @@ class Transport:
     """Requests to one engine.
 
     httpx looks through all connections of a client for every request, which at hundreds of connections costs more than
-    the request. So sessions are spread over several clients, each with few connections.
+    the request. So each of the requests that are under way at the same time has a client of its own, with one connection.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -50,21 +50,27 @@ class Transport:
         """May be set anew, where a server has come back at another address."""
         self._timeout = httpx.Timeout(timeout_s, connect=10.0)
         self._ssl: ssl.SSLContext | bool = ssl.create_default_context() if self.url.startswith("https") else False
-        self._clients: dict[int, httpx.AsyncClient] = {}
+        self._clients: list[httpx.AsyncClient] = []
+        self._free: list[httpx.AsyncClient] = []
+        """Those that no request uses now. The one used last comes next: its connection is most likely open still."""
 
-    def _client(self, key: str) -> httpx.AsyncClient:
-        shard = zlib.crc32(key.encode()) % _SHARDS
-        if shard not in self._clients:
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0)
+    @contextmanager
+    def _client(self) -> Iterator[httpx.AsyncClient]:
+        if not self._free:
+            limits = httpx.Limits(keepalive_expiry=30.0)
             # An engine is never behind the environment's proxy.
-            self._clients[shard] = httpx.AsyncClient(
-                timeout=self._timeout, limits=limits, trust_env=False, verify=self._ssl
-            )
-        return self._clients[shard]
+            client = httpx.AsyncClient(timeout=self._timeout, limits=limits, trust_env=False, verify=self._ssl)
+            self._clients.append(client)
+            self._free.append(client)
+        client = self._free.pop()
+        try:
+            yield client
+        finally:
+            self._free.append(client)
 
     async def post(self, path: str, body: Any, *, key: str = "", retries: int = _RETRIES) -> Any:
-        """Send ``body`` and return the reply's JSON (None where it has none); ``key`` picks the connections, and the
-        engine where a router comes first.
+        """Send ``body`` and return the reply's JSON (None where it has none); ``key`` picks the engine where a router
+        comes first.
 
         ``retries`` is 0 for what an engine must not do twice.
 
@@ -85,13 +91,13 @@ class Transport:
     async def _send(
         self, method: str, path: str, content: bytes | None, key: str, retries: int = _RETRIES
     ) -> httpx.Response:
-        client = self._client(key)
         headers = {"content-type": "application/json"}
         if key:
             headers[_ROUTING_KEY] = key
         for attempt in range(retries + 1):
             try:
-                return await client.request(method, self.url + path, content=content, headers=headers)
+                with self._client() as client:
+                    return await client.request(method, self.url + path, content=content, headers=headers)
             except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
                 if attempt == retries:
                     raise
@@ -100,7 +106,7 @@ class Transport:
 
     async def aclose(self) -> None:
         """Close all connections."""
-        await asyncio.gather(*(client.aclose() for client in self._clients.values()))
+        await asyncio.gather(*(client.aclose() for client in self._clients))
 
 
 def _content(reply: httpx.Response) -> Any:
