@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from agentrl.cluster.address import running_address
+from agentrl.config.placement import sampler_device
 from agentrl.config.schema import Config
 from agentrl.data import FileTasks
 from agentrl.env import Env
@@ -15,6 +17,7 @@ from agentrl.errors import ConfigError, MissingError
 from agentrl.evaluation.sets import TaskChoice, check_goals, choose_tasks
 from agentrl.models.reference import check_reference, resolve_reference
 from agentrl.models.resolve import has_chat_template, resolve_model
+from agentrl.placing import check_placement, gpus_here
 from agentrl.registry import env_class, make_env, make_tasks
 from agentrl.rewards.grader import check_reward
 from agentrl.sampler.interpreter import Interpreter
@@ -94,9 +97,9 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     with _listed(missing):
         check_tools(config)
     with _listed(missing):
-        check_engine(config)
+        check_engine(config, on_cluster=config.placement.mode != "beside" and running_address() is not None)
     with _listed(missing):
-        _check_learner(config)
+        check_placement(config)
     model = _check_model(config, missing, fetch=fetch and not missing)  # no gigabytes for a run that is refused
     template = "" if model is None else _check_template(config, model)
     return Plan(_describe(config, tasks, model, sets, template), missing, template)
@@ -123,7 +126,7 @@ def check_episodes(config: Config) -> None:
     check_reward(config, needs_reward=cls.needs_reward and config.rollout.generate is None)
 
 
-def check_engine(config: Config) -> None:
+def check_engine(config: Config, *, on_cluster: bool = False) -> None:
     """Refuse an engine that is not installed, naming what to install or set.
 
     Raises:
@@ -132,9 +135,14 @@ def check_engine(config: Config) -> None:
 
     """
     sampler = config.sampler
+    Args:
+        config: the run's.
+        on_cluster: engines are started by a Ray that runs already, whose machines may have GPUs that this one has not.
+
     if sampler.backend == "sglang" and sampler.url is None:
         lacks = _lacks_sglang(sampler.python)
-        lacks += [] if sampler.sglang_options.get("device") == "cpu" or _gpus() else ["there is no GPU here"]
+        gpu = sampler_device(sampler) == "cpu" or on_cluster or gpus_here() > 0
+        lacks += [] if gpu else ["there is no GPU here"]
         if lacks:
             raise MissingError(
                 f"sampler.backend=sglang, but {' and '.join(lacks)}; set sampler.url to a running server, or "
@@ -156,20 +164,6 @@ def _lacks_sglang(python: Path | None) -> list[str]:
     if not python.is_file():
         return [f"there is no sampler.sglang.python={python}"]
     return [] if Interpreter.look(python).sglang else [f"SGLang is not installed in sampler.sglang.python={python}"]
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def _check_learner(config: Config) -> None:
-    learner = config.learner
-    if learner.device == "cuda" and learner.workers > _gpus():
-        raise MissingError(
-            f"learner.device=cuda with learner.workers={learner.workers} wants as many GPUs; there are {_gpus()} here"
-        )
 
 
 def _train_tasks(config: Config, tasks: TaskSet) -> Sequence[Task]:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
+from agentrl.cluster.address import learner_device
+from agentrl.cluster.engines import RayLauncher
+from agentrl.cluster.layout import lay_out
 from agentrl.cluster.learners import RayLearnerGroup, start_learners
+from agentrl.cluster.placement import Room
+from agentrl.cluster.ray_runtime import RayRuntime, store_bytes
 from agentrl.config.load import dump
+from agentrl.config.placement import sampler_device
 from agentrl.config.schema import Config
 from agentrl.errors import RunStopped
 from agentrl.evaluation.sets import choose_tasks
@@ -33,6 +38,7 @@ from agentrl.obs.watchdog import Watchdog
 from agentrl.preflight import open_tasks
 from agentrl.replay import Replay, Samples, sample_check
 from agentrl.runfolder import choose_folder
+from agentrl.sampler.launcher import EngineSpec, Launcher, LocalLauncher
 from agentrl.source import RolloutSource, Sampling
 from agentrl.stack import open_stack
 from agentrl.tasksource import TaskOrder
@@ -114,11 +120,7 @@ async def _run(session: Session, interrupt: Interrupt) -> Trainer:
         view.phase("starting")
         exits.enter_context(Watchdog(config.obs.stuck_s, view.say, folder / "logs" / "watchdog.log"))
         with waiting(PHASE, "start"):
-            starting = asyncio.ensure_future(asyncio.to_thread(_start_learner, session))
-            exits.push_async_callback(_close_learner, starting)
-            opened = _open_replay if session.replay else _open_sampling
-            source = await opened(session, interrupt, exits)
-            learner = await starting
+            source, learner = await _open(session, interrupt, exits)
         view.total = source.steps
         metrics = exits.enter_context(_open_metrics(session, view))
         trainer = Trainer(
@@ -137,10 +139,32 @@ async def _run(session: Session, interrupt: Interrupt) -> Trainer:
         return trainer
 
 
-async def _open_sampling(session: Session, interrupt: Interrupt, exits: AsyncExitStack) -> RolloutSource:
+async def _open(session: Session, interrupt: Interrupt, exits: AsyncExitStack) -> tuple[RolloutSource, RayLearnerGroup]:
+    """Start whoever samples and whoever learns: side by side, or in turns where they are to have the same GPUs in turns."""
+    room = await _reserve(session, exits)
+    ranks = asyncio.ensure_future(asyncio.to_thread(_start_ranks, session, room))
+    exits.push_async_callback(_close_ranks, ranks)
+    in_turns = room is not None and session.config.placement.mode == "colocate"
+    loading = None if in_turns else asyncio.ensure_future(_load(session, ranks))
+    if loading is not None:
+        exits.push_async_callback(_wait_for_end, loading)
+    if session.replay:
+        source = await _open_replay(session, session.replay, interrupt)
+    else:
+        launcher = LocalLauncher if room is None else await _in_room(room, ranks)
+        source = await _open_sampling(session, interrupt, exits, launcher)
+    return source, await (loading or _load(session, ranks))
+
+
+async def _open_sampling(
+    session: Session, interrupt: Interrupt, exits: AsyncExitStack, launcher: Callable[[EngineSpec], Launcher]
+) -> RolloutSource:
     config, folder = session.config, session.folder
     tasks = open_tasks(config)
-    stack = await exits.enter_async_context(open_stack(config, tasks, session.model, folder, config.run.seed))
+    opening = open_stack(config, tasks, session.model, folder, config.run.seed, launcher=launcher)
+    stack = await exits.enter_async_context(opening)
+    if config.placement.mode == "colocate":  # the learner loads next
+        await asyncio.gather(*(engine.release_memory() for engine in stack.fleet.live))
     sync = make_sync(
         config.weights.transport,
         bucket_bytes=config.weights.bucket_mib << 20,
@@ -168,17 +192,15 @@ async def _open_sampling(session: Session, interrupt: Interrupt, exits: AsyncExi
     return source
 
 
-async def _open_replay(session: Session, interrupt: Interrupt, exits: AsyncExitStack) -> RolloutSource:
-    assert session.replay is not None
-    samples = Samples(session.replay, session.config.rollout.batch_size)
+async def _open_replay(session: Session, replay: Path, interrupt: Interrupt) -> RolloutSource:
+    samples = Samples(replay, session.config.rollout.batch_size)
     check = sample_check(session.model, session.config.sampler.temperature)
     return Replay(session.config, samples, check, interrupt)
 
 
 def group_backend(config: Config) -> str:
-    """Return what ``weights.transport=distributed`` sends through: NCCL where this process and SGLang have GPUs."""
-    on_gpus = config.sampler.backend == "sglang" and config.sampler.sglang.get("device", "cuda") != "cpu"
-    return "nccl" if on_gpus and torch.cuda.is_available() else "gloo"
+    """Return what ``weights.transport=distributed`` sends through: NCCL where learner and engines have GPUs."""
+    return "nccl" if sampler_device(config.sampler) == learner_device(config.learner) == "cuda" else "gloo"
 
 
 def _open_metrics(session: Session, view: ProgressView) -> MetricsLog:
@@ -196,9 +218,28 @@ def _open_metrics(session: Session, view: ProgressView) -> MetricsLog:
     return MetricsLog(folder, trackers=trackers, table_rows=config.obs.table_rows, resume_after=after)
 
 
-def _start_learner(session: Session) -> RayLearnerGroup:
+async def _reserve(session: Session, exits: AsyncExitStack) -> Room | None:
+    """Reserve what ``placement.mode`` wants from Ray; None: nothing."""
     config = session.config
-    learner = start_learners(
+    if config.placement.mode == "beside" or session.replay:
+        return None
+    layout = lay_out(config, learner_device(config.learner))
+    runtime = RayRuntime(cpus=layout.total["CPU"], store_bytes=store_bytes(session.model))
+    room = await asyncio.to_thread(Room.reserve, layout, runtime, config.learner.start_timeout_s)
+    exits.push_async_callback(asyncio.to_thread, room.close)
+    return room
+
+
+async def _in_room(room: Room, ranks: asyncio.Future[RayLearnerGroup]) -> Callable[[EngineSpec], Launcher]:
+    """Return what starts engines beside the learner's ranks."""
+    group = await asyncio.shield(ranks)
+    seats = await asyncio.to_thread(group.seats)
+    return lambda spec: RayLauncher(spec, room, seats)
+
+
+def _start_ranks(session: Session, room: Room | None) -> RayLearnerGroup:
+    config = session.config
+    return start_learners(
         session.model,
         config.learner,
         config.algo,
@@ -206,19 +247,25 @@ def _start_learner(session: Session) -> RayLearnerGroup:
         run_dir=session.folder,
         reference=resolve_reference(config),
     )
-    try:
-        learner.ready()
-        if session.checkpoint is not None:
-            learner.load(session.checkpoint)
-    except BaseException:
-        learner.close()
-        raise
+        room=room,
+
+
+async def _load(session: Session, ranks: asyncio.Future[RayLearnerGroup]) -> RayLearnerGroup:
+    """Have the ranks load what they begin with."""
+    learner = await asyncio.shield(ranks)
+    await asyncio.to_thread(learner.ready)
+    if session.checkpoint is not None:
+        await asyncio.to_thread(learner.load, session.checkpoint)
     return learner
 
 
-async def _close_learner(starting: asyncio.Future[RayLearnerGroup]) -> None:
+async def _wait_for_end(loading: asyncio.Future[RayLearnerGroup]) -> None:
+    await asyncio.gather(loading, return_exceptions=True)
+
+
+async def _close_ranks(ranks: asyncio.Future[RayLearnerGroup]) -> None:
     try:
-        learner = await starting
+        learner = await ranks
     except Exception:
         return
     await asyncio.to_thread(learner.close)

@@ -27,6 +27,7 @@ LEVELS = [
         "collect",
         "session",
         "preflight",
+        "placing",
         "runfolder",
         "stack",
         "train",

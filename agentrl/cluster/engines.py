@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from agentrl.cluster.placement import LOOPBACK, Room, Seat, own_seat
+from agentrl.config.placement import sampler_device
 from agentrl.errors import AgentrlError, EngineError
 from agentrl.sampler.launch import EngineProcess
 from agentrl.sampler.launcher import EngineSpec
@@ -122,7 +124,7 @@ class RayLauncher:
             ranks: where the learner's ranks are, by rank.
 
         """
-        self._spec = spec
+        self._spec = _carried(spec, in_turns=not room.layout.engine_needs)
         self._room = room
         self._ranks = ranks
         self._hosts: dict[int, Any] = {}
@@ -172,6 +174,18 @@ class RayLauncher:
         layout = self._room.layout
         seats = zip(self._ranks, layout.ranks, strict=True)
         return tuple(gpu for seat, bundle in seats if bundle == layout.engines[number] for gpu in seat.gpus)
+
+
+def _carried(spec: EngineSpec, *, in_turns: bool) -> EngineSpec:
+    """Return the engines as other processes start them, which may be in other folders."""
+    config = spec.config
+    options = dict(config.sglang)
+    if config.python is not None:
+        options["python"] = str(config.python.absolute())
+    if in_turns and sampler_device(config) == "cuda":
+        options["enable_memory_saver"] = True  # without it SGLang gives no memory back
+    config = config.model_copy(update={"sglang": options})
+    return replace(spec, config=config, model=spec.model.absolute(), logs=spec.logs.absolute())
 
 
 def _first_line(error: BaseException) -> str:
