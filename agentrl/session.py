@@ -169,6 +169,7 @@ async def _open_sampling(
         config.weights.transport,
         bucket_bytes=config.weights.bucket_mib << 20,
         folder=folder / "weights",
+        dtype=config.weights.dtype,
         check=config.weights.check,
         backend=group_backend(config),
         timeout_s=config.sampler.request_timeout_s,

@@ -29,6 +29,7 @@ from agentrl.config.sections import (
     WeightsConfig,
 )
 from agentrl.config.sft import SftConfig
+from agentrl.config.transport import transport_fault
 from agentrl.errors import ConfigError
 
 
@@ -95,6 +96,13 @@ class Config(Section):
     @model_validator(mode="after")
     def _batches(self) -> Config:
         fault = batch_fault(self)
+        if fault is not None:
+            raise ValueError(fault)
+        return self
+
+    @model_validator(mode="after")
+    def _transport(self) -> Config:
+        fault = transport_fault(self.weights, self.placement, self.learner, self.sampler)
         if fault is not None:
             raise ValueError(fault)
         return self
