@@ -247,8 +247,8 @@ def _start_ranks(session: Session, room: Room | None) -> RayLearnerGroup:
         seed=config.run.seed,
         run_dir=session.folder,
         reference=resolve_reference(config),
-    )
         room=room,
+    )
 
 
 async def _load(session: Session, ranks: asyncio.Future[RayLearnerGroup]) -> RayLearnerGroup:
