@@ -129,16 +129,16 @@ def check_episodes(config: Config) -> None:
 def check_engine(config: Config, *, on_cluster: bool = False) -> None:
     """Refuse an engine that is not installed, naming what to install or set.
 
+    Args:
+        config: the run's.
+        on_cluster: engines are started by a Ray that runs already, whose machines may have GPUs that this one has not.
+
     Raises:
         MissingError: this machine cannot run it.
         ConfigError: it holds fewer tokens than an episode may have.
 
     """
     sampler = config.sampler
-    Args:
-        config: the run's.
-        on_cluster: engines are started by a Ray that runs already, whose machines may have GPUs that this one has not.
-
     if sampler.backend == "sglang" and sampler.url is None:
         lacks = _lacks_sglang(sampler.python)
         gpu = sampler_device(sampler) == "cpu" or on_cluster or gpus_here() > 0
