@@ -20,6 +20,7 @@ from agentrl.models.resolve import has_chat_template, resolve_model
 from agentrl.placing import check_placement, gpus_here
 from agentrl.registry import env_class, make_env, make_tasks
 from agentrl.rewards.grader import check_reward
+from agentrl.sampler.gateway_process import require_router
 from agentrl.sampler.interpreter import Interpreter
 from agentrl.task import Task, TaskSet
 from agentrl.tasksource import EnvTasks
@@ -148,6 +149,8 @@ def check_engine(config: Config, *, on_cluster: bool = False) -> None:
                 f"sampler.backend=sglang, but {' and '.join(lacks)}; set sampler.url to a running server, or "
                 "sampler.backend=embedded"
             )
+    if sampler.router == "sglang":
+        require_router()
     if config.sampler.backend == "embedded" and config.rollout.max_tokens > config.sampler.embedded.context:
         raise ConfigError(
             f"rollout.max_tokens={config.rollout.max_tokens} is more than the engine holds: "

@@ -73,7 +73,7 @@ class Gateway:
         """Start the router and look after it from now on.
 
         Raises:
-            ConfigError: it is not installed.
+            MissingError: it is not installed.
             EngineError: it does not start; the message has its last log lines.
         """
         await self._launch()

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import ConfigError, EngineError
+from agentrl.errors import EngineError, MissingError
 from agentrl.process import ChildProcess
 from agentrl.sampler.launch import LOOPBACK, EngineProcess, flags_of, held_port
 from agentrl.sampler.transport import Transport
@@ -30,9 +30,9 @@ _OPTIONS: dict[str, Any] = {
 
 
 def require_router() -> None:
-    """Raise `ConfigError` where ``sglang-router`` is not installed."""
+    """Raise `MissingError` where ``sglang-router`` is not installed."""
     if importlib.util.find_spec("sglang_router") is None:
-        raise ConfigError(
+        raise MissingError(
             "sampler.router=sglang: sglang-router is not installed; install it with `pip install 'agentrl[router]'`, or set "
             "sampler.router=own"
         )
@@ -47,7 +47,7 @@ def launch_router(log: Path, *, request_timeout_s: float, start_timeout_s: float
         start_timeout_s: how long the start may take.
 
     Raises:
-        ConfigError: it is not installed.
+        MissingError: it is not installed.
         EngineError: it died or stayed silent; the message has its last log lines.
     """
     require_router()

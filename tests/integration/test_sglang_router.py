@@ -1,0 +1,103 @@
+"""Engines behind ``sglang-router``: pauses, updates and aborts reach whoever has the request; the router may die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from engine_tiny import save_model
+from test_fleet import configured, opened, play, tokens, until
+
+from agentrl.errors import EngineError, SamplerError
+from agentrl.sampler.fleet import Fleet
+from agentrl.types import FinishReason, Generation, Prompt, SamplingParams
+
+pytest.importorskip("sglang_router", reason="sglang-router is not installed")
+pytestmark = pytest.mark.timeout(120)
+
+
+async def loads(fleet: Fleet) -> list[int]:
+    """Return how many requests the router has given to each engine that are under way."""
+    assert fleet._gateway is not None
+    reply = await fleet._gateway._transport.get("/workers")
+    return [int(worker["load"]) for worker in reply["workers"]]
+
+
+async def router_pid(fleet: Fleet) -> int:
+    assert fleet._gateway is not None
+    return fleet._gateway._running.child.pid
+
+
+async def sample(fleet: Fleet, name: str, count: int) -> Generation:
+    prompt = Prompt((7, 8, 9, len(name)))
+    return await fleet.sampler.generate(prompt, SamplingParams(count), session_id=name, request_id=name)
+
+
+async def all_sampling(fleet: Fleet, seconds: float) -> None:
+    """Wait until both engines have three requests each, and then let them sample for a while."""
+    async with asyncio.timeout(20):
+        while await loads(fleet) != [3, 3]:  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(seconds)
+
+
+async def aborted_and_updated(fleet: Fleet, second: Path) -> None:
+    names = [f"s{number}" for number in range(6)]
+    begun = time.monotonic()
+    await asyncio.gather(*(sample(fleet, name, 400) for name in names))
+    seconds = time.monotonic() - begun
+    asked = [asyncio.ensure_future(sample(fleet, name, 400)) for name in names]
+    await all_sampling(fleet, seconds / 4)
+    await fleet.sampler.abort("s5")
+    cut = await asked.pop()
+    assert cut.finish_reason is FinishReason.ABORT
+    assert 0 < len(cut.token_ids) < 400
+
+    await asyncio.gather(*(engine.pause("abort") for engine in fleet.live))
+    await asyncio.gather(*(engine.update_from_disk(second, 4) for engine in fleet.live))
+    await fleet.live[0].resume()
+    assert not any(request.done() for request in asked), "one engine is paused, and it could be the one"
+    await fleet.live[1].resume()
+    for generation in await asyncio.gather(*asked):
+        assert generation.finish_reason is FinishReason.LENGTH
+        assert len(generation.token_ids) == len(generation.logprobs) == 400
+        [(start, old), (then, new)] = generation.versions
+        assert (start, old, new) == (0, 0, 4)
+        assert 0 < then < 400
+
+
+async def killed_in_mid_rollout(fleet: Fleet) -> None:
+    await fleet.flush()
+    calm = await play(fleet, sessions=8, turns=2, tokens=60)
+    await fleet.flush()
+    begun = fleet.sampler.prompt_tokens
+    playing = asyncio.ensure_future(play(fleet, sessions=8, turns=2, tokens=60))
+    await until(lambda: fleet.sampler.prompt_tokens > begun)
+    os.kill(await router_pid(fleet), signal.SIGKILL)
+    assert tokens(await playing) == tokens(calm)
+    assert len(fleet.live) == 2
+    assert fleet.figures()["rollout/engine_restarts"] == 0
+    fleet.check()
+
+
+def test_pauses_aborts_and_the_end_of_the_router(tmp_path: Path) -> None:
+    first, second = save_model(tmp_path / "a", seed=0), save_model(tmp_path / "b", seed=1)
+    config = configured("sampler.engines=2", "sampler.router=sglang", "sampler.max_restarts=1", "sampler.max_running=4")
+
+    async def run() -> None:
+        async with opened(config, first, tmp_path) as fleet:
+            await aborted_and_updated(fleet, second)
+            await killed_in_mid_rollout(fleet)
+            os.kill(await router_pid(fleet), signal.SIGKILL)
+            with pytest.raises(SamplerError, match="sglang-router ended"):
+                await sample(fleet, "late", 5)
+            with pytest.raises(
+                EngineError, match=r"(?s)max_restarts.*sglang-router ended \(signal SIGKILL\).*router\.log"
+            ):
+                fleet.check()
+
+    asyncio.run(run())
