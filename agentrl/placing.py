@@ -60,6 +60,11 @@ def _check_shared(config: Config, device: str) -> None:
                 else f", or learner.workers={sampler.engines * each}"
             )
         )
+    if config.weights.every > 1:
+        raise ConfigError(
+            f"placement.mode=colocate with weights.every={config.weights.every}: engines that have given their memory back "
+            "need new weights after each step; leave out weights.every"
+        )
     if device == "cuda" and config.weights.transport == "distributed":
         raise ConfigError(
             "placement.mode=colocate with weights.transport=distributed: NCCL takes no two processes on one GPU; set "

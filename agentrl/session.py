@@ -36,6 +36,7 @@ from agentrl.obs.waiting import PHASE, waiting
 from agentrl.obs.wandb import open_wandb
 from agentrl.obs.watchdog import Watchdog
 from agentrl.preflight import open_tasks
+from agentrl.protocols import WeightSync
 from agentrl.replay import Replay, Samples, sample_check
 from agentrl.runfolder import choose_folder
 from agentrl.sampler.launcher import EngineSpec, Launcher, LocalLauncher
@@ -165,15 +166,7 @@ async def _open_sampling(
     stack = await exits.enter_async_context(opening)
     if config.placement.mode == "colocate":  # the learner loads next
         await asyncio.gather(*(engine.release_memory() for engine in stack.fleet.live))
-    sync = make_sync(
-        config.weights.transport,
-        bucket_bytes=config.weights.bucket_mib << 20,
-        folder=folder / "weights",
-        dtype=config.weights.dtype,
-        check=config.weights.check,
-        backend=group_backend(config),
-        timeout_s=config.sampler.request_timeout_s,
-    )
+    sync = _make_sync(session, config.weights.transport)
     exits.push_async_callback(sync.aclose)
     source = Sampling(
         config=config,
@@ -188,9 +181,24 @@ async def _open_sampling(
         ),
         interrupt=interrupt,
         sets=choose_tasks(config, tasks),
+        # A learner that sleeps has nothing on a GPU that an engine could open.
+        restart_sync=_make_sync(session, "tensor") if config.weights.transport == "ipc" else None,
     )
     await source.open()
     return source
+
+
+def _make_sync(session: Session, transport: str) -> WeightSync:
+    config = session.config
+    return make_sync(
+        transport,
+        bucket_bytes=config.weights.bucket_mib << 20,
+        folder=session.folder / "weights",
+        dtype=config.weights.dtype,
+        check=config.weights.check,
+        backend=group_backend(config),
+        timeout_s=config.sampler.request_timeout_s,
+    )
 
 
 async def _open_replay(session: Session, replay: Path, interrupt: Interrupt) -> RolloutSource:

@@ -37,6 +37,8 @@ class Traits:
     """A request for more tokens than fit in the context gets those that fit; otherwise it is refused."""
     tolerance: float = 1e-4
     """How far log-probabilities may lie from those of a float32 forward pass."""
+    check: str = "checksum"
+    """What ``weights.check`` may be."""
     exact: bool = True
     """Greedy sampling says the same whatever is sampled beside it and was cached before; on a GPU near ties turn over."""
 
@@ -61,6 +63,8 @@ class Engine:
             try:
                 return await play(client)
             finally:
+                for part in ("weights", "kv_cache"):
+                    await client.take_back_memory(part)
                 await client.resume()
                 await client.update_from_disk(self.folder, 0)
                 await client.aclose()

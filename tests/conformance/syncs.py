@@ -61,7 +61,7 @@ class Syncs:
         ids = prompt(90, 60)
 
         async def play(client: SGLangClient) -> None:
-            sync = make_sync(transport, bucket_bytes=BUCKET, folder=tmp_path, check="checksum", timeout_s=30)
+            sync = make_sync(transport, bucket_bytes=BUCKET, folder=tmp_path, check=engine.traits.check, timeout_s=30)
             try:
                 for version in (11, 12, 13):
                     learner.change(version)
@@ -85,7 +85,7 @@ class Syncs:
         ids = prompt(91, 40)
 
         async def play(client: SGLangClient) -> None:
-            sync = make_sync(transport, bucket_bytes=BUCKET, folder=tmp_path, check="checksum", timeout_s=30)
+            sync = make_sync(transport, bucket_bytes=BUCKET, folder=tmp_path, check=engine.traits.check, timeout_s=30)
             try:
                 await sync.push(learner, [client], 21)
                 with pytest.raises(LearnerError, match="rank 1 died"):

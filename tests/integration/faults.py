@@ -1,0 +1,90 @@
+"""Strikes the engines of a run, and holds that it lost nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+from runs import Running, gone, metrics
+
+SAMPLES = 4
+"""Rollouts of a task."""
+
+
+def whole_run(
+    folder: Path, settings: Mapping[str, object], *, steps: int, prompts: int, strikes: Mapping[int, signal.Signals]
+) -> list[dict[str, float]]:
+    """Train, strike an engine amid the rollouts of some steps, and return the rows of all steps.
+
+    Asserts that every step was taken, that each of its samples is there once, and that it has the weights of the step.
+
+    Args:
+        folder: where to run.
+        settings: more keys.
+        steps: to train.
+        prompts: tasks of a step.
+        strikes: by step, which signal its oldest engine gets.
+
+    """
+    words = {
+        "run.dir": "run",
+        "obs.progress": "plain",
+        "obs.tensorboard": "false",
+        "train.steps": steps,
+        "train.eval_first": "false",
+        "train.eval_every": 0,
+        "train.save_every": 0,
+        "eval.size": 16,
+        "rollout.batch_size": prompts,
+        "rollout.n_samples_per_prompt": SAMPLES,
+        **settings,
+    }
+    run = Running("train", "--env", "search_r1", *(f"{key}={value}" for key, value in words.items()), cwd=folder)
+
+    def rolling(step: int) -> bool:
+        """Some episodes of the step have ended, others have not."""
+        file = folder / "run" / "rollouts" / f"step_{step:06d}.jsonl"
+        return file.exists() and len(file.read_text().splitlines()) > 2
+
+    try:
+        for step, fault in strikes.items():
+            run.wait_for(lambda step=step: rolling(step), timeout=400)
+            os.kill(engines(run)[0].pid, fault)
+        children = run.descendants()
+        assert run.finish(400) == 0, run.output()
+        assert gone(children) == []
+    finally:
+        run.end()
+    rows = [row for row in metrics(folder / "run") if "train/reward" in row]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert rows[-1]["rollout/engine_restarts"] == len(strikes)
+    assert all(row["rollout/episodes"] == prompts * SAMPLES and row["rollout/dropped"] == 0 for row in rows)
+    wanted = {f"{offset}/{sample}" for offset in range(prompts) for sample in range(SAMPLES)}
+    for step in range(1, steps + 1):
+        lines = (folder / "run" / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
+        rollouts = [json.loads(line) for line in lines]
+        assert len(rollouts) == len(wanted)
+        assert {rollout["rollout_id"] for rollout in rollouts} == {f"{step}/{name}" for name in wanted}
+        versions = {version for one in rollouts for row in one["rows"] for version in row["versions"]}
+        assert versions == {-1, step - 1}, "an engine that was started again has the weights of the step"
+    return rows
+
+
+def engines(run: Running) -> list[psutil.Process]:
+    """Return the servers of a run's engines, the oldest first."""
+    servers = ("agentrl.sampler.embedded", "sglang.launch_server")
+    found = [child for child in run.descendants() if _module(child) in servers]
+    return sorted(found, key=lambda process: process.create_time())
+
+
+def _module(process: psutil.Process) -> str:
+    """Return what an interpreter was started with by ``-m``."""
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return ""
+    return words[2] if words[1:2] == ["-m"] and len(words) > 2 else ""
