@@ -342,10 +342,6 @@ class LearnerGroup(Protocol):
         """
         ...
 
-    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Iterate over the weights by Hugging Face name, in buckets of at most ``bucket_bytes`` (one tensor at least)."""
-        ...
-
     def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
         """Open, in rank 0's process, the meeting point of a group, at an address that engines at ``urls`` can reach.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
     from agentrl.learner.bucket import RankBucket
     from agentrl.learner.sending import SendingPlace
 
+LOOPBACK = "127.0.0.1"
 BucketHead = tuple[tuple[TensorSpec, ...], bool]
 """What is in a bucket, and whether it is the last."""
 
@@ -74,24 +73,24 @@ class LearnerActor:
         import torch.distributed as dist
         from torch._C._distributed_c10d import TCPStore
 
+        from agentrl.cluster.interface import gloo_on
         from agentrl.learner.device import collectives, pick_device
         from agentrl.learner.local import make_rank
 
-        if same_machine and sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if self._store is None:
             self._store = TCPStore(host, port, self._ranks, is_master=False)
         device = pick_device(spec.learner.model_copy(update={"device": spec.device}), local_rank=0)
-        dist.init_process_group(
-            collectives(spec.device),
-            store=self._store,
-            rank=self._rank,
-            world_size=self._ranks,
-            timeout=timedelta(seconds=spec.learner.step_timeout_s),
-        )
-        self._learner = make_rank(
-            spec.folder, spec.learner, spec.algo, device=device, seed=spec.seed, reference=spec.reference
-        )
+        with gloo_on(LOOPBACK if same_machine else ray.util.get_node_ip_address()):  # type: ignore[no-untyped-call]
+            dist.init_process_group(
+                collectives(spec.device),
+                store=self._store,
+                rank=self._rank,
+                world_size=self._ranks,
+                timeout=timedelta(seconds=spec.learner.step_timeout_s),
+            )
+            self._learner = make_rank(
+                spec.folder, spec.learner, spec.algo, device=device, seed=spec.seed, reference=spec.reference
+            )
 
     def train_step(self, packed: dict[str, Any]) -> dict[str, float]:
         """See `LearnerRank.train_step`."""

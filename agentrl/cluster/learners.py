@@ -99,6 +99,8 @@ class RayLearnerGroup:
         self._is_ready = False
         self._turn = 0
         """Buckets taken so far."""
+        self._group_s = 0.0
+        """Seconds that joining the group of weights, or a tensor in it, may take."""
         ranks = spec.learner.workers
         options: dict[str, Any] = {"num_gpus": int(spec.device == "cuda"), "concurrency_groups": {"leaving": 1}}
         actor: Any = ray.remote(num_cpus=1, max_restarts=0, **options)(LearnerActor)
@@ -161,16 +163,18 @@ class RayLearnerGroup:
     def of_bucket(self, turn: int, method: str, *args: Any, ranks: int | None = None) -> list[Any]:
         """Call a method about the bucket that is held, on the first ``ranks`` ranks or on all."""
         assert turn == self._turn, "the bucket is not held any more: the next one was asked for"
-        return self._call(method, [args] * (ranks or len(self._actors)))
+        limit_s = self._group_s + GRACE_S if method == "broadcast_bucket" else 0.0
+        return self._call(method, [args] * (ranks or len(self._actors)), at_least_s=limit_s)
 
     def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
         """Open a group's meeting point; see `LearnerGroup.open_group`."""
+        self._group_s = timeout_s
         group: WeightGroup = self._call("open_group", [(list(urls), size, backend, timeout_s)])[0]
         return group
 
     def join_group(self, group: WeightGroup) -> None:
         """Join the group; see `LearnerGroup.join_group`."""
-        self._call("join_group", [(group,)])
+        self._call("join_group", [(group,)], at_least_s=self._group_s + GRACE_S)
 
     def leave_group(self) -> None:
         """Leave the group; see `LearnerGroup.leave_group`. With a rank that is gone, the group is too."""
@@ -186,10 +190,6 @@ class RayLearnerGroup:
     def wake(self) -> None:
         """Take it again; see `LearnerGroup.wake`."""
         self._call("wake")
-
-    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Iterate over the weights, on the CPU."""
-        return (bucket.tensors() for bucket in self.buckets(bucket_bytes))
 
     def save(self, folder: Path) -> None:
         """Write the state; see `LearnerGroup.save`."""
@@ -210,13 +210,15 @@ class RayLearnerGroup:
     def _shares(self, batch: GlobalBatch) -> list[tuple[Any, ...]]:
         return [(pack_batch(share),) for share in split(batch, len(self._actors))]
 
-    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+    def _call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, at_least_s: float = 0.0
+    ) -> list[Any]:
         """Call a method on every rank, or on the first ones by ``arguments``; return their results by rank."""
         self.ready()
         self._check_over()
         arguments = arguments or [()] * len(self._actors)
         refs = [getattr(actor, method).remote(*args) for actor, args in zip(self._actors, arguments, strict=False)]
-        limit = time.monotonic() + self._spec.learner.step_timeout_s
+        limit = time.monotonic() + max(self._spec.learner.step_timeout_s, at_least_s)
         return self._gather(refs, method, limit, "learner.step_timeout_s")
 
     def _check_over(self) -> None:

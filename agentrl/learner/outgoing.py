@@ -26,10 +26,6 @@ class Outgoing:
         for bucket in held_buckets(self._source, bucket_bytes, dtype):
             yield LocalBucket(bucket, self._place)
 
-    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Iterate over the weights, on the CPU."""
-        return (bucket.tensors() for bucket in self.buckets(bucket_bytes))
-
     def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
         """Open a group's meeting point; see `LearnerGroup.open_group`."""
         return self._place.open(urls, size, backend, timeout_s)

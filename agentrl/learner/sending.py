@@ -14,7 +14,7 @@ from agentrl.broadcast import BroadcastGroup, host_towards, open_store
 from agentrl.errors import EngineError, LearnerError
 from agentrl.protocols import WeightGroup
 
-LEAVING_S = 5.0
+LEAVING_S = 3.0
 """Leaving waits this long for the group's end. Where an engine hangs, gloo ends it only when the broadcast's time is up."""
 
 

@@ -67,10 +67,6 @@ class FakeLearner:
         """Iterate over the weights in buckets of at most ``bucket_bytes``, one tensor at least."""
         return self._weights().buckets(bucket_bytes, dtype)
 
-    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Iterate over the weights in buckets of at most ``bucket_bytes``, one tensor at least."""
-        return self._weights().weights(bucket_bytes)
-
     def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
         """Open the meeting point of a real group."""
         return self._weights().open_group(urls, size, backend, timeout_s)

@@ -68,7 +68,7 @@ class FsdpRank:
         self.algorithm = make_algorithm(algo)
         self.model: PolicyModel = load_policy(folder, config).to(device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self._cpu_mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self._cpu_mesh = mesh if device.type == "cpu" else init_device_mesh("cpu", (dist.get_world_size(),))
         self._away = Away()
         self._fsdp = shard(self.model, mesh, config)
         self._parameters = dict(self.model.hf.named_parameters())
