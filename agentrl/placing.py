@@ -65,11 +65,6 @@ def _check_shared(config: Config, device: str) -> None:
             f"placement.mode=colocate with weights.every={config.weights.every}: engines that have given their memory back "
             "need new weights after each step; leave out weights.every"
         )
-    if device == "cuda" and config.weights.transport == "distributed":
-        raise ConfigError(
-            "placement.mode=colocate with weights.transport=distributed: NCCL takes no two processes on one GPU; set "
-            "weights.transport=ipc"
-        )
     if device == "cuda" and sampler.sglang_options.get("enable_memory_saver") is False:
         raise ConfigError(
             "placement.mode=colocate with sampler.sglang.enable_memory_saver=false: without it SGLang gives no memory back; "

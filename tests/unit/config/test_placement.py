@@ -1,0 +1,99 @@
+"""Which parts of a machine or a cluster a configuration asks for."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentrl import placing
+from agentrl.cluster.layout import lay_out
+from agentrl.config.load import load_config
+from agentrl.config.placement import engine_ranks
+from agentrl.errors import ConfigError, MissingError
+from agentrl.placing import check_placement
+
+SGLANG = "sampler.backend=sglang"
+TP2 = "sampler.sglang.tp_size=2"
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ([], 1),
+        ([TP2], 1),  # the embedded engine does not look at it
+        ([SGLANG], 1),
+        ([SGLANG, TP2], 2),
+        ([SGLANG, "sampler.sglang.tensor-parallel-size=4", "sampler.sglang.pp=2"], 8),
+        ([SGLANG, TP2, "sampler.sglang.data_parallel_size=3"], 6),
+        ([SGLANG, "sampler.sglang.tp=8", "sampler.sglang.dp_size=4", "sampler.sglang.enable_dp_attention=true"], 8),
+    ],
+)
+def test_the_gpus_of_an_engine(settings: list[str], ranks: int) -> None:
+    assert engine_ranks(load_config(None, settings).sampler) == ranks
+
+
+def test_a_size_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sampler\.sglang\.tp_size='two'"):
+        engine_ranks(load_config(None, [SGLANG, "sampler.sglang.tp_size=two"]).sampler)
+
+
+def test_engines_in_turns_with_the_learner_lie_in_its_bundles() -> None:
+    """Two engines of two ranks on five ranks of the learner: the last has a bundle of its own."""
+    settings = [SGLANG, TP2, "sampler.engines=2", "learner.workers=5", "placement.mode=colocate"]
+    layout = lay_out(load_config(None, settings), "cuda")
+    pair, single = {"CPU": 2, "GPU": 2}, {"CPU": 1, "GPU": 1}
+    assert layout.bundles == (pair, pair, single)
+    assert layout.ranks == (0, 0, 1, 1, 2)
+    assert layout.engines == (0, 1)
+    assert (layout.rank_needs, layout.engine_needs) == (single, {})
+    assert layout.total == {"CPU": 5, "GPU": 5}
+
+
+def test_engines_apart_from_the_learner_have_bundles_of_their_own() -> None:
+    settings = [SGLANG, TP2, "sampler.engines=2", "learner.workers=3", "placement.mode=disaggregate"]
+    layout = lay_out(load_config(None, settings), "cuda")
+    assert layout.bundles == ({"CPU": 1, "GPU": 1},) * 3 + ({"GPU": 2},) * 2
+    assert (layout.ranks, layout.engines) == ((0, 1, 2), (3, 4))
+    assert layout.engine_needs == {"GPU": 2}
+    on_cpu = lay_out(load_config(None, ["sampler.engines=2", "placement.mode=disaggregate"]), "cpu")
+    assert on_cpu.bundles == ({"CPU": 1},) * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["sampler.url=http://10.0.0.1:30000"], r"placement\.mode=colocate with sampler\.url=http://10.*leave out"),
+        (["sampler.engines=3", "learner.workers=2"], r"sampler\.engines=3 of 1 .*learner\.workers=2; set sampler\.engines=2"),
+        ([SGLANG, "sampler.sglang.device=cpu", "sampler.sglang.tp_size=2"],
+         r"sampler\.engines=1 of 2 .*learner\.workers=1; set sampler\.engines=1 and a smaller sampler\.sglang\.tp_size"),
+        ([SGLANG], r"the learner is on cpu, the engines are on cuda; set learner\.device"),
+    ],
+)  # fmt: skip
+def test_what_cannot_share_is_refused(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_placement(load_config(None, ["placement.mode=colocate", "learner.device=cpu", *settings]))
+
+
+def test_an_engine_that_may_keep_its_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # its GPUs are not counted here
+    settings = [SGLANG, "placement.mode=colocate", "learner.device=cuda"]
+    check_placement(load_config(None, settings))
+    with pytest.raises(ConfigError, match=r"sampler\.sglang\.enable_memory_saver=false: .*leave it out"):
+        check_placement(load_config(None, [*settings, "sampler.sglang.enable_memory_saver=false"]))
+
+
+def test_too_few_gpus_are_named_unless_a_cluster_may_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(placing, "gpus_here", lambda: 4)
+    monkeypatch.setattr(placing, "running_address", lambda: None)
+    monkeypatch.setattr(placing, "learner_device", lambda learner: "cuda")
+    settings = [SGLANG, TP2, "learner.workers=2", "placement.mode=disaggregate"]
+    check_placement(load_config(None, settings))
+    with pytest.raises(
+        MissingError, match=r"wants 6 GPUs .*workers=2 .*engines=2 of 2 each; there are 4 here, and no Ray"
+    ):
+        check_placement(load_config(None, [*settings, "sampler.engines=2"]))
+    with pytest.raises(MissingError, match=r"learner\.workers=5 wants as many GPUs; there are 4 here"):
+        check_placement(load_config(None, ["learner.workers=5", "learner.device=cuda"]))
+    monkeypatch.setattr(placing, "running_address", lambda: "10.0.0.1:6379")
+    check_placement(load_config(None, [*settings, "sampler.engines=2"]))
+    check_placement(load_config(None, ["learner.workers=5", "learner.device=cuda"]))
