@@ -86,11 +86,17 @@ def rollout_figures(rollouts: Sequence[Rollout], groups: RolloutGroups, sampled_
         "rollout/sampled_tokens": float(sampled),
     }
     if sampled_s is not None:
-        figures["time/tokens_per_s"] = sampled / max(sampled_s, 1e-6)
+        figures |= {"time/tokens_per_s": sampled / max(sampled_s, 1e-6), **_tool_figures(rollouts)}
     for rollout in rollouts:
         key = f"rollout/stop/{rollout.stop_reason.value}"
         figures[key] = figures.get(key, 0.0) + 1 / len(rollouts)
     return figures | {f"rollout/{key}": value for key, value in rollout_means(rollouts).items()}
+
+
+def _tool_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the seconds in calls of tools, added up over episodes that run at the same time, and their share of those."""
+    tools_s = sum(rollout.tool_seconds for rollout in rollouts)
+    return {"time/tools_s": tools_s, "time/tools_share": tools_s / max(sum(one.seconds for one in rollouts), 1e-6)}
 
 
 def merge_figures(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -25,6 +25,7 @@ from agentrl.sampler.interpreter import Interpreter
 from agentrl.task import Task, TaskSet
 from agentrl.tasksource import EnvTasks
 from agentrl.toolserver.run import check_tools, run_services
+from agentrl.warmstart import describe, warm_start_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     """
     missing: list[str] = []
     check_episodes(config)
+    warm = warm_start_config(config, Path())
     tasks = "not there yet"
     sets: list[TaskChoice] | None = None
     with _listed(missing):
@@ -103,7 +105,10 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         check_placement(config)
     model = _check_model(config, missing, fetch=fetch and not missing)  # no gigabytes for a run that is refused
     template = "" if model is None else _check_template(config, model)
-    return Plan(_describe(config, tasks, model, sets, template), missing, template)
+    lines = _describe(config, tasks, model, sets, template)
+    if warm is not None:
+        lines.append(f"{'warm start':<13}{config.model.warm_start}: {describe(warm)}")
+    return Plan(lines, missing, template)
 
 
 @contextmanager

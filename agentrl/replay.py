@@ -202,6 +202,11 @@ def check_replay(config: Config, path: Path) -> list[str]:
     folder = config.run.dir
     if folder is not None and path.resolve().is_relative_to(folder.expanduser().resolve()):
         raise ConfigError(f"run.dir={folder} is the run that --replay reads; set another run.dir")
+    if config.model.warm_start is not None:
+        raise ConfigError(
+            f"model.warm_start={config.model.warm_start} with --replay: a new warm start is not the policy that sampled; "
+            "set model.warm_start=null model.warm_start_options={} and model.path=RUN/warm_start/model, of the recorded run"
+        )
     samples = Samples(path, config.rollout.batch_size)
     model = resolve_model(config.model.path)
     rollouts = samples[0]

@@ -44,6 +44,7 @@ from agentrl.source import RolloutSource, Sampling
 from agentrl.stack import open_stack
 from agentrl.tasksource import TaskOrder
 from agentrl.train import Trainer
+from agentrl.warmstart import warmed_model
 from agentrl.weights import make_sync
 
 CURVE = ("reward", "exact_match")
@@ -66,15 +67,12 @@ class Session:
     resume: bool
     checkpoint: Path | None
     """Where a resumed run goes on; None starts at step 0."""
+    model: Path
+    """The folder of the weights to begin with."""
     replay: Path | None
     """Recorded rollouts to train on in place of sampling."""
     state: Mapping[str, Any]
     """The driver's, of the checkpoint."""
-
-    @property
-    def model(self) -> Path:
-        """The folder of the weights to begin with."""
-        return self.checkpoint / "model" if self.checkpoint else resolve_model(self.config.model.path)
 
 
 async def run_training(
@@ -97,15 +95,17 @@ async def run_training(
     folder = choose_folder(config, resume=resume)
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = latest_checkpoint(folder / "checkpoints") if resume else None
-    config = pin_reference(config, folder if checkpoint else None)
-    (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
     console.print(f"run {folder}" + (f", going on from {checkpoint.name}" if checkpoint else ""), highlight=False)
     if resume and checkpoint is None:
         console.print("no whole checkpoint there yet: starting at step 0", highlight=False)
     state = read_state(checkpoint) if checkpoint else {"step": 0, "position": 0, "spent_s": 0.0}
-    session = Session(config, folder, console, resume, checkpoint, replay, state)
     try:
         with Interrupt() as interrupt:
+            warm = None if checkpoint or replay else await warmed_model(config, folder, interrupt, console)
+            config = pin_reference(config, folder if checkpoint else None, warm)
+            (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+            model = checkpoint / "model" if checkpoint else warm or resolve_model(config.model.path)
+            session = Session(config, folder, console, resume, checkpoint, model, replay, state)
             trainer = await _run(session, interrupt)
     except RunStopped as stop:
         raise RunStopped(f"{stop}. The run lies in {folder}; go on with:\n  {command}") from None

@@ -393,6 +393,8 @@ class Rollout:
     """The failure policy keeps it out of training."""
     seconds: float = 0.0
     """Wall time of the episode."""
+    tool_seconds: float = 0.0
+    """What of it was spent in calls of tools."""
     sampled_tokens: int = 0
     """Tokens that the policy sampled."""
     metadata: dict[str, Any] = field(default_factory=dict)

@@ -36,6 +36,8 @@ LEVELS = [
         "bench",
         "bench_sandbox",
         "bench_efficiency",
+        "bench_weights",
+        "bench_copy",
         "source",
         "turns",
         "warmstart",

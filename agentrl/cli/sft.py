@@ -9,6 +9,7 @@ from rich.console import Console
 
 from agentrl.cli.options import add_config_arguments, resolve_config
 from agentrl.config.load import dump
+from agentrl.process import exit_with_parent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Fine-tune on demonstrations."""
+    exit_with_parent()  # a run that warm-starts its policy may be killed
     config = resolve_config(arguments)
     if arguments.dry_run:
         sys.stdout.write(dump(config))

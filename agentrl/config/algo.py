@@ -35,8 +35,8 @@ class GrpoConfig(Section):
     """Estimator of that term: ``k3`` is GRPO's; ``low_var_kl`` is k3 cut off at 10, as verl and slime have it; ``k2`` has
     the exact gradient of the KL on fresh samples, ``k1`` one of 0 in the mean (Schulman, "Approximating KL Divergence")."""
     reference: str | None = None
-    """The frozen policy of the KL term: a folder, a shipped model's name or a hub id. Without one, ``model.path`` as the
-    run started with it, after ``--resume`` too. It must read the policy's tokens."""
+    """The frozen policy of the KL term: a folder, a shipped model's name or a hub id. Without one, the policy that the run
+    started with (``model.path``, after its warm start), after ``--resume`` too. It must read the policy's tokens."""
 
     entropy_coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the entropy bonus: so much of the entropy (nats) of the distribution that each trained token is from is

@@ -38,6 +38,11 @@ class ModelConfig(Section):
 
     path: str = "multihop-warm"
     """A local Hugging Face folder, a shipped model's name, or a hub id."""
+    warm_start: str | None = None
+    """A configuration of ``agentrl sft``, a file or a shipped one's name: ``agentrl train`` first fine-tunes the model by it,
+    in ``warm_start/`` of the run's folder, and then trains what came of it. Done once; a resumed run goes on from it."""
+    warm_start_options: dict[str, Any] = Field(default_factory=dict)
+    """Laid over that configuration, such as ``{sft: {minutes: 1}}``. The model, the format and the folders are the run's."""
 
 
 class EmbeddedConfig(Section):

@@ -107,7 +107,7 @@ class Agent:
     def unfinished(self, reason: StopReason, failure: Failure | None = None) -> list[Rollout]:
         """Return what there is of an attempt that did not come to its end: all chats, or one empty rollout."""
         if not self.chats:
-            return [as_rollout(self.task, self._state, reason, self.seconds, failure)]
+            return [as_rollout(self.task, self._state, reason, self.seconds, self.tools.seconds, failure)]
         return [chat.cut(reason, failure) for chat in self.chats]
 
     async def close(self) -> None:
@@ -321,7 +321,7 @@ class Chat:
         if state.turns:
             state.turns[-1].reward = state.reward
         reason = stop_reason or self.stop_reason or StopReason.TERMINATED
-        rollout = as_rollout(self._agent.task, state, reason, self._agent.seconds)
+        rollout = as_rollout(self._agent.task, state, reason, self._agent.seconds, self._agent.tools.seconds)
         rollout.dropped = any(chat.stop_reason is StopReason.ABORTED for chat in self.all_chats())
         return rollout
 
@@ -329,7 +329,9 @@ class Chat:
         """Return the conversation as the rollout of an episode that did not come to its end."""
         self._last_turns()
         reason = self.stop_reason or reason if failure is None else reason
-        return as_rollout(self._agent.task, self._talk.state, reason, self._agent.seconds, failure)
+        return as_rollout(
+            self._agent.task, self._talk.state, reason, self._agent.seconds, self._agent.tools.seconds, failure
+        )
 
     def _last_turns(self) -> None:
         for chat in self.all_chats():

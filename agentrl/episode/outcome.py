@@ -8,7 +8,12 @@ from agentrl.types import Failure, Rollout, StopReason, json_state
 
 
 def as_rollout(
-    task: Task, state: EpisodeState, reason: StopReason, seconds: float, failure: Failure | None = None
+    task: Task,
+    state: EpisodeState,
+    reason: StopReason,
+    seconds: float,
+    tool_seconds: float,
+    failure: Failure | None = None,
 ) -> Rollout:
     """Return an attempt as a rollout. One that was aborted is dropped: it was cut at no point of its own choosing."""
     return Rollout(
@@ -23,6 +28,7 @@ def as_rollout(
         failure=failure,
         dropped=reason is StopReason.ABORTED,
         seconds=seconds,
+        tool_seconds=tool_seconds,
         sampled_tokens=state.trajectory.sampled_tokens,
         metadata=dict(task.metadata),
         label=json_state(task.answer),

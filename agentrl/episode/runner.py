@@ -184,7 +184,9 @@ class EpisodeRunner:
                 reason = await episode.play()
         except EpisodeError as error:
             failure, reason = error.as_failure(), StopReason.FAILED
-        return Played([as_rollout(task, episode.state, reason, episode.seconds, failure)], episode.tools)
+        return Played(
+            [as_rollout(task, episode.state, reason, episode.seconds, episode.tools.seconds, failure)], episode.tools
+        )
 
     def _check_dropped(self, rollouts: Sequence[Rollout]) -> None:
         failures = [rollout.failure for rollout in rollouts if rollout.dropped and rollout.failure is not None]

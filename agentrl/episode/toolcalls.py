@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ class ToolRunner:
         self._sessions: dict[str, ToolClient] = {}
         self._scored = 0
         self._closed = False
+        self.seconds = 0.0
+        """Spent in calls so far; those of one turn run at the same time, and count once."""
 
     async def asked(self, calls: Sequence[ToolCall], tools: Sequence[Tool] = ()) -> tuple[ToolResult, ...]:
         """Run calls that an environment (or a generate function) asked for: by the tool of that name in ``tools``,
@@ -52,7 +55,7 @@ class ToolRunner:
                 return await self._remote(call.name, call)
             return _unknown(call, (*known, *self._served, *self._clients))
 
-        return await _all(run, calls)
+        return await self._timed(run, calls)
 
     async def local(self, calls: Sequence[ToolCall], tools: Sequence[Tool]) -> tuple[ToolResult, ...]:
         """Run calls that the policy made, by the tools that it was offered alone."""
@@ -65,13 +68,22 @@ class ToolRunner:
                 return _unknown(call, known)
             return await self._run(known[call.name], call)
 
-        return await _all(run, calls)
+        return await self._timed(run, calls)
 
     async def scoring(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Run a call of whoever scores the episode, in its sessions."""
         self._scored += 1
         (result,) = await self.asked((ToolCall(f"scoring-{self._scored}", name, arguments),))
         return result
+
+    async def _timed(
+        self, run: Callable[[ToolCall], Awaitable[ToolResult]], calls: Sequence[ToolCall]
+    ) -> tuple[ToolResult, ...]:
+        begun = time.monotonic()
+        try:
+            return await _all(run, calls)
+        finally:
+            self.seconds += time.monotonic() - begun
 
     async def _run(self, tool: Tool, call: ToolCall) -> ToolResult:
         return await (self._remote(tool.server, call) if tool.server else self._own(tool, call))

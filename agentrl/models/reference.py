@@ -28,16 +28,17 @@ def resolve_reference(config: Config, *, fetch: bool = True) -> Path | None:
     return resolve_model(config.algo.reference or config.model.path, key, fetch=fetch)
 
 
-def pin_reference(config: Config, resumed: Path | None) -> Config:
+def pin_reference(config: Config, resumed: Path | None, start: Path | None = None) -> Config:
     """Return ``config`` with ``algo.reference`` set for good, to be written into the run's folder.
 
     What the configuration leaves open is, in this order: what a resumed run was pinned to when it started, the
-    ``model.path`` it started with, the present one. So a resumed run keeps its reference though ``model.path`` may have
+    policy it started with, the present ``start``. So a resumed run keeps its reference though ``model.path`` may have
     changed since.
 
     Args:
         config: the present configuration.
         resumed: the folder of the run that goes on from a checkpoint, with its earlier ``config.yaml``; None starts anew.
+        start: the folder of the policy that the run starts with; None: that of ``model.path``.
 
     Raises:
         ModelError: there is no such model.
@@ -45,7 +46,8 @@ def pin_reference(config: Config, resumed: Path | None) -> Config:
     """
     if not config.algo.needs_reference or config.algo.reference is not None:
         return config
-    pinned = (_earlier(resumed / "config.yaml") if resumed else None) or str(resolve_model(config.model.path))
+    earlier = _earlier(resumed / "config.yaml") if resumed else None
+    pinned = earlier or str(start or resolve_model(config.model.path))
     return config.model_copy(update={"algo": config.algo.model_copy(update={"reference": pinned})})
 
 

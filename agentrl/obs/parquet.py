@@ -99,6 +99,7 @@ def _schema() -> Any:
             ("failure", pa.struct([("kind", text), ("error", text), ("message", text)])),
             ("dropped", pa.bool_()),
             ("seconds", number),
+            ("tool_seconds", number),
             ("sampled_tokens", pa.int64()),
             ("metadata", text),
             ("rows", pa.list_(row)),

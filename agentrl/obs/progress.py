@@ -22,10 +22,15 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("flat groups", "train/flat_groups", "{:.0%}"),
     ("tokens/s", "time/tokens_per_s", "{:,.0f}"),
     ("step s", "time/step_s", "{:.1f}"),
+    ("rollout", "time/rollout_s", "{:.1f}"),
+    ("tools", "time/tools_share", "{:.0%}"),
+    ("sync", "time/sync_s", "{:.1f}"),
+    ("train", "time/train_s", "{:.1f}"),
 )
 """Title, metric and format of the columns beside the step; one that the environment has no figure for is left out.
 
-``flat groups`` is the share of groups without variance."""
+``flat groups`` is the share of groups without variance; behind a step's seconds stand those of its phases, and the share
+of the episodes' time that tools took."""
 
 SHOWN_STEPS = 12
 
