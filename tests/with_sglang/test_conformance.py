@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from conformance.control import Control
 from conformance.engine import Engine, Traits, running
+from conformance.memory import Memory
 from conformance.sampling import Sampling
 from conformance.syncs import Syncs
 from conformance.weights import Weights
@@ -38,6 +39,10 @@ class TestControl(Control):
 
 
 class TestWeights(Weights):
+    pass
+
+
+class TestMemory(Memory):
     pass
 
 

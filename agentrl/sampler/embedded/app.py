@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from agentrl.sampler.embedded.errors import BadRequestError
 from agentrl.sampler.embedded.request import Request, parse_generate
-from agentrl.sampler.embedded.scheduler import Scheduler
+from agentrl.sampler.embedded.scheduler import MEMORY_PARTS, Scheduler
 from agentrl.sampler.embedded.updates import Incoming
 from agentrl.sampler.embedded.weights import read_named_tensors
 
@@ -54,6 +54,8 @@ def build_app(scheduler: Scheduler, on_failure: Callable[[BaseException], None])
         post("/abort_request", endpoints.abort_request),
         post("/pause_generation", endpoints.pause_generation),
         post("/continue_generation", endpoints.continue_generation),
+        post("/release_memory_occupation", endpoints.release_memory_occupation),
+        post("/resume_memory_occupation", endpoints.resume_memory_occupation),
         post("/begin_weight_update", endpoints.begin_weight_update),
         post("/end_weight_update", endpoints.end_weight_update),
         post("/update_weights_from_tensor", endpoints.update_weights_from_tensor),
@@ -147,6 +149,16 @@ class Endpoints:
         """Go on computing."""
         self._scheduler.resume()
         return _json({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def release_memory_occupation(self, body: Body) -> Response:
+        """Give the memory of ``tags`` back, by default all."""
+        await self._scheduler.release(body.get("tags") or MEMORY_PARTS)
+        return Response()
+
+    async def resume_memory_occupation(self, body: Body) -> Response:
+        """Take the memory of ``tags`` again, by default all."""
+        self._scheduler.take_back(body.get("tags") or MEMORY_PARTS)
+        return Response()
 
     async def begin_weight_update(self, body: Body) -> Response:
         """Let nothing start until `end_weight_update`, and wait for what runs."""

@@ -83,6 +83,11 @@ class SlotCache(Cache):
         with torch.inference_mode(False):
             return torch.from_numpy(raw).view(like.dtype).squeeze(-1)
 
+    def drop(self) -> None:
+        """Give all memory back; it is taken again as it is needed."""
+        self._keys.clear()
+        self._values.clear()
+
     def copy(self, source: int, target: int, count: int) -> None:
         """Copy the first ``count`` tokens of a slot to another."""
         for tensor in (*self._keys.values(), *self._values.values()):

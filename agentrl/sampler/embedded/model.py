@@ -59,6 +59,8 @@ class Model:
         torch.set_num_threads(threads if large else 1)
         self._pool = ThreadPoolExecutor(max(1, self._threads - 1), "forward", torch.set_num_threads, (1,))
         self._check(dtype)
+        self._dropped: dict[str, torch.Size] = {}
+        """Shapes of the weights whose memory was given back."""
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -121,12 +123,34 @@ class Model:
         """Iterate over the weights by Hugging Face name; of tied ones only the first."""
         return self._model.named_parameters()
 
+    def drop_weights(self) -> None:
+        """Give the weights' memory back."""
+        for name, parameter in self._model.named_parameters():
+            self._dropped[name] = parameter.shape
+            parameter.data = parameter.new_empty(0)
+
+    def take_weights(self) -> None:
+        """Take memory for weights again; what is in it is no number."""
+        for name, parameter in self._model.named_parameters():
+            parameter.data = parameter.new_full(self._dropped[name], torch.nan)
+        self._dropped = {}
+
+    def check_present(self) -> None:
+        """Check that there are weights.
+
+        Raises:
+            BadRequestError: their memory was given back.
+        """
+        if self._dropped:
+            raise BadRequestError("the memory of the weights was given back: /resume_memory_occupation comes first")
+
     def check_weights(self, shapes: Sequence[tuple[str, torch.Size]]) -> None:
         """Check that weights of these names and shapes fit.
 
         Raises:
-            BadRequestError: a name is unknown, or a shape is another.
+            BadRequestError: a name is unknown, a shape is another, or the weights' memory was given back.
         """
+        self.check_present()
         state = self._model.state_dict()
         for name, shape in shapes:
             if name not in state:
@@ -156,6 +180,7 @@ class Model:
             theirs = self._read(folder)
         except (ModelError, OSError, SafetensorError) as error:
             raise BadRequestError(f"{folder} cannot be read: {error}") from error
+        self.check_present()
         ours = dict(self.parameters())
         missing = ours.keys() - theirs.keys()
         if missing:

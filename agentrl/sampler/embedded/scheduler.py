@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from agentrl.sampler.embedded.stops import StopMatcher
 from agentrl.sampler.embedded.uniform import as_word
 
 PAUSE_MODES = ("abort", "retract", "in_place")
+MEMORY_PARTS = ("weights", "kv_cache")
 _PREFILL_TOKENS = 8192
 """Prompt tokens a step computes at most, unless one request alone has more."""
 _TURNS = 4
@@ -45,6 +46,8 @@ class Scheduler:
         self._paused: str | None = None
         self._updates = 0
         self._window = False
+        self._out: set[str] = set()
+        """Parts of the memory that were given back."""
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -140,7 +143,7 @@ class Scheduler:
 
     def _step(self) -> bool:
         """Compute one step; False where there is nothing to compute."""
-        if self._paused is not None:
+        if self._paused is not None or self._out:
             return False
         segments = [
             Segment(r.slot, int(self._table.held[r.slot]), np.array(r.output[-1:], np.int32)) for r in self._running
@@ -255,6 +258,41 @@ class Scheduler:
         """Drop the prefix cache; what runs goes on."""
         self._table.flush()
 
+    async def release(self, parts: Collection[str]) -> None:
+        """Give memory back once what runs has ended; other requests wait until all of it is there again.
+
+        Raises:
+            BadRequestError: an update or paused requests hold it, or a part is out already.
+        """
+        _check_parts(parts)
+        if self._updates:
+            raise BadRequestError("a weight update is under way: end it first")
+        async with self._still():
+            if self._running:
+                raise BadRequestError("paused requests hold the memory: let them end first")
+            if self._out & set(parts):
+                raise BadRequestError(f"{sorted(self._out & set(parts))} was given back already")
+            self._out |= set(parts)
+            if "kv_cache" in parts:
+                self._table.flush()
+                self.model.cache.drop()
+            if "weights" in parts:
+                self.model.drop_weights()
+
+    def take_back(self, parts: Collection[str]) -> None:
+        """Take memory again; that of weights holds no numbers until an update has come.
+
+        Raises:
+            BadRequestError: a part is there.
+        """
+        _check_parts(parts)
+        if set(parts) - self._out:
+            raise BadRequestError(f"{sorted(set(parts) - self._out)} was not given back")
+        self._out -= set(parts)
+        if "weights" in parts:
+            self.model.take_weights()
+        self._wake.set()
+
     def begin_update(self) -> None:
         """Open the window in which tensors are taken; see `update`.
 
@@ -286,19 +324,29 @@ class Scheduler:
 
     @asynccontextmanager
     async def update(self, version: str | None) -> AsyncIterator[None]:
-        """Change weights inside: running requests have ended, or stand still, and none starts; afterwards the prefix
-        cache is empty and ``version`` samples.
-        """
-        self._updates += 1
-        try:
-            await self.drained()
+        """Change weights inside; afterwards the prefix cache is empty and ``version`` samples."""
+        async with self._still():
             yield
             self._table.flush()
             if version is not None:
                 self.version = version
+
+    @asynccontextmanager
+    async def _still(self) -> AsyncIterator[None]:
+        """Inside, running requests have ended, or stand still because of a pause, and none starts."""
+        self._updates += 1
+        try:
+            await self.drained()
+            yield
         finally:
             self._updates -= 1
             self._wake.set()
+
+
+def _check_parts(parts: Collection[str]) -> None:
+    unknown = sorted(set(parts) - set(MEMORY_PARTS))
+    if unknown:
+        raise BadRequestError(f"tags={unknown}: the embedded engine's memory has the parts {', '.join(MEMORY_PARTS)}")
 
 
 def _spans(request: Request) -> list[dict[str, Any]]:

@@ -106,7 +106,12 @@ class Incoming:
         return named
 
     def checksums(self) -> dict[str, str]:
-        """Return a `digest` of every weight that the engine has now."""
+        """Return a `digest` of every weight that the engine has now.
+
+        Raises:
+            BadRequestError: it has given their memory back.
+        """
+        self._scheduler.model.check_present()
         return {name: digest(tensor) for name, tensor in self._scheduler.model.parameters()}
 
 

@@ -1,0 +1,77 @@
+"""What every engine does that shares its GPU in turns: memory given back, and taken again with new weights."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from conformance.engine import GREEDY, Engine, prompt, sample
+
+from agentrl.errors import EngineError, SamplerError
+from agentrl.sampler.client import SGLangClient
+from agentrl.types import FinishReason, Generation, SamplingParams
+
+
+class Memory:
+    """The tests of this module; a subclass named ``Test…`` runs them against its module's ``engine``."""
+
+    def test_generations_wait_for_memory_and_new_weights(self, engine: Engine) -> None:
+        """Twice, and giving back or taking again a second time changes nothing."""
+        named = list(engine.other_model.state_dict().items())
+
+        async def play(client: SGLangClient) -> list[Generation]:
+            found = []
+            for version in (3, 4):
+                running = asyncio.create_task(sample(client, prompt(60), SamplingParams(max_new_tokens=100), "running"))
+                await asyncio.sleep(0.05)
+                await client.release_memory()
+                await client.release_memory()
+                assert (await running).finish_reason is FinishReason.LENGTH
+                late = asyncio.create_task(sample(client, prompt(61), GREEDY, "late"))
+                assert await client.healthy()
+                await client.take_back_memory("weights")
+                await client.take_back_memory("weights")
+                await client.update_from_tensors(named[:3], version, last=False)
+                await client.update_from_tensors(named[3:], version, last=True)
+                assert await client.version() == version
+                assert await client.healthy()
+                await asyncio.sleep(0.1)
+                assert not late.done()
+                await client.take_back_memory("kv_cache")
+                found.append(await late)
+            return found
+
+        for version, late in enumerate(engine.drive(play), 3):
+            assert late.versions == ((0, version),)
+            assert late.cached_tokens == 0
+            engine.assert_matches(engine.other_model, prompt(61), late, 0.0)
+
+    def test_without_new_weights_nothing_is_sampled(self, engine: Engine) -> None:
+        async def play(client: SGLangClient) -> Generation:
+            named = list(engine.model.state_dict().items())
+            await client.release_memory()
+            for use in (client.update_from_tensors(named, 5, last=True), client.checksums()):
+                with pytest.raises(EngineError, match="has given its weights' memory back"):
+                    await use
+            await client.take_back_memory("weights")
+            await client.take_back_memory("kv_cache")
+            with pytest.raises(SamplerError, match="has given its weights back, and got no whole update since"):
+                await sample(client, prompt(62), GREEDY)
+            await client.update_from_tensors(named[:3], 5, last=False)
+            await client.cancel_update()
+            with pytest.raises(SamplerError, match="it samples nothing"):
+                await sample(client, prompt(62), GREEDY)
+            await client.update_from_tensors(named, 6, last=True)
+            return await sample(client, prompt(62), GREEDY)
+
+        engine.assert_matches(engine.model, prompt(62), engine.drive(play), 0.0)
+
+    def test_a_paused_engine_keeps_its_memory(self, engine: Engine) -> None:
+        async def play(client: SGLangClient) -> None:
+            await client.pause("abort")
+            with pytest.raises(EngineError, match="paused or gets weights"):
+                await client.release_memory()
+            await client.resume()
+            await sample(client, prompt(63), GREEDY)
+
+        engine.drive(play)
