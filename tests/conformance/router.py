@@ -1,4 +1,4 @@
-"""An engine whose generations come through ``sglang-router``."""
+"""What an engine does for generations that come through ``sglang-router``: the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+from conformance.control import Control
 from conformance.engine import Engine
+from conformance.sampling import Sampling
 
 from agentrl.sampler.client import SGLangClient
 from agentrl.sampler.flights import Flights
@@ -57,3 +60,28 @@ async def introduced(router: str, engine: str) -> None:
         while engine not in await workers.listed():  # noqa: ASYNC110 - of another process
             await asyncio.sleep(0.05)
     await transport.aclose()
+
+
+class ThroughRouter:
+    """Those of the tests of every engine that show whether something is lost on the way; see `Sampling`."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoutedEngine]:
+        pytest.importorskip("sglang_router", reason="sglang-router is not installed")
+        with routed(engine, tmp_path_factory.mktemp("router") / "router.log") as through:
+            yield through
+
+    test_temperature = Sampling.test_ids_in_ids_out_with_logprobs_at_the_temperature
+    test_top = Sampling.test_top_k_and_top_p_restrict_without_renormalising
+    test_seed = Sampling.test_a_request_with_a_seed_repeats_where_the_engine_says_so
+    test_stop_token = Sampling.test_a_stop_token_ends_the_turn_and_stays
+    test_ignore_eos = Sampling.test_no_token_ends_a_turn_with_ignore_eos
+    test_prefix = Sampling.test_later_turns_find_their_prefix_cached
+    test_abort = Control.test_an_aborted_request_keeps_its_tokens
+    test_hang_up = Control.test_a_caller_that_goes_away_frees_its_place
+    test_refusal = Control.test_bad_requests_are_refused_in_the_engines_words
+    test_many = Control.test_300_concurrent_requests
+
+    def test_pause(self, engine: Engine) -> None:
+        Control().test_paused_requests_end_as_if_nothing_had_been(engine, "abort")

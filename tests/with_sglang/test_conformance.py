@@ -10,6 +10,7 @@ import pytest
 from conformance.control import Control
 from conformance.engine import Engine, Traits, running
 from conformance.memory import Memory
+from conformance.router import ThroughRouter
 from conformance.sampling import Sampling
 from conformance.syncs import Syncs
 from conformance.weights import Weights
@@ -47,4 +48,8 @@ class TestMemory(Memory):
 
 
 class TestSyncs(Syncs):
+    pass
+
+
+class TestThroughRouter(ThroughRouter):
     pass
