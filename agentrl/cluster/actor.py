@@ -119,7 +119,7 @@ class LearnerActor:
 
     def bucket_bytes(self) -> Any:
         """Return the bucket's memory as an array."""
-        return self._held().flat.cpu().numpy()
+        return self._held().on_cpu().numpy()
 
     def save_bucket(self, file: Path) -> None:
         """See `HeldBucket.save`."""

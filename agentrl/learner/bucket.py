@@ -67,16 +67,20 @@ class RankBucket:
         """Take over what lies in ``memory``."""
         self.specs = plan.specs
         self.last = plan.last
-        self.flat = memory.flat[: plan.size]
+        self._size = plan.size
         self._memory = memory
 
     def held(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weights where they are."""
-        return views(self.specs, self.flat)
+        return views(self.specs, self._memory.flat)
+
+    def on_cpu(self) -> torch.Tensor:
+        """Return the weights as bytes on the CPU, which the next bucket overwrites."""
+        return self._memory.on_cpu(self._size)
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the weights on the CPU. Where they are there already, the next bucket overwrites them."""
-        return views(self.specs, self.flat.cpu())
+        """Return the weights on the CPU, where the next bucket overwrites them."""
+        return views(self.specs, self.on_cpu())
 
     def save(self, file: Path) -> None:
         """Write the weights as safetensors."""

@@ -23,8 +23,17 @@ class SharedMemory:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.flat = torch.empty(size, dtype=torch.uint8, device=device)
+        self._copy: torch.Tensor | None = None
         self._shared: tuple[Any, ...] | None = None
         """How to open it: device, handle, size, offset, reference counter's file and place, event, whether to wait."""
+
+    def on_cpu(self, size: int) -> torch.Tensor:
+        """Return the first ``size`` bytes on the CPU, overwritten by the next call."""
+        if self.flat.device.type == "cpu":
+            return self.flat[:size]
+        if self._copy is None:
+            self._copy = torch.empty(len(self.flat), dtype=torch.uint8, pin_memory=True)
+        return self._copy[:size].copy_(self.flat[:size])
 
     def handles(self, named: Sequence[tuple[str, torch.Tensor]]) -> str:
         """Return what `torch.multiprocessing` rebuilds into ``named``, views of this memory, when unpickled: in base64.

@@ -27,7 +27,7 @@ from agentrl.learner.bucket import spec_of
 from agentrl.learner.fsdp.attention import move, packed_rows
 from agentrl.learner.fsdp.model import PolicyModel, load_frozen, load_policy, shard
 from agentrl.learner.fsdp.optimizer import learning_rate, make_optimizers
-from agentrl.learner.fsdp.state import load_state, optimizer_states, save_state
+from agentrl.learner.fsdp.state import load_state, save_state
 from agentrl.learner.fsdp.step import StepFigures, at_mask, select
 from agentrl.models.reference import check_reference
 from agentrl.protocols import TensorSpec
@@ -217,13 +217,12 @@ class FsdpRank:
 
     @torch.no_grad()
     def sleep(self) -> None:
-        """Give the device's memory back; see `LearnerRank.sleep`. Without a first step, the optimizer's state is made."""
+        """Give the device's memory back; see `LearnerRank.sleep`."""
         if self._away:
             return
         for model in self.policies.values():
             _reshard(model)
         self._zero_grad()
-        optimizer_states(self)
         self._away.take(self._state())
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

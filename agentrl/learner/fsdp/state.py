@@ -4,7 +4,7 @@
 
     folder/
       model/         Hugging Face folder: float32 safetensors, configuration, the tokenizer's files
-      optimizer/     torch.distributed.checkpoint: loads on any number of ranks
+      optimizer/     torch.distributed.checkpoint: loads on any number of ranks; not there before the first step
       random/        one file a rank: torch, CUDA, NumPy and Python states
       learner.json   finished steps, optimizer, number of ranks, shapes of all weights; written last
 """
@@ -55,8 +55,9 @@ def save_state(rank: FsdpRank, folder: Path) -> None:
     if dist.get_rank() == 0:
         _write_model(rank, tensors, part / "model")
     torch.save(_random_states(rank.device), part / "random" / f"rank_{dist.get_rank():05d}.pt")
-    states = tree_map_only(torch.Tensor, rank.present, optimizer_states(rank))
-    save_sharded(states, checkpoint_id=part / "optimizer")
+    if rank.step:
+        states = tree_map_only(torch.Tensor, rank.present, _optimizer_states(rank))
+        save_sharded(states, checkpoint_id=part / "optimizer")
     dist.barrier()
     if dist.get_rank() == 0:
         (part / "learner.json").write_text(json.dumps(_description(rank), indent=1), encoding="utf-8")
@@ -80,13 +81,15 @@ def load_state(rank: FsdpRank, folder: Path) -> None:
         weights = load_file(folder / "model" / "model.safetensors")
         full = StateDictOptions(full_state_dict=True, strict=False)
         set_model_state_dict(rank.model, {f"hf.{name}": value for name, value in weights.items()}, options=full)
-        states = optimizer_states(rank)
-        load_sharded(states, checkpoint_id=folder / "optimizer")
+        states = _load_optimizers(rank, folder / "optimizer") if found["step"] else {}
     except (Exception, CheckpointException) as error:  # of many kinds, and one that is no Exception
         words = str(error).strip().splitlines() or ["no message"]
         raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {words[-1]}") from error
     for index, optimizer in enumerate(rank.optimizers):
-        set_optimizer_state_dict(rank.model, optimizer, states[str(index)])
+        if states:
+            set_optimizer_state_dict(rank.model, optimizer, states[str(index)])
+        else:
+            optimizer.state.clear()
     rank.step = int(found["step"])
     _restore_random(folder / "random" / f"rank_{dist.get_rank():05d}.pt", rank.device)
 
@@ -112,17 +115,14 @@ def _write_model(rank: FsdpRank, tensors: dict[str, torch.Tensor], folder: Path)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def optimizer_states(rank: FsdpRank) -> dict[str, Any]:
-    """Return each optimizer's state by parameter name, sharded; zeros, made here, where no step has been taken yet."""
-    states = {}
-    for index, optimizer in enumerate(rank.optimizers):
-        fresh = not optimizer.state
-        states[str(index)] = get_optimizer_state_dict(rank.model, optimizer)
-        if fresh:
-            # torch makes it by a step with gradients of zero, and counts that.
-            for state in optimizer.state.values():
-                if "step" in state:
-                    state["step"].zero_()
+def _optimizer_states(rank: FsdpRank) -> dict[str, Any]:
+    """Return each optimizer's state by parameter name, sharded; made here where no step has been taken yet."""
+    return {str(i): get_optimizer_state_dict(rank.model, optimizer) for i, optimizer in enumerate(rank.optimizers)}
+
+
+def _load_optimizers(rank: FsdpRank, folder: Path) -> dict[str, Any]:
+    states = _optimizer_states(rank)
+    load_sharded(states, checkpoint_id=folder)
     return states
 
 

@@ -186,6 +186,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(learners, tmp_path):
     learner = learners.open()
     with pytest.raises(CheckpointError, match=r"learner\.json"):
         learner.load(tmp_path)
+    learner.train_step(make_batch(LENGTHS))
     learner.save(tmp_path / "state")
     (tmp_path / "state" / "optimizer" / ".metadata").unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):

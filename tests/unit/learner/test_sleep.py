@@ -75,6 +75,7 @@ def test_a_sleeping_learner_saves_what_an_awake_one_does(learners, tmp_path, nam
     straight = learner.train_step(batches[-1])
 
     learner = learners.open(name)
+    learner.train_step(make_batch(LENGTHS, seed=9))
     learner.load(tmp_path / "state")
     assert learner.train_step(batches[-1]) == straight
 
