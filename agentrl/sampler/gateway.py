@@ -37,7 +37,7 @@ class Gateway:
 
     Requests go through the router, with their session as its routing key; everything else goes to the engines
     themselves. While one of them is paused or gets weights, no request is sent, as it could be for this one. Aborts go
-    to all. The router is started again where it dies, and told the engines anew.
+    to all. The router is started again where it dies or hangs, and told the engines anew.
     """
 
     def __init__(self, sampler: RoutedSampler, config: SamplerConfig, log: Path) -> None:
@@ -55,7 +55,8 @@ class Gateway:
         self._log = log
         # Its port is known once it runs.
         self._transport = Transport(f"http://{LOOPBACK}", config.request_timeout_s)
-        self._workers = Workers(self._transport)
+        self._control = Transport(self._transport.url, config.hang_s)
+        self._workers = Workers(self._control)
         self.flights = Flights(self._transport, self)
         """The requests that any of the engines may have."""
         self._engines: dict[str, SGLangClient] = {}
@@ -87,7 +88,7 @@ class Gateway:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)
-        await self._transport.aclose()
+        await asyncio.gather(self._transport.aclose(), self._control.aclose())
 
     def check(self) -> None:
         """Raise `EngineError` where the router is lost, or does not take an engine in."""
@@ -177,18 +178,23 @@ class Gateway:
         Raises:
             EngineError: it dies too often, or does not take an engine in.
         """
+        every, limit = self._config.health_every_s, self._config.hang_s
         while True:
-            changed = self._changed
+            changed, until = self._changed, time.monotonic() + every
+            why = None
             try:
                 await self._tell()
+                while not changed.is_set() and time.monotonic() < until and self._death() is None:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(changed.wait(), min(_LOOK_S, every))
+            except httpx.TimeoutException:
+                why = f"sglang-router has not answered for sampler.hang_s={limit:g} s. {self._tail()}"
             except (Refused, httpx.HTTPError) as error:
                 _log.warning("sglang-router at %s: %s %s", self._transport.url, type(error).__name__, error)
                 await asyncio.sleep(_LOOK_S)
-                await self._keep_alive()
-                continue
-            while not changed.is_set() and not await self._keep_alive():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), _LOOK_S)
+            why = self._death() or why
+            if why is not None:
+                await self._start_again(why)
 
     async def _tell(self) -> None:
         """Make the router's list that of the engines that take part, then let requests through."""
@@ -206,11 +212,8 @@ class Gateway:
                 if time.monotonic() - begun > self._config.start_timeout_s:
                     raise EngineError(
                         f"sglang-router has the engines {sorted(listed)} and not {sorted(wanted)} after "
-                        f"sampler.start_timeout_s={self._config.start_timeout_s:g} s. The end of its log {self._log}:\n"
-                        f"{self._running.log_tail()}"
+                        f"sampler.start_timeout_s={self._config.start_timeout_s:g} s. {self._tail()}"
                     )
-                if await self._keep_alive():
-                    asked.clear()
                 await asyncio.sleep(_POLL_S)
         if dropped and self._config.urls:
             # The requests of an engine that we kill fail. Those of one that hangs and is not ours would wait for ever, and
@@ -238,24 +241,27 @@ class Gateway:
         assert self._process is not None, "start comes first"
         return self._process
 
-    async def _keep_alive(self) -> bool:
-        """Start the router again where it has died, and return whether it had.
-
-        Raises:
-            EngineError: it dies too often.
-        """
+    def _death(self) -> str | None:
         try:
             self._running.check()
-            return False
         except EngineError as error:
-            self._shut()
-            if self._restarts >= self._config.max_restarts:
-                raise EngineError(f"after {self._restarts} restarts (sampler.max_restarts) {error}") from error
-            self._restarts += 1
-            _log.warning("%s It is started again (%d of %d)", error, self._restarts, self._config.max_restarts)
+            return str(error)
+        return None
+
+    def _tail(self) -> str:
+        return f"The end of its log {self._log}:\n{self._running.log_tail()}"
+
+    async def _start_again(self, why: str) -> None:
+        most = self._config.max_restarts
+        self._shut()
         await asyncio.to_thread(self._running.stop)
+        if self._restarts >= most:
+            raise EngineError(
+                f"sglang-router was started again {self._restarts} times (sampler.max_restarts={most}): {why}"
+            )
+        self._restarts += 1
+        _log.warning("%s\nIt is started again (%d of %d)", why, self._restarts, most)
         await self._launch()
-        return True
 
     async def _launch(self) -> None:
         config = self._config
@@ -274,4 +280,4 @@ class Gateway:
             with contextlib.suppress(AgentrlError):  # it has ended by itself
                 self._process = await starting  # `aclose` stops it
             raise
-        self._transport.url = self._process.url
+        self._transport.url = self._control.url = self._process.url

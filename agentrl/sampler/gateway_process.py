@@ -77,7 +77,7 @@ class Workers:
 
     async def listed(self) -> dict[str, str]:
         """Return its name for each engine that it sends requests to, by address."""
-        reply = await self._transport.get("/workers")
+        reply = await self._transport.get("/workers", retries=0)
         return {worker["url"]: worker["id"] for worker in reply["workers"]}
 
     async def add(self, url: str) -> None:

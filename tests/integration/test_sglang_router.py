@@ -27,7 +27,7 @@ async def loads(fleet: Fleet) -> list[int]:
     return [int(worker["load"]) for worker in reply["workers"]]
 
 
-async def router_pid(fleet: Fleet) -> int:
+def router_pid(fleet: Fleet) -> int:
     assert fleet._gateway is not None
     return fleet._gateway._running.child.pid
 
@@ -70,14 +70,12 @@ async def aborted_and_updated(fleet: Fleet, second: Path) -> None:
         assert 0 < then < 400
 
 
-async def killed_in_mid_rollout(fleet: Fleet) -> None:
-    await fleet.flush()
-    calm = await play(fleet, sessions=8, turns=2, tokens=60)
+async def lost_in_mid_rollout(fleet: Fleet, fault: signal.Signals, calm: dict[str, Generation]) -> None:
     await fleet.flush()
     begun = fleet.sampler.prompt_tokens
     playing = asyncio.ensure_future(play(fleet, sessions=8, turns=2, tokens=60))
     await until(lambda: fleet.sampler.prompt_tokens > begun)
-    os.kill(await router_pid(fleet), signal.SIGKILL)
+    os.kill(router_pid(fleet), fault)
     assert tokens(await playing) == tokens(calm)
     assert len(fleet.live) == 2
     assert fleet.figures()["rollout/engine_restarts"] == 0
@@ -86,17 +84,20 @@ async def killed_in_mid_rollout(fleet: Fleet) -> None:
 
 def test_pauses_aborts_and_the_end_of_the_router(tmp_path: Path) -> None:
     first, second = save_model(tmp_path / "a", seed=0), save_model(tmp_path / "b", seed=1)
-    config = configured("sampler.engines=2", "sampler.router=sglang", "sampler.max_restarts=1", "sampler.max_running=4")
+    config = configured("sampler.engines=2", "sampler.router=sglang", "sampler.max_restarts=2", "sampler.max_running=4")
 
     async def run() -> None:
         async with opened(config, first, tmp_path) as fleet:
             await aborted_and_updated(fleet, second)
-            await killed_in_mid_rollout(fleet)
-            os.kill(await router_pid(fleet), signal.SIGKILL)
+            await fleet.flush()
+            calm = await play(fleet, sessions=8, turns=2, tokens=60)
+            await lost_in_mid_rollout(fleet, signal.SIGKILL, calm)
+            await lost_in_mid_rollout(fleet, signal.SIGSTOP, calm)
+            os.kill(router_pid(fleet), signal.SIGKILL)
             with pytest.raises(SamplerError, match="sglang-router ended"):
                 await sample(fleet, "late", 5)
             with pytest.raises(
-                EngineError, match=r"(?s)max_restarts.*sglang-router ended \(signal SIGKILL\).*router\.log"
+                EngineError, match=r"(?s)max_restarts=2.*sglang-router ended \(signal SIGKILL\).*router\.log"
             ):
                 fleet.check()
 
