@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -34,6 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     efficiency.add_argument("--observation-tokens", type=int, default=128, help="tokens of an observation, about")
     efficiency.add_argument("--repeats", type=int, default=3, help="passes of each")
     add_config_arguments(efficiency)
+    weights = actions.add_parser(
+        "weights", help="seconds and GB/s of new weights into an engine, by transport and bucket size"
+    )
+    weights.add_argument("--sizes", default="0.6b,8b", help="of the random models: tiny, 0.6b, 8b; comma-separated")
+    weights.add_argument("--transports", default="", help="ipc, distributed, disk, tensor; what can be here unless set")
+    weights.add_argument("--buckets", default="128,512,2048", help="sizes of a bucket, MiB, comma-separated")
+    weights.add_argument("--repeats", type=int, default=3, help="counted pushes of each; disk always has one")
+    weights.add_argument("--folder", type=Path, help="where disk writes; the temporary folder unless it is set")
+    add_config_arguments(weights)
     masks = actions.add_parser(
         "masks", help="tokens/s from turns to checked batches, against tokenising every turn anew"
     )
@@ -66,6 +76,8 @@ def run(arguments: argparse.Namespace) -> None:
         _rollout(arguments, config, Console())
     elif arguments.action == "efficiency":
         asyncio.run(_efficiency(arguments, config, Console()))
+    elif arguments.action == "weights":
+        asyncio.run(_weights(arguments, config, Console()))
     else:
         _masks(config, Console())
 
@@ -116,6 +128,33 @@ async def _efficiency(arguments: argparse.Namespace, config: Config, console: Co
         f"efficiency {efficiency(passes):.3f}: the runner's sampled tokens/s over the bare client's, medians (target 0.95). "
         f"{bench.episodes} episodes of {bench.turns} turns of {bench.new_tokens} tokens, {bench.concurrency} at the same "
         f"time, random {bench.size} model, {config.sampler.backend}; the cache flushed before each pass"
+    )
+
+
+async def _weights(arguments: argparse.Namespace, config: Config, console: Console) -> None:
+    from agentrl.bench_weights import WeightsBench, measure_weights
+
+    bench = WeightsBench(
+        sizes=arguments.sizes.split(","),
+        transports=[part for part in arguments.transports.split(",") if part],
+        bucket_mib=_numbers(arguments.buckets, "--buckets"),
+        repeats=arguments.repeats,
+        folder=arguments.folder,
+    )
+    heads = ("model", "transport", "bucket MiB", "GB", "seconds", "gather s", "send s", "GB/s", "plain GB/s", "share")
+    table = Table(*(Column(head, no_wrap=True) for head in heads), box=SIMPLE, padding=(0, 0, 0, 1))
+    with console.status("making models") as status:
+        async for one in measure_weights(config, bench, status.update):
+            times = (f"{value:.3f}" for value in (one.seconds, one.gather_s, one.send_s))
+            plain = ("", "") if one.plain is None else (f"{one.plain / 1e9:.1f}", f"{one.rate / one.plain:.2f}")
+            sizes = (one.size, one.transport, str(one.bucket_mib), f"{one.bytes / 1e9:.2f}")
+            table.add_row(*sizes, *times, f"{one.rate / 1e9:.2f}", *plain)
+    console.print(table)
+    console.print(
+        "seconds: the whole update of one engine, the check of its version included; gather: until the buckets were whole, "
+        "the cast from float32 included; send: from there until the engine had them, which GB/s is of. plain: the same bytes "
+        "copied on the same device (ipc) or broadcast to another process in pieces of a bucket's size (distributed). "
+        "Medians; the learner is one rank in this process. Targets: ipc over 50 GB/s, distributed at least 0.7 of plain"
     )
 
 

@@ -62,6 +62,16 @@ def model_config(shape: Shape) -> Any:
     )
 
 
+def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's weights by Hugging Face name, tied ones once, without making any."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    make: Any = AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        return {name: tuple(data.shape) for name, data in make(model_config(shape)).named_parameters()}
+
+
 def make_folder(folder: Path, shape: Shape, *, tokenizer: Path | None = None, weights: bool = False) -> None:
     """Write a Hugging Face folder of a random model.
 

@@ -38,6 +38,8 @@ class SGLangClient:
         self.number = number
         self._transport = Transport(url, timeout_s)
         self._flights = flights or Flights(self._transport, self)
+        self._ranks: int | None = None
+        """What `ranks` returns, once it was asked for."""
         self._open: asyncio.Event | None = None
         """Cleared while the engine is paused; None: never has been."""
         self._control = Control(self._transport, url)
@@ -140,9 +142,12 @@ class SGLangClient:
 
     async def ranks(self) -> int:
         """Return the engine's tensor-parallel size."""
+        if self._ranks is not None:
+            return self._ranks
         info = await self._control.call("/server_info", None)
         try:
-            return int(info["tp_size"])
+            self._ranks = int(info["tp_size"])
+            return self._ranks
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"the engine at {self.url} tells no tp_size in /server_info: {error}") from error
 

@@ -146,6 +146,8 @@ class WeightUpdates:
     async def from_disk(self, folder: Path, version: int) -> None:
         """Load a Hugging Face folder's weights."""
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+        # Without it SGLang reads as it did at its start, and one that made its weights up then would refuse to read any.
+        body["load_format"] = "auto"
         self.present()
         self._close()
         try:

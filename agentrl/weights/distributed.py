@@ -13,8 +13,9 @@ from agentrl.protocols import EngineControl, HeldBucket, LearnerGroup, WeightGro
 from agentrl.weights.bucketwise import BucketwiseSync
 from agentrl.weights.engines import begin_all, on_all
 
-_REFUSAL_S = 0.05
-"""An engine that refuses a bucket mostly says so within this time; then nothing is broadcast."""
+_REFUSAL_S = {"gloo": 0.05, "nccl": 0.0}
+"""An engine that refuses a bucket mostly says so within this time; then nothing is broadcast. NCCL can be made to give up a
+broadcast at once, so nobody waits there: it sends a bucket in less."""
 _SETTLE_S = 5.0
 """After a failure the other engines get this long to notice it."""
 
@@ -99,7 +100,7 @@ class DistributedSync(BucketwiseSync):
             for engine in engines
         ]
         with waiting("engine", "broadcast", phase):
-            early, _ = await asyncio.wait(tasks, timeout=_REFUSAL_S, return_when=asyncio.FIRST_COMPLETED)
+            early, _ = await asyncio.wait(tasks, timeout=_REFUSAL_S[self.backend], return_when=asyncio.FIRST_COMPLETED)
             if all(task.exception() is None for task in early):
                 tasks.append(asyncio.ensure_future(asyncio.to_thread(bucket.broadcast)))
                 await asyncio.wait(tasks, timeout=self.timeout_s, return_when=asyncio.FIRST_EXCEPTION)

@@ -1,0 +1,47 @@
+"""``agentrl bench weights`` and ``bench efficiency`` on a tiny random model and the embedded engine."""
+
+import re
+
+import pytest
+
+from agentrl.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def rows(text: str, width: int) -> list[list[str]]:
+    """Return the lines of a table that begin with the model or a number."""
+    lines = [re.split(r"[\s│]+", line.strip(" │")) for line in text.splitlines()]
+    return [line for line in lines if len(line) >= width and (line[0] == "tiny" or line[0].isdigit())]
+
+
+def test_weights_by_every_transport_that_a_cpu_has(capsys: pytest.CaptureFixture[str]) -> None:
+    """Checksums tell that the engine has what the learner had, by each of them."""
+    options = "--sizes tiny --buckets 1,4 --repeats 1"
+    config = "sampler.backend=embedded sampler.embedded.dtype=bfloat16 weights.check=checksum"
+    code = main(["bench", "weights", *options.split(), *config.split()])
+    text = capsys.readouterr().out
+    assert code == 0
+    table = rows(text, 8)
+    assert [line[1:3] for line in table] == [
+        [way, size] for way in ("distributed", "tensor", "disk") for size in ("1", "4")
+    ]
+    for line in table:
+        seconds, gather, send = (float(value) for value in line[4:7])
+        assert 0 < send < seconds
+        assert gather + send <= seconds + 0.002
+        assert (len(line) > 8) == (line[1] == "distributed"), "a plain broadcast is beside that alone"
+
+
+def test_efficiency_with_the_embedded_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--size tiny --episodes 6 --concurrency 4 --turns 2 --new-tokens 8 --prompt-tokens 24 --repeats 1"
+    code = main(["bench", "efficiency", *options.split(), "--observation-tokens", "8", "sampler.backend=embedded"])
+    text = capsys.readouterr().out
+    assert code == 0
+    assert [line[1] for line in rows(text, 5)] == ["runner", "bare"]
+    ratio = re.search(r"efficiency (\d+\.\d+):", text)
+    assert ratio is not None
+    assert float(ratio[1]) > 0
