@@ -1,9 +1,13 @@
 """The main job at a small scale, through the command line: real engine, real search server, Ray-hosted learner."""
 
 import json
+import shutil
 import signal
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from runs import SMALL, Running, agentrl, gone, metrics
 
@@ -14,14 +18,59 @@ from agentrl.learner.local import LocalLearnerGroup
 pytestmark = pytest.mark.timeout(400)
 
 
+TRAIN = ["train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=12", "train.save_every=2"]
+
+
+@dataclass(frozen=True)
+class Killed:
+    """What was there after SIGKILL, before anything went on."""
+
+    cwd: Path
+    left: list[psutil.Process]
+    checkpoint: Path
+    """A copy of its last one."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return json.loads((self.checkpoint / "state.json").read_text())
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     cwd = tmp_path_factory.mktemp("trained")
-    done = agentrl(
-        "train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=12", "train.save_every=6", cwd=cwd
-    )
+    run = Running(*TRAIN, cwd=cwd)
+    try:
+        run.wait_for(lambda: len([row for row in metrics(cwd / "run") if "train/reward" in row]) >= 3)
+        children = run.descendants()
+        run.send(signal.SIGKILL)
+        run.finish()
+        left = gone(children)
+    finally:
+        run.end()
+    last = max((cwd / "run" / "checkpoints").glob("step_*/state.json")).parent
+    return Killed(cwd, left, shutil.copytree(last, cwd / last.name))
+
+
+@pytest.fixture(scope="module")
+def trained(killed: Killed) -> tuple[Path, str]:
+    """The killed run, which has gone on to its end."""
+    done = agentrl(*TRAIN, "--resume", cwd=killed.cwd)
     assert done.returncode == 0, done.stdout + done.stderr
-    return cwd / "run", done.stdout
+    return killed.cwd / "run", done.stdout
+
+
+def test_a_killed_run_ends_its_processes_and_leaves_a_whole_checkpoint(killed: Killed) -> None:
+    assert killed.left == [], "engine, tool server and learner end with a killed run"
+    assert killed.state["step"] in (2, 4)
+    assert killed.state["position"] == killed.state["step"] * 16
+    assert_states_come_back(killed.checkpoint, killed.cwd)
+
+
+def test_it_goes_on_from_its_last_checkpoint(killed: Killed, trained: tuple[Path, str]) -> None:
+    folder, output = trained
+    assert f"going on from step_{killed.state['step']:06d}" in output
+    steps = [row["step"] for row in metrics(folder) if "train/reward" in row]
+    assert steps == list(range(1, 13)), "every step once, in order"
 
 
 def test_reward_rises(trained: tuple[Path, str]) -> None:
@@ -89,34 +138,11 @@ def assert_states_come_back(checkpoint: Path, folder: Path) -> None:
     assert json.loads(json.dumps(random_states())) == restored
 
 
-def test_kill_then_resume_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
-    words = ["train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=6", "train.save_every=2"]
-    words += ["train.eval_first=false", "train.eval_every=0"]
-    run = Running(*words, cwd=tmp_path)
-    try:
-        run.wait_for(lambda: len([row for row in metrics(tmp_path / "run") if "train/reward" in row]) >= 3)
-        children = run.descendants()
-        run.send(signal.SIGKILL)
-        run.finish()
-        assert gone(children) == [], "engine, tool server and learner end with a killed run"
-    finally:
-        run.end()
-    states = sorted((tmp_path / "run" / "checkpoints").glob("step_*/state.json"))
-    state = json.loads(states[-1].read_text())
-    assert state["step"] in (2, 4)
-    assert state["position"] == state["step"] * 16
-    assert_states_come_back(states[-1].parent, tmp_path)
-    done = agentrl(*words, "--resume", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"step_{state['step']:06d}" in done.stdout
-    steps = [row["step"] for row in metrics(tmp_path / "run") if "train/reward" in row]
-    assert steps == [1, 2, 3, 4, 5, 6], "every step once, in order"
-
-
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     run = Running(
-        "train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=50", "train.save_every=0", cwd=tmp_path
-    )
+        "train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=50", "train.save_every=0",
+        "train.eval_first=false", cwd=tmp_path,
+    )  # fmt: skip
     try:
         run.wait_for(lambda: len([row for row in metrics(tmp_path / "run") if "train/reward" in row]) >= 1)
         children = run.descendants()
@@ -132,8 +158,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
 
 def test_a_tool_server_that_dies_stops_the_run_with_nothing_lost(tmp_path: Path) -> None:
     run = Running(
-        "train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=50", "train.save_every=0", cwd=tmp_path
-    )
+        "train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=50", "train.save_every=0",
+        "train.eval_first=false", cwd=tmp_path,
+    )  # fmt: skip
     try:
         run.wait_for(lambda: len([row for row in metrics(tmp_path / "run") if "train/reward" in row]) >= 1)
         [server] = [child for child in run.descendants() if {"tools", "serve", "search"} <= set(child.cmdline())]
