@@ -1,0 +1,125 @@
+"""A learner's memory on a GPU: another process opens its weights there, and it gives the memory back and takes it again.
+
+No engine takes part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from agentrl.config.algo import GrpoConfig
+from agentrl.config.learner import LearnerConfig
+from agentrl.errors import LearnerError
+from agentrl.learner.bucket import NamedTensors
+from agentrl.learner.local import LocalLearnerGroup
+from agentrl.learner.outgoing import Outgoing
+from tests.unit.learner.learners import make_batch, make_model, tensors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+
+OPENER = """
+import base64, hashlib, json, pickle, sys
+import torch
+from torch.multiprocessing import reductions
+
+original = reductions.rebuild_cuda_tensor
+
+def rebuild(*args):
+    found = [n for n in range(torch.cuda.device_count()) if str(torch.cuda.get_device_properties(n).uuid) == args[6]]
+    return original(*args[:6], found[0], *args[7:])
+
+def digest(tensor):
+    return hashlib.sha256(tensor.cpu().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+
+reductions.rebuild_cuda_tensor = rebuild
+for line in sys.stdin:
+    named = pickle.loads(base64.b64decode(line))
+    print(json.dumps({name: digest(tensor) for name, tensor in named}), flush=True)
+    del named
+"""
+"""Does with handles what SGLang does."""
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[[str], dict[str, str]]]:
+    """Another process opens handles and says what it finds."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OPENER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        read, write = process.stdout, process.stdin
+
+        def ask(handles: str) -> dict[str, str]:
+            write.write(handles + "\n")
+            write.flush()
+            found: dict[str, str] = json.loads(read.readline())
+            return found
+
+        yield ask
+        write.close()
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.cpu().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+
+
+def test_another_process_opens_weights_where_they_are(opened):
+    weights = {f"w{n}": torch.randn(n + 1, 1000, device="cuda") for n in range(20)} | {
+        "one": torch.ones((), device="cuda")
+    }
+    learner = Outgoing(NamedTensors(weights))
+    before = torch.cuda.memory_allocated()
+    for turn in range(3):
+        buckets = 0
+        for bucket in learner.buckets(100_000, "bfloat16" if turn else None):
+            [handles] = bucket.share()
+            assert opened(handles) == {name: digest(tensor) for name, tensor in bucket.tensors()}
+            buckets += 1
+        assert buckets > 3
+        del bucket
+        assert torch.cuda.memory_allocated() == before, "nobody else holds it"
+        for value in weights.values():
+            value.add_(1)
+
+
+def test_a_learner_gives_its_gpu_back_and_takes_it_again(tmp_path):
+    model = make_model(tmp_path / "model", hidden_size=1024, intermediate_size=4096)
+    learner = LocalLearnerGroup(model, LearnerConfig(device="cuda"), GrpoConfig(kl_coef=0.1), seed=0, reference=model)
+    try:
+        learner.train_step(make_batch([30, 50, 20]))
+        learner.save(tmp_path / "awake")
+        weights, taken = tensors(learner), torch.cuda.memory_allocated()
+        with torch.no_grad():
+            held = sum(tensor.untyped_storage().nbytes() for tensor in learner.rank._state())
+        assert held > 300 << 20
+        for _ in range(2):
+            learner.sleep()
+            assert taken - torch.cuda.memory_allocated() >= held
+            assert all(torch.equal(value, weights[name]) for name, value in tensors(learner).items())
+            [bucket] = learner.buckets(1 << 30)
+            with pytest.raises(LearnerError, match="not on a GPU"):
+                bucket.share()
+            learner.save(tmp_path / "asleep")
+            learner.wake()
+            assert taken - torch.cuda.memory_allocated() < held / 10
+            assert all(torch.equal(value, weights[name]) for name, value in tensors(learner).items())
+        next_batch = make_batch([40, 25, 33], seed=3)
+        straight = learner.train_step(next_batch)
+        for state in ("asleep", "awake"):
+            learner.load(tmp_path / state)
+            figures = learner.train_step(next_batch)
+            # Some of CUDA's sums have no fixed order.
+            assert figures["train/grad_norm"] == pytest.approx(straight["train/grad_norm"], rel=1e-2)
+    finally:
+        learner.close()
