@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
+from threading import Lock, Thread
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +26,8 @@ from agentrl.errors import EngineError
 from agentrl.protocols import WeightGroup
 
 _LOOPBACK = "127.0.0.1"
+_CLOSE_S = 5.0
+"""Leaving is waited for so long."""
 
 
 def host_towards(url: str) -> str:
@@ -51,21 +56,28 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
 
 
 class BroadcastGroup:
-    """The place of this process in a group; rank 0 sends. Made by `join`. Methods block: call them in a thread."""
+    """The place of this process in a group; rank 0 sends. Made by `join`. Methods block: call them in a thread.
 
-    def __init__(self, backend: Any, group: WeightGroup) -> None:
+    NCCL meets the other ranks in the first broadcast, without a limit of time and deaf to being aborted. So all that may
+    block runs in threads that `close` and the time limit leave behind.
+    """
+
+    def __init__(self, backend: Any, group: WeightGroup, timeout_s: float) -> None:
         """Take over a process group of torch."""
         self._backend = backend
         self.group = group
+        self._timeout_s = timeout_s
+        self._left: Future[None] = Future()
+        self._lock = Lock()
 
     @classmethod
     def join(cls, group: WeightGroup, rank: int, *, timeout_s: float, store: Store | None = None) -> BroadcastGroup:
-        """Wait until all ranks have joined; with ``nccl``, until all have their store.
+        """Wait until all ranks have joined; with ``nccl``, until this one has the store.
 
         Args:
             group: which group.
             rank: of this process; 0 sends.
-            timeout_s: seconds that joining, and later each tensor, may take.
+            timeout_s: seconds that joining, and later each broadcast, may take.
             store: the meeting point, for the process that opened it.
 
         Raises:
@@ -78,7 +90,7 @@ class BroadcastGroup:
             for prefix in (group.name, f"{group.name}/", f"{device}/"):
                 store = PrefixStore(prefix, store)
             with _interface(group.host):
-                return cls(_make(group, store, rank, timeout), group)
+                return cls(_make(group, store, rank, timeout), group, timeout_s)
         except (RuntimeError, ValueError, ImportError) as error:
             raise EngineError(
                 f"rank {rank} of {group.size} cannot join the group of weights at {group.host}:{group.port} "
@@ -89,31 +101,74 @@ class BroadcastGroup:
         """Send the tensors, or on other ranks receive into them; returns when all have passed.
 
         Raises:
-            EngineError: another rank is gone, or too slow. The group cannot be used any more.
+            EngineError: another rank is gone, or too slow, or `close` was called. The group cannot be used any more.
         """
+        backend = self._backend
+        if backend is None:
+            raise EngineError("the broadcast of weights broke off: the group was left")
+        passed = _in_thread(partial(_pass, backend, tensors))
+        wait((passed, self._left), timeout=self._timeout_s, return_when=FIRST_COMPLETED)
+        if self._left.done():
+            raise EngineError("the broadcast of weights broke off: the group was left")
+        if not passed.done():
+            self.close()
+            raise EngineError(f"the broadcast of weights took longer than {self._timeout_s:g} s")
         try:
-            works = [self._backend.broadcast(tensor, 0) for tensor in tensors]
-            for work in works:
-                work.wait()
+            passed.result()
         except RuntimeError as error:
             raise EngineError(f"the broadcast of weights broke off: {_first_line(error)}") from error
 
     def close(self) -> None:
-        """Leave: what other ranks still wait for fails."""
-        backend, self._backend = self._backend, None
-        if backend is not None:
-            backend.abort()
-            backend.shutdown()
-            # gloo's connections end with the object.
+        """Leave: what other ranks still wait for fails, and so does what this one waits for."""
+        with self._lock:
+            backend, self._backend = self._backend, None
+        if backend is None:
+            return
+        self._left.set_result(None)
+        # gloo's connections end with the object.
+        wait((_in_thread(partial(_end, backend)),), timeout=_CLOSE_S)
+
+
+def _in_thread(call: Callable[[], None]) -> Future[None]:
+    """Run a call in a thread that the end of the program does not wait for."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    Thread(target=run, name="weights", daemon=True).start()
+    return future
+
+
+def _pass(backend: Any, tensors: Sequence[torch.Tensor]) -> None:
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    assert len(devices) <= 1, devices
+    # Which device and stream are current belongs to the thread.
+    with torch.cuda.device(*devices) if devices else nullcontext():
+        for work in [backend.broadcast(tensor, 0) for tensor in tensors]:
+            work.wait()
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _end(backend: Any) -> None:
+    backend.abort()
+    backend.shutdown()
 
 
 def _make(group: WeightGroup, store: Store, rank: int, timeout: timedelta) -> Any:
     if group.backend == "nccl":
         from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
-        backend = ProcessGroupNCCL(store, rank, group.size, ProcessGroupNCCL.Options())
-        backend.set_timeout(timeout)
-        return backend
+        options = ProcessGroupNCCL.Options()
+        # Past its own limit NCCL ends the whole process, so that must never come first.
+        options._timeout = 2 * timeout + timedelta(minutes=10)
+        return ProcessGroupNCCL(store, rank, group.size, options)
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 
     return ProcessGroupGloo(store, rank, group.size, timeout=timeout)
