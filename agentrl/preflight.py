@@ -220,7 +220,8 @@ def _describe(
         "tasks": f"{source}: {tasks}",
         "reward": config.reward.function or "the environment's",
         "model": f"{config.model.path}{where}",
-        "engine": sampler.url or sampler.backend + (f", {sampler.engines} of them" if sampler.engines > 1 else ""),
+        "engine": (sampler.url or sampler.backend + (f", {sampler.engines} of them" if sampler.engines > 1 else ""))
+        + (", behind sglang-router" if sampler.router == "sglang" else ""),
         "step": f"{rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
         f"{rollout.batch_size * rollout.n_samples_per_prompt} episodes",
         "learner": f"{config.learner.backend}, {config.learner.workers} worker(s), {config.algo.name}",
