@@ -10,7 +10,12 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
-from agentrl.cli.options import add_config_arguments, resolve_config
+from agentrl.cli.options import (
+    add_config_arguments,
+    add_plain_config_arguments,
+    resolve_config,
+    resolve_plain_config,
+)
 from agentrl.config.schema import Config
 from agentrl.errors import ConfigError
 
@@ -33,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     efficiency.add_argument("--new-tokens", type=int, default=256, help="sampled tokens of a turn")
     efficiency.add_argument("--prompt-tokens", type=int, default=256, help="tokens of the first prompt, about")
     efficiency.add_argument("--observation-tokens", type=int, default=128, help="tokens of an observation, about")
-    efficiency.add_argument("--repeats", type=int, default=3, help="passes of each")
-    add_config_arguments(efficiency)
+    efficiency.add_argument("--repeats", type=int, default=2, help="passes of each")
+    add_plain_config_arguments(efficiency)
     weights = actions.add_parser(
         "weights", help="seconds and GB/s of new weights into an engine, by transport and bucket size"
     )
@@ -43,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     weights.add_argument("--buckets", default="128,512,2048", help="sizes of a bucket, MiB, comma-separated")
     weights.add_argument("--repeats", type=int, default=3, help="counted pushes of each; disk always has one")
     weights.add_argument("--folder", type=Path, help="where disk writes; the temporary folder unless it is set")
-    add_config_arguments(weights)
+    add_plain_config_arguments(weights)
     masks = actions.add_parser(
         "masks", help="tokens/s from turns to checked batches, against tokenising every turn anew"
     )
@@ -71,13 +76,13 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.action == "sandbox":
         _sandbox(arguments, Console())
         return
+    if arguments.action in ("efficiency", "weights"):
+        measure = _efficiency if arguments.action == "efficiency" else _weights
+        asyncio.run(measure(arguments, resolve_plain_config(arguments), Console()))
+        return
     config = resolve_config(arguments)
     if arguments.action == "rollout":
         _rollout(arguments, config, Console())
-    elif arguments.action == "efficiency":
-        asyncio.run(_efficiency(arguments, config, Console()))
-    elif arguments.action == "weights":
-        asyncio.run(_weights(arguments, config, Console()))
     else:
         _masks(config, Console())
 

@@ -15,6 +15,11 @@ from agentrl.registry import env_class
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--env``, ``--config`` and ``key=value``."""
     parser.add_argument("--env", help="a registered environment, or path/to/file.py:Class")
+    add_plain_config_arguments(parser)
+
+
+def add_plain_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--config`` and ``key=value``, for what no environment is part of."""
     parser.add_argument("--config", help="a YAML file, or a shipped configuration such as search_r1/cpu")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over those of the file")
 
@@ -49,6 +54,17 @@ def resolve_config(arguments: argparse.Namespace, extra: Tree | None = None) -> 
         config = load_config(None, [], base=_merged(config, extra))
     env_class(config.env.name, "env.name")
     return config
+
+
+def resolve_plain_config(arguments: argparse.Namespace) -> Config:
+    """Return the configuration of the command line of `add_plain_config_arguments`; no shipped one is taken by itself.
+
+    Raises:
+        ConfigError: as in `load_config`.
+
+    """
+    file = find_config(arguments.config) if arguments.config else None
+    return load_config(file, arguments.overrides, base=_hardware_base())
 
 
 def _hardware_base() -> Tree:
