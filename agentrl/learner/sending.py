@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import nullcontext
+from collections.abc import Sequence
 
 import torch
 
 from agentrl.broadcast import BroadcastGroup, host_towards, open_store
 from agentrl.errors import EngineError, LearnerError
 from agentrl.protocols import WeightGroup
-
-LEAVING_S = 3.0
-"""Leaving waits this long for the group's end. Where an engine hangs, gloo ends it only when the broadcast's time is up."""
 
 
 class SendingPlace:
@@ -28,8 +23,6 @@ class SendingPlace:
         self._group: WeightGroup | None = None
         self._timeout_s = 0.0
         self._joined: BroadcastGroup | None = None
-        self._left: Future[None] = Future()
-        """Done when the group is left."""
 
     def open(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
         """Open the meeting point; see `LearnerGroup.open_group`. A group from before is left."""
@@ -39,7 +32,7 @@ class SendingPlace:
         store = open_store(host, timeout_s)
         group = WeightGroup(f"agentrl-{uuid.uuid4().hex[:12]}", host, store.port, size, backend)
         with self._lock:
-            self._store, self._group, self._timeout_s, self._left = store, group, timeout_s, Future()
+            self._store, self._group, self._timeout_s = store, group, timeout_s
         return group
 
     def join(self, group: WeightGroup) -> None:
@@ -51,53 +44,24 @@ class SendingPlace:
             if self._group == group:
                 self._joined = joined
                 return
-        _beside(joined.close)
+        joined.close()
         raise EngineError(f"the group {group.name} was left while it was joined")
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors; see `HeldBucket.broadcast`."""
-        with self._lock:
-            joined, left = self._joined, self._left
+        joined = self._joined
         if joined is None:
             raise LearnerError("rank 0 has joined no group to send weights in")
         on = "cuda" if joined.group.backend == "nccl" else "cpu"
         if on == "cuda" and any(tensor.device.type != on for tensor in tensors):
             raise LearnerError("NCCL sends from a GPU only, and the weights are on the CPU: the learner sleeps")
-        there = [tensor.to(on) for tensor in tensors]
-
-        def send() -> None:
-            with torch.cuda.device(there[0].device) if on == "cuda" else nullcontext():
-                joined.broadcast(there)
-
-        # In a thread of its own, as not every backend can be made to give up a broadcast.
-        sent = _beside(send)
-        wait([sent, left], return_when=FIRST_COMPLETED)
-        if not sent.done():
-            raise EngineError("the group was left while weights were broadcast in it")
-        sent.result()
+        joined.broadcast([tensor.to(on) for tensor in tensors])
 
     def leave(self) -> None:
         """Leave the group, if there is one; see `LearnerGroup.leave_group`."""
         with self._lock:
             joined, self._joined, self._group = self._joined, None, None
             store, self._store = self._store, None
-            if not self._left.done():
-                self._left.set_result(None)
         if joined is not None:
-            wait([_beside(joined.close)], timeout=LEAVING_S)
+            joined.close()
         del store
-
-
-def _beside(call: Callable[[], None]) -> Future[None]:
-    """Run ``call`` in a thread that the end of the process does not wait for."""
-    result: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            call()
-            result.set_result(None)
-        except BaseException as error:  # raised where the result is asked for
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="weights", daemon=True).start()
-    return result
