@@ -10,11 +10,16 @@ from agentrl.config.sections import SamplerConfig, WeightsConfig
 def transport_fault(
     weights: WeightsConfig, placement: PlacementConfig, learner: LearnerConfig, sampler: SamplerConfig
 ) -> str | None:
-    """Return why new weights cannot take the way that is set, or None."""
+    """Return why new weights cannot take the way that is set, or cannot be checked then, or None."""
     kind, mode = weights.transport, placement.mode
+    on_gpus = sampler_device(sampler) == "cuda"
+    if weights.check == "checksum" and (on_gpus or engine_ranks(sampler) > 1):
+        return (
+            "weights.check=checksum: SGLang's checksums are comparable on a CPU without parallelism only; set "
+            "weights.check=version"
+        )
     if kind not in ("ipc", "distributed"):
         return None
-    on_gpus = sampler_device(sampler) == "cuda"
     if kind == "ipc":
         if mode != "colocate":
             return f"weights.transport=ipc wants learner and engines on the same GPUs: set placement.mode=colocate, not {mode}"

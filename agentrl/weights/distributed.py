@@ -13,9 +13,9 @@ from agentrl.protocols import EngineControl, HeldBucket, LearnerGroup, WeightGro
 from agentrl.weights.bucketwise import BucketwiseSync
 from agentrl.weights.engines import begin_all, on_all
 
-_REFUSAL_S = {"gloo": 0.05, "nccl": 0.0}
-"""An engine that refuses a bucket mostly says so within this time; then nothing is broadcast. NCCL can be made to give up a
-broadcast at once, so nobody waits there: it sends a bucket in less."""
+_REFUSAL_S = 0.05
+"""An engine that refuses a bucket mostly says so within this time; then nothing is broadcast. NCCL gives a broadcast up at
+once, so nobody waits there, as it sends a bucket in less; but for a group's first one, in which it waits for all ranks."""
 _SETTLE_S = 5.0
 """After a failure the other engines get this long to notice it."""
 
@@ -65,6 +65,8 @@ class DistributedSync(BucketwiseSync):
         self.backend = backend
         self.timeout_s = timeout_s
         self._joined: _Joined | None = None
+        self._met: WeightGroup | None = None
+        """The last group in which a broadcast has passed."""
 
     async def aclose(self) -> None:
         """Have the learner and the engines leave the group."""
@@ -100,11 +102,13 @@ class DistributedSync(BucketwiseSync):
             for engine in engines
         ]
         with waiting("engine", "broadcast", phase):
-            early, _ = await asyncio.wait(tasks, timeout=_REFUSAL_S[self.backend], return_when=asyncio.FIRST_COMPLETED)
+            patience = _REFUSAL_S if self.backend == "gloo" or group != self._met else 0.0
+            early, _ = await asyncio.wait(tasks, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if all(task.exception() is None for task in early):
                 tasks.append(asyncio.ensure_future(asyncio.to_thread(bucket.broadcast)))
                 await asyncio.wait(tasks, timeout=self.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
                 if all(task.done() and task.exception() is None for task in tasks):
+                    self._met = group
                     return
             await self._blame(tasks, engines, phase)
 
