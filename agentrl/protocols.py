@@ -375,7 +375,11 @@ class LearnerGroup(Protocol):
         ...
 
     def wake(self) -> None:
-        """Take the device's memory again. Nothing where the learner is awake."""
+        """Take the device's memory again. Nothing where the learner is awake.
+
+        Raises:
+            LearnerError: there is not enough; the learner sleeps on.
+        """
         ...
 
     def save(self, folder: Path) -> None:

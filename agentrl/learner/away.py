@@ -39,13 +39,17 @@ class Away:
             storage.resize_(0)
 
     def bring_back(self) -> None:
-        """Take memory again and fill it. Where there is not enough of it, this may be called again later."""
-        for key, storage in self._storages.items():
-            kept = self._contents[key]
-            if storage.nbytes() != len(kept):
+        """Take memory again and fill it; where there is not enough, all stays away."""
+        try:
+            for key, storage in self._storages.items():
+                kept = self._contents[key]
                 storage.resize_(len(kept))
-            _bytes(storage).copy_(kept, non_blocking=True)
-        _finish(self._storages.values())
+                _bytes(storage).copy_(kept, non_blocking=True)
+            _finish(self._storages.values())
+        except BaseException:
+            for storage in self._storages.values():
+                storage.resize_(0)
+            raise
         self._storages = {}
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:

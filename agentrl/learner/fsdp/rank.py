@@ -229,7 +229,13 @@ class FsdpRank:
 
     def wake(self) -> None:
         """Take the device's memory again; see `LearnerRank.wake`."""
-        self._away.bring_back()
+        try:
+            self._away.bring_back()
+        except torch.OutOfMemoryError as error:
+            raise LearnerError(
+                "the learner sleeps on, as its GPU has not the memory that it gave back: "
+                f"{str(error).splitlines()[0]}; what else is there keeps too much while the learner has its turn"
+            ) from error
 
     @torch.no_grad()
     def _state(self) -> list[torch.Tensor]:

@@ -80,6 +80,30 @@ def test_a_sleeping_learner_saves_what_an_awake_one_does(learners, tmp_path, nam
     assert learner.train_step(batches[-1]) == straight
 
 
+def test_without_the_memory_to_wake_in_it_sleeps_on(learners, monkeypatch):
+    learner = learners.open()
+    wanted = tensors(learner)
+    learner.sleep()
+    taken = []
+
+    def full(storage):
+        taken.append(storage)
+        if len(taken) == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 MiB.")
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("agentrl.learner.away._bytes", full)
+        with pytest.raises(LearnerError, match=r"sleeps on.*Tried to allocate"):
+            learner.wake()
+    assert device_bytes(learner) == 0
+    for _ in range(2):
+        found = tensors(learner)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        learner.wake()
+    learner.train_step(make_batch(LENGTHS))
+
+
 def test_a_step_that_follows_a_failed_one_may_sleep_before(learners, monkeypatch):
     """What FSDP had gathered when the step failed does not stay on the device."""
     learner = learners.open()
