@@ -1,0 +1,95 @@
+"""How near an engine's log-probabilities are to the learner's, on tokens that the engine sampled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from agentrl.batch.microbatch import GlobalBatch
+from agentrl.batch.packing import pack
+from agentrl.protocols import LearnerGroup
+from agentrl.sampler.client import SGLangClient
+from agentrl.types import MaskReason, Prompt, Provenance, Row, RowKey, SamplingParams
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Of log-probabilities, engine's and learner's."""
+
+    tokens: int
+    mean: float
+    """Of the absolute differences."""
+    largest: float
+    k3: float
+    """Schulman's estimate of the KL divergence of the engine's distribution from the learner's, per token."""
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens, mean {self.mean:.5f}, max {self.largest:.4f}, k3 {self.k3:.2e}"
+
+
+class OneEngine:
+    """A fleet of one engine, which never fails."""
+
+    def __init__(self, client: SGLangClient) -> None:
+        self.live = (client,)
+
+    async def look(self) -> None: ...
+
+    async def ended(self) -> None: ...
+
+
+async def sample_rows(
+    client: SGLangClient, prompts: Sequence[Sequence[int]], *, tokens: int, version: int, temperature: float = 1.0
+) -> list[Row]:
+    """Sample ``tokens`` tokens after each prompt, all beside each other, and return them as rows to train on."""
+    params = SamplingParams(max_new_tokens=tokens, temperature=temperature)
+
+    async def play(number: int, ids: Sequence[int]) -> Row:
+        name = f"{version}/{number}"
+        said = await client.generate(Prompt(tuple(ids)), params, session_id=name, request_id=name)
+        assert said.versions == ((0, version),)
+        sampled = np.arange(len(ids) + len(said.token_ids)) >= len(ids)
+        logprobs = np.zeros(len(sampled), np.float32)
+        logprobs[sampled] = said.logprobs
+        return Row(
+            key=RowKey(f"p{number // 2}", name),
+            token_ids=np.array([*ids, *said.token_ids], np.int32),
+            provenance=np.where(sampled, Provenance.SAMPLED, Provenance.OBSERVED).astype(np.uint8),
+            mask=sampled.astype(np.uint8),
+            mask_reason=np.where(sampled, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8),
+            logprobs=logprobs,
+            versions=np.where(sampled, version, -1).astype(np.int32),
+            requests=np.where(sampled, 0, -1).astype(np.int32),
+            request_ids=(name,),
+            temperature=temperature,
+        )
+
+    return list(await asyncio.gather(*(play(number, ids) for number, ids in enumerate(prompts))))
+
+
+def batch_of(rows: Sequence[Row]) -> GlobalBatch:
+    """Return rows as one rank's batch, the first of each two better than the second."""
+    advantages = {row.key.rollout_id: 1.0 - 2.0 * (number % 2) for number, row in enumerate(rows)}
+    return pack(
+        rows,
+        advantages,
+        ranks=1,
+        tokens_per_bin=1024,
+        tokens_per_micro=16384,
+        pad_id=0,
+        temperature=rows[0].temperature,
+    )
+
+
+def agreement(learner: LearnerGroup, rows: Sequence[Row]) -> Agreement:
+    """Have the learner score what the engine sampled."""
+    scored = learner.logprobs(batch_of(rows))
+    pairs = [(np.asarray(scored[row.key])[row.mask == 1], row.logprobs[row.mask == 1]) for row in rows]
+    ours, theirs = (np.concatenate(parts).astype(np.float64) for parts in zip(*pairs, strict=True))
+    log_ratio = ours - theirs
+    k3 = float(np.mean(np.exp(log_ratio) - 1 - log_ratio))
+    difference = np.abs(log_ratio)
+    return Agreement(len(difference), float(difference.mean()), float(difference.max()), k3)

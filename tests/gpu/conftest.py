@@ -1,0 +1,227 @@
+"""What the tests on a GPU share. SGLang takes a minute or more to start there: all that is wanted starts at once."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
+
+from conformance.engine import Engine, Traits, running
+from faults import whole_run
+
+from agentrl.config.algo import GrpoConfig
+from agentrl.config.learner import LearnerConfig, OptimizerConfig
+from agentrl.errors import ModelError
+from agentrl.learner.local import LocalLearnerGroup
+from agentrl.models.load import load_tokenizer
+from agentrl.models.resolve import resolve_model
+from agentrl.sampler.launch import EngineProcess, launch_sglang
+from agentrl.sampler.launcher import visible_gpus
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "mem_fraction_static": 0.2,
+    "max_total_tokens": 65536,
+    # Batches up to 8 go through CUDA graphs, larger ones do not: both are looked at, and few graphs are made.
+    "cuda_graph_max_bs": 8,
+    "disable_piecewise_cuda_graph": True,
+    "enable_memory_saver": True,
+}
+START_S = 280.0
+THINGS = ("a bridge", "yeast", "a compass", "a sonnet", "insulin", "a prime number", "a violin", "chalk", "gravity",
+          "an eclipse", "a sail", "a lighthouse", "a dictionary", "salt", "a parliament", "a telescope")  # fmt: skip
+FIGURES: list[str] = []
+"""What was measured, shown at the end."""
+
+Start = Callable[[], AbstractContextManager[Any]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gpu() -> None:
+    """Skip everything where there is no GPU, or no SGLang beside agentrl."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU")
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed in this interpreter")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture(scope="session")
+def smollm2(gpu: None) -> Path:
+    """The folder of SmolLM2-135M-Instruct."""
+    try:
+        return resolve_model("smollm2-135m")
+    except ModelError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def begun(
+    gpu: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Any]]]:
+    """By fixture, what takes long; of the fixtures that any test wants. All are ended at the end."""
+    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    root = tmp_path_factory.mktemp("gpu")
+    starts: dict[str, Start] = {
+        "tiny_engine": lambda: tiny(root / "tiny"),
+        "struck_run": lambda: struck(root / "run"),
+        "near_engine": lambda: serving(root / "near.log", 0),
+    }
+    if torch.cuda.device_count() > 1:
+        starts["far_engine"] = lambda: serving(root / "far.log", 1)
+    if {"struck_run", "near_engine", "far_engine"} & wanted:
+        with contextlib.suppress(ModelError):  # said by the fixture
+            resolve_model("smollm2-135m")  # once: it may have to be made
+    with ExitStack() as exits, ThreadPoolExecutor() as pool:
+
+        def enter(start: Start) -> Any:
+            manager = start()
+            value = manager.__enter__()
+            exits.push(manager)
+            return value
+
+        yield {name: pool.submit(enter, start) for name, start in starts.items() if name in wanted}
+
+
+@contextmanager
+def serving(log: Path, number: int) -> Iterator[EngineProcess]:
+    """SGLang with SmolLM2 on one of the GPUs."""
+    model = resolve_model("smollm2-135m")
+    engine = launch_sglang(model, log=log, options=OPTIONS, gpus=[visible_gpus()[number]], timeout_s=START_S)
+    try:
+        yield engine
+        engine.check()
+    finally:
+        engine.stop()
+
+
+def tiny(root: Path) -> AbstractContextManager[Engine]:
+    """SGLang with a random model of two layers, whose sizes its kernels take."""
+    traits = Traits(
+        seeds=False,
+        refuses_unfit_weights=False,
+        shortens_to_context=False,
+        tolerance=0.5,
+        check="version",
+        exact=False,
+    )
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}
+
+    def start(folder: Path, log: Path) -> EngineProcess:
+        return launch_sglang(folder, log=log, options=OPTIONS, gpus=visible_gpus()[:1], timeout_s=START_S)
+
+    return running(start, traits, root, family="llama", dtype=torch.bfloat16, **sizes)
+
+
+@contextmanager
+def struck(folder: Path) -> Iterator[list[dict[str, float]]]:
+    """Learner and engine on one GPU in turns; the engine is killed in step 1 and stopped in step 2. A few minutes."""
+    folder.mkdir()
+    options = OPTIONS | {"disable_cuda_graph": True}
+    settings: dict[str, Any] = {
+        "model.path": "smollm2-135m",
+        "placement.mode": "colocate",
+        "sampler.backend": "sglang",
+        **{f"sampler.sglang.{key}": _word(value) for key, value in options.items() if not key.startswith("cuda_graph")},
+        "sampler.max_new_tokens": 48,
+        "sampler.hang_s": 15,
+        "rollout.max_turns": 5,
+        "rollout.max_tokens": 1024,
+        # An episode is over in a second or two: these are played one after the other.
+        "rollout.concurrency": 8,
+        "batch.tokens_per_bin": 1024,
+        "batch.tokens_per_micro": 8192,
+        # Nothing that this policy says is rewarded: the KL term has it trained all the same.
+        "algo.kl_coef": 0.001,
+        "learner.device": "cuda",
+        "learner.autocast": "bfloat16",
+        "weights.transport": "ipc",
+        "weights.dtype": "bfloat16",
+    }
+    yield whole_run(folder, settings, steps=3, prompts=16, strikes={1: signal.SIGKILL, 2: signal.SIGSTOP})
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what was measured."""
+    if FIGURES:
+        terminalreporter.section("measured")
+        for line in FIGURES:
+            terminalreporter.line(line)
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(begun: dict[str, Future[Any]]) -> Engine:
+    """See `tiny`."""
+    engine: Engine = begun["tiny_engine"].result()
+    return engine
+
+
+@pytest.fixture(scope="session")
+def near_engine(begun: dict[str, Future[Any]], smollm2: Path) -> EngineProcess:
+    """SGLang with SmolLM2 on the learner's GPU."""
+    engine: EngineProcess = begun["near_engine"].result()
+    return engine
+
+
+@pytest.fixture(scope="session")
+def far_engine(begun: dict[str, Future[Any]], smollm2: Path) -> EngineProcess:
+    """SGLang with SmolLM2 on another GPU than the learner's."""
+    if "far_engine" not in begun:
+        pytest.skip("there is one GPU only, two are wanted")
+    engine: EngineProcess = begun["far_engine"].result()
+    return engine
+
+
+@pytest.fixture(scope="session")
+def struck_run(begun: dict[str, Future[Any]], smollm2: Path) -> list[dict[str, float]]:
+    """The rows of a run that was struck; see `struck`."""
+    rows: list[dict[str, float]] = begun["struck_run"].result()
+    return rows
+
+
+@pytest.fixture(scope="session")
+def learner(smollm2: Path) -> Iterator[LocalLearnerGroup]:
+    """SmolLM2 on the first GPU."""
+    config = LearnerConfig(device="cuda", autocast="bfloat16", optimizer=OptimizerConfig(lr=3e-5))
+    learner = LocalLearnerGroup(smollm2, config, GrpoConfig(), seed=0)
+    yield learner
+    learner.close()
+
+
+@pytest.fixture(scope="session")
+def prompts(smollm2: Path) -> list[list[int]]:
+    """Each question twice, as the policy's chat format asks it."""
+    tokenizer: Any = load_tokenizer(smollm2)
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"In two sentences: what is {thing}, and what is it good for?"}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        for thing in THINGS
+    ]
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts for _ in range(2)]
+
+
+@pytest.fixture(scope="session")
+def figures() -> list[str]:
+    """Lines to show at the end."""
+    return FIGURES

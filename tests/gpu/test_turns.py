@@ -1,0 +1,74 @@
+"""SmolLM2 in bfloat16: learner and engine have one GPU in turns. After the other tests, which use the GPU too."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conformance.agreement import OneEngine, agreement, batch_of, sample_rows
+
+from agentrl.learner.local import LocalLearnerGroup
+from agentrl.obs.progress import Stopwatch
+from agentrl.sampler.client import SGLangClient
+from agentrl.sampler.launch import EngineProcess
+from agentrl.turns import Turns
+from agentrl.weights import make_sync
+
+pytestmark = pytest.mark.gpu
+
+MOST_KL = 1e-3
+TOKENS = 64
+
+
+def test_learner_and_engine_have_the_gpu_in_turns(
+    near_engine: EngineProcess,
+    learner: LocalLearnerGroup,
+    prompts: list[list[int]],
+    figures: list[str],
+    tmp_path: Path,
+) -> None:
+    """Whoever does not work holds next to nothing; an engine that lost its weights gets them from a learner that sleeps."""
+
+    async def run() -> None:
+        client = SGLangClient(near_engine.url, timeout_s=120)
+        fleet: Any = OneEngine(client)
+        turns, watch = Turns(fleet), Stopwatch()
+        ipc = make_sync("ipc", bucket_bytes=64 << 20, folder=tmp_path, dtype="bfloat16")
+        tensor = make_sync("tensor", bucket_bytes=64 << 20, folder=tmp_path, dtype="bfloat16")
+        try:
+            await ipc.push(learner, [client], 50)
+            rows = await sample_rows(client, prompts, tokens=TOKENS, version=50)
+            learner.sleep()
+            left, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+            await client.release_memory()
+            given = torch.cuda.mem_get_info()[0] - free
+            figures.append(f"the engine gave {given >> 20} MiB back, the learner kept {left >> 20} MiB")
+            assert left < 200 << 20
+            assert given > 1 << 30
+            for version in (51, 52):
+                await turns.to_learner(learner, watch)
+                learner.train_step(batch_of(rows))
+                await turns.to_engines(learner, lambda version=version: ipc.push(learner, [client], version), watch)
+                rows = await sample_rows(client, prompts, tokens=TOKENS, version=version)
+                await turns.to_learner(learner, watch)
+                found = agreement(learner, rows)
+                figures.append(f"log-probabilities after turn {version}: {found}")
+                assert found.k3 < MOST_KL
+            await turns.to_engines(learner, lambda: ipc.push(learner, [client], 52), watch)
+            await tensor.push(learner, [client], 53)
+            rows = await sample_rows(client, prompts, tokens=TOKENS, version=53)
+            await turns.to_learner(learner, watch)
+            found = agreement(learner, rows)
+            figures.append(f"log-probabilities after tensors of a sleeping learner: {found}")
+            assert found.k3 < MOST_KL
+            await turns.to_engines(learner, lambda: ipc.push(learner, [client], 54), watch)
+            figures.append(f"seconds of 4 turns: {watch.figures()}")
+        finally:
+            learner.wake()
+            await ipc.aclose()
+            await client.aclose()
+
+    asyncio.run(run())

@@ -1,0 +1,69 @@
+"""One engine and one learner in turns: what is computed stays the same, whatever gave its memory back in between."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conformance.agreement import OneEngine, agreement, batch_of, sample_rows
+from engine_tiny import save_model
+
+from agentrl.config.algo import GrpoConfig
+from agentrl.config.learner import LearnerConfig, OptimizerConfig
+from agentrl.errors import LearnerError
+from agentrl.learner.local import LocalLearnerGroup
+from agentrl.obs.progress import Stopwatch
+from agentrl.sampler.client import SGLangClient
+from agentrl.sampler.launch import launch_embedded
+from agentrl.turns import Turns
+from agentrl.types import Prompt, SamplingParams
+from agentrl.weights import make_sync
+
+PROMPTS = [[random.Random(number // 2).randrange(2, 384) for _ in range(30)] for number in range(8)]
+
+
+@pytest.mark.parametrize("transport", ["tensor", "disk"])
+def test_engine_and_learner_agree_turn_by_turn(tmp_path: Path, transport: str) -> None:
+    """After every turn log-probabilities agree to 1e-4; before, those of the step before do not."""
+    folder = save_model(tmp_path / "model")
+    config = LearnerConfig(device="cpu", threads=1, optimizer=OptimizerConfig(lr=1e-2))
+    learner = LocalLearnerGroup(folder, config, GrpoConfig(), seed=0)
+    engine = launch_embedded(folder, log=tmp_path / "log", slots=16, context=256, threads=1)
+
+    async def run() -> None:
+        client = SGLangClient(engine.url, timeout_s=60)
+        fleet: Any = OneEngine(client)
+        turns, watch = Turns(fleet), Stopwatch()
+        sync = make_sync(transport, bucket_bytes=40_000, folder=tmp_path / "weights", check="checksum")
+        rows = await sample_rows(client, PROMPTS, tokens=40, version=0)
+        try:
+            for version in (1, 2, 3):
+                await turns.to_learner(learner, watch)
+                late = asyncio.ensure_future(sample_rows(client, PROMPTS[:1], tokens=4, version=version))
+                await asyncio.sleep(0.1)
+                assert not late.done(), "an engine without memory samples nothing"
+                learner.train_step(batch_of(rows))
+                await turns.to_engines(learner, lambda version=version: sync.push(learner, [client], version), watch)
+                await late
+                with pytest.raises(LearnerError, match="sleep"):
+                    learner.train_step(batch_of(rows))
+                before, rows = rows, await sample_rows(client, PROMPTS, tokens=40, version=version)
+                learner.wake()
+                assert agreement(learner, rows).largest < 1e-4
+                assert agreement(learner, before).largest > 1e-2
+                learner.sleep()
+            await sync.push(learner, [client], 4)  # as after a restart: the learner sleeps
+            said = await client.generate(Prompt((5, 6)), SamplingParams(4), session_id="s", request_id="r")
+            assert said.versions == ((0, 4),)
+        finally:
+            await sync.aclose()
+            await client.aclose()
+
+    try:
+        asyncio.run(run())
+    finally:
+        engine.stop()
+        learner.close()
