@@ -69,7 +69,7 @@ class Room:
                 free = ray.available_resources()  # type: ignore[no-untyped-call]
                 raise LearnerError(
                     f"Ray has not given {_shown(layout.total)} after learner.start_timeout_s={timeout_s:g} s; free now: "
-                    f"{_shown(free)}. Others use the rest"
+                    f"{_shown({name: free.get(name, 0) for name in layout.total})}. Others use the rest"
                 )
             return cls(layout, runtime, group)
         except BaseException:

@@ -1,0 +1,258 @@
+"""Learner and engines on a Ray of three machines, each with an address of the loopback's and two GPUs that only Ray
+believes in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from engine_tiny import save_model
+from ray.cluster_utils import Cluster
+from runs import SMALL, Running
+
+from agentrl.cluster.engines import EngineHost, RayEngine, RayLauncher
+from agentrl.cluster.layout import lay_out
+from agentrl.cluster.placement import Room, Seat, own_seat
+from agentrl.cluster.ray_runtime import RayRuntime
+from agentrl.config.load import load_config
+from agentrl.errors import ConfigError, EngineError, LearnerError
+from agentrl.sampler.launcher import EngineSpec
+
+pytestmark = pytest.mark.timeout(240)
+
+MACHINES = ("127.0.0.2", "127.0.0.3")
+EMBEDDED = ["sampler.embedded.slots=8", "sampler.embedded.context=256", "sampler.embedded.threads=1"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    # Ray notes its address in a folder that all Rays of a machine share; its sockets want a short path.
+    folder = tempfile.mkdtemp(prefix="agentrl-")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        started = Cluster()
+        small = {"object_store_memory": 80 << 20, "include_dashboard": False}
+        started.add_node(num_cpus=0, num_gpus=0, **small)
+        for address in MACHINES:
+            started.add_node(node_ip_address=address, num_cpus=2, num_gpus=2, **small)
+        patch.setenv("RAY_ADDRESS", started.address)
+        yield started
+        started.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "a", seed=0)
+
+
+def reserve(settings: list[str], device: str, seconds: float = 20) -> tuple[Any, Room]:
+    config = load_config(None, settings)
+    return config, Room.reserve(lay_out(config, device), RayRuntime(cpus=1), seconds)
+
+
+def seats(room: Room) -> list[Seat]:
+    """Start actors in place of the learner's ranks: what these compute does not matter for where they are."""
+    needs = room.layout.rank_needs
+    actor: Any = ray.remote(num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0))(EngineHost)
+    ranks = [actor.options(**room.rank_options(rank)).remote() for rank in range(len(room.layout.ranks))]
+    found = ray.get([rank.__ray_call__.remote(own_seat) for rank in ranks])
+    KEPT.append(ranks)
+    return list(found)
+
+
+KEPT: list[list[Any]] = []
+"""An actor that nobody knows ends."""
+
+
+def ended(engine: RayEngine) -> str:
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            engine.check()
+        except EngineError as error:
+            return str(error)
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def until(true: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_an_engine_is_started_again_where_it_belongs(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+    """After it was killed, and after the actor that holds it was; it ends with its room."""
+    settings = ["placement.mode=disaggregate", "learner.workers=2", "sampler.engines=1", *EMBEDDED]
+    config, room = reserve(settings, "cpu")
+    try:
+        launcher = RayLauncher(EngineSpec(config.sampler, model, tmp_path, 0), room, seats(room))
+        first = launcher.launch(0)
+        assert first.url.startswith("http://127.0.0.3:"), "the ranks fill the first machine"
+        assert first.log == f"{tmp_path / 'engine-0.log'} on 127.0.0.3"
+        first.check()
+        first.kill()
+        assert "ended (signal SIGKILL)" in ended(first)
+        assert gone(first.pid)
+        second = launcher.launch(0)
+        assert second.url.startswith("http://127.0.0.3:")
+        (tmp_path / "engine-0.log").write_text("its first line\nits last words\n")
+        assert second.log_tail(1) == "its last words"
+        ray.kill(launcher._hosts[0])
+        assert "the process that held the engine" in ended(second)
+        until(lambda: gone(second.pid))
+        second.kill()
+        assert "cannot be read" in second.log_tail()
+        third = launcher.launch(0)
+        third.check()
+        room.close()
+        until(lambda: gone(third.pid))
+    finally:
+        room.close()
+
+
+STAND_IN = """
+import argparse, http.server, json, os, pathlib, sys
+parser = argparse.ArgumentParser()
+for name in ("--port", "--host", "--random-seed"):
+    parser.add_argument(name)
+parser.add_argument("--enable-memory-saver", action="store_true")
+arguments, _ = parser.parse_known_args()
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+server = http.server.HTTPServer((arguments.host, int(arguments.port)), Health)
+told = {"gpus": os.environ["CUDA_VISIBLE_DEVICES"], "host": arguments.host, "saver": arguments.enable_memory_saver}
+pathlib.Path(sys.argv[0]).with_name(f"told-{arguments.random_seed}").write_text(json.dumps(told))
+server.serve_forever()
+"""
+
+
+def stand_in(folder: Path) -> Path:
+    """Return an interpreter whose SGLang says which GPUs it was given, and answers."""
+    (folder / "sglang").mkdir()
+    (folder / "sglang" / "__init__.py").touch()
+    (folder / "sglang" / "launch_server.py").write_text(STAND_IN)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def launched(settings: list[str], folder: Path, model: Path) -> tuple[list[Seat], list[dict[str, Any]]]:
+    """Start all engines in a room; return where the ranks are, and what each engine was told."""
+    config, room = reserve(settings, "cuda")
+    try:
+        ranks = seats(room)
+        launcher = RayLauncher(EngineSpec(config.sampler, model, folder / "logs", 0), room, ranks)
+        for number in range(config.sampler.engines):
+            launcher.launch(number)
+        told = [
+            json.loads((folder / "sglang" / f"told-{number}").read_text()) for number in range(config.sampler.engines)
+        ]
+        return ranks, told
+    finally:
+        room.close()
+
+
+def test_engines_get_the_gpus_of_their_ranks_or_their_own(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+    """In turns, rank j of engine e has the GPU of the learner's rank e*g+j; apart, no GPU is given twice."""
+    python = f"sampler.sglang.python={stand_in(tmp_path)}"
+    engine = ["sampler.backend=sglang", "sampler.sglang.tp_size=2", python]
+    address = {node["NodeID"]: node["NodeManagerAddress"] for node in cluster_nodes()}
+    ranks, told = launched(
+        [*engine, "sampler.engines=2", "learner.workers=4", "placement.mode=colocate"], tmp_path, model
+    )
+    for number, own in enumerate(told):
+        first, second = ranks[2 * number : 2 * number + 2]
+        assert first.node == second.node
+        assert own == {"gpus": f"{first.gpus[0]},{second.gpus[0]}", "host": address[first.node], "saver": True}
+    assert {own["host"] for own in told} == set(MACHINES)
+    ranks, [own] = launched([*engine, "learner.workers=2", "placement.mode=disaggregate"], tmp_path, model)
+    assert (own["gpus"], own["saver"]) == ("0,1", False)
+    assert own["host"] not in {address[rank.node] for rank in ranks}
+
+
+def cluster_nodes() -> list[dict[str, Any]]:
+    runtime = RayRuntime(cpus=1)
+    runtime.start()
+    try:
+        return list(ray.nodes())
+    finally:
+        runtime.stop()
+
+
+def test_what_a_cluster_cannot_hold_is_refused_and_what_others_hold_is_waited_for(cluster: Cluster) -> None:
+    apart = ["placement.mode=disaggregate", "sampler.backend=sglang"]
+    with pytest.raises(ConfigError, match=r"wants 5 GPUs, and Ray has 4 GPUs: lower learner\.workers"):
+        reserve([*apart, "learner.workers=4"], "cuda")
+    with pytest.raises(ConfigError, match=r"an engine wants 3 GPUs of one machine, and Ray has none with more than 2"):
+        reserve([*apart, "sampler.sglang.tp_size=3"], "cuda")
+    _, room = reserve([*apart, "learner.workers=3"], "cuda")
+    try:
+        with pytest.raises(
+            LearnerError, match=r"1 GPU and 1 CPU after learner\.start_timeout_s=1 s; free now: 0 GPUs and 1 CPU"
+        ):
+            reserve(["placement.mode=colocate", "sampler.backend=sglang"], "cuda", seconds=1)
+        seats(room)
+    finally:
+        room.close()
+    assert not ray.is_initialized()
+
+
+def engines_of(folder: Path) -> list[psutil.Process]:
+    """Return the engines of a run; Ray's actors are their parents, and nobody's children."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "agentrl.sampler.embedded" in words and any(str(folder) in word for word in words):
+            found.append(process)
+    return found
+
+
+def test_a_run_on_a_cluster_and_nothing_left_of_it_when_it_is_killed(cluster: Cluster, tmp_path: Path) -> None:
+    settings = ["placement.mode=disaggregate", "sampler.engines=2", "learner.device=cpu", "learner.workers=2", *SMALL]
+    rest = ["train.steps=100", "train.eval_first=false", "run.dir=run", "sampler.health_every_s=0.2"]
+    run = Running("train", "--env", "search_r1", *settings, *rest, cwd=tmp_path)
+    try:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+
+        def rows() -> list[dict[str, Any]]:
+            return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+        run.wait_for(lambda: len(rows()) >= 1)
+        engines = engines_of(tmp_path)
+        hosts = {words[words.index("--host") + 1] for words in (engine.cmdline() for engine in engines)}
+        assert hosts <= set(MACHINES)
+        assert len(engines) == 2
+        engines[0].send_signal(signal.SIGKILL)
+        run.wait_for(lambda: bool(rows()) and rows()[-1].get("rollout/engine_restarts") == 1)
+        last = engines_of(tmp_path)
+        run.wait_for(lambda: len(engines_of(tmp_path)) == 2)
+        last = engines_of(tmp_path)
+    finally:
+        run.process.kill()
+        run.process.wait()
+    until(lambda: all(gone(engine.pid) for engine in last))
+    _, room = reserve(["placement.mode=disaggregate", "learner.workers=3"], "cpu")
+    room.close()
