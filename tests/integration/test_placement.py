@@ -232,7 +232,13 @@ def engines_of(folder: Path) -> list[psutil.Process]:
 
 def test_a_run_on_a_cluster_and_nothing_left_of_it_when_it_is_killed(cluster: Cluster, tmp_path: Path) -> None:
     settings = ["placement.mode=disaggregate", "sampler.engines=2", "learner.device=cpu", "learner.workers=2", *SMALL]
-    rest = ["train.steps=100", "train.eval_first=false", "run.dir=run", "sampler.health_every_s=0.2"]
+    rest = [
+        "train.steps=100",
+        "train.eval_first=false",
+        "run.dir=run",
+        "sampler.health_every_s=0.2",
+        "weights.transport=distributed",
+    ]
     run = Running("train", "--env", "search_r1", *settings, *rest, cwd=tmp_path)
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
