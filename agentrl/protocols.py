@@ -161,6 +161,10 @@ class EngineControl(Protocol):
         """Return a checksum of every weight by the engine's name for it; see `agentrl.weights.checksum`."""
         ...
 
+    async def checksum_kind(self) -> Literal["sha256", "words"]:
+        """Return how it makes `checksums`: ``sha256`` on a CPU, `agentrl.models.wordhash` on a GPU."""
+        ...
+
     async def version(self) -> int:
         """Return the policy version that samples now."""
         ...

@@ -206,7 +206,7 @@ class WeightsConfig(Section):
     sampled them, and the ratio to its log-probabilities (``algo.old_logprobs=sampler``) corrects for its age."""
     check: Literal["none", "version", "checksum"] = "version"
     """What every engine is asked after an update: nothing, the version that it samples with, or checksums of its weights
-    too (of the embedded engine, and of SGLang on a CPU without tensor parallelism)."""
+    too (of engines of one rank; the driver reads all weights for it)."""
 
 
 class TrainConfig(Section):

@@ -13,11 +13,8 @@ def transport_fault(
     """Return why new weights cannot take the way that is set, or cannot be checked then, or None."""
     kind, mode = weights.transport, placement.mode
     on_gpus = sampler_device(sampler) == "cuda"
-    if weights.check == "checksum" and (on_gpus or engine_ranks(sampler) > 1):
-        return (
-            "weights.check=checksum: SGLang's checksums are comparable on a CPU without parallelism only; set "
-            "weights.check=version"
-        )
+    if weights.check == "checksum" and engine_ranks(sampler) > 1:
+        return "weights.check=checksum: an engine of several ranks gives checksums of parts; set weights.check=version"
     if kind not in ("ipc", "distributed"):
         return None
     if kind == "ipc":

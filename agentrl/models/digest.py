@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Protocol
 
 import torch
+
+
+class Digits(Protocol):
+    """A hash that is made."""
+
+    def hexdigest(self) -> str:
+        """Return hexadecimal digits."""
+        ...
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -19,6 +28,6 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def short(hasher: hashlib._Hash) -> str:
+def short(hasher: Digits) -> str:
     """Return as many digits of a hash as `digest` does."""
     return hasher.hexdigest()[:16]

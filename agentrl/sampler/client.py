@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import httpx
 
@@ -183,13 +183,12 @@ class SGLangClient:
         await self._updates.cancel()
 
     async def checksums(self) -> dict[str, str]:
-        """Return what ``/weights_checker`` gives: of each weight 64 bits of SHA-256.
+        """Return what ``/weights_checker`` gives: of each weight 64 bits.
 
         Raises:
-            EngineError: the engine has no such endpoint, holds shards, or hashes on a GPU, in a way of its own.
+            EngineError: the engine has no such endpoint, holds shards, or has given its weights back.
         """
         self._updates.present()
-        device = (await self._control.call("/server_info", None) or {}).get("device")
         try:
             reply = await self._control.call("/weights_checker", {"action": "checksum"})
         except RefusedControl as error:
@@ -198,12 +197,18 @@ class SGLangClient:
             else:
                 raise
         parts = reply.get("ranks") or [] if isinstance(reply, dict) else []
-        if device not in (None, "cpu") or len(parts) != 1:
+        if len(parts) != 1:
             raise EngineError(
-                f"the engine at {self.url} gives no checksums that can be compared (it runs on {device or 'cpu'} and "
-                f"has {len(parts)} parts with checksums, 1 on a CPU is wanted): set weights.check=version"
+                f"the engine at {self.url} gives no checksums that can be compared (it has {len(parts)} parts with "
+                "checksums, 1 is wanted): set weights.check=version"
             )
         return {str(name): str(value) for name, value in parts[0]["checksums"].items()}
+
+    async def checksum_kind(self) -> Literal["sha256", "words"]:
+        """Return how it makes `checksums`."""
+        info = await self._control.call("/server_info", None)
+        device = info.get("device") if isinstance(info, dict) else None
+        return "sha256" if device in (None, "cpu") else "words"
 
     async def version(self) -> int:
         """Return the policy version that samples now."""

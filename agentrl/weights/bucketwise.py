@@ -32,7 +32,7 @@ class BucketwiseSync(ABC):
             EngineError: an engine refused a bucket, died or did not answer in time, or the check afterwards fails.
 
         """
-        check = Check(self.check)
+        check = await Check.begin(self.check, engines)
         try:
             await begin_all(engines, version)
             buckets = learner.buckets(self.bucket_bytes, self.dtype)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import product
+from typing import Protocol
 
 import torch
 
 from agentrl.models.digest import raw_bytes, short
+from agentrl.models.wordhash import WordHash
 
 _FUSED = {
     ".q_proj.": (".qkv_proj.", 0),
@@ -24,16 +27,34 @@ _HELD_IN = (torch.float32, torch.bfloat16, torch.float16)
 """Precisions, beside that in which they are sent, in which an engine may hold them."""
 
 
+class Hash(Protocol):
+    """What takes bytes piece by piece."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Take more bytes."""
+        ...
+
+    def hexdigest(self) -> str:
+        """Return hexadecimal digits."""
+        ...
+
+
+KINDS: Mapping[str, Callable[[memoryview], Hash]] = {"sha256": hashlib.sha256, "words": WordHash}
+"""By what `EngineControl.checksum_kind` says."""
+
+
 class Checksums:
     """Checksums of weights as they pass on their way to the engines.
 
     An engine may hold a weight in another precision, filled up with rows of zeros or as a part of a larger one, so there
-    are several checksums that each name may have. Hashing takes about as long as reading the weights thrice.
+    are several checksums that each name may have. By SHA-256, hashing takes about as long as reading the weights thrice.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Collection[str]) -> None:
+        """Make those of `KINDS` that engines give."""
+        self._kinds = [KINDS[kind] for kind in kinds]
         self._digests: dict[str, set[str]] = {}
-        self._wholes: dict[str, tuple[int, list[hashlib._Hash]]] = {}
+        self._wholes: dict[str, tuple[int, list[Hash]]] = {}
         """Of weights that an engine may keep as one: parts so far, and their bytes by precision."""
 
     def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -56,15 +77,15 @@ class Checksums:
         whole, part = _whole(name)
         count, joined = self._wholes.get(whole, (0, []))
         digests = self._digests[name] = set()
-        for index, dtype in enumerate(dict.fromkeys((tensor.dtype, *_HELD_IN))):
-            data = raw_bytes(tensor.to(dtype))
-            hasher = hashlib.sha256(data)
+        held = [raw_bytes(tensor.to(dtype)) for dtype in dict.fromkeys((tensor.dtype, *_HELD_IN))]
+        for index, (data, make) in enumerate(product(held, self._kinds)):
+            hasher = make(data)
             digests.add(short(hasher))
             if name.endswith(_PADDED):
-                hasher.update(bytes(-len(tensor) % _ROWS * (len(data) // len(tensor))))
+                hasher.update(memoryview(bytes(-len(tensor) % _ROWS * (len(data) // len(tensor)))))
                 digests.add(short(hasher))
             if whole and part == 0:
-                joined = [*joined[:index], hashlib.sha256(data)]
+                joined = [*joined[:index], make(data)]
             elif whole:
                 joined[index].update(data)
         if whole:

@@ -43,7 +43,7 @@ class DiskSync:
 
         """
         folder = self.folder / f"version_{version:06d}"
-        check = Check(self.check)
+        check = await Check.begin(self.check, engines)
 
         async def load(engine: EngineControl) -> None:
             await engine.update_from_disk(folder, version)

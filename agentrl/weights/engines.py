@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from agentrl.errors import EngineError
 from agentrl.obs.waiting import waiting
@@ -37,10 +37,21 @@ async def on_all(
 class Check:
     """What ``weights.check`` asks of the engines after an update; made anew for each."""
 
-    def __init__(self, mode: str) -> None:
-        """``mode`` is ``none``, ``version`` or ``checksum``."""
+    def __init__(self, mode: str, kinds: Collection[str] = ()) -> None:
+        """``mode`` is ``none``, ``version`` or ``checksum``, and then ``kinds`` are how engines make these."""
         self._mode = mode
-        self._sums = Checksums()
+        self._sums = Checksums(kinds)
+
+    @classmethod
+    async def begin(cls, mode: str, engines: Sequence[EngineControl]) -> Check:
+        """Return what checks the next update of these engines.
+
+        Raises:
+            EngineError: one does not answer.
+        """
+        if mode != "checksum":
+            return cls(mode)
+        return cls(mode, set(await asyncio.gather(*(engine.checksum_kind() for engine in engines))))
 
     async def note(self, bucket: HeldBucket) -> None:
         """Remember a bucket that is sent."""

@@ -16,7 +16,8 @@ from agentrl.broadcast import BroadcastGroup
 from agentrl.errors import EngineError, LearnerError
 from agentrl.learner.bucket import NamedTensors, held_buckets
 from agentrl.learner.outgoing import LocalBucket, Outgoing
-from agentrl.models.digest import digest
+from agentrl.models.digest import digest, raw_bytes
+from agentrl.models.wordhash import WordHash
 from agentrl.protocols import HeldBucket, TensorSpec, WeightGroup
 from agentrl.sampler.control import pickle_tensors
 from agentrl.sampler.embedded.weights import read_named_tensors
@@ -57,6 +58,7 @@ class RecordingEngine:
         self.now = 0
         self.url = "http://127.0.0.1:9"
         self.number = 0
+        self.kind = "sha256"
         self.handles: list[str] = []
 
     async def update_from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
@@ -107,8 +109,16 @@ class RecordingEngine:
         await asyncio.to_thread(self.group.broadcast, [tensor for _, tensor in named])
         await self.update_from_tensors(named, version, last=last)
 
+    async def checksum_kind(self) -> str:
+        return self.kind
+
     async def checksums(self) -> dict[str, str]:
-        return {name: digest(torch.tensor(values)) for name, values in self.weights.items()}
+        return {
+            name: WordHash(raw_bytes(torch.tensor(values))).hexdigest()
+            if self.kind == "words"
+            else digest(torch.tensor(values))
+            for name, values in self.weights.items()
+        }
 
     async def cancel_update(self) -> None:
         self.events.append("cancel")
@@ -263,9 +273,13 @@ def test_a_learner_that_cannot_send_is_what_is_blamed():
     assert [engine.events for engine in engines] == [["leave", "cancel"]] * 2
 
 
-@pytest.mark.parametrize(("check", "asked"), [("none", 0), ("version", 1), ("checksum", 1)])
-def test_checks(check, asked):
+@pytest.mark.parametrize(
+    ("check", "asked", "kind"),
+    [("none", 0, "sha256"), ("version", 1, "sha256"), ("checksum", 1, "sha256"), ("checksum", 1, "words")],
+)
+def test_checks(check, asked, kind):
     engine = RecordingEngine()
+    engine.kind = kind
     sync = make_sync("tensor", bucket_bytes=9, folder=Path(), check=check)
     asyncio.run(sync.push(BucketLearner(), [engine], 1))
     assert engine.events.count("version") == asked
@@ -290,7 +304,7 @@ def test_checksums_know_how_engines_keep_weights():
         *((f"m.layers.0.attn.{part}_proj.{kind}", torch.randn(4, 4)) for part in "qkv" for kind in ("weight", "bias")),
         ("m.layers.0.attn.o_proj.weight", torch.randn(4, 4)),
     ]
-    sums = Checksums()
+    sums = Checksums(["sha256"])
     sums.add(sent[:3])
     sums.add(sent[3:])
     named = dict(sent)

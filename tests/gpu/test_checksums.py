@@ -1,0 +1,33 @@
+"""Checksums that SGLang makes on a GPU are those of the weights that were sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conformance.engine import Engine
+from conformance.syncs import BUCKET, Learner
+
+from agentrl.models.load import load_model
+from agentrl.sampler.client import SGLangClient
+from agentrl.weights import make_sync
+from agentrl.weights.checksum import Checksums
+
+pytestmark = pytest.mark.gpu
+
+
+def test_checksums_of_an_engine_on_a_gpu(tiny_engine: Engine, tmp_path: Path) -> None:
+    learner = Learner(load_model(tiny_engine.folder))
+    learner.change(5)
+
+    async def play(client: SGLangClient) -> dict[str, str]:
+        assert await client.checksum_kind() == "words"
+        sync = make_sync("tensor", bucket_bytes=BUCKET, folder=tmp_path, check="checksum")
+        await sync.push(learner, [client], 31)
+        return await client.checksums()
+
+    found = tiny_engine.drive(play)
+    learner.change(6)
+    sums = Checksums(["words"])
+    sums.add([(name, parameter.detach()) for name, parameter in learner.model.named_parameters()])
+    assert f"{len(found)} of {len(found)} weights differ" in str(sums.difference(found))
