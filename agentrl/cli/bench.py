@@ -123,12 +123,14 @@ async def _efficiency(arguments: argparse.Namespace, config: Config, console: Co
     )
     table = Table("pass", "who", "seconds", "sampled tokens/s", "CPU ms/turn")
     passes: list[Pass] = []
-    with console.status("making a model") as status:
-        async for one in measure_efficiency(config, bench, status.update):
-            passes.append(one)
-            rate, cpu = f"{one.tokens_per_s:,.0f}", f"{one.cpu_ms_per_turn:.2f}"
-            table.add_row(str(len(passes)), one.who, f"{one.seconds:.2f}", rate, cpu)
-    console.print(table)
+    try:
+        with console.status("making a model") as status:
+            async for one in measure_efficiency(config, bench, status.update):
+                passes.append(one)
+                rate, cpu = f"{one.tokens_per_s:,.0f}", f"{one.cpu_ms_per_turn:.2f}"
+                table.add_row(str(len(passes)), one.who, f"{one.seconds:.2f}", rate, cpu)
+    finally:
+        console.print(table)
     console.print(
         f"efficiency {efficiency(passes):.3f}: the runner's sampled tokens/s over the bare client's, medians (target 0.95). "
         f"{bench.episodes} episodes of {bench.turns} turns of {bench.new_tokens} tokens, {bench.concurrency} at the same "
@@ -146,19 +148,22 @@ async def _weights(arguments: argparse.Namespace, config: Config, console: Conso
         repeats=arguments.repeats,
         folder=arguments.folder,
     )
-    heads = ("model", "transport", "bucket MiB", "GB", "seconds", "gather s", "send s", "GB/s", "plain GB/s", "share")
+    heads = ("model", "transport", "MiB", "GB", "seconds", "gather", "send", "GB/s", "plain", "share")
     table = Table(*(Column(head, no_wrap=True) for head in heads), box=SIMPLE, padding=(0, 0, 0, 1))
-    with console.status("making models") as status:
-        async for one in measure_weights(config, bench, status.update):
-            times = (f"{value:.3f}" for value in (one.seconds, one.gather_s, one.send_s))
-            plain = ("", "") if one.plain is None else (f"{one.plain / 1e9:.1f}", f"{one.rate / one.plain:.2f}")
-            sizes = (one.size, one.transport, str(one.bucket_mib), f"{one.bytes / 1e9:.2f}")
-            table.add_row(*sizes, *times, f"{one.rate / 1e9:.2f}", *plain)
-    console.print(table)
+    try:
+        with console.status("making models") as status:
+            async for one in measure_weights(config, bench, status.update):
+                times = (f"{value:.3f}" for value in (one.seconds, one.gather_s, one.send_s))
+                plain = ("", "") if one.plain is None else (f"{one.plain / 1e9:.1f}", f"{one.rate / one.plain:.2f}")
+                sizes = (one.size, one.transport, str(one.bucket_mib), f"{one.bytes / 1e9:.2f}")
+                table.add_row(*sizes, *times, f"{one.rate / 1e9:.2f}", *plain)
+    finally:
+        console.print(table)
     console.print(
-        "seconds: the whole update of one engine, the check of its version included; gather: until the buckets were whole, "
-        "the cast from float32 included; send: from there until the engine had them, which GB/s is of. plain: the same bytes "
-        "copied on the same device (ipc) or broadcast to another process in pieces of a bucket's size (distributed). "
+        "MiB: of a bucket. seconds: the whole update of one engine, the check of its version included; gather: of these, until "
+        "the buckets were whole, the cast from float32 included; send: from there until the engine had them, which GB/s is "
+        "of. plain: GB/s of the same bytes copied on the same device (ipc) or broadcast to another process (distributed), in "
+        "pieces of a bucket's size; share: GB/s over that. "
         "Medians; the learner is one rank in this process. Targets: ipc over 50 GB/s, distributed at least 0.7 of plain"
     )
 

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,9 @@ def server() -> Iterator[tuple[Server, str]]:
         running = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=running.run, args=([listener],))
         thread.start()
+        while not running.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
         yield state, f"http://127.0.0.1:{listener.getsockname()[1]}"
         running.should_exit = True
         thread.join()
