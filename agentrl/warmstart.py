@@ -42,7 +42,7 @@ def warm_start_config(config: Config, folder: Path) -> Config | None:
         "model": {"path": config.model.path, "warm_start": None, "warm_start_options": {}},
         "render": config.render.model_dump(mode="json"),
         "run": {"dir": str(place)},
-        "sft": {"out": str(place / "unfinished")},
+        "sft": {"out": str(place / "model")},
     }
     try:
         tree = merge(read_yaml(find_config(name)), config.model.warm_start_options)
@@ -74,9 +74,9 @@ async def warmed_model(config: Config, folder: Path, interrupt: Interrupt, conso
     warm = warm_start_config(config, folder)
     if warm is None:
         return None
-    place, written = folder / FOLDER, dump(warm)
-    model, file = place / "model", place / "config.yaml"
-    if model.is_dir() and file.is_file() and file.read_text(encoding="utf-8") == written:
+    place, written = (folder / FOLDER).resolve(), dump(warm)
+    model, file, finished = place / "model", place / "config.yaml", place / "finished"
+    if finished.is_file() and file.is_file() and file.read_text(encoding="utf-8") == written:
         console.print(f"warm start {model}, made before", highlight=False, soft_wrap=True)
         return model
     shutil.rmtree(place, ignore_errors=True)
@@ -85,14 +85,15 @@ async def warmed_model(config: Config, folder: Path, interrupt: Interrupt, conso
     console.print(f"warm start {config.model.warm_start}: {describe(warm)}", highlight=False, soft_wrap=True)
     with _start(file, folder / "logs" / f"{FOLDER}.log") as child:
         await interrupt.guard(_Following(child, console).to_the_end())
-    (place / "unfinished").rename(model)
+    finished.touch()
     return model
 
 
 def _start(file: Path, log: Path) -> ChildProcess:
     log.unlink(missing_ok=True)
     command = [sys.executable, "-m", "agentrl.cli.main", "sft", "--config", str(file)]
-    env = {"COLUMNS": "200"}  # its lines are not to be broken, though its output is no terminal
+    # Its lines are to be whole though its output is no terminal, and without the progress bars of other libraries.
+    env = {"COLUMNS": "200", "TQDM_DISABLE": "1"}
     return ChildProcess.start(command, log=log, name="the warm start", env=env, error=LearnerError)
 
 

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from agentrl.config.load import dump, known_keys, load_config, read_yaml, validate
+from agentrl.config.placement import engine_ranks
 from agentrl.config.reference import reference
 from agentrl.config.shipped import default_config, find_config, shipped_folder
 from agentrl.errors import ConfigError
 from agentrl.preflight import plan_run
+from agentrl.warmstart import warm_start_config
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(shipped_folder().rglob("*.yaml"))
@@ -41,6 +43,32 @@ def test_with_a_gpu_the_main_job_is_the_same_but_for_the_engine() -> None:
         section["learner"]["device"] = None
     assert cpu == gpu
     assert load_config(default_config("search_r1", gpu=True)).sampler.backend == "sglang"
+
+
+def test_a_language_model_on_two_gpus_is_trained_as_on_one() -> None:
+    one, two = (load_config(find_config(f"search_r1/smollm2_{gpus}gpu")) for gpus in (1, 2))
+    assert (one.placement.mode, one.weights.transport) == ("colocate", "ipc")
+    assert (two.placement.mode, two.weights.transport) == ("disaggregate", "distributed")
+    trees = [config.model_dump() for config in (one, two)]
+    for tree in trees:
+        tree["placement"] = tree["weights"]["transport"] = tree["sampler"]["sglang"]["mem_fraction_static"] = None
+    assert trees[0] == trees[1]
+    assert one.eval.size == 300
+    warm = warm_start_config(one, Path("run"))
+    assert warm is not None
+    assert warm.env == one.env, "it is shown what it will play"
+    assert warm.sft.minutes is not None
+    assert warm.sft.minutes < 2
+    faults = sum(warm.tasks.options["faults"].values())
+    assert 0.2 <= 1 - faults <= 0.3, "the share of right demonstrations, and so about where training begins"
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("qwen2.5_7b_8gpu", 8), ("qwen2.5_32b_4nodes", 4 * 8)])
+def test_at_scale_every_gpu_has_work(name: str, gpus: int) -> None:
+    config = load_config(find_config(f"scale/{name}"))
+    learner, engines = config.learner.workers, config.sampler.engines * engine_ranks(config.sampler)
+    together = [learner, engines] if config.placement.mode == "colocate" else [learner + engines]
+    assert set(together) == {gpus}
 
 
 def test_the_published_set_up() -> None:

@@ -75,6 +75,7 @@ def test_made_once_and_anew_for_another_configuration(config: Config, tmp_path: 
     said = console.export_text()
     assert "2 steps of 2 demonstrations" in said
     assert "step 2/2  loss" in said, "its progress is shown"
+    assert "Loading weights" not in said, "and no bars of other libraries"
     stamp = (model / "model.safetensors").stat().st_mtime_ns
     assert asyncio.run(warmed(config, tmp_path, console)) == model
     assert "made before" in console.export_text()
@@ -83,6 +84,7 @@ def test_made_once_and_anew_for_another_configuration(config: Config, tmp_path: 
     with pytest.raises(UserError, match=r"model\.warm_start(.|\n)*sft\.steps=2"):
         asyncio.run(warmed(mistaken, tmp_path, console))
     assert not model.exists(), "it was made by another configuration"
+    assert not (tmp_path / "warm_start" / "finished").exists()
 
 
 @pytest.mark.timeout(120)
@@ -91,7 +93,7 @@ def test_an_interrupted_one_leaves_no_policy_and_no_process(config: Config, tmp_
     endless = changed(config, sft={"steps": 1_000_000})
     with pytest.raises(RunStopped):
         asyncio.run(warmed(endless, tmp_path, Console(quiet=True), interrupt_after=1.0))
-    assert not (tmp_path / "warm_start" / "model").exists()
+    assert not (tmp_path / "warm_start" / "finished").exists()
     assert set(psutil.Process().children(recursive=True)) <= others
 
 
