@@ -1,5 +1,7 @@
 """Starts the command line as a user would, in a fresh directory, and ends what it started."""
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -10,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+
+from agentrl.cli.main import main
 
 SMALL = ["rollout.batch_size=16", "eval.size=48", "obs.progress=plain", "obs.tensorboard=false"]
 
@@ -26,6 +30,20 @@ def agentrl(*words: str, cwd: Path, timeout: float = 240) -> subprocess.Complete
     return subprocess.run(
         command(*words), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout, check=False
     )
+
+
+def here(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Do the same in this process, which has imported everything: for what only reads files, or is refused."""
+    out, errors, columns = io.StringIO(), io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = environment()["COLUMNS"]
+    try:
+        with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            code = main(words)
+    finally:
+        os.environ.pop("COLUMNS")
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
+    return subprocess.CompletedProcess(words, code, out.getvalue(), errors.getvalue())
 
 
 class Running:

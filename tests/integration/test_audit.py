@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs import agentrl
+from runs import agentrl, here
 
 from agentrl.obs.rollouts import read_rollouts
 
@@ -15,7 +15,7 @@ TINY = ["rollout.batch_size=4", "rollout.n_samples_per_prompt=4"]
 def test_samples_pass_and_a_changed_id_is_found(tmp_path: Path) -> None:
     done = agentrl("rollout", "--env", "search_r1", "--out", "samples.jsonl", "--tasks", "4", *TINY, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    done = agentrl("audit", "samples.jsonl", "--tokenizer", "multihop-warm", cwd=tmp_path)
+    done = here("audit", "samples.jsonl", "--tokenizer", "multihop-warm", cwd=tmp_path)
     out = " ".join(done.stdout.split())
     assert (done.returncode, done.stderr) == (0, ""), out + done.stderr
     rollouts = read_rollouts(tmp_path / "samples.jsonl")
@@ -29,7 +29,7 @@ def test_samples_pass_and_a_changed_id_is_found(tmp_path: Path) -> None:
     whole = path.read_bytes()
     ids = whole.index(b'"token_ids":[') + len(b'"token_ids":[')
     path.write_bytes(whole[:ids] + (b"7" if whole[ids : ids + 1] != b"7" else b"8") + whole[ids + 1 :])
-    done = agentrl("audit", "samples.jsonl", cwd=tmp_path)
+    done = here("audit", "samples.jsonl", cwd=tmp_path)
     assert done.returncode == 1
     assert f"samples.jsonl:1, rollout {rollouts[0].rollout_id}, row 0: it is not as it was written" in done.stdout
     assert "1 violations in 1 rollouts of samples.jsonl" in done.stderr

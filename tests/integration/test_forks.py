@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs import agentrl, metrics
+from runs import agentrl, here, metrics
 
 from agentrl.obs.rollouts import read_rollouts, rollout_files
 from agentrl.types import ForkReason, MaskReason, Provenance
@@ -71,7 +71,7 @@ def test_rows_that_fork_are_trained_and_pass_the_audit(folder: Path) -> None:
     trained = [row for row in metrics(folder / "run") if "train/reward" in row]
     assert [row["train/provenance_faults"] for row in trained] == [0.0, 0.0]
     assert all(row["train/sampler_gap_max"] < 0.5 for row in trained)
-    done = agentrl("audit", "run", cwd=folder)
+    done = here("audit", "run", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"thinking {len(forks)}" in " ".join(done.stdout.split()).replace(": ", " ")
 

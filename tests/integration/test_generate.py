@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from runs import agentrl, metrics
+from runs import agentrl, here, metrics
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -41,7 +41,7 @@ def test_a_generate_function_trains(tmp_path: Path) -> None:
 
 def test_a_function_that_cannot_be_used_is_told_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "my_loop.py").write_text("def generate(task, agent): ...\n")
-    done = agentrl("train", "--env", "search_r1", "rollout.generate=my_loop.py:generate", "run.dir=run", cwd=tmp_path)
+    done = here("train", "--env", "search_r1", "rollout.generate=my_loop.py:generate", "run.dir=run", cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "rollout.generate=my_loop.py:generate must be a coroutine" in done.stderr.replace("\n", " ")
     assert not (tmp_path / "run").exists()

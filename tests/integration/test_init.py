@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import agentrl, environment, metrics
+from runs import agentrl, environment, here, metrics
 
 from agentrl.init import template_files
 
@@ -62,7 +62,7 @@ def test_it_trains(project: Path) -> None:
 
 
 def test_from_elsewhere_the_error_says_where_was_looked(project: Path) -> None:
-    done = agentrl("train", "--config", "first-steps/config.yaml", "--dry-run", cwd=project.parent)
+    done = here("train", "--config", "first-steps/config.yaml", "--dry-run", cwd=project.parent)
     assert done.returncode == 2
     assert str(project.parent / "env.py") in done.stderr
     assert "env.name=env.py:DirectoryEnv" in done.stderr
@@ -71,7 +71,7 @@ def test_from_elsewhere_the_error_says_where_was_looked(project: Path) -> None:
 
 @pytest.mark.parametrize(("name", "message"), [("2fast", "starts with a letter"), ("my project", "no name")])
 def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str, message: str) -> None:
-    done = agentrl("init", name, cwd=tmp_path)
+    done = here("init", name, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
     assert os.listdir(tmp_path) == []
@@ -82,9 +82,9 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine" / "env.py").write_text("mine")
     (tmp_path / "file").write_text("a file")
     for name, message in (("mine", "not empty"), ("file", "is a file")):
-        done = agentrl("init", name, cwd=tmp_path)
+        done = here("init", name, cwd=tmp_path)
         assert done.returncode == 2
         assert message in done.stderr
     assert (tmp_path / "mine" / "env.py").read_text() == "mine"
     (tmp_path / "empty").mkdir()
-    assert agentrl("init", "empty", cwd=tmp_path).returncode == 0
+    assert here("init", "empty", cwd=tmp_path).returncode == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from agentrl_tasks.math_problems.policies import WARM
-from runs import agentrl, metrics
+from runs import agentrl, here, metrics
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.errors import MissingError
@@ -69,5 +69,5 @@ def test_the_policy_reads_what_its_code_printed(trained: Path) -> None:
 
 def test_every_episode_is_one_row_and_the_audit_finds_nothing(trained: Path) -> None:
     assert all(len(rollout["rows"]) == 1 for rollout in rollouts(trained))
-    done = agentrl("audit", "run", cwd=trained.parent)
+    done = here("audit", "run", cwd=trained.parent)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import Running, agentrl, gone, metrics
+from runs import Running, agentrl, gone, here, metrics
 
 from agentrl.obs.rollouts import read_rollouts
 
@@ -32,7 +32,7 @@ def test_samples_in_parquet_are_trained_on(tmp_path: Path) -> None:
     assert abs(row["train/ratio_mean"] - 1) < 0.1, "the learner agrees with the engine on what was sampled"
     assert (tmp_path / "run" / "checkpoints" / "step_000001" / "model" / "config.json").is_file()
     assert not (tmp_path / "run" / "logs" / "engine-0.log").exists(), "nothing samples"
-    again = agentrl("rollout", "--env", "search_r1", "--out", "samples.parquet", cwd=tmp_path)
+    again = here("rollout", "--env", "search_r1", "--out", "samples.parquet", cwd=tmp_path)
     assert (again.returncode, "exists" in again.stderr) == (2, True)
 
 

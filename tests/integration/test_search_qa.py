@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from runs import agentrl, metrics
+from runs import agentrl, here, metrics
 
 from agentrl.registry import make_env, make_tasks
 
@@ -82,13 +82,13 @@ def test_bad_rows_and_missing_files_are_the_users_to_mend(folder: Path) -> None:
     (folder / "test.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(bad))
     train = ["train", "--env", "search_r1", *SEARCH_QA, "eval.size=2", "eval.by=data_source"]
     files = ["tasks.options.train=train.parquet", "tasks.options.eval=test.jsonl"]
-    done = agentrl(*train, *files, cwd=folder)
+    done = here(*train, *files, cwd=folder)
     assert done.returncode == 2, done.stdout + done.stderr
     assert (
         "test.jsonl, line 2 has neither 'reward_model.ground_truth.target' nor 'golden_answers'; it has: id"
         in done.stderr
     )
-    done = agentrl(*train, *files, "tasks.options.eval=a.jsonl", "tools.search.options.corpus=b.jsonl", cwd=folder)
+    done = here(*train, *files, "tasks.options.eval=a.jsonl", "tools.search.options.corpus=b.jsonl", cwd=folder)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "tasks.options.eval=a.jsonl: there is no such file" in done.stderr
     assert "tools.search.options.corpus: there is no file b.jsonl" in done.stderr
@@ -99,6 +99,6 @@ def test_a_bad_document_names_its_line(folder: Path) -> None:
     corpus = gzip.decompress((folder / "wiki-18.jsonl.gz").read_bytes()).splitlines()
     corpus[6] = b'{"id": "6", "title": "x", "text": "y"}'
     (folder / "wiki-18.jsonl.gz").write_bytes(gzip.compress(b"\n".join(corpus)))
-    done = agentrl("tools", "serve", "search", "--corpus", "wiki-18.jsonl.gz", "--port", "0", cwd=folder)
+    done = here("tools", "serve", "search", "--corpus", "wiki-18.jsonl.gz", "--port", "0", cwd=folder)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "wiki-18.jsonl.gz, line 7 has no 'contents'; it has: 'id', 'title', 'text'" in done.stderr

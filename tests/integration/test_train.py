@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from runs import SMALL, Running, agentrl, gone, metrics
+from runs import SMALL, Running, agentrl, gone, here, metrics
 
 from agentrl.config.load import load_config
 from agentrl.learner.checkpoints import random_states, read_state
@@ -102,7 +102,7 @@ def test_every_sampled_token_of_the_first_step_has_its_source(trained: tuple[Pat
 
 
 def test_the_audit_of_the_run_finds_nothing(trained: tuple[Path, str]) -> None:
-    done = agentrl("audit", "run", cwd=trained[0].parent)
+    done = here("audit", "run", cwd=trained[0].parent)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "sampled turns" in done.stdout, "the run's configuration names the tokenizer"
 

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from runs import agentrl
+from runs import here
 from tokenizers import Tokenizer
 
 from agentrl.errors import UserError
@@ -108,7 +108,7 @@ def record(folder, tokenizer):
 def page(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp("run") / f"run {EVIL.replace('/', '|')}"
     record(folder, tokenizer)
-    done = agentrl("view", str(folder), "--html", cwd=folder)
+    done = here("view", str(folder), "--html", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "24 rollouts" in done.stdout
     return folder / "view.html"
@@ -297,9 +297,7 @@ def test_two_thousand_rollouts_of_two_thousand_tokens(browser, tmp_path, capsys)
 
 def test_left_out_rollouts_are_named(browser, tmp_path, tokenizer):
     record(tmp_path, tokenizer)
-    done = agentrl(
-        "view", str(tmp_path), "--html", "out/some.html", "--max-rollouts", "8", "--steps", "2:3", cwd=tmp_path
-    )
+    done = here("view", str(tmp_path), "--html", "out/some.html", "--max-rollouts", "8", "--steps", "2:3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "8 of 16 rollouts" in done.stdout
     window = browser.new_page()
@@ -314,10 +312,10 @@ def test_left_out_rollouts_are_named(browser, tmp_path, tokenizer):
 
 def test_terminal(tmp_path, tokenizer):
     record(tmp_path, tokenizer)
-    done = agentrl("view", str(tmp_path), "--steps", "3", "--reward-min", "1", "--limit", "1", cwd=tmp_path)
+    done = here("view", str(tmp_path), "--steps", "3", "--reward-min", "1", "--limit", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "3/1 · step 3 · task-3-0 · reward 1 · advantage +0.500" in done.stdout
     assert "a snow☃man 🙂 here" in done.stdout
     assert done.stdout.count("· step 3 ·") == 1
-    nothing = agentrl("view", str(tmp_path), "--group", "nobody", cwd=tmp_path)
+    nothing = here("view", str(tmp_path), "--group", "nobody", cwd=tmp_path)
     assert (nothing.returncode, "--group nobody" in nothing.stderr) == (2, True)
