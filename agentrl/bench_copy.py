@@ -90,8 +90,7 @@ class Broadcast:
             self._pipe.send((chunk, count))
             self._pipe.recv()  # it has its memory
             begun = time.perf_counter()
-            for _ in range(count):
-                self._group.broadcast([flat])
+            self._group.broadcast([flat] * count)
             self._pipe.recv()
             return time.perf_counter() - begun
 
@@ -116,8 +115,7 @@ def _receive(pipe: Connection, group: WeightGroup, gpu: str | None) -> None:
         flat = torch.empty(chunk, dtype=torch.uint8, device=device)
         synchronize(device)
         pipe.send("ready")
-        for _ in range(count):
-            joined.broadcast([flat])
+        joined.broadcast([flat] * count)
         synchronize(device)
         pipe.send("done")
 

@@ -97,6 +97,7 @@ class RandomLearner(Outgoing):
             if bucket is None:
                 return
             yield bucket
+            synchronize(self._device)
             self.send_s += time.perf_counter() - gathered
 
 
