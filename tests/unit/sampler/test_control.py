@@ -56,8 +56,14 @@ def from_tensors(updates: WeightUpdates, version: int, *, last: bool) -> Awaitab
     return updates.from_tensors(NAMED, version, last=last)
 
 
+def from_handles(updates: WeightUpdates, version: int, *, last: bool) -> Awaitable[None]:
+    return updates.from_handles(["rank 0", "rank 1"], version, last=last)
+
+
 @pytest.mark.parametrize("brackets", [True, False])
-@pytest.mark.parametrize(("bucket", "path"), [(from_group, "distributed"), (from_tensors, "tensor")])
+@pytest.mark.parametrize(
+    ("bucket", "path"), [(from_group, "distributed"), (from_tensors, "tensor"), (from_handles, "tensor")]
+)
 def test_both_generations_of_sglang(brackets: bool, bucket: Callable[..., Awaitable[None]], path: str) -> None:
     transport = ScriptedTransport(brackets=brackets)
 
@@ -70,6 +76,8 @@ def test_both_generations_of_sglang(brackets: bool, bucket: Callable[..., Awaita
             await bucket(updates, version, last=True)
             assert transport.bodies[UPDATES + path]["flush_cache"] is True
             assert transport.bodies[UPDATES + path]["weight_version"] == str(version)
+            if bucket is from_handles:
+                assert transport.bodies[UPDATES + path]["serialized_named_tensors"] == ["rank 0", "rank 1"]
             await updates.opened()
 
     asyncio.run(play())
