@@ -180,7 +180,7 @@ def test_kill_of_the_runner_from_outside_is_a_failure(dockerd: DockerHost, earli
             began = time.monotonic()
             with pytest.raises(SandboxFailure, match="exit status 137"):
                 await call
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 8  # the call's own limit is ten seconds
             assert not sandbox.alive
 
     play(dockerd, calls, limits={"memory_mb": 64})
@@ -288,7 +288,7 @@ def test_close_is_quick_and_a_call_under_way_fails(dockerd: DockerHost) -> None:
         await asyncio.sleep(0.3)
         began = time.monotonic()
         await asyncio.gather(sandbox.close(), sandbox.close())
-        assert time.monotonic() - began < 3  # Docker waits ten seconds for an attached stream
+        assert time.monotonic() - began < 8  # Docker waits ten seconds for an attached stream
         with pytest.raises(SandboxFailure, match="closed"):
             await call
         assert containers(dockerd.url) == []
@@ -399,7 +399,7 @@ def test_kill_of_the_daemon_in_mid_call(daemon: OwnDaemon) -> None:
         for call in running:
             with pytest.raises(SandboxFailure, match="no Docker daemon answers"):
                 await call
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 8  # the calls' own limit is ten seconds
         with pytest.raises(SandboxFailure, match="no container could be started"):
             await backend.open("session")
         await sandboxes[0].close()
