@@ -1,11 +1,14 @@
-"""SGLang on a CPU does what every engine must do; `tests/conformance` says what."""
+"""SGLang on a CPU does what every engine must do; `tests/conformance` says what. And it ends with who started it."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from conformance.control import Control
 from conformance.engine import Engine, Traits, running
@@ -15,19 +18,51 @@ from conformance.sampling import Sampling
 from conformance.syncs import Syncs
 from conformance.weights import Weights
 
-from agentrl.sampler.launch import EngineProcess, launch_sglang
-
 pytestmark = pytest.mark.sglang
 
+PARENT = """
+import pathlib, sys
+from agentrl.sampler.launch import launch_sglang
+python, folder, log = map(pathlib.Path, sys.argv[1:])
+engine = launch_sglang(folder, log=log, options={"device": "cpu"}, python=python, timeout_s=200)
+print(engine.url, engine.child.pid, flush=True)
+sys.stdin.read()
+engine.stop()
+"""
 
-def start(folder: Path, log: Path, *, python: Path) -> EngineProcess:
-    return launch_sglang(folder, log=log, options={"device": "cpu"}, python=python, timeout_s=200)
+
+class Started:
+    """A server that a process of its own has started, for the last test to kill: starting takes half a minute."""
+
+    def __init__(self, folder: Path, log: Path, *, python: Path) -> None:
+        command = [sys.executable, "-c", PARENT, *map(str, (python, folder, log))]
+        self.parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.parent.stdout is not None
+        said = self.parent.stdout.readline().split()
+        assert len(said) == 2, "its parent's errors are above"
+        self.url, self.pid = said[0], int(said[1])
+
+    def check(self) -> None:
+        assert self.parent.poll() is not None or psutil.pid_exists(self.pid)
+
+    def stop(self) -> None:
+        self.parent.communicate()
 
 
 @pytest.fixture(scope="module")
-def engine(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def started() -> list[Started]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def engine(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory, started: list[Started]) -> Iterator[Engine]:
     traits = Traits(seeds=False, refuses_unfit_weights=False, shortens_to_context=False)
-    with running(partial(start, python=sglang_python), traits, tmp_path_factory.mktemp("engine")) as engine:
+
+    def start(folder: Path, log: Path) -> Started:
+        started.append(Started(folder, log, python=sglang_python))
+        return started[0]
+
+    with running(start, traits, tmp_path_factory.mktemp("engine")) as engine:
         yield engine
 
 
@@ -53,3 +88,17 @@ class TestSyncs(Syncs):
 
 class TestThroughRouter(ThroughRouter):
     pass
+
+
+def test_nothing_is_left_when_the_parent_is_killed(engine: Engine, started: list[Started]) -> None:
+    """The last one here: it ends the server of the others."""
+    [one] = started
+    server = psutil.Process(one.pid)
+    family = [server, *server.children(recursive=True)]
+    assert any("scheduler" in process.name() + " ".join(process.cmdline()) for process in family)
+    one.parent.kill()
+    one.parent.wait()
+    deadline = time.monotonic() + 20
+    while left := [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
