@@ -15,7 +15,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 export HF_HUB_OFFLINE ?= 1
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 
-.PHONY: install install-sglang sandbox train test test-parts test-whole test-long test-sglang lint policies docs clean
+.PHONY: install install-sglang sandbox train test test-integration test-rest test-long test-sglang lint policies docs clean
 
 install: $(VENV)/.installed
 install-sglang: $(SGLANG_VENV)/.installed
@@ -49,17 +49,16 @@ sandbox:
 train: install
 	$(BIN)/agentrl train --env search_r1
 
-test: test-parts test-whole
+test: test-integration test-rest
 
 PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not gpu"
-WHOLE := tests/attacks tests/integration
 
-# What starts Ray, engines and Docker: much of its time passes waiting for processes to start.
-test-whole: install
-	$(PYTEST) $(WHOLE)
+# Much of their time passes waiting for processes to start: with -j2 the rest runs meanwhile.
+test-integration: install
+	$(PYTEST) tests/integration
 
-test-parts: install
-	$(PYTEST) tests $(WHOLE:%=--ignore=%)
+test-rest: install
+	$(PYTEST) tests --ignore=tests/integration
 
 # Long learning runs: three seeds of the main job with their controls, and the hard case.
 test-long: install
