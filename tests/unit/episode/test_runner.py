@@ -1,6 +1,7 @@
 import asyncio
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -236,6 +237,21 @@ def test_calls_of_a_turn_run_at_once_and_their_answers_are_inline(renderer):
     assert rollout.turns[0].reward == 1.25
     asked = sampler.asked[1].prompt.token_ids
     assert renderer.decode(asked).endswith("assistant\nx![ok:e:0][ok:e:1]")
+
+
+def test_calls_of_a_turn_take_their_time_once(renderer):
+    class Slow(Client):
+        async def call(self, call, *, episode_id):
+            begun = time.monotonic()
+            await asyncio.sleep(0.1)
+            taken.append(time.monotonic() - begun)
+            return await super().call(call, episode_id=episode_id)
+
+    taken = []
+    rollout, _ = play(renderer, ["x!", "done!"], Searcher, clients={"search": Slow()})
+    assert max(taken) <= rollout.tool_seconds <= rollout.seconds
+    rollout, _ = play(renderer, ["done!"], Searcher, clients={"search": Slow()})
+    assert rollout.tool_seconds == 0 < rollout.seconds
 
 
 def test_an_unknown_tool_is_answered(renderer):

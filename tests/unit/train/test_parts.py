@@ -85,6 +85,16 @@ def test_only_rollouts_with_an_advantage_are_trained_on() -> None:
     assert figures["rollout/stop/terminated"] == 1.0
 
 
+def test_seconds_in_tools_are_added_up_and_shared() -> None:
+    rollouts = [rollout("a", sample, float(sample)) for sample in range(2)]
+    rollouts[0].seconds, rollouts[0].tool_seconds = 3.0, 2.0
+    rollouts[1].seconds, rollouts[1].tool_seconds = 5.0, 0.0
+    figures = rollout_figures(rollouts, group_rollouts(rollouts), 5.0)
+    assert figures["time/tools_s"] == 2.0
+    assert figures["time/tools_share"] == 0.25
+    assert not any(key.startswith("time/") for key in rollout_figures(rollouts, group_rollouts(rollouts), None))
+
+
 def test_optimizer_steps_share_whole_groups() -> None:
     config = load_config(None, ["rollout.batch_size=4", "train.steps_per_rollout=2"])
     rollouts = [rollout(prompt, sample, float(sample)) for sample in range(2) for prompt in "abcd"]
