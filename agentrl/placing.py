@@ -41,6 +41,15 @@ def check_placement(config: Config) -> None:
         )
 
 
+def describe_placement(config: Config) -> str:
+    """Return who gets how many GPUs, for people."""
+    workers, engines, each = config.learner.workers, config.sampler.engines, engine_ranks(config.sampler)
+    of_each = f"{engines} engine{'s' if engines > 1 else ''} of {each}"
+    if config.placement.mode == "colocate":
+        return f"colocate: {workers} for the learner, in turns with {of_each}"
+    return f"disaggregate: {workers} for the learner, and {of_each}"
+
+
 def _check_shared(config: Config, device: str) -> None:
     """Refuse engines that cannot have the learner's GPUs in turns."""
     sampler, workers = config.sampler, config.learner.workers

@@ -17,7 +17,7 @@ from agentrl.errors import ConfigError, MissingError
 from agentrl.evaluation.sets import TaskChoice, check_goals, choose_tasks
 from agentrl.models.reference import check_reference, resolve_reference
 from agentrl.models.resolve import has_chat_template, resolve_model
-from agentrl.placing import check_placement, gpus_here
+from agentrl.placing import check_placement, describe_placement, gpus_here
 from agentrl.registry import env_class, make_env, make_tasks
 from agentrl.rewards.grader import check_reward
 from agentrl.sampler.gateway_process import require_router
@@ -229,6 +229,8 @@ def _describe(
     }
     if template:
         lines["template"] = template
+    if config.placement.mode != "beside":
+        lines["placement"] = describe_placement(config)
     if rollout.generate is not None:
         lines["generate"] = rollout.generate
     every = f"every {plan.eval_every} steps" if plan.eval_every else "after the last step"

@@ -9,7 +9,7 @@ from agentrl.cluster.layout import lay_out
 from agentrl.config.load import load_config
 from agentrl.config.placement import engine_ranks
 from agentrl.errors import ConfigError, MissingError
-from agentrl.placing import check_placement
+from agentrl.placing import check_placement, describe_placement
 
 SGLANG = "sampler.backend=sglang"
 TP2 = "sampler.sglang.tp_size=2"
@@ -46,6 +46,8 @@ def test_engines_in_turns_with_the_learner_lie_in_its_bundles() -> None:
     assert layout.engines == (0, 1)
     assert (layout.rank_needs, layout.engine_needs) == (single, {})
     assert layout.total == {"CPU": 5, "GPU": 5}
+    described = describe_placement(load_config(None, settings))
+    assert described == "colocate: 5 for the learner, in turns with 2 engines of 2"
 
 
 def test_engines_apart_from_the_learner_have_bundles_of_their_own() -> None:
@@ -54,6 +56,7 @@ def test_engines_apart_from_the_learner_have_bundles_of_their_own() -> None:
     assert layout.bundles == ({"CPU": 1, "GPU": 1},) * 3 + ({"GPU": 2},) * 2
     assert (layout.ranks, layout.engines) == ((0, 1, 2), (3, 4))
     assert layout.engine_needs == {"GPU": 2}
+    assert describe_placement(load_config(None, settings)) == "disaggregate: 3 for the learner, and 2 engines of 2"
     on_cpu = lay_out(load_config(None, ["sampler.engines=2", "placement.mode=disaggregate"]), "cpu")
     assert on_cpu.bundles == ({"CPU": 1},) * 3
 
