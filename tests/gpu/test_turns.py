@@ -1,4 +1,4 @@
-"""SmolLM2 in bfloat16: learner and engine have one GPU in turns. After the other tests, which use the GPU too."""
+"""SmolLM2: learner and engine have one GPU in turns. After the other tests, which use the GPU too."""
 
 from __future__ import annotations
 
