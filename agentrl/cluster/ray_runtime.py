@@ -75,6 +75,8 @@ def _options(cpus: int, store_bytes: int) -> dict[str, Any]:
     # Ray must not hide the GPUs from actors that reserve none, and prints a warning until it is told so.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Ray lowers the priority of its workers by 15, and engines are their children.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # OpenMP's threads spin while they wait for each other. With its default count (about 1 ms) a step of seconds takes
     # minutes once something else wants the cores too; without spinning it takes half as long again on free ones.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
