@@ -205,6 +205,55 @@ def test_an_engine_that_goes_during_the_push_gets_its_weights_later(tmp_path: Pa
 
 
 @pytest.mark.parametrize("router", ROUTERS)
+class Sleeper:
+    """A learner of which only its turns are asked."""
+
+    awake = True
+
+    def sleep(self) -> None:
+        self.awake = False
+
+    def wake(self) -> None:
+        self.awake = True
+
+
+def test_an_engine_that_dies_in_the_learners_turn_waits_for_its_own(tmp_path: Path, models: tuple[Path, Path]) -> None:
+    """Starting it takes the memory that the learner works with."""
+    first, second = models
+
+    async def run() -> None:
+        config = configured("placement.mode=colocate")
+        async with opened(config, first, tmp_path) as fleet:
+            stack: Any = SimpleNamespace(fleet=fleet)
+            unused: Any = None
+            learner: Any = Sleeper()
+            source = Sampling(config, stack, unused, KillingSync(second, []), unused, unused)
+            watch = Stopwatch()
+            await source.open()
+            await source.follow(learner, 1, watch)
+            assert not learner.awake
+            async with source._playing():
+                before = await play(fleet, sessions=4, turns=1, tokens=20)
+            await source.make_way(learner, watch)
+            [lost] = pids(fleet)
+            os.kill(lost, signal.SIGKILL)
+            await until(lambda: not fleet.live)
+            await fleet.ended()
+            await asyncio.sleep(0.5)
+            assert pids(fleet) == [lost], "nothing is started"
+            assert learner.awake
+            await source.follow(learner, 2, watch)
+            async with source._playing():
+                after = await play(fleet, sessions=4, turns=1, tokens=20)
+                assert not learner.awake
+            assert {generation.versions for generation in before.values()} == {((0, 1),)}
+            assert {generation.versions for generation in after.values()} == {((0, 2),)}
+            assert tokens(before) == tokens(after), "the weights are the same"
+            assert pids(fleet) != [lost]
+
+    asyncio.run(run())
+
+
 def test_attached_engines_and_the_end_of_the_last_one(tmp_path: Path, models: tuple[Path, Path], router: str) -> None:
     """Engines that run already are taken out when they stop answering, and back in once they do, with new weights."""
     first, second = models
