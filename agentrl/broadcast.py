@@ -161,10 +161,19 @@ def _end(backend: Any) -> None:
     backend.shutdown()
 
 
+def nccl_as_in_sglang() -> None:
+    """Set up NCCL in this process, before its first use here, as SGLang does in its own.
+
+    It turns cuMem allocations off. Where only one of two processes has them, the other fails to map its memory.
+    """
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+
+
 def _make(group: WeightGroup, store: Store, rank: int, timeout: timedelta) -> Any:
     if group.backend == "nccl":
         from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
+        nccl_as_in_sglang()
         options = ProcessGroupNCCL.Options()
         # Past its own limit NCCL ends the whole process, so that must never come first.
         options._timeout = 2 * timeout + timedelta(minutes=10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from agentrl.config.base import Section
 from agentrl.config.failure import FailureConfig
@@ -276,3 +276,9 @@ class ObsConfig(Section):
     stuck_s: float = Field(default=120.0, ge=0)
     """Seconds without progress before the run says what it waits for; it says so again after twice and four times as
     long. On SIGUSR1 it says so at once. 0 leaves it at that."""
+
+    @field_validator("wandb", mode="before")
+    @classmethod
+    def _off(cls, value: object) -> object:
+        """In YAML a bare ``off`` is the boolean."""
+        return "off" if value is False else value

@@ -97,7 +97,7 @@ def held_buckets(source: WeightSource, bucket_bytes: int, dtype: str | None) -> 
     plans = plan_buckets(specs, bucket_bytes)
     if not plans:
         return
-    memory = SharedMemory(max(plan.size for plan in plans), source.gathers_on)
+    memory = SharedMemory.of(max(plan.size for plan in plans), source.gathers_on)
     for plan in plans:
         bucket = RankBucket(plan, memory)
         for name, view in bucket.held():

@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from agentrl.broadcast import nccl_as_in_sglang
 from agentrl.config.learner import LearnerConfig
 from agentrl.errors import ConfigError
 
@@ -23,9 +24,13 @@ def pick_device(config: LearnerConfig, *, local_rank: int) -> torch.device:
     """
     kind = resolve_device(config)
     if kind == "cuda":
+        nccl_as_in_sglang()
         torch.cuda.set_device(local_rank)
         # cuDNN plans attention anew for every shape, and packed rows have a new one in almost every group.
         torch.backends.cuda.enable_cudnn_sdp(False)
+        if config.autocast == "bfloat16":
+            # The head's float32 products have factors that are bfloat16 numbers: TensorFloat-32 holds them exactly.
+            torch.set_float32_matmul_precision("high")
         return torch.device("cuda", local_rank)
     torch.set_num_threads(config.threads or max(1, _cores() // config.workers))
     return torch.device("cpu")

@@ -17,9 +17,18 @@ from torch.storage import TypedStorage
 
 from agentrl.errors import LearnerError
 
+_opened: dict[torch.device, SharedMemory] = {}
+"""Memory that handles were given of. torch keeps it for good (seen with 2.11 on an H200), so it is used again."""
+
 
 class SharedMemory:
-    """Bytes on a device, which other processes on it can open as tensors. They live as long as this object."""
+    """Bytes on a device, which other processes on it can open as tensors. Made by `of`."""
+
+    @classmethod
+    def of(cls, size: int, device: torch.device) -> SharedMemory:
+        """Return memory of at least ``size`` bytes; what is in it stays until the next call."""
+        kept = _opened.get(device)
+        return kept if kept is not None and len(kept.flat) >= size else cls(size, device)
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.flat = torch.empty(size, dtype=torch.uint8, device=device)
@@ -55,8 +64,7 @@ class SharedMemory:
             # Processes see different numbers of GPUs. SGLang's patch of torch takes a number or this.
             uuid = str(torch.cuda.get_device_properties(self.flat.device).uuid)
             self._shared = (uuid, *rest)
-            # torch would keep the memory until somebody else has opened it, which may never happen.
-            torch.UntypedStorage._release_ipc_counter_cuda(*rest[3:5])
+            _opened[self.flat.device] = self
         return self._shared
 
 

@@ -43,7 +43,7 @@ class SGLangClient:
         self._open: asyncio.Event | None = None
         """Cleared while the engine is paused; None: never has been."""
         self._control = Control(self._transport, url)
-        self._updates = WeightUpdates(self._control, self._paused)
+        self._updates = WeightUpdates(self._control, self._paused, lambda: self._paused() and self._flights.held)
         self._memory = EngineMemory(self._transport, self._control, self._updates)
 
     async def aclose(self) -> None:

@@ -80,10 +80,13 @@ class WeightUpdates:
     buckets aside until the last one, and says so: it stays on the old weights.
     """
 
-    def __init__(self, control: Control, paused: Callable[[], bool]) -> None:
-        """Steer the engine behind ``control``; ``paused`` tells whether it is held at the moment."""
+    def __init__(self, control: Control, paused: Callable[[], bool], holds: Callable[[], bool]) -> None:
+        """Steer the engine behind ``control``; ``paused`` tells whether it is held at the moment, and ``holds`` whether
+        it keeps requests meanwhile.
+        """
         self._control = control
         self._paused = paused
+        self._holds = holds
         self._under_way = False
         self._brackets = True
         """The engine has /begin_weight_update, as far as is known."""
@@ -152,6 +155,13 @@ class WeightUpdates:
         self._close()
         try:
             await self._settled()
+            await self._check_held()
+            await self._read(body)
+        finally:
+            self._finish()
+
+    async def _read(self, body: dict[str, Any]) -> None:
+        try:
             await self._control.call("/update_weights_from_disk", body)
             self._unfit = None
         except EngineError as error:
@@ -159,8 +169,6 @@ class WeightUpdates:
             if not isinstance(error, RefusedControl) or any(words in str(error) for words in _TOUCHED):
                 await self._doubt()
             raise
-        finally:
-            self._finish()
 
     async def from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
         """Take one bucket of weights in the request."""
@@ -191,6 +199,7 @@ class WeightUpdates:
         self._close()
         try:
             await self._settled()
+            await self._check_held()
             await self._begin()
         except BaseException:
             self._finish()
@@ -248,6 +257,21 @@ class WeightUpdates:
                 if time.monotonic() > deadline:
                     raise
             await asyncio.sleep(_SETTLE_POLL_S)
+
+    async def _check_held(self) -> None:
+        """Refuse where it would end the engine.
+
+        Before 0.5.23 SGLang ends when it is to drop its cache for new weights and a pause has left requests in it.
+        """
+        if not self._holds():
+            return
+        await self._begin()
+        if not self._brackets:
+            raise EngineError(
+                f"the engine at {self._control.url} keeps paused requests, and this SGLang cannot change weights beside "
+                "them: pause it with mode='abort', or take SGLang 0.5.23 or newer"
+            )
+        await self._control.call("/end_weight_update", {})
 
     def _finish(self) -> None:
         self._under_way = False

@@ -17,6 +17,8 @@ from agentrl.sampler.parts import Part, join, read_part
 from agentrl.sampler.transport import Refused, Transport
 from agentrl.types import FinishReason, Generation, Prompt, SamplingParams
 
+_KEEPING = ("retract", "in_place")
+"""Modes of a pause in which an engine keeps its requests."""
 _ABORT_AGAIN_S = 0.2
 
 
@@ -164,10 +166,15 @@ class Flights:
         for flight in self._under_way.values():
             flight.pause = mode
 
+    @property
+    def held(self) -> bool:
+        """Whether a paused engine keeps any, to go on with them after the pause."""
+        return any(flight.pause in _KEEPING for flight in self._under_way.values())
+
     def updated(self) -> None:
         """Take note that an engine got weights."""
         for flight in self._under_way.values():
-            flight.spans = flight.spans or flight.pause in ("retract", "in_place")
+            flight.spans = flight.spans or flight.pause in _KEEPING
 
 
 def generate_body(

@@ -39,6 +39,8 @@ class Traits:
     """How far log-probabilities may lie from those of a float32 forward pass."""
     check: str = "checksum"
     """What ``weights.check`` may be."""
+    changes_beside_held: bool = True
+    """Weights change while a pause keeps requests in the engine; otherwise the client refuses to try."""
     exact: bool = True
     """Greedy sampling says the same whatever is sampled beside it and was cached before; on a GPU near ties turn over."""
 

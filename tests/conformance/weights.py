@@ -26,7 +26,31 @@ class Weights:
 
         Tried again where the engine was so quick or so slow that no request was under way when the weights changed.
         """
+        if mode == "retract" and not engine.traits.changes_beside_held:
+            self.refused_beside_held(engine, transport)
+            return
         assert any(self.change_after(seconds, engine, mode, transport) for seconds in (0.2, 0.05, 0.6, 0.02, 2.0))
+
+    def refused_beside_held(self, engine: Engine, transport: str) -> None:
+        """The engine goes on with what it had."""
+
+        async def play(client: SGLangClient) -> Generation:
+            task = asyncio.create_task(sample(client, prompt(30), SamplingParams(max_new_tokens=400)))
+            await asyncio.sleep(0.05)
+            await client.pause("retract")
+            named = list(engine.other_model.state_dict().items())
+            disk = transport == "disk"
+            update = (
+                client.update_from_disk(engine.other, 5) if disk else client.update_from_tensors(named, 5, last=True)
+            )
+            with pytest.raises(EngineError, match="pause it with mode='abort'"):
+                await update
+            await client.resume()
+            return await task
+
+        generation = engine.drive(play)
+        assert generation.versions == ((0, 0),)
+        assert len(generation.token_ids) == 400
 
     def change_after(self, seconds: float, engine: Engine, mode: str, transport: str) -> bool:
         """Change the weights after so long; return whether a turn has tokens of both."""

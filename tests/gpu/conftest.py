@@ -119,6 +119,7 @@ def tiny(root: Path) -> AbstractContextManager[Engine]:
         shortens_to_context=False,
         tolerance=0.5,
         check="version",
+        changes_beside_held=False,  # of 0.5.17
         exact=False,
     )
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}

@@ -72,12 +72,27 @@ class PolicyModel(nn.Module):
         self, hidden_N_H: torch.Tensor, targets_N: torch.Tensor, temperature: float, entropy_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probabilities and entropies; softmax in float32 at least, whatever the head computes in."""
-        logits_N_V = self.hf.get_output_embeddings()(hidden_N_H)
-        logits_N_V = logits_N_V.to(torch.promote_types(logits_N_V.dtype, torch.float32))
+        logits_N_V = self._logits(hidden_N_H)
         log_N_V = torch.log_softmax(logits_N_V / temperature, -1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy_N = -(log_N_V.exp() * log_N_V).sum(-1)
         return -F.nll_loss(log_N_V, targets_N, reduction="none"), entropy_N
+
+    def _logits(self, hidden_N_H: torch.Tensor) -> torch.Tensor:
+        """Return logits in float32 at least.
+
+        Under autocast their factors are rounded and they are not: logits have sizes of about 20, where neighbours in
+        bfloat16 are an eighth apart, so that log-probabilities would be off by several hundredths.
+        """
+        head: Any = self.hf.get_output_embeddings()
+        device = hidden_N_H.device.type
+        if not torch.is_autocast_enabled(device):
+            logits_N_V: torch.Tensor = head(hidden_N_H)
+            return logits_N_V.to(torch.promote_types(logits_N_V.dtype, torch.float32))
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            bias = head.bias.float() if head.bias is not None else None
+            return F.linear(hidden_N_H.to(dtype).float(), head.weight.to(dtype).float(), bias)
 
 
 def load_policy(folder: Path, config: LearnerConfig, key: str = "model.path") -> PolicyModel:

@@ -45,7 +45,7 @@ class ScriptedTransport:
 
 
 def updates_of(transport: ScriptedTransport) -> WeightUpdates:
-    return WeightUpdates(Control(transport, "http://e"), lambda: True)  # type: ignore[arg-type]
+    return WeightUpdates(Control(transport, "http://e"), lambda: True, lambda: False)  # type: ignore[arg-type]
 
 
 def from_group(updates: WeightUpdates, version: int, *, last: bool) -> Awaitable[None]:
@@ -84,6 +84,26 @@ def test_both_generations_of_sglang(brackets: bool, bucket: Callable[..., Awaita
     buckets = [UPDATES + path] * 2
     new = ["/begin_weight_update", *buckets, "/end_weight_update"]
     assert transport.calls == (new * 2 if brackets else ["/begin_weight_update", *buckets, *buckets])
+
+
+@pytest.mark.parametrize("brackets", [True, False])
+def test_requests_that_a_pause_keeps_in_the_engine(brackets: bool) -> None:
+    """An SGLang that would end of it is not told anything."""
+    transport = ScriptedTransport(brackets=brackets)
+
+    async def play() -> None:
+        updates = WeightUpdates(Control(transport, "http://e"), lambda: True, lambda: True)  # type: ignore[arg-type]
+        if brackets:
+            await from_tensors(updates, 1, last=True)
+            await updates.from_disk(Path("weights"), 2)
+        else:
+            for refused in (from_tensors(updates, 1, last=True), updates.from_disk(Path("weights"), 2)):
+                with pytest.raises(EngineError, match=r"keeps paused requests.*pause it with mode='abort'"):
+                    await refused
+        await updates.opened()
+
+    asyncio.run(play())
+    assert (UPDATES + "tensor" in transport.calls) == (UPDATES + "disk" in transport.calls) == brackets
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -38,7 +38,7 @@ class ScriptedTransport:
 
 def memory_of(transport: ScriptedTransport) -> tuple[EngineMemory, WeightUpdates]:
     control = Control(transport, "http://e")  # type: ignore[arg-type]
-    updates = WeightUpdates(control, lambda: False)
+    updates = WeightUpdates(control, lambda: False, lambda: False)
     return EngineMemory(transport, control, updates), updates  # type: ignore[arg-type]
 
 
