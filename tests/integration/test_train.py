@@ -20,6 +20,12 @@ pytestmark = pytest.mark.timeout(400)
 
 TRAIN = ["train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=12", "train.save_every=2"]
 
+ENDLESS = [
+    "train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=200", "train.save_every=0",
+    "train.eval_first=false", "rollout.batch_size=4", "rollout.n_samples_per_prompt=4",
+]  # fmt: skip
+"""A run of short steps that something ends."""
+
 
 @dataclass(frozen=True)
 class Killed:
@@ -139,10 +145,7 @@ def assert_states_come_back(checkpoint: Path, folder: Path) -> None:
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
-    run = Running(
-        "train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=50", "train.save_every=0",
-        "train.eval_first=false", cwd=tmp_path,
-    )  # fmt: skip
+    run = Running(*ENDLESS, cwd=tmp_path)
     try:
         run.wait_for(lambda: len([row for row in metrics(tmp_path / "run") if "train/reward" in row]) >= 1)
         children = run.descendants()
@@ -157,10 +160,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 def test_a_tool_server_that_dies_stops_the_run_with_nothing_lost(tmp_path: Path) -> None:
-    run = Running(
-        "train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=50", "train.save_every=0",
-        "train.eval_first=false", cwd=tmp_path,
-    )  # fmt: skip
+    run = Running(*ENDLESS, cwd=tmp_path)
     try:
         run.wait_for(lambda: len([row for row in metrics(tmp_path / "run") if "train/reward" in row]) >= 1)
         [server] = [child for child in run.descendants() if {"tools", "serve", "search"} <= set(child.cmdline())]
