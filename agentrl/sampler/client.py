@@ -44,7 +44,7 @@ class SGLangClient:
         """Cleared while the engine is paused; None: never has been."""
         self._control = Control(self._transport, url)
         self._updates = WeightUpdates(self._control, self._paused, lambda: self._paused() and self._flights.held)
-        self._memory = EngineMemory(self._transport, self._control, self._updates)
+        self._memory = EngineMemory(self._control, self._updates)
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -99,8 +99,14 @@ class SGLangClient:
     # EngineControl
 
     async def healthy(self) -> bool:
-        """Return whether the engine answers."""
-        return await self._memory.healthy()
+        """Return whether the engine answers, and its scheduler does."""
+        try:
+            # Not /health, for which SGLang samples a token: that takes a second, ends an engine without memory, and 0.5.17
+            # was seen to hang right after it in an engine that had taken its memory back.
+            await self._transport.get("/server_info", retries=0)
+        except (Refused, httpx.HTTPError):
+            return False
+        return True
 
     async def pause(self, mode: str = "retract") -> None:
         """Stop sampling; see `agentrl.protocols.EngineControl`."""

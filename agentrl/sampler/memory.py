@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-import httpx
-
 from agentrl.protocols import MemoryPart
 from agentrl.sampler.control import Control, RefusedControl, WeightUpdates
-from agentrl.sampler.transport import Refused, Transport
 
 _PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
 
@@ -16,16 +13,14 @@ _PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
 class EngineMemory:
     """What of its memory an engine has given back. SGLang ends where it is told the same twice, so this remembers."""
 
-    def __init__(self, transport: Transport, control: Control, updates: WeightUpdates) -> None:
+    def __init__(self, control: Control, updates: WeightUpdates) -> None:
         """Steer the engine behind ``control``, which holds all of its memory."""
-        self._transport = transport
         self._control = control
         self._updates = updates
         self._out: set[MemoryPart] = set()
         """What it has given back, or may have."""
         self._back: asyncio.Event | None = None
         """Cleared while anything is out; None: never was."""
-        self._probe = asyncio.Lock()
 
     @property
     def out(self) -> bool:
@@ -36,16 +31,6 @@ class EngineMemory:
         """Wait until the engine has all of its memory."""
         if self._back is not None:
             await self._back.wait()
-
-    async def healthy(self) -> bool:
-        """Return whether the engine answers."""
-        try:
-            async with self._probe:
-                # For /health SGLang samples a token, which without memory ends it; /server_info asks its scheduler too.
-                await self._transport.get("/server_info" if self._out else "/health", retries=0)
-        except (Refused, httpx.HTTPError):
-            return False
-        return True
 
     async def release(self) -> None:
         """Have the engine give back what it still holds, once nothing runs on it.
@@ -62,10 +47,9 @@ class EngineMemory:
         self._back.clear()
         untouched = True
         try:
-            async with self._probe:  # a token that is sampled for /health is under way, too
-                await self._updates.idle()
-                untouched = False
-                await self._control.call("/release_memory_occupation", {"tags": missing}, once=True)
+            await self._updates.idle()
+            untouched = False
+            await self._control.call("/release_memory_occupation", {"tags": missing}, once=True)
         except BaseException as error:
             if untouched or isinstance(error, RefusedControl):
                 self._out = before

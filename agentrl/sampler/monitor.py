@@ -184,7 +184,7 @@ class Monitor:
                 # It may be this process that was busy for so long: one more chance.
                 if not await self._answers(engine, min(every, limit)):
                     tail = await asyncio.to_thread(_tail, engine)
-                    return f"it has not answered at {engine.client.url}/health for sampler.hang_s={limit:g} s{tail}"
+                    return f"it has not answered at {engine.client.url} for sampler.hang_s={limit:g} s{tail}"
                 answered = now()
 
     async def _until_unreachable(self, engine: Engine) -> str:

@@ -204,7 +204,6 @@ def test_an_engine_that_goes_during_the_push_gets_its_weights_later(tmp_path: Pa
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("router", ROUTERS)
 class Sleeper:
     """A learner of which only its turns are asked."""
 
@@ -254,6 +253,7 @@ def test_an_engine_that_dies_in_the_learners_turn_waits_for_its_own(tmp_path: Pa
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("router", ROUTERS)
 def test_attached_engines_and_the_end_of_the_last_one(tmp_path: Path, models: tuple[Path, Path], router: str) -> None:
     """Engines that run already are taken out when they stop answering, and back in once they do, with new weights."""
     first, second = models

@@ -106,8 +106,11 @@ class Endpoints:
 
     async def health(self, http: HttpRequest) -> Response:
         """Answer 200 while the engine's loop runs."""
-        alive = self.engine is not None and not self.engine.done()
-        return Response(status_code=200 if alive else 503)
+        return Response(status_code=200 if self._alive else 503)
+
+    @property
+    def _alive(self) -> bool:
+        return self.engine is not None and not self.engine.done()
 
     async def model_info(self, http: HttpRequest) -> Response:
         """Tell of the model, and the version of its weights now."""
@@ -124,7 +127,12 @@ class Endpoints:
         )
 
     async def server_info(self, http: HttpRequest) -> Response:
-        """Tell how many processes the engine has, where it computes, and that its weights change all at once."""
+        """Tell how many processes the engine has, where it computes, and that its weights change all at once.
+
+        As SGLang's, whose scheduler is asked for it, it answers while the engine's loop runs.
+        """
+        if not self._alive:
+            return Response(status_code=503)
         return _json({"tp_size": 1, "device": "cpu", "whole_updates": True})
 
     async def flush_cache(self, http: HttpRequest) -> Response:
