@@ -128,7 +128,7 @@ async def _run(session: Session, interrupt: Interrupt) -> Trainer:
             config=config,
             source=source,
             learner=learner,
-            checkpoints=Checkpoints(folder / "checkpoints", keep=config.train.keep),
+            checkpoints=Checkpoints(folder / "checkpoints", keep=config.train.keep, began_with=session.checkpoint),
             metrics=metrics,
             view=view,
             step=session.state["step"],

@@ -36,12 +36,15 @@ class Checkpoints:
     Args:
         folder: made when the first is written.
         keep: how many stay.
+        began_with: one that stays beside them: the run went on from it, and engines that are started again read its
+            model, as does the learner for the tokenizer's files of the next checkpoints.
 
     """
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
+    def __init__(self, folder: Path, *, keep: int, began_with: Path | None = None) -> None:
         self.folder = folder
         self.keep = keep
+        self.began_with = began_with
 
     def save(self, step: int, learner: LearnerGroup, state: dict[str, Any]) -> Path:
         """Write the checkpoint of ``step`` and return its folder. A kill at any moment leaves all older ones whole.
@@ -64,6 +67,8 @@ class Checkpoints:
 
     def _drop_old(self) -> None:
         for folder in whole_checkpoints(self.folder)[: -self.keep]:
+            if folder == self.began_with:
+                continue
             doomed = partial_path(folder)
             os.replace(
                 folder, doomed

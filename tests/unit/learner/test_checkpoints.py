@@ -44,6 +44,14 @@ def test_the_newest_stay_and_states_come_back(tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
 
 
+def test_the_one_that_the_run_began_with_stays(tmp_path):
+    Checkpoints(tmp_path, keep=2).save(1, FolderLearner(), {})
+    checkpoints = Checkpoints(tmp_path, keep=2, began_with=latest_checkpoint(tmp_path))
+    for step in (2, 3, 4, 5):
+        checkpoints.save(step, FolderLearner(), {})
+    assert [path.name for path in whole_checkpoints(tmp_path)] == ["step_000001", "step_000004", "step_000005"]
+
+
 def test_random_states_of_the_driver_come_back(tmp_path):
     path = Checkpoints(tmp_path, keep=1).save(1, FolderLearner(), {})
     drawn = (torch.rand(2).tolist(), np.random.rand(), random.random())
