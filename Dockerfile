@@ -19,7 +19,7 @@ RUN apt-get update \
         bubblewrap build-essential ca-certificates git libnuma1 python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
-# The newest release that is built against torch 2.11; it was run on an H200 by itself, not yet by agentrl.
+# The newest release that is built against torch 2.11; agentrl has trained with it on an H200 (docs/results.md).
 ARG SGLANG_VERSION=0.5.17
 RUN python3 -m venv /opt/sglang \
     && /opt/sglang/bin/pip install --no-cache-dir "sglang==${SGLANG_VERSION}"

@@ -142,6 +142,7 @@ async def open_stack(
         # What is there by now mostly stays. Were the collector to look through it again and again, all episodes would wait.
         gc.collect()
         gc.freeze()
+        exits.callback(gc.unfreeze)
         yield Stack(config, fleet, renderer, tools, served, servers)
 
 

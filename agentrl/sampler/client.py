@@ -101,8 +101,7 @@ class SGLangClient:
     async def healthy(self) -> bool:
         """Return whether the engine answers, and its scheduler does."""
         try:
-            # Not /health, for which SGLang samples a token: that takes a second, ends an engine without memory, and 0.5.17
-            # was seen to hang right after it in an engine that had taken its memory back.
+            # Not /health, for which SGLang samples a token: that takes a second, and ends an engine without memory.
             await self._transport.get("/server_info", retries=0)
         except (Refused, httpx.HTTPError):
             return False
