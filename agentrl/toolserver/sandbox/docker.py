@@ -58,7 +58,6 @@ class DockerSandbox(WarmSandbox):
     oom_file: Path | None
     proxy: EgressProxy | None = None
     _kills = 0
-    _kills_at = 0.0
     _killed_runner = 0
 
     async def python(self) -> tuple[int, int]:
@@ -73,7 +72,6 @@ class DockerSandbox(WarmSandbox):
         if self.oom_file is not None:
             with contextlib.suppress(OSError):  # the group goes with its container
                 self._kills = parse_count(self.oom_file.read_text(), "oom_kill")
-                self._kills_at = time.time()
         return self._kills + self._killed_runner
 
     async def _destroy(self) -> None:
@@ -90,8 +88,9 @@ class DockerSandbox(WarmSandbox):
         if state is None:
             return f"no Docker daemon answers at {self.backend.url}"
         # By now the cgroup and its count are gone. OOMKilled stays true from the first kill on, so that after earlier
-        # ones it takes the daemon's events to tell whether there was another.
-        if state["OOMKilled"] and (not self._kills or await self.backend.oom_since(self.id, self._kills_at)):
+        # ones it takes the daemon's events to tell whether there was another. It may have seen earlier ones late: their
+        # number tells, and their times do not.
+        if state["OOMKilled"] and (not self._kills or await self.backend.ooms(self.id) > self._kills):
             self._killed_runner = 1
         words = self.reader.words.decode("utf-8", "replace").strip()
         parts = [f"container {state['Status']}, exit status {state['ExitCode']}", state["Error"], words]
@@ -248,18 +247,18 @@ class DockerBackend(SandboxBackend):
                 return state
             await asyncio.sleep(0.02)
 
-    async def oom_since(self, name: str, seconds: float) -> bool:
-        """Return whether the daemon has seen memory run out in a container after a time, in seconds of the epoch."""
+    async def ooms(self, name: str) -> int:
+        """Return how often the daemon has seen memory run out in a container."""
         events = functools.partial(
             self._api.events,
-            since=f"{seconds:.6f}",
+            since="1",
             until=f"{time.time():.6f}",
             filters={"container": name, "event": "oom"},
         )
         try:
-            return bool(await self._in_thread(lambda: list(events())))
+            return len(await self._in_thread(lambda: list(events())))
         except FAULTS:
-            return False  # a failure of the daemon's then
+            return 0  # a failure of the daemon's then
 
     async def remove(self, sandbox: DockerSandbox) -> None:
         """Remove a sandbox's container; where no daemon answers, as soon as one does."""
