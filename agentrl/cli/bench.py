@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.status import Status
 from rich.table import Column, Table
 
 from agentrl.cli.options import (
@@ -125,7 +127,7 @@ async def _efficiency(arguments: argparse.Namespace, config: Config, console: Co
     passes: list[Pass] = []
     try:
         with console.status("making a model") as status:
-            async for one in measure_efficiency(config, bench, status.update):
+            async for one in measure_efficiency(config, bench, _teller(console, status)):
                 passes.append(one)
                 rate, cpu = f"{one.tokens_per_s:,.0f}", f"{one.cpu_ms_per_turn:.2f}"
                 table.add_row(str(len(passes)), one.who, f"{one.seconds:.2f}", rate, cpu)
@@ -152,7 +154,7 @@ async def _weights(arguments: argparse.Namespace, config: Config, console: Conso
     table = Table(*(Column(head, no_wrap=True) for head in heads), box=SIMPLE, padding=(0, 0, 0, 1))
     try:
         with console.status("making models") as status:
-            async for one in measure_weights(config, bench, status.update):
+            async for one in measure_weights(config, bench, _teller(console, status)):
                 times = (f"{value:.3f}" for value in (one.seconds, one.gather_s, one.send_s))
                 plain = ("", "") if one.plain is None else (f"{one.plain / 1e9:.1f}", f"{one.rate / one.plain:.2f}")
                 sizes = (one.size, one.transport, str(one.bucket_mib), f"{one.bytes / 1e9:.2f}")
@@ -231,7 +233,7 @@ def _sandbox(arguments: argparse.Namespace, console: Console) -> None:
     heads = ("what", "n", "cold ms", "open s", "p50 ms", "p99 ms", "calls/s", "wrong")
     table = Table(*(Column(head, no_wrap=True) for head in heads), box=SIMPLE, padding=(0, 0, 0, 1))
     with console.status("calling") as status:
-        for name, figure in bench.run(status.update):
+        for name, figure in bench.run(_teller(console, status)):
             row = (f"{figure.cold_ms:.0f}", f"{figure.open_s:.1f}", f"{figure.p50_ms:.1f}", f"{figure.p99_ms:.0f}")
             table.add_row(name, str(figure.sessions), *row, f"{figure.calls_per_s:.0f}", str(figure.wrong))
     console.print(table)
@@ -241,6 +243,11 @@ def _sandbox(arguments: argparse.Namespace, console: Console) -> None:
         "calling as well. Targets: bubblewrap alone over 300 calls/s on one core and p50 under 5 ms; through server and "
         "client over 200 calls/s on two cores; wrong replies none"
     )
+
+
+def _teller(console: Console, status: Status) -> Callable[[str], None]:
+    """Return what says how far a measurement is: a log gets a line where a terminal's line changes."""
+    return status.update if console.is_terminal else console.print
 
 
 def _numbers(text: str, option: str) -> list[int]:

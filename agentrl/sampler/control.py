@@ -246,7 +246,7 @@ class WeightUpdates:
         """Wait until an engine that is not paused runs nothing.
 
         SGLang stops requests whose callers have gone, but late, and loads new weights beside them. It then keeps its
-        old cache (seen with 0.5.23; 0.5.17 was not tried).
+        old cache (seen with 0.5.23).
         """
         deadline = time.monotonic() + _SETTLE_S
         while not self._paused():

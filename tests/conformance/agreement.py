@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
 
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
+from agentrl.learner.local import LocalLearnerGroup
 from agentrl.protocols import LearnerGroup
 from agentrl.sampler.client import SGLangClient
 from agentrl.types import MaskReason, Prompt, Provenance, Row, RowKey, SamplingParams
@@ -93,3 +97,33 @@ def agreement(learner: LearnerGroup, rows: Sequence[Row]) -> Agreement:
     k3 = float(np.mean(np.exp(log_ratio) - 1 - log_ratio))
     difference = np.abs(log_ratio)
     return Agreement(len(difference), float(difference.mean()), float(difference.max()), k3)
+
+
+@contextmanager
+def in_float32(learner: LocalLearnerGroup) -> Iterator[None]:
+    """Have a learner score in float32, with the weights that an engine in bfloat16 has: what differs is what that rounds.
+
+    With its own weights it would not agree: a step changes most by less than half of what bfloat16 can tell apart.
+    """
+    rank = learner.rank
+    config, precision = rank.config, torch.get_float32_matmul_precision()
+    held = [(part, part.clone()) for part in map(local, rank.model.parameters())]
+    try:
+        rank.config = config.model_copy(update={"autocast": "none"})
+        torch.set_float32_matmul_precision("highest")
+        with torch.no_grad():
+            for part, _ in held:
+                part.copy_(part.bfloat16())
+        yield
+    finally:
+        rank.config = config
+        torch.set_float32_matmul_precision(precision)
+        with torch.no_grad():
+            for part, before in held:
+                part.copy_(before)
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the part of a parameter that this process holds."""
+    part = parameter.detach()
+    return part.to_local() if isinstance(part, DTensor) else part

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import httpx
 import numpy as np
+import torch
 from engine_tiny import reference_logprobs, save_model
 from transformers import PreTrainedModel
 
@@ -36,7 +37,9 @@ class Traits:
     shortens_to_context: bool
     """A request for more tokens than fit in the context gets those that fit; otherwise it is refused."""
     tolerance: float = 1e-4
-    """How far log-probabilities may lie from those of a float32 forward pass."""
+    """How far log-probabilities may lie from those of a float32 forward pass with the weights that it has."""
+    dtype: torch.dtype = torch.float32
+    """Of its weights: what it is sent is rounded to it."""
     check: str = "checksum"
     """What ``weights.check`` may be."""
     changes_beside_held: bool = True

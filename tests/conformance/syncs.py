@@ -31,18 +31,25 @@ class ByValue(LocalBucket):
 
 
 class Learner(Outgoing):
-    """Has the weights of a model, in memory that it uses again; one change of them is one version."""
+    """Has the weights of a model, in memory that it uses again; one change of them is one version.
 
-    def __init__(self, model: PreTrainedModel, fail_at: int | None = None) -> None:
+    They are numbers that ``dtype`` knows, so that an engine computes with what the model computes with.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, fail_at: int | None = None, *, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__(NamedTensors(dict(model.named_parameters())))
         self.model = model
         self.fail_at = fail_at
+        self._dtype = dtype
 
     def change(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+                changed = parameter + 0.05 * torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(changed.to(self._dtype))
 
     def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
         for number, bucket in enumerate(held_buckets(self._source, bucket_bytes, dtype)):
@@ -57,7 +64,7 @@ class Syncs:
     @pytest.mark.parametrize("transport", TRANSPORTS)
     def test_engine_and_learner_agree_after_every_sync(self, engine: Engine, transport: str, tmp_path: Path) -> None:
         """The prompt is the same every time: its keys and values of the version before lie in the prefix cache."""
-        learner = Learner(load_model(engine.folder))
+        learner = Learner(load_model(engine.folder), dtype=engine.traits.dtype)
         ids = prompt(90, 60)
 
         async def play(client: SGLangClient) -> None:
@@ -80,7 +87,7 @@ class Syncs:
     @pytest.mark.parametrize("transport", TRANSPORTS)
     def test_half_an_update_is_never_sampled_with(self, engine: Engine, transport: str, tmp_path: Path) -> None:
         """The learner fails between two buckets: the engine has its old weights, or samples nothing until it has new."""
-        learner = Learner(load_model(engine.folder))
+        learner = Learner(load_model(engine.folder), dtype=engine.traits.dtype)
         broken = Learner(load_model(engine.other), fail_at=2)
         ids = prompt(91, 40)
 

@@ -118,6 +118,7 @@ def tiny(root: Path) -> AbstractContextManager[Engine]:
         refuses_unfit_weights=False,
         shortens_to_context=False,
         tolerance=0.5,
+        dtype=torch.bfloat16,
         check="version",
         changes_beside_held=False,  # of 0.5.17
         exact=False,
@@ -127,7 +128,7 @@ def tiny(root: Path) -> AbstractContextManager[Engine]:
     def start(folder: Path, log: Path) -> EngineProcess:
         return launch_sglang(folder, log=log, options=OPTIONS, gpus=visible_gpus()[:1], timeout_s=START_S)
 
-    return running(start, traits, root, family="llama", dtype=torch.bfloat16, **sizes)
+    return running(start, traits, root, family="llama", dtype=traits.dtype, **sizes)
 
 
 @contextmanager
@@ -202,10 +203,7 @@ def struck_run(begun: dict[str, Future[Any]], smollm2: Path) -> list[dict[str, f
 
 @pytest.fixture(scope="session")
 def learner(smollm2: Path) -> Iterator[LocalLearnerGroup]:
-    """SmolLM2 on the first GPU. It scores with weights rounded to bfloat16, as the engine has them.
-
-    In float32 it would not agree: a step changes most weights by less than half of what bfloat16 can tell apart.
-    """
+    """SmolLM2 on the first GPU; in bfloat16, as runs on a GPU have it. What it rounds is left out by `in_float32`."""
     config = LearnerConfig(device="cuda", autocast="bfloat16", optimizer=OptimizerConfig(lr=3e-5))
     learner = LocalLearnerGroup(smollm2, config, GrpoConfig(), seed=0)
     yield learner

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conformance.agreement import agreement, sample_rows
-from torch.distributed.tensor import DTensor
+from conformance.agreement import agreement, in_float32, local, sample_rows
 
 from agentrl.learner.local import LocalLearnerGroup
 from agentrl.sampler.client import SGLangClient
@@ -18,7 +17,9 @@ from agentrl.weights import make_sync
 pytestmark = pytest.mark.gpu
 
 MOST_KL = 1e-3
-"""Per token, of the engine's distribution from the learner's."""
+"""Per token, of the engine's distribution from that of a learner in float32. One under autocast rounds too, other numbers
+than the engine: that is noted beside it.
+"""
 TOKENS = 128
 
 
@@ -26,8 +27,7 @@ TOKENS = 128
 def nudge(learner: LocalLearnerGroup, sign: int) -> None:
     """Change all weights by about as much as several values that bfloat16 has between them, or back again."""
     generator = torch.Generator().manual_seed(0)
-    for parameter in learner.rank.model.parameters():
-        part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    for part in map(local, learner.rank.model.parameters()):
         noise = torch.randn(part.shape, generator=generator).to(part.device)
         part += sign * 3e-3 * noise
 
@@ -49,11 +49,14 @@ async def after_syncs(
         for version in (first, first + 1):
             await sync.push(learner, [client], version)
             rows = await sample_rows(client, prompts, tokens=TOKENS, version=version)
-            found = agreement(learner, rows)
-            figures.append(f"log-probabilities after {transport}, version {version}: {found}")
+            rounded = agreement(learner, rows)
+            with in_float32(learner):
+                found = agreement(learner, rows)
+            figures.append(f"log-probabilities after {transport}, version {version}: {found}; autocast: {rounded}")
             assert found.k3 < MOST_KL
             nudge(learner, 1 if version == first else -1)
-            changed = agreement(learner, rows)
+            with in_float32(learner):
+                changed = agreement(learner, rows)
             assert changed.k3 > 5 * found.k3, "so a sync that does nothing would be seen"
     finally:
         await sync.aclose()

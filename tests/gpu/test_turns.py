@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conformance.agreement import OneEngine, agreement, batch_of, sample_rows
+from conformance.agreement import OneEngine, agreement, batch_of, in_float32, sample_rows
 
 from agentrl.learner.local import LocalLearnerGroup
 from agentrl.obs.progress import Stopwatch
@@ -54,14 +54,16 @@ def test_learner_and_engine_have_the_gpu_in_turns(
                 await turns.to_engines(learner, lambda version=version: ipc.push(learner, [client], version), watch)
                 rows = await sample_rows(client, prompts, tokens=TOKENS, version=version)
                 await turns.to_learner(learner, watch)
-                found = agreement(learner, rows)
+                with in_float32(learner):
+                    found = agreement(learner, rows)
                 figures.append(f"log-probabilities after turn {version}: {found}")
                 assert found.k3 < MOST_KL
             await turns.to_engines(learner, lambda: ipc.push(learner, [client], 52), watch)
             await tensor.push(learner, [client], 53)
             rows = await sample_rows(client, prompts, tokens=TOKENS, version=53)
             await turns.to_learner(learner, watch)
-            found = agreement(learner, rows)
+            with in_float32(learner):
+                found = agreement(learner, rows)
             figures.append(f"log-probabilities after tensors of a sleeping learner: {found}")
             assert found.k3 < MOST_KL
             await turns.to_engines(learner, lambda: ipc.push(learner, [client], 54), watch)

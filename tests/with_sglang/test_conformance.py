@@ -17,6 +17,7 @@ from conformance.router import ThroughRouter
 from conformance.sampling import Sampling
 from conformance.syncs import Syncs
 from conformance.weights import Weights
+from packaging.version import Version
 
 pytestmark = pytest.mark.sglang
 
@@ -56,7 +57,16 @@ def started() -> list[Started]:
 
 @pytest.fixture(scope="module")
 def engine(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory, started: list[Started]) -> Iterator[Engine]:
-    traits = Traits(seeds=False, refuses_unfit_weights=False, shortens_to_context=False)
+    code = "import importlib.metadata as m; print(m.version('sglang'))"
+    release = Version(subprocess.run([sglang_python, "-c", code], capture_output=True, text=True, check=True).stdout)
+    brackets = release >= Version("0.5.23")
+    traits = Traits(
+        seeds=False,
+        refuses_unfit_weights=False,
+        shortens_to_context=False,
+        check="checksum" if brackets else "version",
+        changes_beside_held=brackets,
+    )
 
     def start(folder: Path, log: Path) -> Started:
         started.append(Started(folder, log, python=sglang_python))
