@@ -19,12 +19,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from agentrl.errors import AgentrlError
+from agentrl.errors import AgentrlError, PortInUseError
 
 PARENT_FD = "AGENTRL_PARENT_FD"
 """Environment variable with the number of the file descriptor that ends when the parent does."""
@@ -35,11 +36,36 @@ _MANY_FILES = 65536
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that nothing listens on at the moment."""
-    with socket.socket() as listener:
-        listener.bind((host, 0))
-        return int(listener.getsockname()[1])
+@contextmanager
+def held_port(host: str = "127.0.0.1", port: int = 0, *, key: str = "port") -> Iterator[int]:
+    """Keep ``port`` (0: a free one, which is returned) from everybody but a server that binds it by its number.
+
+    Both sockets have SO_REUSEADDR and this one does not listen: Linux then lets the server have the port, and gives it
+    to nobody who asks for any free one. A server may take minutes to bind it, in which many do. Other systems would
+    refuse the server too: there the port is only found.
+
+    Args:
+        host: name or IPv4 address of this machine.
+        port: 0 takes a free one.
+        key: of the configuration, for the message.
+
+    Raises:
+        PortInUseError: something else listens there.
+
+    """
+    with socket.socket() as holder:
+        # As servers do: a port whose last connections are only winding down is free.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            holder.bind((host, port))
+        except OSError as error:
+            raise PortInUseError(
+                f"{key}={port} cannot be used on {host} ({error.strerror}): set {key} to a free port, or to 0"
+            ) from error
+        held = int(holder.getsockname()[1])
+        if sys.platform != "linux":
+            holder.close()
+        yield held
 
 
 def raise_file_limit() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import EngineError, MissingError
-from agentrl.process import ChildProcess
-from agentrl.sampler.launch import LOOPBACK, EngineProcess, flags_of, held_port
+from agentrl.process import ChildProcess, held_port
+from agentrl.sampler.launch import LOOPBACK, EngineProcess, flags_of
 from agentrl.sampler.transport import Transport
 
 _OPTIONS: dict[str, Any] = {
@@ -53,7 +53,7 @@ def launch_router(log: Path, *, request_timeout_s: float, start_timeout_s: float
     require_router()
     guard = [sys.executable, "-S", str(Path(__file__).with_name("guard.py"))]
     # It cannot be told to serve no figures, and its port for them is one that others want too.
-    with held_port(LOOPBACK, 0) as port, held_port(LOOPBACK, 0) as figures:
+    with held_port(LOOPBACK) as port, held_port(LOOPBACK) as figures:
         flags = _OPTIONS | {
             "host": LOOPBACK,
             "port": port,

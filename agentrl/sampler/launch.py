@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from agentrl.errors import AgentrlError, ConfigError, EngineError, PortInUseError
-from agentrl.process import ChildProcess, answers
+from agentrl.errors import AgentrlError, ConfigError, EngineError
+from agentrl.process import ChildProcess, answers, held_port
 from agentrl.sampler import cpu_sglang
 from agentrl.sampler.interpreter import Interpreter
 from agentrl.sampler.startup import Phase, StartLog, last_error
@@ -133,7 +131,7 @@ def launch_embedded(
     begun = time.monotonic()
     port_file = log.with_name(log.name + ".port")
     port_file.unlink(missing_ok=True)
-    with held_port(host, port):
+    with held_port(host, port, key="sampler.port"):
         pass
     command += ["--host", host, "--port", str(port), "--port-file", str(port_file)]
     child = ChildProcess.start(command, log=log, name="the embedded engine", env=env, error=EngineError)
@@ -196,7 +194,7 @@ def launch_sglang(
             flags |= _dashed(cpu_sglang.OPTIONS)
     flags |= _dashed(options)
     guard = [sys.executable, "-S", str(Path(__file__).with_name("guard.py"))]
-    with held_port(host, port) as held:
+    with held_port(host, port, key="sampler.port") as held:
         server = [str(interpreter.python), "-m", "sglang.launch_server", *flags_of(flags)]
         command = [*guard, *server, "--host", host, "--port", str(held)]
         told = StartLog(log)
@@ -269,28 +267,6 @@ def _resident_bytes(pid: int) -> int:
             with contextlib.suppress(psutil.Error):
                 total += int(process.memory_info().rss)
     return total
-
-
-@contextmanager
-def held_port(host: str, port: int) -> Iterator[int]:
-    """Keep ``port`` (0: a free one, which is returned) from everybody but a server that binds it by its number.
-
-    Both sockets have SO_REUSEADDR and this one does not listen: Linux then lets the server have the port, and gives it
-    to nobody who asks for any free one. Loading a model lasts minutes, in which many do.
-
-    Raises:
-        PortInUseError: something else listens there.
-    """
-    with socket.socket() as holder:
-        # As servers do: a port whose last connections are only winding down is free.
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            holder.bind((host, port))
-        except OSError as error:
-            raise PortInUseError(
-                f"sampler.port={port} cannot be used ({error.strerror}): set sampler.port to a free port, or to 0"
-            ) from error
-        yield int(holder.getsockname()[1])
 
 
 def _dashed(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 
 from agentrl.errors import ToolFailure
-from agentrl.process import free_port
+from agentrl.process import held_port
 from agentrl.testing.contract import require
 from agentrl.tool import Tool, ToolService
 from agentrl.toolserver.service import HostedService
@@ -149,11 +149,12 @@ async def _check_service(
         await client.aclose()
     if isinstance(service, HostedService):
         options = {**options, "client": {**options.get("client", {}), "retries": 0}}
-    nobody = service.client(f"http://127.0.0.1:{free_port()}", options)
-    try:
-        answer = await nobody.call(ToolCall("lost", name, arguments), episode_id=episode_id)
-        require(False, f"{service.name} must raise ToolFailure where no server is, it gave {answer!r}")
-    except ToolFailure:
-        pass  # as it should
-    finally:
-        await nobody.aclose()
+    with held_port() as port:
+        nobody = service.client(f"http://127.0.0.1:{port}", options)
+        try:
+            answer = await nobody.call(ToolCall("lost", name, arguments), episode_id=episode_id)
+            require(False, f"{service.name} must raise ToolFailure where no server is, it gave {answer!r}")
+        except ToolFailure:
+            pass  # as it should
+        finally:
+            await nobody.aclose()

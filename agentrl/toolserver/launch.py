@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from agentrl.errors import ConfigError, PortInUseError, ToolServerError
-from agentrl.process import ChildProcess, free_port
+from agentrl.errors import ConfigError, ToolServerError
+from agentrl.process import ChildProcess, held_port
 
 _USER_ERROR = 2
 """Exit status of ``agentrl`` for the user's mistakes."""
@@ -80,36 +79,22 @@ def launch_tool(
         ConfigError: the server refused its options or the files they name.
         ToolServerError: the server died or stayed silent; with the end of its log.
     """
-    if port:
-        _check_free(host, port, name)
-    port = port or free_port(host)
-    serve = [sys.executable, "-m", "agentrl.cli.main", "tools", "serve", name]
-    child = ChildProcess.start(
-        [*serve, f"--host={host}", f"--port={port}", *arguments],
-        log=log,
-        name=f"tool server {name!r}",
-        error=ToolServerError,
-    )
-    url = f"http://{host}:{port}"
-    try:
-        child.wait_healthy(f"{url}/health", timeout_s)
-    except ToolServerError as error:
-        if child.exit_code() == _USER_ERROR:
-            raise ConfigError(str(error)) from None
-        raise
-    except BaseException:
-        child.stop()  # Ctrl-C while it starts
-        raise
-    return ToolServerProcess(child, url)
-
-
-def _check_free(host: str, port: int, name: str) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with held_port(host, port, key=f"tools.{name}.port") as held:
+        serve = [sys.executable, "-m", "agentrl.cli.main", "tools", "serve", name]
+        child = ChildProcess.start(
+            [*serve, f"--host={host}", f"--port={held}", *arguments],
+            log=log,
+            name=f"tool server {name!r}",
+            error=ToolServerError,
+        )
+        url = f"http://{host}:{held}"
         try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise PortInUseError(
-                f"port {port} on {host} cannot be used for the tool server {name!r} (tools.{name}.port): {error}; "
-                "0 takes a free one"
-            ) from None
+            child.wait_healthy(f"{url}/health", timeout_s)
+        except ToolServerError as error:
+            if child.exit_code() == _USER_ERROR:
+                raise ConfigError(str(error)) from None
+            raise
+        except BaseException:
+            child.stop()  # Ctrl-C while it starts
+            raise
+    return ToolServerProcess(child, url)

@@ -13,7 +13,7 @@ from runs import agentrl, metrics
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.errors import MissingError, RunStopped
-from agentrl.process import free_port
+from agentrl.process import held_port
 from agentrl.registry import tool_service
 from agentrl.task import Task
 from agentrl.testing import play_episode
@@ -103,12 +103,13 @@ def test_the_policy_cannot_call_the_judge(url: str) -> None:
 
 
 def test_without_a_judge_the_episode_fails_and_earns_no_zero(url: str) -> None:
-    clients = {
-        "python": tool_service("python").client(url, {}),
-        "judge": tool_service("judge").client(f"http://127.0.0.1:{free_port()}", {"client": {"retries": 0}}),
-    }
-    with pytest.raises(RunStopped, match=r"rollout\.failure\.tool=stop"):
-        play_episode(CodeContestEnv, TASK, [SQUARES], model=str(WARM), tool_clients=clients)
+    with held_port() as nobody:
+        clients = {
+            "python": tool_service("python").client(url, {}),
+            "judge": tool_service("judge").client(f"http://127.0.0.1:{nobody}", {"client": {"retries": 0}}),
+        }
+        with pytest.raises(RunStopped, match=r"rollout\.failure\.tool=stop"):
+            play_episode(CodeContestEnv, TASK, [SQUARES], model=str(WARM), tool_clients=clients)
 
 
 def test_training(url: str, tmp_path: Path) -> None:

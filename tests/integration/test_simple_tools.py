@@ -16,7 +16,7 @@ from runs import command
 from agentrl import ToolCall, ToolResult, ToolStatus
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.errors import MissingError
-from agentrl.process import ChildProcess, free_port
+from agentrl.process import ChildProcess, held_port
 from agentrl.testing import check_tool
 from agentrl.toolserver.sandbox.bubblewrap import BubblewrapBackend
 from agentrl.toolserver.service import HostedService
@@ -52,11 +52,11 @@ tools:
   counter: {{mcp: {{command: [{sys.executable}, -S, "{BARE}"], prefix: mcp_}}}}
 """
     )
-    port = free_port()
-    serve = command("tools", "serve", f"--port={port}", f"--config={folder / 'tools.yaml'}")
-    with ChildProcess.start(serve, log=folder / "log", name="the tool server") as server:
-        server.wait_healthy(f"http://127.0.0.1:{port}/health", 60)
-        yield f"http://127.0.0.1:{port}"
+    with held_port() as port:
+        serve = command("tools", "serve", f"--port={port}", f"--config={folder / 'tools.yaml'}")
+        with ChildProcess.start(serve, log=folder / "log", name="the tool server") as server:
+            server.wait_healthy(f"http://127.0.0.1:{port}/health", 60)
+            yield f"http://127.0.0.1:{port}"
 
 
 SERVICES = [

@@ -52,7 +52,7 @@ def test_a_port_in_use_names_the_key(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(PortInUseError, match=rf"port {port} .*tools\.search\.port"):
+        with pytest.raises(PortInUseError, match=rf"tools\.search\.port={port} .*tools\.search\.port to a free port"):
             launch_tool("search", [f"--corpus={corpus(tmp_path)}"], log=tmp_path / "log", port=port)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import ToolServerError
-from agentrl.process import ChildProcess, free_port
+from agentrl.errors import PortInUseError, ToolServerError
+from agentrl.process import ChildProcess, held_port
 
 SLEEPER = "from agentrl.process import exit_with_parent; exit_with_parent(); import time; time.sleep(60)"
 
@@ -63,17 +64,35 @@ def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 
 def test_a_child_that_dies_at_once_is_told_with_its_last_words(tmp_path: Path) -> None:
     with (
+        held_port() as port,
         start("import sys; print('no such corpus'); sys.exit(2)", tmp_path) as child,
         pytest.raises(ToolServerError, match=r"(?s)exit status 2.*no such corpus"),
     ):
-        child.wait_healthy(f"http://127.0.0.1:{free_port()}/health", timeout_s=20)
+        child.wait_healthy(f"http://127.0.0.1:{port}/health", timeout_s=20)
 
 
 def test_a_child_that_stays_silent_is_stopped(tmp_path: Path) -> None:
-    with start(SLEEPER, tmp_path) as child:
+    with held_port() as port, start(SLEEPER, tmp_path) as child:
         with pytest.raises(ToolServerError, match=r"does not answer at .* after 0\.2 s"):
-            child.wait_healthy(f"http://127.0.0.1:{free_port()}/health", timeout_s=0.2)
+            child.wait_healthy(f"http://127.0.0.1:{port}/health", timeout_s=0.2)
         assert not child.alive()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a server have a port that is held for it")
+def test_a_held_port_is_for_the_server_that_names_it() -> None:
+    with held_port() as port, socket.socket() as thief, socket.socket() as server:
+        with pytest.raises(OSError, match="in use"):
+            thief.bind(("127.0.0.1", port))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        with (
+            pytest.raises(PortInUseError, match=rf"some\.port={port} .*set some\.port"),
+            held_port(port=port, key="some.port"),
+        ):
+            pass
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass
 
 
 def test_a_program_that_does_not_exist(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ToolServerConfig
 from agentrl.errors import ConfigError, MissingError, PortInUseError, ToolServerError
-from agentrl.process import ChildProcess, free_port
+from agentrl.process import ChildProcess, held_port
 from agentrl.toolserver.auth import TOKEN_VARIABLE
 from agentrl.toolserver.sandbox.choice import make_backend
 from agentrl.toolserver.sandbox.unsafe import UnsafeBackend
@@ -119,11 +119,11 @@ not_a_tool = 3
 @contextmanager
 def server(folder: Path, *words: str) -> Iterator[tuple[ChildProcess, str]]:
     """Run ``agentrl tools serve`` until it answers."""
-    port = free_port()
-    command = [sys.executable, "-m", "agentrl.cli.main", "tools", "serve", *words, f"--port={port}"]
-    with ChildProcess.start(command, log=folder / "log.txt", name="server", error=ToolServerError) as child:
-        child.wait_healthy(f"http://127.0.0.1:{port}/health", 60)
-        yield child, f"http://127.0.0.1:{port}"
+    with held_port() as port:
+        command = [sys.executable, "-m", "agentrl.cli.main", "tools", "serve", *words, f"--port={port}"]
+        with ChildProcess.start(command, log=folder / "log.txt", name="server", error=ToolServerError) as child:
+            child.wait_healthy(f"http://127.0.0.1:{port}/health", 60)
+            yield child, f"http://127.0.0.1:{port}"
 
 
 async def calls_running(client: httpx.AsyncClient, count: int) -> None:

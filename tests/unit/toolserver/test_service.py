@@ -14,7 +14,7 @@ from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.schema import Config
 from agentrl.config.toolserver import ToolServerConfig
 from agentrl.errors import ConfigError, MissingError, UnknownNameError
-from agentrl.process import free_port
+from agentrl.process import held_port
 from agentrl.registry import register_tool, registered_tool, served_tools, tool_service
 from agentrl.task import TaskSet
 from agentrl.tool import tool
@@ -223,12 +223,12 @@ def test_a_run_is_checked_before_anything_starts(tmp_path, monkeypatch):
     with pytest.raises(MissingError, match="bwrap"):
         check_tools(Config.model_validate({"env": env}))
     check_tools(Config.model_validate({"env": env, **UNSAFE}))
-    url = f"http://127.0.0.1:{free_port()}"
-    elsewhere = {"test_cell": {"url": url, "options": {}}}
-    check_tools(Config.model_validate({"env": env, "tools": elsewhere}))
-    elsewhere["test_cell"]["options"] = {"shut": True}
-    with pytest.raises(ConfigError, match=r"tools\.test_cell\.options\.shut"):
+    with held_port() as port:
+        elsewhere = {"test_cell": {"url": f"http://127.0.0.1:{port}", "options": {}}}
         check_tools(Config.model_validate({"env": env, "tools": elsewhere}))
+        elsewhere["test_cell"]["options"] = {"shut": True}
+        with pytest.raises(ConfigError, match=r"tools\.test_cell\.options\.shut"):
+            check_tools(Config.model_validate({"env": env, "tools": elsewhere}))
 
 
 def test_tools_in_this_process_have_a_session_an_episode():
