@@ -38,6 +38,10 @@ if paths: subprocess.run(["rm", "-rf", *paths], stderr=subprocess.DEVNULL)
 print("dirty" if os.listdir("/work") else 6 * 7)
 """
 PROOF = "proof"
+PATIENCE = 10
+"""Times its pause, a control is given to come to something."""
+TRIES = 3
+"""Of a control. It shows that its attack can succeed; on a busy machine, what that races with may come first."""
 LACKING = (
     "Errno 38",
     "Errno 97",
@@ -92,14 +96,13 @@ async def attempt(attack: Attack, world: World, sandbox: Sandbox, opener: Sandbo
             evidence.append(_pwned(outcome.stdout))
             said = (outcome.detail + " " + outcome.stdout[-200:] + outcome.stderr[-400:]).strip()
             evidence += await _serve(attack, world, sandbox)
-            await asyncio.sleep(attack.pause_s)
+            await _pause(attack, sandbox, control=control)
             if attack.then:
                 fresh = attack.then_fresh
                 place = await exits.enter_async_context(await opener.open("fresh")) if fresh else sandbox
                 after = await place.run(Job("then", code=attack.then, stateful=attack.then_stateful, wall_s=5.0))
                 evidence.append(_pwned(after.stdout))
-            with contextlib.suppress(OSError):
-                evidence.append(_pwned((await sandbox.read_file(PROOF)).decode()))
+            evidence.append(await _proof(sandbox))
         except (SandboxFailure, LookupError, ValueError) as error:  # of a forged reply, where it can be
             evidence.append(f"the sandbox broke: {error}")
         evidence.append(world.damage())
@@ -109,6 +112,20 @@ async def attempt(attack: Attack, world: World, sandbox: Sandbox, opener: Sandbo
     if answer != "42":
         evidence.append("the next call fails")
     return Result(attack.name, control, "; ".join(filter(None, evidence)), status, said, seconds, answer)
+
+
+async def _pause(attack: Attack, sandbox: Sandbox, *, control: bool) -> None:
+    """Let what goes on in the background come to something; on a busy machine a control needs longer to."""
+    patient = control and not attack.then
+    end = time.monotonic() + attack.pause_s * (PATIENCE if patient else 1)
+    while (left := end - time.monotonic()) > 0 and not (patient and await _proof(sandbox)):  # noqa: ASYNC110
+        await asyncio.sleep(min(left, 0.1) if patient else left)
+
+
+async def _proof(sandbox: Sandbox) -> str:
+    with contextlib.suppress(OSError):
+        return _pwned((await sandbox.read_file(PROOF)).decode())
+    return ""
 
 
 async def _neighbour(attack: Attack, world: World, opener: SandboxBackend, exits: contextlib.AsyncExitStack) -> None:
@@ -161,15 +178,19 @@ async def _in_turn(
     """Try one after the other in the same sandbox, as long as that is as it was."""
     sandbox = None
     for attack in attacks:
-        if attack.fresh and sandbox is not None:
-            await sandbox.close()
-            sandbox = None
-        sandbox = sandbox or await backend.open("attacked")
-        result = await attempt(attack, world, sandbox, backend, control=control)
-        yield _lacks(attack, result) if control else result
-        if attack.hurts_itself or result.next != "42" or (control and attack.breaks_control):
-            await sandbox.close()
-            sandbox = None
+        for _ in range(TRIES if control else 1):
+            if attack.fresh and sandbox is not None:
+                await sandbox.close()
+                sandbox = None
+            sandbox = sandbox or await backend.open("attacked")
+            result = await attempt(attack, world, sandbox, backend, control=control)
+            result = _lacks(attack, result) if control else result
+            if attack.hurts_itself or result.next != "42" or (control and attack.breaks_control):
+                await sandbox.close()
+                sandbox = None
+            if result.success or result.skip:
+                break
+        yield result
 
 
 def _by_limits(attacks: Iterable[Attack]) -> list[tuple[SandboxLimits, list[Attack]]]:

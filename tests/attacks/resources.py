@@ -57,22 +57,27 @@ pwned("ran on")
         "cores of all processes together (cgroup)",
         """
 import resource
-began = time.monotonic()
-children = []
-for _ in range(12):
-    pid = os.fork()
-    if pid == 0:
-        while time.monotonic() < began + 1.0: pass
-        os._exit(0)
-    children.append(pid)
-for pid in children: os.waitpid(pid, 0)
-used = resource.getrusage(resource.RUSAGE_CHILDREN)
-cores = (used.ru_utime + used.ru_stime) / (time.monotonic() - began)
-if cores > 0.25: pwned("%.2f cores" % cores)
+def used():
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+for _ in range(3):
+    before, began = used(), time.monotonic()
+    children = []
+    for _ in range(12):
+        pid = os.fork()
+        if pid == 0:
+            while time.monotonic() < began + 1.0: pass
+            os._exit(0)
+        children.append(pid)
+    for pid in children: os.waitpid(pid, 0)
+    cores = (used() - before) / (time.monotonic() - began)
+    if cores > 0.12:
+        pwned("%.2f cores" % cores)
+        break
 """,
         Without(Defence.CPU),
         OK,
-        limits={"cpus": 0.1},
+        limits={"cpus": 0.05},
         wall_s=20,
     ),
 )
