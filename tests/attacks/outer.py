@@ -33,6 +33,9 @@ from agentrl.toolserver.sandbox.cgroup import Cgroup, CgroupError, CgroupTree, f
 MEMORY_MB = 1024
 PROCESSES = 600
 NAMESPACES = ("pid", "mnt", "net", "ipc", "uts")
+TASKS = 20
+"""What all in here together is worth in cores: on a busy machine a single task's share would be too little for some
+controls."""
 DROPPED = ("sys_time", "sys_module", "sys_boot", "sys_rawio")
 """Capabilities that no namespace holds back."""
 USR = "/usr/src"
@@ -108,10 +111,21 @@ def launch(tree: CgroupTree, module: str, *arguments: str) -> Iterator[subproces
         limits = SandboxLimits(memory_mb=MEMORY_MB, processes=PROCESSES, cpus=float(os.cpu_count() or 1))
         group = tree.create(f"attacks-{uuid.uuid4().hex[:8]}", limits, ALL_DEFENCES)
         relative = _add_hierarchies(group)
+        _weigh(group.folders, times=TASKS)
         outer = Outer(relative, tuple(map(str, group.folders)), namespaces())
         yield from _run(group, [module, str(outer), *arguments])
     finally:
+        _weigh(group.folders, times=1)
         _remove(group)
+
+
+def _weigh(folders: list[Path], times: int) -> None:
+    """Let groups, and those above them that are agentrl's, count for so many others when cores are shared out."""
+    for folder in folders:
+        for level in (folder, folder.parent, folder.parent.parent):
+            for name, usual in (("cpu.shares", 1024), ("cpu.weight", 100)):
+                if (level / name).exists():
+                    (level / name).write_text(str(times * usual))
 
 
 def _run(group: Cgroup, arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
