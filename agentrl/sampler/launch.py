@@ -135,15 +135,21 @@ def launch_embedded(
         pass
     command += ["--host", host, "--port", str(port), "--port-file", str(port_file)]
     child = ChildProcess.start(command, log=log, name="the embedded engine", env=env, error=EngineError)
-    # The engine picks a free port itself: one picked here could be somebody else's by the time it starts.
-    while not port_file.exists():
-        if not child.alive() or time.monotonic() - begun > timeout_s:
-            break
-        time.sleep(_POLL_S)
-    port = int(port_file.read_text()) if port_file.exists() else port
-    url = f"http://{host}:{port}"
+    url = f"http://{host}:{_told_port(port_file, child, begun + timeout_s) or port}"
     child.wait_healthy(f"{url}/health", timeout_s - (time.monotonic() - begun))
     return EngineProcess(url, child)
+
+
+def _told_port(port_file: Path, child: ChildProcess, deadline: float) -> int | None:
+    """Wait for the port that the engine has bound; None: it died, or the time is over.
+
+    It picks a free one itself: one picked here could be somebody else's by the time it starts.
+    """
+    while not port_file.exists():
+        if not child.alive() or time.monotonic() > deadline:
+            return None
+        time.sleep(_POLL_S)
+    return int(port_file.read_text())
 
 
 def launch_sglang(

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from agentrl.config.sandbox import SandboxLimits
 from agentrl.toolserver.sandbox.base import ALL_DEFENCES
-from agentrl.toolserver.sandbox.cgroup import Cgroup, CgroupError, CgroupTree, find_tree
+from agentrl.toolserver.sandbox.cgroup import Cgroup, CgroupError, CgroupTree, find_tree, parse_mounts
 
 MEMORY_MB = 1024
 PROCESSES = 600
@@ -97,9 +97,13 @@ def open_tree() -> Iterator[CgroupTree]:
         tree.start()
     except CgroupError as error:
         raise NoOuterWorld(str(error)) from error
+    mounts = parse_mounts(Path("/proc/self/mounts").read_text())
+    tops = [top / "agentrl" for top in (*mounts.v1.values(), mounts.v2) if top is not None]
+    _weigh(tops, times=TASKS)
     try:
         yield tree
     finally:
+        _weigh(tops, times=1)
         tree.close()
 
 
@@ -111,21 +115,19 @@ def launch(tree: CgroupTree, module: str, *arguments: str) -> Iterator[subproces
         limits = SandboxLimits(memory_mb=MEMORY_MB, processes=PROCESSES, cpus=float(os.cpu_count() or 1))
         group = tree.create(f"attacks-{uuid.uuid4().hex[:8]}", limits, ALL_DEFENCES)
         relative = _add_hierarchies(group)
-        _weigh(group.folders, times=TASKS)
+        _weigh([level for folder in group.folders for level in (folder.parent, folder)], times=TASKS)
         outer = Outer(relative, tuple(map(str, group.folders)), namespaces())
         yield from _run(group, [module, str(outer), *arguments])
     finally:
-        _weigh(group.folders, times=1)
         _remove(group)
 
 
 def _weigh(folders: list[Path], times: int) -> None:
-    """Let groups, and those above them that are agentrl's, count for so many others when cores are shared out."""
+    """Let groups count for so many others when cores are shared out."""
     for folder in folders:
-        for level in (folder, folder.parent, folder.parent.parent):
-            for name, usual in (("cpu.shares", 1024), ("cpu.weight", 100)):
-                if (level / name).exists():
-                    (level / name).write_text(str(times * usual))
+        for name, usual in (("cpu.shares", 1024), ("cpu.weight", 100)):
+            if (folder / name).exists():
+                (folder / name).write_text(str(times * usual))
 
 
 def _run(group: Cgroup, arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
