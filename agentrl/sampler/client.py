@@ -224,8 +224,12 @@ class SGLangClient:
             raise EngineError(f"the engine at {self.url} tells no version: {error}") from error
 
     async def flush(self) -> None:
-        """Drop the prefix cache."""
-        await self._control.call("/flush_cache", {})
+        """Drop the prefix cache, as soon as the engine runs nothing: it may take a request that it has answered for one still.
+
+        Raises:
+            EngineError: it is paused or gets weights, or does not become idle.
+        """
+        await self._updates.idle()
 
     def _opened(self) -> asyncio.Event:
         if self._open is None:

@@ -118,7 +118,7 @@ class WeightUpdates:
             )
 
     async def idle(self) -> None:
-        """Wait until the engine runs nothing.
+        """Wait until the engine runs nothing, and have it drop its prefix cache.
 
         Raises:
             EngineError: it is paused or gets weights, or does not become idle.

@@ -181,6 +181,20 @@ def test_weights_wait_for_requests_whose_callers_have_gone(fake: FakeSGLang, tra
     assert fake.paths() == [*["/flush_cache"] * 3, *update, "/pause_generation", *update, "/pause_generation"]
 
 
+def test_the_cache_is_dropped_once_nothing_runs_and_never_of_a_paused_engine(fake: FakeSGLang) -> None:
+    """SGLang may not have taken note yet that what it has answered has ended."""
+    fake.busy = 2
+
+    async def play(client: SGLangClient) -> None:
+        await client.flush()
+        await client.pause("retract")
+        with pytest.raises(EngineError, match="is paused"):
+            await client.flush()
+
+    fake.drive(play)
+    assert fake.paths() == [*["/flush_cache"] * 3, "/pause_generation"]
+
+
 def test_a_pause_with_abort_goes_on_with_a_second_request(fake: FakeSGLang) -> None:
     fake.held.clear()
     fake.finishes = ["abort", "length"]
