@@ -103,8 +103,12 @@ def open_tree() -> Iterator[CgroupTree]:
     try:
         yield tree
     finally:
-        _weigh(tops, times=1)
         tree.close()
+        for top in _hierarchies():
+            with contextlib.suppress(OSError):
+                (top / "agentrl" / tree.server).rmdir()
+        if not any(other for top in tops for other in top.glob("*/attacks-*")):
+            _weigh(tops, times=1)
 
 
 @contextlib.contextmanager
@@ -166,10 +170,14 @@ def _run(group: Cgroup, arguments: list[str]) -> Iterator[subprocess.Popen[str]]
             process.stdout.close()
 
 
+def _hierarchies() -> list[Path]:
+    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    return [Path(folder) for folder, kind in mounts if kind in ("cgroup", "cgroup2")]
+
+
 def _add_hierarchies(group: Cgroup) -> str:
     """Make the group in the hierarchies that have no limits of ours too: Docker joins them all. Returns its path."""
-    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    tops = [Path(folder) for folder, kind in mounts if kind in ("cgroup", "cgroup2")]
+    tops = _hierarchies()
     first = next(folder for folder in group.folders if any(folder.is_relative_to(top) for top in tops))
     relative = next(first.relative_to(top) for top in tops if first.is_relative_to(top))
     for top in tops:
@@ -188,7 +196,10 @@ def _add_hierarchies(group: Cgroup) -> str:
 
 
 def _remove(group: Cgroup) -> None:
-    """End what is left in the groups and remove them, inner ones first."""
+    """Kill the processes left in the groups and remove the groups, inner ones first.
+
+    The server's folder above them stays until `open_tree` ends: another world may be about to make its group there.
+    """
     deadline = time.monotonic() + 20
     tops = list(group.folders)
     while any(top.exists() for top in tops):
@@ -200,11 +211,6 @@ def _remove(group: Cgroup) -> None:
                             os.kill(pid, signal.SIGKILL)
                 with contextlib.suppress(OSError):
                     os.rmdir(folder)
-            # The server's and our own folder above it, where no other uses them.
-            for above in (top.parent, top.parent.parent):
-                if "agentrl" in (above.name, above.parent.name):
-                    with contextlib.suppress(OSError):
-                        above.rmdir()
         assert time.monotonic() < deadline, f"cgroups remain: {tops}"
         time.sleep(0.01)
 

@@ -181,7 +181,8 @@ class CgroupTree:
         self._v1 = {name: path for name, path in parents.items() if path != unified}
         self._v2 = unified
         self._unified_controllers = [name for name, path in parents.items() if path == unified]
-        self._server = f"{server_name()}-{next(_trees)}"  # a process may have several backends
+        self.server = f"{server_name()}-{next(_trees)}"  # a process may have several backends
+        """Name of the folder that holds the groups of this tree."""
 
     @property
     def _tops(self) -> list[Path]:
@@ -197,10 +198,10 @@ class CgroupTree:
         """
         try:
             for top in self._tops:
-                (top / self._server).mkdir(parents=True, exist_ok=True)
+                (top / self.server).mkdir(parents=True, exist_ok=True)
             if self._v2 is not None and self._unified_controllers:
                 _make_room(self._v2, self._unified_controllers)
-                for folder in (self._v2, self._v2 / "agentrl", self._v2 / "agentrl" / self._server):
+                for folder in (self._v2, self._v2 / "agentrl", self._v2 / "agentrl" / self.server):
                     _enable(folder, self._unified_controllers)
         except OSError as error:
             self.close()
@@ -235,7 +236,7 @@ class CgroupTree:
         return group
 
     def _folder(self, group: Cgroup, parent: Path, name: str) -> Path:
-        folder = parent / "agentrl" / self._server / name
+        folder = parent / "agentrl" / self.server / name
         if folder not in group.folders:
             folder.mkdir()
             group.folders.append(folder)
@@ -251,7 +252,7 @@ class CgroupTree:
 
     def close(self) -> None:
         """Remove the server's own groups, and kill what is still in them."""
-        self._end([top / self._server for top in self._tops])
+        self._end([top / self.server for top in self._tops])
 
     def _end(self, servers: list[Path]) -> None:
         folders = [folder for server in servers for folder in _groups(server)]

@@ -208,7 +208,7 @@ def test_only_what_dead_servers_have_left_is_reaped(kernel: Path) -> None:
         (kernel / "v1" / "pids" / "agentrl" / name / "box").mkdir(parents=True)
     assert tree.reap() == [dead]
     left = {path.name for path in (kernel / "v1" / "pids" / "agentrl").iterdir() if path.is_dir()}
-    assert left == {"other", f"1-2-{int(namespace) + 1}", tree._server}
+    assert left == {"other", f"1-2-{int(namespace) + 1}", tree.server}
 
 
 @pytest.fixture
