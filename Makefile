@@ -64,9 +64,9 @@ test-rest: install
 test-long: install
 	$(BIN)/python -m pytest tests -m long -s
 
-# Stock SGLang on a CPU, in an environment of its own; agentrl/sampler/cpu_sglang says how that can be.
+# Stock SGLang on a CPU, in an environment of its own; agentrl/inference/cpu_sglang says how that can be.
 SGLANG := sglang==0.5.23 torchvision==0.28.0
-SGLANG_REQUIREMENTS := agentrl/sampler/cpu_sglang/requirements.txt
+SGLANG_REQUIREMENTS := agentrl/inference/launch/cpu_sglang/requirements.txt
 
 $(SGLANG_VENV)/.installed: $(SGLANG_REQUIREMENTS)
 	@test -n "$(PYTHON)" || { echo "agentrl needs Python 3.11 or 3.12; set PYTHON=/path/to/python"; exit 2; }

@@ -1,13 +1,10 @@
 """agentrl: multi-turn agentic reinforcement learning for language models."""
 
-from agentrl.env import AsyncEnv, Env
-from agentrl.episode.agent import Agent, Chat
-from agentrl.episode.generate import uses_tools
-from agentrl.registry import make_env, register_env, register_tool, served_tools
-from agentrl.rewards.sample import Sample
-from agentrl.task import Task, TaskSet
-from agentrl.tool import Tool, ToolService, tool
-from agentrl.types import (
+from agentrl.core.env import AsyncEnv, Env
+from agentrl.core.registry import make_env, register_env, register_tool, served_tools
+from agentrl.core.task import Task, TaskSet
+from agentrl.core.tool import Tool, ToolService, tool
+from agentrl.core.types import (
     Message,
     Rewrite,
     Rollout,
@@ -18,6 +15,9 @@ from agentrl.types import (
     ToolResults,
     ToolStatus,
 )
+from agentrl.episode.chat import Agent, Chat
+from agentrl.episode.custom_loop import uses_tools
+from agentrl.rewards.sample import Sample
 
 __version__ = "0.1.0"
 

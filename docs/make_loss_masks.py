@@ -16,12 +16,12 @@ sys.path.insert(0, str(ROOT))
 from agentrl import Env, Message, Task, tool  # noqa: E402
 from agentrl.config.failure import FailureConfig  # noqa: E402
 from agentrl.config.render import RenderConfig  # noqa: E402
-from agentrl.episode.failure import FailurePolicy  # noqa: E402
+from agentrl.core.types import MaskReason, Provenance, Row, SamplingParams  # noqa: E402
+from agentrl.episode.failure_policy import FailurePolicy  # noqa: E402
 from agentrl.episode.limits import Limits  # noqa: E402
 from agentrl.episode.runner import EpisodeRunner  # noqa: E402
-from agentrl.render.choice import make_renderer  # noqa: E402
+from agentrl.render.registry import make_renderer  # noqa: E402
 from agentrl.testing import ScriptedSampler  # noqa: E402
-from agentrl.types import MaskReason, Provenance, Row, SamplingParams  # noqa: E402
 from tests.unit.render.tokenizers import qwen_tokenizer  # noqa: E402
 
 PAGE = Path(__file__).parent / "loss_masks.md"

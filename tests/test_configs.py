@@ -8,9 +8,9 @@ from agentrl.config.load import dump, known_keys, load_config, read_yaml, valida
 from agentrl.config.placement import engine_ranks
 from agentrl.config.reference import reference
 from agentrl.config.shipped import default_config, find_config, shipped_folder
-from agentrl.errors import ConfigError
-from agentrl.preflight import plan_run
-from agentrl.warmstart import warm_start_config
+from agentrl.core.errors import ConfigError
+from agentrl.train.preflight import plan_run
+from agentrl.train.warm_start import warm_start_config
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(shipped_folder().rglob("*.yaml"))

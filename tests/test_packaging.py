@@ -25,10 +25,10 @@ def test_every_package_is_listed() -> None:
 
 
 def test_every_file_of_a_new_project_is_package_data() -> None:
-    from agentrl.init import template_files
+    from agentrl.project_template import template_files
 
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["agentrl"]
-    files = [Path("init/template") / file for file in template_files()]
+    files = [Path("project_template/template") / file for file in template_files()]
     assert len(files) > 5
     for file in files:  # a pattern's * matches no hidden file
         hidden = file.name.startswith(".")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from agentrl.algo.advantages import group_relative
+from agentrl.algo.advantages.group_relative import group_relative
+from agentrl.algo.base import LossMetrics, Selected
 from agentrl.algo.kl import kl_estimate
-from agentrl.algo.loss import LossMetrics, Selected
+from agentrl.algo.losses.ppo_clip import clipped_policy_loss
 from agentrl.config.algo import GrpoConfig
 
 MAX_LOG_RATIO = 20.0
@@ -30,7 +31,7 @@ class Grpo:
         return self.config.needs_entropy
 
     def advantages(self, rewards_N: torch.Tensor, groups_N: torch.Tensor) -> torch.Tensor:
-        """See `agentrl.algo.advantages.group_relative`."""
+        """See `agentrl.algo.advantages.group_relative.group_relative`."""
         return group_relative(rewards_N, groups_N, std_normalise=self.config.std_normalise, eps=self.config.std_eps)
 
     def loss(self, logprobs_N: torch.Tensor, selected: Selected) -> tuple[torch.Tensor, LossMetrics]:
@@ -57,23 +58,6 @@ class Grpo:
             assert selected.entropy_N is not None, "the learner gave no entropies"
             loss_N = loss_N - self.config.entropy_coef * selected.entropy_N
         return (selected.weight_N * loss_N).sum(), metrics
-
-
-def clipped_policy_loss(
-    logprobs_N: torch.Tensor, old_N: torch.Tensor, advantages_N: torch.Tensor, clip_low: float, clip_high: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return PPO's loss ``-min(ρA, clip(ρ, 1 - low, 1 + high)A)`` with ``ρ = exp(logprob - old)``, and where it clips.
-
-    Source: Schulman et al., arXiv:1707.06347, equation 7; two bounds as in DAPO, arXiv:2503.14476, equation 8.
-
-    Returns:
-        loss ``[N]`` with gradient to ``logprobs_N``, and bool ``[N]``: true where clipping takes the gradient away.
-
-    """
-    ratio_N = (logprobs_N - old_N).exp()
-    plain_N = ratio_N * advantages_N
-    clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
-    return -torch.minimum(plain_N, clipped_N), (clipped_N < plain_N).detach()
 
 
 @torch.no_grad()

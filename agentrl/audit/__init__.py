@@ -1,1 +1,1 @@
-"""Saved rollouts checked again: that what would be trained on is what the policy sampled. Behind ``agentrl audit``."""
+"""Checks saved rollouts for token drift, masks and forks."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.audit.report import Fault
-from agentrl.types import MaskReason, Provenance, Rollout, Row
+from agentrl.core.types import MaskReason, Provenance, Rollout, Row
 
 Key = NDArray[np.int64]
 """``[T, 3]`` id, provenance and request of each token of a row; requests numbered over the rollout."""

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.audit.report import Fault
-from agentrl.obs.rolloutformat import ARRAYS
-from agentrl.types import MaskReason, Provenance, Row
+from agentrl.core.types import MaskReason, Provenance, Row
+from agentrl.obs.rollout_format import ARRAYS
 
 Where = NDArray[np.bool_]
 

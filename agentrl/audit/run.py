@@ -10,9 +10,9 @@ from agentrl.audit.report import Fault, Report, Violation
 from agentrl.audit.rows import row_faults
 from agentrl.audit.texts import Texts, sampled_turns
 from agentrl.batch.provenance import check_rows
-from agentrl.errors import ProvenanceError
+from agentrl.core.errors import ProvenanceError
+from agentrl.core.types import Rollout
 from agentrl.obs.rollouts import scan_rollouts
-from agentrl.types import Rollout
 
 
 def audit_files(paths: Iterable[Path], texts: Texts | None = None) -> Report:

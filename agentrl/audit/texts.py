@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from agentrl.audit.report import EXAMPLES, Drifted, Fault, Report
-from agentrl.types import Provenance, Rollout
+from agentrl.core.types import Provenance, Rollout
 
 Turns = dict[str, tuple[int, ...]]
 """The ids that each request sampled."""

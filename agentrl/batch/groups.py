@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.types import Rollout, Row
+from agentrl.core.types import Rollout, Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from agentrl.types import RowKey
+from agentrl.core.types import RowKey
 
 ProvenanceRule = Literal["strict", "warn"]
 """What follows where a batch would train on a token that no engine sampled; ``train.provenance``."""

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from agentrl.batch.loss_weights import Aggregation, row_weights
 from agentrl.batch.microbatch import GlobalBatch, MicroBatch, ProvenanceRule
 from agentrl.batch.provenance import check_temperature
-from agentrl.batch.weights import Aggregation, row_weights
-from agentrl.types import Row, RowKey
+from agentrl.core.types import Row, RowKey
 
 MULTIPLE = 8
 """Lengths of bins are multiples of this."""

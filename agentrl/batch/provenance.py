@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from agentrl.batch.microbatch import GlobalBatch, MicroBatch, ProvenanceRule
-from agentrl.errors import ProvenanceError
-from agentrl.types import MaskReason, Provenance, Row, RowKey
+from agentrl.core.errors import ProvenanceError
+from agentrl.core.types import MaskReason, Provenance, Row, RowKey
 
 _log = logging.getLogger(__name__)
 

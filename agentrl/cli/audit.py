@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from agentrl.errors import AuditError, MissingError, ModelError, UnknownNameError
-from agentrl.obs.view.source import open_run
+from agentrl.core.errors import AuditError, MissingError, ModelError, UnknownNameError
+from agentrl.obs.viewer.run_files import open_run
 
 if TYPE_CHECKING:
     from agentrl.audit.texts import Texts
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
         AuditError: there is a violation.
     """
     from agentrl.audit.run import audit_files
-    from agentrl.audit.show import example_lines, report_table
+    from agentrl.audit.table import example_lines, report_table
 
     console = Console()
     samples: Path = arguments.samples

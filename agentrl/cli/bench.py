@@ -12,14 +12,9 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Column, Table
 
-from agentrl.cli.options import (
-    add_config_arguments,
-    add_plain_config_arguments,
-    resolve_config,
-    resolve_plain_config,
-)
+from agentrl.cli.options import add_config_arguments, add_plain_config_arguments, resolve_config, resolve_plain_config
 from agentrl.config.schema import Config
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _rollout(arguments: argparse.Namespace, config: Config, console: Console) -> None:
-    from agentrl.bench import measure_rollout
+    from agentrl.bench.rollout import measure_rollout
 
     with console.status("running episodes"):
         figures = asyncio.run(measure_rollout(config, arguments.episodes))
@@ -111,7 +106,7 @@ def _rollout(arguments: argparse.Namespace, config: Config, console: Console) ->
 
 
 async def _efficiency(arguments: argparse.Namespace, config: Config, console: Console) -> None:
-    from agentrl.bench_efficiency import EfficiencyBench, Pass, efficiency, measure_efficiency
+    from agentrl.bench.efficiency import EfficiencyBench, Pass, efficiency, measure_efficiency
 
     bench = EfficiencyBench(
         size=arguments.size,
@@ -141,7 +136,7 @@ async def _efficiency(arguments: argparse.Namespace, config: Config, console: Co
 
 
 async def _weights(arguments: argparse.Namespace, config: Config, console: Console) -> None:
-    from agentrl.bench_weights import WeightsBench, measure_weights
+    from agentrl.bench.weights import WeightsBench, measure_weights
 
     bench = WeightsBench(
         sizes=arguments.sizes.split(","),
@@ -171,7 +166,7 @@ async def _weights(arguments: argparse.Namespace, config: Config, console: Conso
 
 
 def _masks(config: Config, console: Console) -> None:
-    from agentrl.bench import measure_long, measure_masks
+    from agentrl.bench.rollout import measure_long, measure_masks
 
     table = Table("episodes", "tokens", "rows tokens/s", "packing tokens/s", "check tokens/s", "all tokens/s")
     for name, figure in measure_masks(config):
@@ -198,7 +193,7 @@ def _masks(config: Config, console: Console) -> None:
 
 
 def _view(rollouts: int, tokens: int, console: Console) -> None:
-    from agentrl.obs.view.measure import measure_view
+    from agentrl.bench.viewer import measure_view
 
     with console.status("building and opening a page"):
         figures = measure_view(rollouts, tokens)
@@ -216,7 +211,7 @@ def _view(rollouts: int, tokens: int, console: Console) -> None:
 
 
 def _sandbox(arguments: argparse.Namespace, console: Console) -> None:
-    from agentrl.bench_sandbox import SandboxBench
+    from agentrl.bench.sandbox import SandboxBench
 
     bench = SandboxBench(
         backends=arguments.backends.split(","),

@@ -8,7 +8,7 @@ import inspect
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.registry import ENVS, env_class, names
+from agentrl.core.registry import ENVS, env_class, names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

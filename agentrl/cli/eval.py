@@ -12,7 +12,7 @@ from rich.console import Console
 from agentrl.cli.options import add_config_arguments, resolve_config
 from agentrl.config.load import Tree, load_config, merge, read_yaml
 from agentrl.config.schema import Config
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Evaluate a policy and print its figures."""
-    from agentrl.eval import evaluate_policy
+    from agentrl.evaluation.evaluate import evaluate_policy
     from agentrl.evaluation.result import flat_figures, report
-    from agentrl.evaluation.show import results_table
+    from agentrl.evaluation.table import results_table
 
     console = Console()
     config = checkpoint_config(arguments, console)
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def checkpoint_config(arguments: argparse.Namespace, console: Console) -> Config:
     """Return the configuration of the command line, with ``--checkpoint`` that of the run, and the checkpoint as model."""
-    from agentrl.eval import checkpoint_model, run_config_file
+    from agentrl.evaluation.evaluate import checkpoint_model, run_config_file
 
     if not arguments.checkpoint:
         return resolve_config(arguments)

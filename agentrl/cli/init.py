@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Write the project, and say how to go on."""
-    from agentrl.init import create_project
+    from agentrl.project_template import create_project
 
     files = create_project(arguments.project)
     folder = files[0].parent

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from agentrl import __version__
-from agentrl.errors import AgentrlError, RunStopped, UserError
+from agentrl.core.errors import AgentrlError, RunStopped, UserError
 
 COMMANDS: dict[str, str] = {
     "init": "write a project of your own to start from",

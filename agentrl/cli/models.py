@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
+from agentrl.core.registry import MODELS, model_folder, names
 from agentrl.models.resolve import PACKAGED, get_packaged
-from agentrl.registry import MODELS, model_folder, names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

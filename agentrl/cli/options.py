@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.config.load import Tree, load_config
 from agentrl.config.schema import Config
 from agentrl.config.shipped import default_config, find_config
-from agentrl.registry import env_class
+from agentrl.core.registry import env_class
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Sample, and print what came of it."""
-    from agentrl.rollout import SamplePlan, check_plan, sample_to_file
+    from agentrl.evaluation.sample_to_file import SamplePlan, check_plan, sample_to_file
 
     console = Console()
     config = checkpoint_config(arguments, console)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from agentrl.cli.options import add_config_arguments, resolve_config
 from agentrl.config.load import dump
-from agentrl.process import exit_with_parent
+from agentrl.core.child_process import exit_with_parent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +25,6 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         sys.stdout.write(dump(config))
         return
-    from agentrl.sft import sft
+    from agentrl.sft.run import sft
 
     sft(config, console=Console())

@@ -14,11 +14,11 @@ from rich.table import Table
 
 from agentrl.config.load import load_config
 from agentrl.config.render import RenderConfig
-from agentrl.errors import ConfigError, TemplateError
+from agentrl.core.errors import ConfigError, TemplateError
 
 if TYPE_CHECKING:
-    from agentrl.render.check import Findings
-    from agentrl.render.crossings import Crossing
+    from agentrl.render.template_check.check import Findings
+    from agentrl.render.template_check.turn_transitions import Crossing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
     from agentrl.models.load import load_tokenizer
     from agentrl.models.resolve import resolve_model
-    from agentrl.render.check import check_template
+    from agentrl.render.template_check.check import check_template
 
     path = Path(arguments.tokenizer).expanduser()
     folder = path.resolve() if path.is_dir() else resolve_model(arguments.tokenizer, "--tokenizer", fetch=False)
@@ -121,7 +121,7 @@ def _calls(findings: Findings) -> str:
 
 
 def _end_facts(findings: Findings) -> list[tuple[str, str]]:
-    from agentrl.render.check import Ending
+    from agentrl.render.template_check.check import Ending
 
     end = findings.end
     written, stops = " or ".join(end.written), " or ".join(end.stops)
@@ -149,7 +149,7 @@ def _template_does(crossing: Crossing) -> str:
 
 
 def _agentrl_does(crossing: Crossing) -> str:
-    from agentrl.render.crossings import Outcome
+    from agentrl.render.template_check.turn_transitions import Outcome
 
     words = {
         Outcome.BRIDGE: "bridge: the row goes on" + (", in other words" if crossing.exact is False else ""),

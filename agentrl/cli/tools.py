@@ -11,8 +11,8 @@ from pathlib import Path
 from agentrl.config.load import Tree, merge, parse_override
 from agentrl.config.sandbox import Backend, SandboxConfig
 from agentrl.config.toolserver import ToolServerConfig
-from agentrl.errors import UserError
-from agentrl.registry import TOOLS, names
+from agentrl.core.errors import UserError
+from agentrl.core.registry import TOOLS, names
 
 _SURVEYED: tuple[Backend, ...] = ("bubblewrap", "docker")
 """Backends that hold something back; in any other the attempts would do harm."""
@@ -98,8 +98,8 @@ def _serve(arguments: argparse.Namespace) -> None:
 def _sandbox(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from agentrl.toolserver.sandbox.canary import survey
-    from agentrl.toolserver.sandbox.choice import make_backend
+    from agentrl.sandbox.canary.check import survey
+    from agentrl.sandbox.registry import make_backend
 
     config = _sandbox_config(arguments.overrides)
     chosen = arguments.backend or _SURVEYED

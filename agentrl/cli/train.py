@@ -36,15 +36,15 @@ def run(arguments: argparse.Namespace) -> None:
         Console(stderr=True).print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
         return
     if arguments.replay is not None:
-        from agentrl.replay import check_replay
+        from agentrl.train.replay import check_replay
 
         check_replay(config, arguments.replay)
     else:
-        from agentrl.preflight import check_run
+        from agentrl.train.preflight import check_run
 
         template = check_run(config).template
         Console().print(f"template {template}", highlight=False, markup=False, soft_wrap=True)
-    from agentrl.session import run_training
+    from agentrl.train.run import run_training
 
     command = _resume_command()
     asyncio.run(
@@ -55,10 +55,10 @@ def run(arguments: argparse.Namespace) -> None:
 def _plan(config: Config, replay: Path | None) -> list[str]:
     """Return in a few lines what would run."""
     if replay is not None:
-        from agentrl.replay import check_replay
+        from agentrl.train.replay import check_replay
 
         return check_replay(config, replay)
-    from agentrl.preflight import plan_run
+    from agentrl.train.preflight import plan_run
 
     plan = plan_run(config)
     return [*plan.lines, *(f"missing here {lack}" for lack in plan.missing)]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from agentrl.errors import AgentrlError, UserError
-from agentrl.obs.view.page import Decode, build_page, describe_run, run_metrics, write_page
-from agentrl.obs.view.source import Filters, RunFiles, choose, open_run
-from agentrl.obs.view.terminal import legend, newest, rollout_view, steps_table, tokens_table
-from agentrl.types import StopReason
+from agentrl.core.errors import AgentrlError, UserError
+from agentrl.core.types import StopReason
+from agentrl.obs.viewer.page import Decode, build_page, describe_run, run_metrics, write_page
+from agentrl.obs.viewer.run_files import Filters, RunFiles, choose, open_run
+from agentrl.obs.viewer.terminal import legend, newest, rollout_view, steps_table, tokens_table
 
 MOST = 2000
 """Rollouts in a page without ``--max-rollouts``."""
@@ -128,7 +128,7 @@ def _page(files: RunFiles, filters: Filters, arguments: argparse.Namespace, cons
 
 def load_decode(files: RunFiles) -> Decode | str:
     """Return what gives tokens their text: the tokenizer of the newest checkpoint, or of ``model.path``; or why none."""
-    from agentrl.models.tokentext import TOKENIZER_FILE, token_decoder
+    from agentrl.models.token_text import TOKENIZER_FILE, token_decoder
 
     found = sorted(files.folder.glob(f"checkpoints/*/model/{TOKENIZER_FILE}")) if files.folder.is_dir() else []
     path = (files.config.get("model") or {}).get("path")

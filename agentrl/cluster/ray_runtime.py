@@ -10,8 +10,8 @@ from typing import Any
 
 import ray
 
-from agentrl.cluster.address import running_address
-from agentrl.errors import LearnerError
+from agentrl.cluster.ray_address import running_address
+from agentrl.core.errors import LearnerError
 
 _STORE_BYTES = 256 << 20
 """Least size of the object store. Batches and weights pass through it; pages that nothing wrote cost no memory."""

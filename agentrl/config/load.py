@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from agentrl.config.schema import Config
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
 
 Tree = dict[str, Any]
 

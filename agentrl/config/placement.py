@@ -6,7 +6,7 @@ from typing import Literal
 
 from agentrl.config.base import Section
 from agentrl.config.sections import SamplerConfig
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
 
 Mode = Literal["beside", "colocate", "disaggregate"]
 """See `PlacementConfig.mode`."""

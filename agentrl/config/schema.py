@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.base import Section
+from agentrl.config.checks import transport_fault
 from agentrl.config.data import DataConfig
 from agentrl.config.evaluation import EvalConfig
 from agentrl.config.learner import LearnerConfig
@@ -29,8 +30,7 @@ from agentrl.config.sections import (
     WeightsConfig,
 )
 from agentrl.config.sft import SftConfig
-from agentrl.config.transport import transport_fault
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
 
 
 class Config(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
 
 
 def shipped_folder() -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
 
 SUFFIXES = (".jsonl", ".parquet")
 """The formats that can be read."""

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from agentrl.config.data import DataConfig
+from agentrl.core.errors import ConfigError, unknown_name
+from agentrl.core.task import Task, TaskSet
+from agentrl.core.types import Message, Role
 from agentrl.data.rows import Row, read_rows
-from agentrl.errors import ConfigError, unknown_name
-from agentrl.task import Task, TaskSet
-from agentrl.types import Message, Role
 
 _ROLES = get_args(Role)
 

@@ -8,12 +8,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from agentrl.episode.services import Services
+from agentrl.core.errors import AgentrlError, TaskError
+from agentrl.core.tool import Tool
+from agentrl.core.types import FinishReason, Fork, ForkReason, Generation, Message, Prompt, StopReason, ToolCall, Turn
+from agentrl.episode.context import Services
 from agentrl.episode.state import EpisodeState
-from agentrl.errors import AgentrlError, TaskError
 from agentrl.obs.waiting import waiting
-from agentrl.tool import Tool
-from agentrl.types import FinishReason, Fork, ForkReason, Generation, Message, Prompt, StopReason, ToolCall, Turn
 
 _log = logging.getLogger(__name__)
 

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from agentrl.episode.toolcalls import ToolRunner
+from agentrl.core.tool import CallTool
+from agentrl.core.types import Rollout
+from agentrl.episode.tool_calls import ToolRunner
 from agentrl.obs.waiting import waiting
-from agentrl.protocols import CallTool, Grader
-from agentrl.types import Rollout
+from agentrl.rewards.base import Grader
 
 
 @dataclass(frozen=True, slots=True)

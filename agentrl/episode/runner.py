@@ -10,22 +10,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from agentrl.env import Env
-from agentrl.episode.agent import Agent
-from agentrl.episode.failure import FailurePolicy
-from agentrl.episode.generate import Generate, play_generate
+from agentrl.core.env import Env
+from agentrl.core.errors import EpisodeError, RunStopped
+from agentrl.core.sampler import Sampler
+from agentrl.core.task import Task
+from agentrl.core.tool import Tool, ToolClient
+from agentrl.core.types import Failure, Rollout, SamplingParams, StopReason
+from agentrl.episode.chat import Agent
+from agentrl.episode.context import Services
+from agentrl.episode.custom_loop import Generate, play_generate
+from agentrl.episode.environment_episode import Episode
+from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.grading import Grading, Played
 from agentrl.episode.limits import Limits
-from agentrl.episode.outcome import as_rollout
-from agentrl.episode.play import Episode
-from agentrl.episode.services import Services
+from agentrl.episode.result import as_rollout
 from agentrl.episode.state import EpisodeState
-from agentrl.episode.toolcalls import ToolRunner
-from agentrl.errors import EpisodeError, RunStopped
-from agentrl.protocols import Grader, Renderer, Sampler, ToolClient
-from agentrl.task import Task
-from agentrl.tool import Tool
-from agentrl.types import Failure, Rollout, SamplingParams, StopReason
+from agentrl.episode.tool_calls import ToolRunner
+from agentrl.render.base import Renderer
+from agentrl.rewards.base import Grader
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.core.types import CallStatus, ForkReason, Message, ToolCall, Turn, json_state
 from agentrl.episode.trajectory import Trajectory
-from agentrl.obs.rolloutformat import turn_from_dict, turn_to_dict
-from agentrl.types import CallStatus, ForkReason, Message, ToolCall, Turn, json_state
+from agentrl.obs.rollout_format import turn_from_dict, turn_to_dict
 
 
 @dataclass(slots=True, eq=False)

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.episode.graph import ROOT, Node, TokenGraph, node_from_dict, node_to_dict
-from agentrl.errors import SamplerError
-from agentrl.types import ForkReason, Generation, Provenance, Row
+from agentrl.core.errors import SamplerError
+from agentrl.core.types import ForkReason, Generation, Provenance, Row
+from agentrl.episode.token_graph import ROOT, Node, TokenGraph, node_from_dict, node_to_dict
 
 _NO_LOGPROBS = np.zeros(0, np.float32)
 _NO_VERSIONS = np.zeros(0, np.int32)

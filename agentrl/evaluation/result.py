@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl.evaluation.figures import Figures, flat, nested
+from agentrl.core.types import Rollout
+from agentrl.evaluation.metrics import Figures, flat, nested
 from agentrl.evaluation.sets import TaskChoice
-from agentrl.types import Rollout
 
 
 @dataclass(frozen=True, slots=True)

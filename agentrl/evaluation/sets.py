@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from agentrl.config.evaluation import EvalSet
 from agentrl.config.schema import Config
-from agentrl.data import read_tasks
-from agentrl.errors import ConfigError
-from agentrl.task import Task, TaskSet
+from agentrl.core.errors import ConfigError
+from agentrl.core.task import Task, TaskSet
+from agentrl.data.tasks import read_tasks
 
 
 @dataclass(frozen=True, slots=True)

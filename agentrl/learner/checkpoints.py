@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentrl.errors import CheckpointError
-from agentrl.learner.files import PARTIAL, partial_path, publish
-from agentrl.protocols import LearnerGroup
+from agentrl.core.atomic_files import PARTIAL, partial_path, publish
+from agentrl.core.errors import CheckpointError
+from agentrl.learner.base import LearnerGroup
 
 STATE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")

@@ -6,9 +6,9 @@ import os
 
 import torch
 
-from agentrl.broadcast import nccl_as_in_sglang
 from agentrl.config.learner import LearnerConfig
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
+from agentrl.distributed.broadcast_group import nccl_as_in_sglang
 
 
 def pick_device(config: LearnerConfig, *, local_rank: int) -> torch.device:

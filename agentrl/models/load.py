@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.errors import ModelError
+from agentrl.core.errors import ModelError
 
 if TYPE_CHECKING:
     import torch

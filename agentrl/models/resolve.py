@@ -11,8 +11,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from agentrl.errors import MissingError, ModelError
-from agentrl.registry import MODELS, model_folder, names
+from agentrl.core.errors import MissingError, ModelError
+from agentrl.core.registry import MODELS, model_folder, names
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 PACKAGED = ("smollm2-135m",)

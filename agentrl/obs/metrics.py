@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from agentrl.core.types import Rollout
 from agentrl.obs.trackers import Tracker, sample_table
-from agentrl.types import Rollout
 
 
 class MetricsLog:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.errors import ConfigError
-from agentrl.obs.rolloutformat import ARRAYS, rollout_from_dict, rollout_to_dict
-from agentrl.types import Rollout
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Rollout
+from agentrl.obs.rollout_format import ARRAYS, rollout_from_dict, rollout_to_dict
 
 AS_JSON = ("label", "metadata")
 """Columns of any shape, kept as JSON text."""

@@ -19,10 +19,10 @@ from typing import Any, Literal
 
 import orjson
 
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Rollout
 from agentrl.obs.parquet import iter_parquet, read_parquet, write_parquet
-from agentrl.obs.rolloutformat import decode_rollout, encode_rollout, rollout_from_dict, row_checksum
-from agentrl.types import Rollout
+from agentrl.obs.rollout_format import decode_rollout, encode_rollout, rollout_from_dict, row_checksum
 
 Keep = Literal["all", "first", "none"]
 """Which of a step's rollouts are written: all, those of the step's first task, or none."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
 from agentrl.obs.trackers import COLUMNS
 
 Mode = Literal["online", "offline"]

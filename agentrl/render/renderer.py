@@ -9,12 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from agentrl.errors import ConfigError, ModelError
+from agentrl.core.errors import ConfigError, ModelError
+from agentrl.core.tool import Tool, checked_call
+from agentrl.core.types import Fork, ForkReason, Message, Prompt, ToolCall
 from agentrl.render.formats.base import EndsFreely, Format
-from agentrl.render.literal import LiteralEncoder, unicode_json, unicode_text
 from agentrl.render.parsers.base import THINK, THINK_END, CallParser, Piece, split_markers, spoken, unreadable
-from agentrl.tool import Tool, checked_call
-from agentrl.types import Fork, ForkReason, Message, Prompt, ToolCall
+from agentrl.render.special_token_escaping import LiteralEncoder, unicode_json, unicode_text
 
 _OPENER_TOKENS = 16
 """More than ``<think>`` and the space after it can have, in any tokenizer."""

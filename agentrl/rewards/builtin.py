@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from agentrl.rewards import answers, mathematics
+from agentrl.rewards import answers
+from agentrl.rewards import math_equivalence as mathematics
 from agentrl.rewards.numbers import Number, last_number, same_number
 from agentrl.rewards.sample import Sample
 

@@ -9,21 +9,21 @@ from typing import Any
 
 from agentrl.config.reward import RewardConfig
 from agentrl.config.schema import Config
-from agentrl.errors import ConfigError, RunStopped, SandboxFailure, ToolFailure
+from agentrl.core.errors import ConfigError, RunStopped, SandboxFailure, ToolFailure
+from agentrl.core.imports import describe
+from agentrl.core.registry import REWARDS, names, reward_function
+from agentrl.core.tool import CallTool
+from agentrl.core.types import Failure, FailureKind, Rollout
 from agentrl.obs.waiting import waiting
-from agentrl.protocols import CallTool
-from agentrl.registry import REWARDS, names, reward_function
-from agentrl.resolve import describe
-from agentrl.rewards.call import RewardCall
+from agentrl.rewards.function_runner import RewardCall
 from agentrl.rewards.sample import Sample
-from agentrl.types import Failure, FailureKind, Rollout
 
 _SHOWN = 400
 """Characters of a prompt or response in a message."""
 
 
 class RewardGrader:
-    """Implements `agentrl.protocols.Grader` with ``reward.function``; made by `make_grader`."""
+    """Implements `agentrl.rewards.base.Grader` with ``reward.function``; made by `make_grader`."""
 
     def __init__(self, config: RewardConfig) -> None:
         assert config.function is not None

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.errors import ToolFailure
-from agentrl.protocols import CallTool
-from agentrl.types import Rollout, StopReason, ToolResult, Turn
+from agentrl.core.errors import ToolFailure
+from agentrl.core.tool import CallTool
+from agentrl.core.types import Rollout, StopReason, ToolResult, Turn
 
 
 @dataclass(frozen=True, slots=True)

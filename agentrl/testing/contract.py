@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.errors import UserError
+from agentrl.core.errors import UserError
 
 
 class ContractError(UserError, AssertionError):

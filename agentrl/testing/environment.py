@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 
-from agentrl.env import Env, Step
-from agentrl.errors import AgentrlError
-from agentrl.task import Task
-from agentrl.testing.contract import require
-from agentrl.types import (
+from agentrl.core.env import Env, Step
+from agentrl.core.errors import AgentrlError
+from agentrl.core.task import Task
+from agentrl.core.types import (
     Action,
     Info,
     Message,
@@ -27,6 +26,7 @@ from agentrl.types import (
     ToolResults,
     ToolStatus,
 )
+from agentrl.testing.contract import require
 
 Respond = Callable[[ToolCall], ToolResult]
 """Runs a tool call, such as ``SearchService.local(…)``."""

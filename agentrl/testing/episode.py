@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from agentrl.config.failure import FailureConfig
-from agentrl.env import Env
-from agentrl.episode.failure import FailurePolicy
+from agentrl.core.env import Env
+from agentrl.core.task import Task
+from agentrl.core.tool import ToolClient
+from agentrl.core.types import Rollout, SamplingParams
+from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner
-from agentrl.protocols import ToolClient
-from agentrl.task import Task
 from agentrl.testing.sampler import Script, ScriptedSampler
-from agentrl.types import Rollout, SamplingParams
 
 
 def play_episode(
@@ -48,7 +48,7 @@ def play_episode(
     # Only this needs transformers, and loading it takes seconds.
     from agentrl.models.load import load_tokenizer
     from agentrl.models.resolve import resolve_model
-    from agentrl.render.choice import make_renderer
+    from agentrl.render.registry import make_renderer
 
     renderer = make_renderer(load_tokenizer(resolve_model(model)))
     stop = dict.fromkeys(("policy", "sampler", "environment", "tool", "sandbox", "task"), "stop")

@@ -7,21 +7,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.errors import CheckpointError, LearnerError
+from agentrl.core.errors import CheckpointError, LearnerError
 
 if TYPE_CHECKING:
     import torch
 
     from agentrl.batch.microbatch import GlobalBatch
-    from agentrl.learner.outgoing import Outgoing
-    from agentrl.protocols import HeldBucket, WeightGroup
-    from agentrl.types import RowKey
+    from agentrl.core.types import RowKey
+    from agentrl.distributed.base import WeightGroup
+    from agentrl.learner.base import HeldBucket
+    from agentrl.learner.export.single_process import Outgoing
 
 _FILE = "fake_learner.json"
 
 
 class FakeLearner:
-    """Implements `agentrl.protocols.LearnerGroup`. Its log-probabilities are the sampler's own, its reference's too."""
+    """Implements `agentrl.learner.base.LearnerGroup`. Its log-probabilities are the sampler's own, its reference's too."""
 
     def __init__(
         self,
@@ -89,8 +90,8 @@ class FakeLearner:
 
     def _weights(self) -> Outgoing:
         if self._outgoing is None:
-            from agentrl.learner.bucket import NamedTensors
-            from agentrl.learner.outgoing import Outgoing
+            from agentrl.learner.export.bucket import NamedTensors
+            from agentrl.learner.export.single_process import Outgoing
 
             self._outgoing = Outgoing(NamedTensors(self._named))
         return self._outgoing

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentrl.types import FinishReason, Generation, Prompt, SamplingParams
+from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ Script = Callable[[Asked], Answer] | Sequence[Answer] | Mapping[str, Sequence[An
 
 
 class ScriptedSampler:
-    """Implements `agentrl.protocols.Sampler` without a model.
+    """Implements `agentrl.core.sampler.Sampler` without a model.
 
     A text that ends with none of the request's stop strings gets the end token, as a policy would have to say it.
     Log-probabilities are drawn from a generator seeded by session and turn: they do not depend on who asks first.

@@ -11,12 +11,12 @@ from typing import Any
 
 import jsonschema
 
-from agentrl.errors import ToolFailure
-from agentrl.process import held_port
+from agentrl.core.child_process import held_port
+from agentrl.core.errors import ToolFailure
+from agentrl.core.tool import Tool, ToolService
+from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.testing.contract import require
-from agentrl.tool import Tool, ToolService
 from agentrl.toolserver.service import HostedService
-from agentrl.types import ToolCall, ToolResult, ToolStatus
 
 _NO_SUCH_ARGUMENT = {"no_such_argument_": 1}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from agentrl.errors import ConfigError, ToolServerError
-from agentrl.process import ChildProcess, held_port
+from agentrl.core.child_process import ChildProcess, held_port
+from agentrl.core.errors import ConfigError, ToolServerError
 
 _USER_ERROR = 2
 """Exit status of ``agentrl`` for the user's mistakes."""

@@ -14,8 +14,8 @@ from agentrl.config.base import Section
 from agentrl.config.load import Tree, merge, parse_override, read_yaml
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ClientConfig, ServerConfig, ToolServerConfig
-from agentrl.errors import ConfigError
-from agentrl.registry import TOOLS, names
+from agentrl.core.errors import ConfigError
+from agentrl.core.registry import TOOLS, names
 
 S = TypeVar("S", bound=Section)
 

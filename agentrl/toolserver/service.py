@@ -18,16 +18,16 @@ import yaml
 from agentrl.config.base import Section
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ToolServerConfig
-from agentrl.errors import ConfigError, MissingError
-from agentrl.registry import registered_tool
-from agentrl.tool import Tool, ToolService
-from agentrl.toolserver.hosted import HostedTool, PlainTool
+from agentrl.core.errors import ConfigError, MissingError
+from agentrl.core.registry import registered_tool
+from agentrl.core.tool import Tool, ToolService
+from agentrl.toolserver.hosted_tool import HostedTool, PlainTool
 from agentrl.toolserver.options import RunOptions, make_server_config, read_options, read_section
 
 if TYPE_CHECKING:
-    from agentrl.protocols import ToolClient
-    from agentrl.task import TaskSet
-    from agentrl.toolserver.local import LocalTools
+    from agentrl.core.task import TaskSet
+    from agentrl.core.tool import ToolClient
+    from agentrl.toolserver.in_process import LocalTools
 
 _LOCAL: dict[tuple[type[HostedService], str, str], LocalTools] = {}
 _DOCKER_SOCKET = "unix:///var/run/docker.sock"
@@ -110,7 +110,7 @@ class HostedService(ToolService):
 
     def client(self, url: str, options: Mapping[str, Any]) -> ToolClient:
         """Return a client of one server, or of several whose addresses are separated by commas."""
-        from agentrl.toolserver.client import ToolServerClient
+        from agentrl.toolserver.client.client import ToolServerClient
 
         parsed = self._read(options)
         config = parsed.client
@@ -130,7 +130,7 @@ class HostedService(ToolService):
         Calls are of one episode until ``end_episode`` is called on what is returned. The same options give the same
         function: a sandbox's backend is started and tried once in a process.
         """
-        from agentrl.toolserver.local import LocalTools
+        from agentrl.toolserver.in_process import LocalTools
 
         service = cls()
         service.check(options or {})
@@ -191,7 +191,7 @@ def make_tools(config: ToolServerConfig) -> list[HostedTool]:
 
 def _make(name: str, options: Mapping[str, Any]) -> Sequence[HostedTool]:
     if _is_mcp(options):
-        from agentrl.toolserver.mcp_client import mcp_service
+        from agentrl.toolserver.mcp.client import mcp_service
 
         return mcp_service(name).make(options["mcp"])
     service = find_service(name)
@@ -221,7 +221,7 @@ def serve(config: ToolServerConfig, *, host: str, port: int) -> None:
         PortInUseError: something else listens on the port.
 
     """
-    from agentrl.toolserver.server import serve_tools
+    from agentrl.toolserver.server.server import serve_tools
 
     tools = make_tools(config)
     serve_tools(tools, config, host=host, port=port, sandboxed=needs_sandbox(config))

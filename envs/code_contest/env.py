@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 from agentrl import Env, Message, Task, Tool, ToolCall, ToolCalls, ToolResult, ToolResults, ToolStatus, served_tools
-from agentrl.env import Step
-from agentrl.errors import ConfigError, TaskError, ToolFailure
-from agentrl.types import Action, CallStatus, Info, Observation
+from agentrl.core.env import Step
+from agentrl.core.errors import ConfigError, TaskError, ToolFailure
+from agentrl.core.types import Action, CallStatus, Info, Observation
 
 from .hidden import hidden_tests
 from .program import can_be_sent, program_in

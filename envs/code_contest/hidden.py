@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, TypeAdapter, ValidationError
 
-from agentrl.errors import TaskError
-from agentrl.task import Task
+from agentrl.core.errors import TaskError
+from agentrl.core.task import Task
 
 
 @dataclass(frozen=True, slots=True)

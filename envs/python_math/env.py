@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from agentrl import Env, Message, Task, ToolCall, ToolCalls, ToolResult, ToolResults, ToolStatus, served_tools
-from agentrl.env import Step
-from agentrl.errors import ConfigError, TaskError
+from agentrl.core.env import Step
+from agentrl.core.errors import ConfigError, TaskError
+from agentrl.core.types import Action, CallStatus, Info, Observation
 from agentrl.rewards import answer_text, last_boxed
-from agentrl.types import Action, CallStatus, Info, Observation
 
 from .scoring import same_answer
 

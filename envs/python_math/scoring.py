@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from agentrl.rewards import last_boxed, last_number, same_number
-from agentrl.rewards.mathematics import equivalent
+from agentrl.rewards.math_equivalence import equivalent
 
 _NUMERAL = re.compile(r"\s*\$?\s*[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?\s*\$?\s*")
 """A bare number, of which nothing but its value can be meant."""

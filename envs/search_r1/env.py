@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from agentrl import Env, Message, Task, ToolCall, ToolCalls, ToolResult, ToolResults, ToolStatus
-from agentrl.env import Step
-from agentrl.errors import ConfigError, TaskError
+from agentrl.core.env import Step
+from agentrl.core.errors import ConfigError, TaskError
+from agentrl.core.types import Action, Info, Observation
 from agentrl.rewards import exact_match
-from agentrl.types import Action, Info, Observation
 
 from .protocol import INVALID_ACTION, PROMPT, STOP, documents, information, parse
 

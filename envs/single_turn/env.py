@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from agentrl import Env
-from agentrl.env import Step
-from agentrl.types import Action
+from agentrl.core.env import Step
+from agentrl.core.types import Action
 
 
 class SingleTurnEnv(Env):

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from agentrl_envs.search_r1.protocol import PROMPT
 
 from agentrl import Env, Message, Task, register_env
-from agentrl.env import Step
-from agentrl.types import Action, Info, Observation
+from agentrl.core.env import Step
+from agentrl.core.types import Action, Info, Observation
 
 LINKS = {
     "spouse": "is married to",

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 from agentrl_envs.search_r1.protocol import PROMPT
 
 from agentrl import Env, Message, Task, Tool, ToolCall, ToolCalls, ToolResults, ToolStatus, register_env, tool
-from agentrl.env import Step
-from agentrl.types import Action, Info, Observation
+from agentrl.core.env import Step
+from agentrl.core.types import Action, Info, Observation
 
 SAYS = {"birthplace": "was born in", "employer": "works for", "spouse": "is married to"}
 

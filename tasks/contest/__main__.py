@@ -7,9 +7,9 @@ import sys
 from typing import get_args
 
 from agentrl.config.sandbox import Backend, SandboxConfig
-from agentrl.errors import UserError
-from agentrl.registry import tool_service
-from agentrl.toolserver.local import LocalTools
+from agentrl.core.errors import UserError
+from agentrl.core.registry import tool_service
+from agentrl.toolserver.in_process import LocalTools
 
 from .data import FAMILIES, Contest
 from .validate import validate

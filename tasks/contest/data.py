@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from agentrl.core.errors import ConfigError, MissingError, unknown_name
+from agentrl.core.task import MadeTasks, Task, TaskSet
+from agentrl.core.types import Message
 from agentrl.data.rows import read_rows
-from agentrl.errors import ConfigError, MissingError, unknown_name
-from agentrl.task import MadeTasks, Task, TaskSet
-from agentrl.types import Message
 
 from .classics import CLASSICS
 from .demonstrator import SLIPS, Programmer

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.core.errors import ConfigError
 from agentrl.data.rows import Row
-from agentrl.errors import ConfigError
 
 from .problem import Example
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from agentrl.registry import make_env
-from agentrl.task import Task
-from agentrl.toolserver.local import LocalTools
-from agentrl.types import Message, ToolCalls, ToolResults
+from agentrl.core.registry import make_env
+from agentrl.core.task import Task
+from agentrl.core.types import Message, ToolCalls, ToolResults
+from agentrl.toolserver.in_process import LocalTools
 
 from .data import Contest
 from .demonstrator import handed_in

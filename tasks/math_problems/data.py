@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from agentrl.core.errors import ConfigError, MissingError, unknown_name
+from agentrl.core.task import MadeTasks, Task, TaskSet
+from agentrl.core.types import Message
 from agentrl.data.rows import Row, read_rows
-from agentrl.errors import ConfigError, MissingError, unknown_name
-from agentrl.task import MadeTasks, Task, TaskSet
-from agentrl.types import Message
 
 from .demonstrator import FAULTS, Expert
 from .families import FAMILIES

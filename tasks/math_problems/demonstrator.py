@@ -7,8 +7,8 @@ import re
 
 import numpy as np
 
-from agentrl.task import Task
-from agentrl.types import Message
+from agentrl.core.task import Task
+from agentrl.core.types import Message
 
 FAULTS = ("guess", "method", "copy", "read", "unboxed", "call")
 """What an expert may do wrong, at most one in an episode.

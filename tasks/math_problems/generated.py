@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from random import Random
 
-from agentrl.task import MadeTasks, Task
-from agentrl.types import Message
+from agentrl.core.task import MadeTasks, Task
+from agentrl.core.types import Message
 
 from .families import FAMILIES, Problem
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.core.errors import ConfigError
 from agentrl.data.rows import Row
-from agentrl.errors import ConfigError
 
 COLUMNS = ("prompt", "question", "answer", "reward_model", "label", "data_source", "extra_info")
 """What is read of parquet files."""

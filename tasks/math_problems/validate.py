@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from agentrl import Env
-from agentrl.errors import TaskError
-from agentrl.registry import make_env
-from agentrl.task import Task
-from agentrl.types import Message
+from agentrl.core.errors import TaskError
+from agentrl.core.registry import make_env
+from agentrl.core.task import Task
+from agentrl.core.types import Message
 
 WRONG = "-31415926535"
 """No problem's answer."""

@@ -8,9 +8,9 @@ from random import Random
 
 import numpy as np
 
-from agentrl.errors import ConfigError, unknown_name
-from agentrl.task import MadeTasks, Task, TaskSet
-from agentrl.types import Message
+from agentrl.core.errors import ConfigError, unknown_name
+from agentrl.core.task import MadeTasks, Task, TaskSet
+from agentrl.core.types import Message
 
 from .demonstrator import FAULTS, Expert
 from .world import Question, World

@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from agentrl.registry import make_env
-from agentrl.types import Message
+from agentrl.core.registry import make_env
+from agentrl.core.types import Message
 
 from .data import Multihop
 

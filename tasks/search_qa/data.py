@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
+from agentrl.core.errors import ConfigError, MissingError, unknown_name
+from agentrl.core.task import MadeTasks, Task, TaskSet
+from agentrl.core.types import Message
 from agentrl.data.rows import read_rows
-from agentrl.errors import ConfigError, MissingError, unknown_name
-from agentrl.task import MadeTasks, Task, TaskSet
-from agentrl.types import Message
 
 from .rows import COLUMNS, Question, parse_row
 

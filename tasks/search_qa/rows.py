@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.core.errors import ConfigError
 from agentrl.data.rows import Row
-from agentrl.errors import ConfigError
 
 COLUMNS = ("data_source", "prompt", "question", "golden_answers", "reward_model", "extra_info")
 """What is read. Published files have more, such as the pages that HotpotQA was written from, and those are large."""

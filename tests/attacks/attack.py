@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.toolserver.sandbox.base import Defence
-from agentrl.types import ToolStatus
+from agentrl.core.types import ToolStatus
+from agentrl.sandbox.base import Defence
 
 BACKENDS = ("bubblewrap", "docker")
 LIMITS: Mapping[str, Any] = {

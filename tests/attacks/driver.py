@@ -24,8 +24,8 @@ from attacks.outer import NoOuterWorld, Outer, enter, prove
 from attacks.world import World, reap_all, stop_signals
 
 from agentrl.config.sandbox import SandboxConfig, SandboxLimits
-from agentrl.errors import SandboxFailure
-from agentrl.toolserver.sandbox.base import ALL_DEFENCES, Defence, Job, Outcome, Sandbox, SandboxBackend
+from agentrl.core.errors import SandboxFailure
+from agentrl.sandbox.base import ALL_DEFENCES, Defence, Job, Outcome, Sandbox, SandboxBackend
 
 ATTACKS = (*resources.ATTACKS, *files.ATTACKS, *processes.ATTACKS, *kernel.ATTACKS)
 Make = Callable[[SandboxLimits, frozenset[Defence]], SandboxBackend]
@@ -286,14 +286,14 @@ async def main(outer: Outer, backend: str, image: str, root: Path) -> None:
 @contextlib.contextmanager
 def _makers(outer: Outer, backend: str, image: str) -> Iterator[Make]:
     if backend == "bubblewrap":
-        from agentrl.toolserver.sandbox.bubblewrap import BubblewrapBackend
+        from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
 
         yield lambda limits, defences: BubblewrapBackend(SandboxConfig(limits=limits), defences, outer.cgroup)
         return
     import docker
     from dockerd import own_daemon
 
-    from agentrl.toolserver.sandbox.docker import DockerBackend
+    from agentrl.sandbox.docker.backend import DockerBackend
 
     with own_daemon() as daemon:
         client = docker.APIClient(base_url=daemon.url, timeout=120)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from attacks.attack import Attack, Bare, NoControl, Without, ends
 
-from agentrl.toolserver.sandbox.base import Defence
-from agentrl.types import ToolStatus
+from agentrl.core.types import ToolStatus
+from agentrl.sandbox.base import Defence
 
 OK = ends(ToolStatus.OK)
 NOBODY = 65534

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from attacks.attack import Attack, Bare, Without, ends
 
-from agentrl.toolserver.sandbox.base import Defence
-from agentrl.types import ToolStatus
+from agentrl.core.types import ToolStatus
+from agentrl.sandbox.base import Defence
 
 NETWORK, SECCOMP, PRIVILEGES = Defence.NETWORK, Defence.SECCOMP, Defence.PRIVILEGES
 ANY = ends(ToolStatus.OK, ToolStatus.ERROR)

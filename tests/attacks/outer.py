@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config.sandbox import SandboxLimits
-from agentrl.toolserver.sandbox.base import ALL_DEFENCES
-from agentrl.toolserver.sandbox.cgroup import Cgroup, CgroupError, CgroupTree, find_tree, parse_mounts
+from agentrl.sandbox.base import ALL_DEFENCES
+from agentrl.sandbox.cgroup import Cgroup, CgroupError, CgroupTree, find_tree, parse_mounts
 
 MEMORY_MB = 1024
 PROCESSES = 600

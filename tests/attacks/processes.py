@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from attacks.attack import ROOMY, Attack, Bare, NoControl, Otherwise, Without, ends
 
-from agentrl.toolserver.sandbox.base import Defence
-from agentrl.types import ToolStatus
+from agentrl.core.types import ToolStatus
+from agentrl.sandbox.base import Defence
 
 OK = ends(ToolStatus.OK)
 NOBODY = 65534

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from attacks.attack import ROOMY, Attack, Bare, Without, ends
 
-from agentrl.toolserver.sandbox.base import Defence
-from agentrl.types import ToolStatus
+from agentrl.core.types import ToolStatus
+from agentrl.sandbox.base import Defence
 
 OK, ERROR, TIMEOUT = ends(ToolStatus.OK), ends(ToolStatus.ERROR), ends(ToolStatus.TIMEOUT)
 OOM, CUT = ends(ToolStatus.OUT_OF_MEMORY), ends(ToolStatus.OUTPUT_CUT)

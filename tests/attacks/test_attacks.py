@@ -22,7 +22,7 @@ from attacks.driver import ATTACKS, Result
 from attacks.outer import TESTS, NoOuterWorld, Outer, launch, namespaces, open_tree
 from dockerd import NoDocker, image_tar
 
-from agentrl.toolserver.sandbox.cgroup import CgroupTree, Mounts, parse_mounts
+from agentrl.sandbox.cgroup import CgroupTree, Mounts, parse_mounts
 
 pytestmark = pytest.mark.timeout(600)
 

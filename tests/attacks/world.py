@@ -17,7 +17,7 @@ from typing import Any
 
 from attacks.outer import OUTSIDE, USR
 
-from agentrl.toolserver.sandbox.seccomp import NUMBERS
+from agentrl.sandbox.seccomp import NUMBERS
 
 NOBODY = 65534
 UNTOUCHED = "untouched"

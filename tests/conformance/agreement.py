@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
-from agentrl.learner.local import LocalLearnerGroup
-from agentrl.protocols import LearnerGroup
-from agentrl.sampler.client import SGLangClient
-from agentrl.types import MaskReason, Prompt, Provenance, Row, RowKey, SamplingParams
+from agentrl.core.types import MaskReason, Prompt, Provenance, Row, RowKey, SamplingParams
+from agentrl.inference.client.sglang_client import SGLangClient
+from agentrl.learner.base import LearnerGroup
+from agentrl.learner.in_process import LocalLearnerGroup
 
 
 @dataclass(frozen=True)

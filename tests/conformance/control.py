@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from conformance.engine import GREEDY, Engine, prompt, sample
 
-from agentrl.errors import SamplerError
-from agentrl.sampler.client import SGLangClient
-from agentrl.types import FinishReason, Generation, Prompt, SamplingParams
+from agentrl.core.errors import SamplerError
+from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
+from agentrl.inference.client.sglang_client import SGLangClient
 
 
 class Control:

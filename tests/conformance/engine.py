@@ -16,10 +16,10 @@ import torch
 from engine_tiny import reference_logprobs, save_model
 from transformers import PreTrainedModel
 
+from agentrl.core.types import Generation, Prompt, SamplingParams
+from agentrl.inference.client.sglang_client import SGLangClient
+from agentrl.inference.launch.processes import EngineProcess
 from agentrl.models.load import load_model
-from agentrl.sampler.client import SGLangClient
-from agentrl.sampler.launch import EngineProcess
-from agentrl.types import Generation, Prompt, SamplingParams
 
 T = TypeVar("T")
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0)

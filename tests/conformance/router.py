@@ -13,10 +13,10 @@ from conformance.control import Control
 from conformance.engine import Engine
 from conformance.sampling import Sampling
 
-from agentrl.sampler.client import SGLangClient
-from agentrl.sampler.flights import Flights
-from agentrl.sampler.gateway_process import Workers, launch_router
-from agentrl.sampler.transport import Transport
+from agentrl.inference.client.http import Transport
+from agentrl.inference.client.requests import Flights
+from agentrl.inference.client.sglang_client import SGLangClient
+from agentrl.inference.fleet.sglang_router_process import Workers, launch_router
 
 
 @dataclass

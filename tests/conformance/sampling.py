@@ -10,8 +10,8 @@ import torch
 from conformance.engine import GREEDY, Engine, prompt, sample
 from engine_tiny import make_tokenizer
 
-from agentrl.sampler.client import SGLangClient
-from agentrl.types import FinishReason, Generation, SamplingParams
+from agentrl.core.types import FinishReason, Generation, SamplingParams
+from agentrl.inference.client.sglang_client import SGLangClient
 
 
 class Sampling:

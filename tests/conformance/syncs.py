@@ -10,14 +10,14 @@ import torch
 from conformance.engine import GREEDY, Engine, prompt, sample
 from transformers import PreTrainedModel
 
-from agentrl.errors import LearnerError, SamplerError
-from agentrl.learner.bucket import NamedTensors, held_buckets
-from agentrl.learner.outgoing import LocalBucket, Outgoing
+from agentrl.core.errors import LearnerError, SamplerError
+from agentrl.inference.client.sglang_client import SGLangClient
+from agentrl.inference.client.weight_updates import pickle_tensors
+from agentrl.learner.base import HeldBucket
+from agentrl.learner.export.bucket import NamedTensors, held_buckets
+from agentrl.learner.export.single_process import LocalBucket, Outgoing
 from agentrl.models.load import load_model
-from agentrl.protocols import HeldBucket
-from agentrl.sampler.client import SGLangClient
-from agentrl.sampler.control import pickle_tensors
-from agentrl.weights import TRANSPORTS, make_sync
+from agentrl.weight_sync.registry import TRANSPORTS, make_sync
 
 BUCKET = 40_000
 """Bytes: several buckets for the models here."""

@@ -9,9 +9,9 @@ import pytest
 from conformance.engine import GREEDY, Engine, prompt, sample
 from engine_tiny import reference_logprobs
 
-from agentrl.errors import EngineError
-from agentrl.sampler.client import SGLangClient
-from agentrl.types import FinishReason, Generation, SamplingParams
+from agentrl.core.errors import EngineError
+from agentrl.core.types import FinishReason, Generation, SamplingParams
+from agentrl.inference.client.sglang_client import SGLangClient
 
 
 class Weights:

@@ -3,7 +3,7 @@
 import pytest
 from agentrl_tools.search import SearchService
 
-from agentrl.registry import ENVS, env_class, names
+from agentrl.core.registry import ENVS, env_class, names
 from agentrl.testing import check_env
 
 CORPUS = [

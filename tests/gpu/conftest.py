@@ -23,12 +23,12 @@ from faults import whole_run
 
 from agentrl.config.algo import GrpoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
-from agentrl.errors import ModelError
-from agentrl.learner.local import LocalLearnerGroup
+from agentrl.core.errors import ModelError
+from agentrl.inference.launch.launcher import visible_gpus
+from agentrl.inference.launch.processes import EngineProcess, launch_sglang
+from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.models.load import load_tokenizer
 from agentrl.models.resolve import resolve_model
-from agentrl.sampler.launch import EngineProcess, launch_sglang
-from agentrl.sampler.launcher import visible_gpus
 
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16",

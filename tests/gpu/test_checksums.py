@@ -8,10 +8,10 @@ import pytest
 from conformance.engine import Engine
 from conformance.syncs import BUCKET, Learner
 
+from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.models.load import load_model
-from agentrl.sampler.client import SGLangClient
-from agentrl.weights import make_sync
-from agentrl.weights.checksum import Checksums
+from agentrl.weight_sync.checksum import Checksums
+from agentrl.weight_sync.registry import make_sync
 
 pytestmark = pytest.mark.gpu
 

@@ -16,10 +16,10 @@ import torch
 
 from agentrl.config.algo import GrpoConfig
 from agentrl.config.learner import LearnerConfig
-from agentrl.errors import LearnerError
-from agentrl.learner.bucket import NamedTensors
-from agentrl.learner.local import LocalLearnerGroup
-from agentrl.learner.outgoing import Outgoing
+from agentrl.core.errors import LearnerError
+from agentrl.learner.export.bucket import NamedTensors
+from agentrl.learner.export.single_process import Outgoing
+from agentrl.learner.in_process import LocalLearnerGroup
 from tests.unit.learner.learners import make_batch, make_model, tensors
 
 pytestmark = [

@@ -9,10 +9,10 @@ import pytest
 import torch
 from conformance.agreement import agreement, in_float32, local, sample_rows
 
-from agentrl.learner.local import LocalLearnerGroup
-from agentrl.sampler.client import SGLangClient
-from agentrl.sampler.launch import EngineProcess
-from agentrl.weights import make_sync
+from agentrl.inference.client.sglang_client import SGLangClient
+from agentrl.inference.launch.processes import EngineProcess
+from agentrl.learner.in_process import LocalLearnerGroup
+from agentrl.weight_sync.registry import make_sync
 
 pytestmark = pytest.mark.gpu
 

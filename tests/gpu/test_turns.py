@@ -10,12 +10,12 @@ import pytest
 import torch
 from conformance.agreement import OneEngine, agreement, batch_of, in_float32, sample_rows
 
-from agentrl.learner.local import LocalLearnerGroup
+from agentrl.inference.client.sglang_client import SGLangClient
+from agentrl.inference.launch.processes import EngineProcess
+from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.obs.progress import Stopwatch
-from agentrl.sampler.client import SGLangClient
-from agentrl.sampler.launch import EngineProcess
-from agentrl.turns import Turns
-from agentrl.weights import make_sync
+from agentrl.train.gpu_time_sharing import Turns
+from agentrl.weight_sync.registry import make_sync
 
 pytestmark = pytest.mark.gpu
 

@@ -76,7 +76,7 @@ def whole_run(
 
 def engines(run: Running) -> list[psutil.Process]:
     """Return the servers of a run's engines, the oldest first."""
-    servers = ("agentrl.sampler.embedded", "sglang.launch_server")
+    servers = ("agentrl.inference.embedded", "sglang.launch_server")
     found = [child for child in run.descendants() if _module(child) in servers]
     return sorted(found, key=lambda process: process.create_time())
 

@@ -7,11 +7,11 @@ import pytest
 from dockerd import DockerHost
 
 from agentrl.config.sandbox import SandboxConfig, SandboxLimits
-from agentrl.errors import MissingError
-from agentrl.toolserver.sandbox.base import ALL_DEFENCES, Defence, SandboxBackend
-from agentrl.toolserver.sandbox.bubblewrap import BubblewrapBackend
-from agentrl.toolserver.sandbox.canary import check_backend, survey, try_backend
-from agentrl.toolserver.sandbox.docker import DockerBackend
+from agentrl.core.errors import MissingError
+from agentrl.sandbox.base import ALL_DEFENCES, Defence, SandboxBackend
+from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
+from agentrl.sandbox.canary.check import check_backend, survey, try_backend
+from agentrl.sandbox.docker.backend import DockerBackend
 
 LIMITS = SandboxLimits(memory_mb=64, processes=24, disk_mb=8, file_mb=4, inodes=256, output_kb=64)
 HARMLESS = (Defence.SECCOMP, Defence.INODES, Defence.RUNNER, Defence.ENVIRONMENT, Defence.FILE_SIZE)
@@ -82,13 +82,13 @@ def test_survey_says_why_a_backend_does_not_start(config: SandboxConfig) -> None
 
 def test_no_sandbox_is_not_tried(config: SandboxConfig) -> None:
     """Its attempts would be made on this machine."""
-    from agentrl.toolserver.sandbox.unsafe import UnsafeBackend
+    from agentrl.sandbox.unsafe import UnsafeBackend
 
     asyncio.run(check(UnsafeBackend(SandboxConfig(backend="unsafe_subprocess"))))
 
 
 def test_attempts_are_never_made_on_the_machine_itself() -> None:
-    from agentrl.toolserver.sandbox.unsafe import UnsafeBackend
+    from agentrl.sandbox.unsafe import UnsafeBackend
 
     with pytest.raises(ValueError, match="would harm this machine"):
         asyncio.run(try_backend(UnsafeBackend(SandboxConfig(backend="unsafe_subprocess"))))

@@ -12,14 +12,14 @@ from agentrl_tasks.contest.policies import WARM
 from runs import agentrl, metrics
 
 from agentrl.config.sandbox import SandboxConfig
-from agentrl.errors import MissingError, RunStopped
-from agentrl.process import held_port
-from agentrl.registry import tool_service
-from agentrl.task import Task
+from agentrl.core.child_process import held_port
+from agentrl.core.errors import MissingError, RunStopped
+from agentrl.core.registry import tool_service
+from agentrl.core.task import Task
+from agentrl.core.types import Message, Rollout
+from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
 from agentrl.testing import play_episode
 from agentrl.toolserver.launch import launch_tool
-from agentrl.toolserver.sandbox.bubblewrap import BubblewrapBackend
-from agentrl.types import Message, Rollout
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -13,14 +13,14 @@ from engine_tiny import save_model
 
 from agentrl.config.algo import GrpoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
-from agentrl.errors import LearnerError
-from agentrl.learner.local import LocalLearnerGroup
+from agentrl.core.errors import LearnerError
+from agentrl.core.types import Prompt, SamplingParams
+from agentrl.inference.client.sglang_client import SGLangClient
+from agentrl.inference.launch.processes import launch_embedded
+from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.obs.progress import Stopwatch
-from agentrl.sampler.client import SGLangClient
-from agentrl.sampler.launch import launch_embedded
-from agentrl.turns import Turns
-from agentrl.types import Prompt, SamplingParams
-from agentrl.weights import make_sync
+from agentrl.train.gpu_time_sharing import Turns
+from agentrl.weight_sync.registry import make_sync
 
 PROMPTS = [[random.Random(number // 2).randrange(2, 384) for _ in range(30)] for number in range(8)]
 

@@ -9,9 +9,9 @@ import pytest
 from dockerd import DockerHost
 
 from agentrl.config.sandbox import SandboxConfig
-from agentrl.errors import ConfigError
-from agentrl.toolserver.sandbox.base import Job, Outcome
-from agentrl.toolserver.sandbox.docker import DockerBackend
+from agentrl.core.errors import ConfigError
+from agentrl.sandbox.base import Job, Outcome
+from agentrl.sandbox.docker.backend import DockerBackend
 
 FETCH = """
 import urllib.error, urllib.request

@@ -17,11 +17,11 @@ import pytest
 from dockerd import IMAGE, DockerHost, NoDocker, OwnDaemon, import_image, own_daemon
 
 from agentrl.config.sandbox import SandboxConfig
-from agentrl.errors import ConfigError, MissingError, SandboxFailure
-from agentrl.toolserver.sandbox.base import Job, Outcome, Sandbox
-from agentrl.toolserver.sandbox.canary import check_backend
-from agentrl.toolserver.sandbox.docker import DockerBackend
-from agentrl.types import ToolStatus
+from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
+from agentrl.core.types import ToolStatus
+from agentrl.sandbox.base import Job, Outcome, Sandbox
+from agentrl.sandbox.canary.check import check_backend
+from agentrl.sandbox.docker.backend import DockerBackend
 
 Play = Callable[[DockerBackend], Awaitable[None]]
 
@@ -334,7 +334,7 @@ def test_sixteen_at_once_get_their_own_replies(dockerd: DockerHost) -> None:
 SERVER = """
 import asyncio, sys
 from agentrl.config.sandbox import SandboxConfig
-from agentrl.toolserver.sandbox.docker import DockerBackend
+from agentrl.sandbox.docker.backend import DockerBackend
 
 async def main():
     async with DockerBackend(SandboxConfig(docker_url=sys.argv[1], image=sys.argv[2])) as backend:

@@ -14,7 +14,7 @@ from conformance.sampling import Sampling
 from conformance.syncs import Syncs
 from conformance.weights import Weights
 
-from agentrl.sampler.launch import EngineProcess, launch_embedded
+from agentrl.inference.launch.processes import EngineProcess, launch_embedded
 
 
 def start(folder: Path, log: Path) -> EngineProcess:

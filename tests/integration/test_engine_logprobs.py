@@ -12,12 +12,12 @@ import pytest
 import torch
 from engine_tiny import FAMILIES, reference_logprobs, save_model
 
+from agentrl.inference.embedded.forward_batch import Segment, Step
+from agentrl.inference.embedded.model import Model
+from agentrl.inference.embedded.request import Asked, Options
+from agentrl.inference.embedded.scheduler import Scheduler
+from agentrl.inference.embedded.stop_strings import StopMatcher
 from agentrl.models.load import load_model, load_tokenizer
-from agentrl.sampler.embedded.model import Model
-from agentrl.sampler.embedded.request import Asked, Options
-from agentrl.sampler.embedded.scheduler import Scheduler
-from agentrl.sampler.embedded.step import Segment, Step
-from agentrl.sampler.embedded.stops import StopMatcher
 
 TEMPERATURES = (1.0, 0.6, 0.0)
 
@@ -49,7 +49,7 @@ def test_many_turns_match_a_plain_forward(
     tmp_path: Path, family: str, slots: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """24 episodes beside each other share a prefix; with 5 slots their caches also push each other out."""
-    monkeypatch.setattr("agentrl.sampler.embedded.model._WORTH", 4)
+    monkeypatch.setattr("agentrl.inference.embedded.model._WORTH", 4)
     folder = save_model(tmp_path, family)
     scheduler = make_scheduler(folder, slots, threads)
     shared = [random.Random(99).randrange(2, 384) for _ in range(40)]
@@ -98,7 +98,7 @@ def test_gaps_between_active_slots_and_long_prompts(tmp_path: Path) -> None:
 
 
 def test_a_long_prompt_spans_several_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.sampler.embedded.step._BLOCK", 32)
+    monkeypatch.setattr("agentrl.inference.embedded.forward_batch._BLOCK", 32)
     folder = save_model(tmp_path, "llama")
     model = Model(folder, torch.float32, 2, 400)
     tokens = np.random.default_rng(1).integers(0, 384, 150).astype(np.int32)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from engine_tiny import save_model
 
+from agentrl.inference.embedded.errors import BadRequestError
+from agentrl.inference.embedded.model import Model
+from agentrl.inference.embedded.request import parse_generate
+from agentrl.inference.embedded.scheduler import Scheduler
+from agentrl.inference.embedded.stop_strings import StopMatcher
 from agentrl.models.load import load_model, load_tokenizer
-from agentrl.sampler.embedded.errors import BadRequestError
-from agentrl.sampler.embedded.model import Model
-from agentrl.sampler.embedded.request import parse_generate
-from agentrl.sampler.embedded.scheduler import Scheduler
-from agentrl.sampler.embedded.stops import StopMatcher
 
 
 @pytest.fixture(scope="module")

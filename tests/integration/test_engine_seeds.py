@@ -11,10 +11,10 @@ import pytest
 import torch
 from engine_tiny import make_tokenizer, save_model
 
-from agentrl.sampler.embedded.model import Model
-from agentrl.sampler.embedded.request import Asked, Options, Request
-from agentrl.sampler.embedded.scheduler import Scheduler
-from agentrl.sampler.embedded.stops import StopMatcher
+from agentrl.inference.embedded.model import Model
+from agentrl.inference.embedded.request import Asked, Options, Request
+from agentrl.inference.embedded.scheduler import Scheduler
+from agentrl.inference.embedded.stop_strings import StopMatcher
 
 NEW_TOKENS = 40
 

@@ -12,7 +12,7 @@ from subprocess import CompletedProcess
 import pytest
 from runs import agentrl, metrics
 
-from agentrl.registry import env_class
+from agentrl.core.registry import env_class
 from agentrl.testing import check_env
 
 pytestmark = pytest.mark.timeout(300)

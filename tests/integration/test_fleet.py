@@ -18,13 +18,13 @@ from engine_tiny import save_model
 
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
-from agentrl.errors import ConfigError, EngineError, SamplerError
+from agentrl.core.errors import ConfigError, EngineError, SamplerError
+from agentrl.core.types import Generation, Prompt, SamplingParams
+from agentrl.inference.client.sglang_client import SGLangClient
+from agentrl.inference.fleet.fleet import Fleet
+from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher
 from agentrl.obs.progress import Stopwatch
-from agentrl.sampler.client import SGLangClient
-from agentrl.sampler.fleet import Fleet
-from agentrl.sampler.launcher import EngineSpec, LocalLauncher
-from agentrl.source import Sampling
-from agentrl.types import Generation, Prompt, SamplingParams
+from agentrl.train.sampling import Sampling
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from runs import agentrl, here, metrics
 
+from agentrl.core.types import ForkReason, MaskReason, Provenance
 from agentrl.obs.rollouts import read_rollouts, rollout_files
-from agentrl.types import ForkReason, MaskReason, Provenance
 
 pytestmark = pytest.mark.timeout(300)
 

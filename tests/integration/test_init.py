@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from runs import agentrl, environment, here, metrics
 
-from agentrl.init import template_files
+from agentrl.project_template import template_files
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -24,11 +24,11 @@ from inspect_ai.util import (
 from inspect_ai.util._sandbox import self_check
 
 from agentrl.config.sandbox import SandboxConfig, SandboxLimits
-from agentrl.errors import MissingError
-from agentrl.toolserver.sandbox.base import WORK, Job, Sandbox, SandboxBackend
-from agentrl.toolserver.sandbox.bubblewrap import BubblewrapBackend
-from agentrl.toolserver.sandbox.docker import DockerBackend
-from agentrl.types import ToolStatus
+from agentrl.core.errors import MissingError
+from agentrl.core.types import ToolStatus
+from agentrl.sandbox.base import WORK, Job, Sandbox, SandboxBackend
+from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
+from agentrl.sandbox.docker.backend import DockerBackend
 
 LIMITS = SandboxLimits(wall_s=30, memory_mb=1024, disk_mb=256, file_mb=128, output_kb=10 * 1024)
 """Room for the checks' files and inputs of 50 MiB."""

@@ -18,11 +18,11 @@ from agentrl_tools.judge import JudgeOptions, JudgeTool
 from dockerd import DockerHost
 
 from agentrl.config.sandbox import SandboxConfig, SandboxLimits
-from agentrl.toolserver.hosted import ToolSession
-from agentrl.toolserver.sandbox.base import ALL_DEFENCES, Defence, Job, Sandbox, SandboxBackend
-from agentrl.toolserver.sandbox.bubblewrap import BubblewrapBackend
-from agentrl.toolserver.sandbox.docker import DockerBackend
-from agentrl.types import ToolCall, ToolStatus
+from agentrl.core.types import ToolCall, ToolStatus
+from agentrl.sandbox.base import ALL_DEFENCES, Defence, Job, Sandbox, SandboxBackend
+from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
+from agentrl.sandbox.docker.backend import DockerBackend
+from agentrl.toolserver.hosted_tool import ToolSession
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed"),

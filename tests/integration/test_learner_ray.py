@@ -21,14 +21,14 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.broadcast import BroadcastGroup
-from agentrl.cluster.learners import RayLearnerGroup, start_learners
+from agentrl.cluster.learner_group import RayLearnerGroup, start_learners
 from agentrl.config.algo import GrpoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
-from agentrl.errors import CheckpointError, EngineError, LearnerError, ModelError, ProvenanceError
-from agentrl.learner.local import LocalLearnerGroup
+from agentrl.core.errors import CheckpointError, EngineError, LearnerError, ModelError, ProvenanceError
+from agentrl.core.types import Provenance
+from agentrl.distributed.broadcast_group import BroadcastGroup
+from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.obs.watchdog import Watchdog
-from agentrl.types import Provenance
 from tests.unit.learner.learners import make_batch, make_model
 
 LENGTHS = [30, 50, 20, 7, 60, 33, 12, 41]
@@ -229,7 +229,7 @@ def test_a_killed_rank_is_an_error_and_no_hang(group):
 DRIVER = """
 import sys, time
 from pathlib import Path
-from agentrl.cluster.learners import start_learners
+from agentrl.cluster.learner_group import start_learners
 from agentrl.config.algo import GrpoConfig
 from agentrl.config.learner import LearnerConfig
 

@@ -21,13 +21,13 @@ from engine_tiny import save_model
 from ray.cluster_utils import Cluster
 from runs import SMALL, Running
 
-from agentrl.cluster.engines import EngineHost, RayEngine, RayLauncher
-from agentrl.cluster.layout import lay_out
-from agentrl.cluster.placement import Room, Seat, own_seat
+from agentrl.cluster.engine_actors import EngineHost, RayEngine, RayLauncher
+from agentrl.cluster.placement_group import Room, Seat, own_seat
+from agentrl.cluster.placement_layout import lay_out
 from agentrl.cluster.ray_runtime import RayRuntime
 from agentrl.config.load import load_config
-from agentrl.errors import ConfigError, EngineError, LearnerError
-from agentrl.sampler.launcher import EngineSpec
+from agentrl.core.errors import ConfigError, EngineError, LearnerError
+from agentrl.inference.launch.launcher import EngineSpec
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -227,7 +227,7 @@ def engines_of(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "agentrl.sampler.embedded" in words and any(str(folder) in word for word in words):
+        if "agentrl.inference.embedded" in words and any(str(folder) in word for word in words):
             found.append(process)
     return found
 

@@ -11,8 +11,8 @@ from agentrl_tasks.math_problems.policies import WARM
 from runs import agentrl, here, metrics
 
 from agentrl.config.sandbox import SandboxConfig
-from agentrl.errors import MissingError
-from agentrl.toolserver.sandbox.bubblewrap import BubblewrapBackend
+from agentrl.core.errors import MissingError
+from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
 
 pytestmark = pytest.mark.timeout(200)
 STEPS = 2

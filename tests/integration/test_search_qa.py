@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 from runs import agentrl, here, metrics
 
-from agentrl.registry import make_env, make_tasks
+from agentrl.core.registry import make_env, make_tasks
 
 pytestmark = pytest.mark.timeout(200)
 

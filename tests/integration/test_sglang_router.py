@@ -12,9 +12,9 @@ import pytest
 from engine_tiny import save_model
 from test_fleet import configured, opened, play, tokens, until
 
-from agentrl.errors import EngineError, SamplerError
-from agentrl.sampler.fleet import Fleet
-from agentrl.types import FinishReason, Generation, Prompt, SamplingParams
+from agentrl.core.errors import EngineError, SamplerError
+from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
+from agentrl.inference.fleet.fleet import Fleet
 
 pytest.importorskip("sglang_router", reason="sglang-router is not installed")
 pytestmark = pytest.mark.timeout(120)

@@ -15,10 +15,10 @@ from runs import command
 
 from agentrl import ToolCall, ToolResult, ToolStatus
 from agentrl.config.sandbox import SandboxConfig
-from agentrl.errors import MissingError
-from agentrl.process import ChildProcess, held_port
+from agentrl.core.child_process import ChildProcess, held_port
+from agentrl.core.errors import MissingError
+from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
 from agentrl.testing import check_tool
-from agentrl.toolserver.sandbox.bubblewrap import BubblewrapBackend
 from agentrl.toolserver.service import HostedService
 
 BARE = (Path(__file__).parent.parent / "unit" / "toolserver" / "bare_mcp_server.py").resolve()

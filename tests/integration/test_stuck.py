@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.failure import FailureConfig
-from agentrl.env import Env
-from agentrl.episode.failure import FailurePolicy
+from agentrl.core.env import Env
+from agentrl.core.task import Task
+from agentrl.core.types import Message, SamplingParams
+from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.inference.client.sglang_client import SGLangClient
+from agentrl.inference.launch.processes import EngineProcess, launch_embedded
 from agentrl.models.load import load_tokenizer
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.waiting import PHASE, waiting
 from agentrl.obs.watchdog import Watchdog
-from agentrl.render.choice import make_renderer
-from agentrl.sampler.client import SGLangClient
-from agentrl.sampler.launch import EngineProcess, launch_embedded
-from agentrl.task import Task
-from agentrl.types import Message, SamplingParams
-from agentrl.weights.engines import check_version
+from agentrl.render.registry import make_renderer
+from agentrl.weight_sync.engines import check_version
 
 
 class Stops(Env):

@@ -12,14 +12,14 @@ import pytest
 
 from agentrl import Env, Task
 from agentrl.config.toolserver import ClientConfig
-from agentrl.errors import SandboxFailure, ToolFailure
-from agentrl.registry import served_tools
+from agentrl.core.errors import SandboxFailure, ToolFailure
+from agentrl.core.registry import served_tools
+from agentrl.core.types import Message, ToolCall, ToolStatus
 from agentrl.testing import ContractError, check_tool, play_episode
-from agentrl.toolserver import launch_tool
-from agentrl.toolserver import pool as pool_module
-from agentrl.toolserver.client import ToolServerClient
+from agentrl.toolserver.client import pool as pool_module
+from agentrl.toolserver.client.client import ToolServerClient
+from agentrl.toolserver.launch import launch_tool
 from agentrl.toolserver.service import find_service
-from agentrl.types import Message, ToolCall, ToolStatus
 
 UNSAFE = {"sandbox": {"backend": "unsafe_subprocess"}}
 SERVE = ["sandbox.backend=unsafe_subprocess"]

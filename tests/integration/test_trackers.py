@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from runs import Running, agentrl, gone, metrics
 
+from agentrl.core.types import FinishReason, MaskReason, Provenance, Rollout, Row, RowKey, StopReason, Turn
 from agentrl.models.load import load_tokenizer
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.rollouts import RolloutFile
-from agentrl.types import FinishReason, MaskReason, Provenance, Rollout, Row, RowKey, StopReason, Turn
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -13,7 +13,7 @@ from runs import SMALL, Running, agentrl, gone, here, metrics
 
 from agentrl.config.load import load_config
 from agentrl.learner.checkpoints import random_states, read_state
-from agentrl.learner.local import LocalLearnerGroup
+from agentrl.learner.in_process import LocalLearnerGroup
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -8,12 +8,9 @@ import pytest
 from runs import here
 from tokenizers import Tokenizer
 
-from agentrl.errors import UserError
-from agentrl.models.resolve import resolve_model
-from agentrl.obs.rollouts import RolloutRecorder
-from agentrl.obs.view.measure import find_browser, synthetic_entries, synthetic_texts
-from agentrl.obs.view.page import build_page, write_page
-from agentrl.types import (
+from agentrl.bench.viewer import find_browser, synthetic_entries, synthetic_texts
+from agentrl.core.errors import UserError
+from agentrl.core.types import (
     Failure,
     FailureKind,
     FinishReason,
@@ -25,6 +22,9 @@ from agentrl.types import (
     StopReason,
     Turn,
 )
+from agentrl.models.resolve import resolve_model
+from agentrl.obs.rollouts import RolloutRecorder
+from agentrl.obs.viewer.page import build_page, write_page
 
 EVIL = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'><!-- <b>bold</b>"
 OBSERVED, SAMPLED = Provenance.OBSERVED, Provenance.SAMPLED

@@ -21,13 +21,15 @@ import torch
 from conformance.syncs import BUCKET, Learner
 from engine_tiny import reference_logprobs, save_model
 
-from agentrl.errors import EngineError
+from agentrl.core.errors import EngineError
+from agentrl.core.types import Generation, Prompt, SamplingParams
+from agentrl.distributed.base import TensorSpec, WeightGroup
+from agentrl.inference.client.sglang_client import SGLangClient
+from agentrl.inference.launch.processes import EngineProcess, launch_embedded
+from agentrl.learner.base import HeldBucket
 from agentrl.models.load import load_model
-from agentrl.protocols import HeldBucket, TensorSpec, WeightGroup, WeightSync
-from agentrl.sampler.client import SGLangClient
-from agentrl.sampler.launch import EngineProcess, launch_embedded
-from agentrl.types import Generation, Prompt, SamplingParams
-from agentrl.weights import TRANSPORTS, make_sync
+from agentrl.weight_sync.base import WeightSync
+from agentrl.weight_sync.registry import TRANSPORTS, make_sync
 
 T = TypeVar("T")
 PARAMS = SamplingParams(max_new_tokens=16)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.sglang
 
 PARENT = """
 import pathlib, sys
-from agentrl.sampler.launch import launch_sglang
+from agentrl.inference.launch.processes import launch_sglang
 python, folder, log = map(pathlib.Path, sys.argv[1:])
 engine = launch_sglang(folder, log=log, options={"device": "cpu"}, python=python, timeout_s=200)
 print(engine.url, engine.child.pid, flush=True)

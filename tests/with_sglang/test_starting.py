@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.errors import ConfigError
-from agentrl.sampler.launch import launch_sglang
+from agentrl.core.errors import ConfigError
+from agentrl.inference.launch.processes import launch_sglang
 
 pytestmark = pytest.mark.sglang
 

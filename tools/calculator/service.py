@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from agentrl.config.base import Section
-from agentrl.toolserver.hosted import HostedTool
+from agentrl.toolserver.hosted_tool import HostedTool
 from agentrl.toolserver.service import HostedService
 
 from .tool import CalculatorTool

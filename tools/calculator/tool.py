@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from agentrl import Tool, ToolCall, ToolResult, ToolStatus
-from agentrl.toolserver.hosted import HostedTool, ToolSession
+from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
 
 from .evaluate import evaluate
 from .functions import CONSTANTS, FUNCTIONS

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from agentrl import Tool
 from agentrl.config.base import Section
-from agentrl.toolserver.hosted import HostedTool
+from agentrl.toolserver.hosted_tool import HostedTool
 from agentrl.toolserver.service import HostedService
 
 from .options import JudgeOptions

@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from agentrl import Tool, ToolCall, ToolResult, ToolStatus
-from agentrl.toolserver.hosted import HostedTool, ToolSession
-from agentrl.toolserver.sandbox.base import Job, Sandbox
+from agentrl.sandbox.base import Job, Sandbox
+from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
 
 from .options import JudgeOptions
 from .traces import look

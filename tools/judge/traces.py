@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agentrl.toolserver.sandbox.base import Job, Sandbox
-from agentrl.types import ToolStatus
+from agentrl.core.types import ToolStatus
+from agentrl.sandbox.base import Job, Sandbox
 
 LOOK = r"""
 import os

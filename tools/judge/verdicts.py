@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from agentrl.toolserver.sandbox.base import Outcome
-from agentrl.types import ToolStatus
+from agentrl.core.types import ToolStatus
+from agentrl.sandbox.base import Outcome
 
 Compare = Literal["tokens", "lines"]
 """``tokens``: the words between white space; ``lines``: whole lines, white space at their ends and blank lines at the

@@ -8,7 +8,7 @@ from typing import ClassVar
 from pydantic import Field, PositiveFloat
 
 from agentrl.config.base import Section
-from agentrl.toolserver.hosted import HostedTool
+from agentrl.toolserver.hosted_tool import HostedTool
 from agentrl.toolserver.service import HostedService
 
 from .tool import PythonTool

@@ -10,7 +10,7 @@ import httpx
 import orjson
 
 from agentrl import ToolCall, ToolResult, ToolStatus
-from agentrl.errors import ToolFailure
+from agentrl.core.errors import ToolFailure
 
 from .calls import Search, as_result, parse_call
 from .options import SearchOptions
@@ -35,7 +35,7 @@ class _Refused(Exception):
 
 
 class SearchClient:
-    """Implements `agentrl.protocols.ToolClient`; belongs to the event loop that first calls it."""
+    """Implements `agentrl.core.tool.ToolClient`; belongs to the event loop that first calls it."""
 
     def __init__(self, url: str, options: SearchOptions) -> None:
         """Call the server at ``url``, with or without ``/retrieve`` at its end."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
 
 from .calls import MAX_TOPK
 from .corpora import E5_MODEL, RetrieverName

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from agentrl.errors import ConfigError, UnknownNameError, unknown_name
+from agentrl.core.errors import ConfigError, UnknownNameError, unknown_name
 
 Hit = dict[str, Any]
 """``{"document": {"id", "contents"}, "score": float}``."""

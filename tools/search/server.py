@@ -19,8 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agentrl.errors import ConfigError, PortInUseError, UnknownNameError
-from agentrl.process import exit_with_parent
+from agentrl.core.child_process import exit_with_parent
+from agentrl.core.errors import ConfigError, PortInUseError, UnknownNameError
 
 from .calls import MAX_TOPK
 from .retriever import Corpora, Hit

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from agentrl import ToolCall, ToolResult, ToolService, ToolStatus
-from agentrl.errors import ConfigError, MissingError, UnknownNameError
+from agentrl.core.errors import ConfigError, MissingError, UnknownNameError
 
 from .calls import as_result, parse_call
 from .corpora import E5_MODEL, RetrieverName, missing_extra, open_corpora
@@ -18,7 +18,7 @@ from .options import SearchOptions
 
 if TYPE_CHECKING:
     from agentrl import TaskSet
-    from agentrl.protocols import ToolClient
+    from agentrl.core.tool import ToolClient
 
 
 class SearchService(ToolService):

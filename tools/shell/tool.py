@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from agentrl import Tool, ToolCall, ToolResult
-from agentrl.toolserver.hosted import HostedTool, ToolSession
-from agentrl.toolserver.results import run_job
-from agentrl.toolserver.sandbox.base import Job
+from agentrl.sandbox.base import Job
+from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
+from agentrl.toolserver.sandbox_results import run_job
 
 _DESCRIPTION = (
     "Run a shell command and return what it prints, standard output before standard error, and its exit status where "

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from agentrl.errors import ModelError
+from agentrl.core.errors import ModelError
 
 IMPLEMENTATION = "agentrl_packed"
 """The name to set as a model's attention implementation."""

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from agentrl.config.learner import LearnerConfig
-from agentrl.errors import ModelError
+from agentrl.core.errors import ModelError
 from agentrl.learner.fsdp.attention import IMPLEMENTATION, PackedRows, packed_rows
 from agentrl.models.load import load_model
 

@@ -15,22 +15,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from agentrl.algo import make_algorithm, sft_loss
+from agentrl.algo.losses.sft import sft_loss
+from agentrl.algo.registry import make_algorithm
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.batch.provenance import admit
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
-from agentrl.errors import LearnerError
-from agentrl.learner.away import Away
+from agentrl.core.errors import LearnerError
+from agentrl.distributed.base import TensorSpec
 from agentrl.learner.base import RankBatch, RowLogprobs
-from agentrl.learner.bucket import spec_of
+from agentrl.learner.export.bucket import spec_of
 from agentrl.learner.fsdp.attention import move, packed_rows
 from agentrl.learner.fsdp.model import PolicyModel, load_frozen, load_policy, shard
 from agentrl.learner.fsdp.optimizer import learning_rate, make_optimizers
 from agentrl.learner.fsdp.state import load_state, save_state
 from agentrl.learner.fsdp.step import StepFigures, at_mask, select
-from agentrl.models.reference import check_reference
-from agentrl.protocols import TensorSpec
+from agentrl.learner.offload import Away
+from agentrl.models.reference_policy import check_reference
 
 
 class FsdpRank:

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.utils._pytree import tree_map_only
 
-from agentrl.errors import CheckpointError
-from agentrl.learner.files import partial_path, publish
+from agentrl.core.atomic_files import partial_path, publish
+from agentrl.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from agentrl.learner.fsdp.rank import FsdpRank

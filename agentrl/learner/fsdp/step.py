@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from agentrl.algo.loss import LossMetrics, Selected
+from agentrl.algo.base import LossMetrics, Selected
 from agentrl.batch.microbatch import MicroBatch
 
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from agentrl.core.tool import Tool
+from agentrl.core.types import Fork, ForkReason, Message
 from agentrl.render.parsers.base import THINK, THINK_END, CallParser
-from agentrl.tool import Tool
-from agentrl.types import Fork, ForkReason, Message
 
 
 class Format(Protocol):

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agentrl.core.tool import Tool
+from agentrl.core.types import Fork, Message, ToolCall
 from agentrl.render.formats.base import schema_of, to_json
 from agentrl.render.parsers.base import CallParser
 from agentrl.render.parsers.hermes import CLOSE, OPEN, HermesParser
-from agentrl.tool import Tool
-from agentrl.types import Fork, Message, ToolCall
 
 START, END = "<|im_start|>", "<|im_end|>"
 OPENER = f"{START}assistant\n"

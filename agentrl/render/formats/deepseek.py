@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agentrl.core.tool import Tool
+from agentrl.core.types import Fork, ForkReason, Message, ToolCall
 from agentrl.render.formats.base import schema_of, to_json
 from agentrl.render.parsers.base import THINK, THINK_END, CallParser
 from agentrl.render.parsers.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEP, TYPE, DeepSeekParser
-from agentrl.tool import Tool
-from agentrl.types import Fork, ForkReason, Message, ToolCall
 
 BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agentrl.core.tool import Tool
+from agentrl.core.types import Fork, ForkReason, Message, ToolCall
 from agentrl.render.formats.base import schema_of, split_thinking, to_json
 from agentrl.render.parsers.base import THINK, THINK_END, CallParser
 from agentrl.render.parsers.glm import ASSISTANT, CLOSE, KEY, KEY_END, OPEN, VALUE, VALUE_END, Glm4Parser, GlmParser
-from agentrl.tool import Tool
-from agentrl.types import Fork, ForkReason, Message, ToolCall
 
 START = "[gMASK]<sop>"
 SYSTEM, USER, OBSERVATION, END_OF_TEXT = "<|system|>", "<|user|>", "<|observation|>", "<|endoftext|>"

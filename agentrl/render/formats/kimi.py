@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from agentrl.core.tool import Tool
+from agentrl.core.types import Fork, Message, ToolCall
 from agentrl.render.formats.base import schema_of, to_json
 from agentrl.render.parsers.base import CallParser
 from agentrl.render.parsers.kimi import ARGUMENTS, CLOSE, OPEN, SECTION, SECTION_END, KimiParser
-from agentrl.tool import Tool
-from agentrl.types import Fork, Message, ToolCall
 
 END, MIDDLE = "<|im_end|>", "<|im_middle|>"
 _STARTS = {"user": "<|im_user|>", "assistant": "<|im_assistant|>"}

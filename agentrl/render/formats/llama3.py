@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
+from agentrl.core.tool import Tool
+from agentrl.core.types import Fork, Message
 from agentrl.render.formats.base import schema_of, to_json
 from agentrl.render.parsers.base import CallParser
 from agentrl.render.parsers.llama3 import Llama3Parser
-from agentrl.tool import Tool
-from agentrl.types import Fork, Message
 
 BEGIN = "<|begin_of_text|>"
 END, END_FOR_TOOL, END_OF_TEXT = "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"

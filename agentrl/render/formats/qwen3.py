@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agentrl.core.tool import Tool
+from agentrl.core.types import Fork, ForkReason, Message
 from agentrl.render.formats.base import drops_thinking, holds_empty_thought, split_thinking
 from agentrl.render.formats.chatml import END, OPENER, START, call_text, other, split_system, tools_text, turn
 from agentrl.render.parsers.base import THINK, THINK_END, CallParser
 from agentrl.render.parsers.hermes import HermesParser
-from agentrl.tool import Tool
-from agentrl.types import Fork, ForkReason, Message
 
 EMPTY_THOUGHT = f"{THINK}\n\n{THINK_END}\n\n"
 """What the opener ends with where thinking is switched off."""

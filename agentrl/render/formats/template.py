@@ -10,13 +10,13 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from agentrl.errors import ModelError
-from agentrl.render.boundary import Proof, boundary_text, prove, text_after_reasoning
+from agentrl.core.errors import ModelError
+from agentrl.core.tool import Tool
+from agentrl.core.types import Fork, ForkReason, Message
 from agentrl.render.formats.base import drops_thinking, holds_empty_thought, schema_of, to_json
 from agentrl.render.parsers.base import THINK, THINK_END, CallParser
-from agentrl.render.parsers.choice import parser_of_template
-from agentrl.tool import Tool
-from agentrl.types import Fork, ForkReason, Message
+from agentrl.render.parsers.registry import parser_of_template
+from agentrl.render.turn_boundary import Proof, boundary_text, prove, text_after_reasoning
 
 
 class TemplateFormat:

@@ -1,1 +1,1 @@
-"""Tool calls in what a policy said, one format a file. Nothing that a policy writes makes them raise."""
+"""One file a tool-call syntax."""

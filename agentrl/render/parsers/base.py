@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from agentrl.tool import Tool
-from agentrl.types import CallStatus, ToolCall
+from agentrl.core.tool import Tool
+from agentrl.core.types import CallStatus, ToolCall
 
 THINK, THINK_END = "<think>", "</think>"
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agentrl.core.tool import Tool
+from agentrl.core.types import ToolCall
 from agentrl.render.parsers.base import Piece, between, named_call, text_of, truncated, unreadable
-from agentrl.tool import Tool
-from agentrl.types import ToolCall
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"

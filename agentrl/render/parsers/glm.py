@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
+from agentrl.core.tool import Tool
+from agentrl.core.types import CallStatus, ToolCall
 from agentrl.render.parsers.base import Piece, between, named_call, text_of, truncated, unreadable
 from agentrl.render.parsers.values import kinds_of, part_of, read_value
-from agentrl.tool import Tool
-from agentrl.types import CallStatus, ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"

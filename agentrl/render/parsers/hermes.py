@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agentrl.core.tool import Tool
+from agentrl.core.types import ToolCall
 from agentrl.render.parsers.base import Piece, between, json_call, text_of, truncated
-from agentrl.tool import Tool
-from agentrl.types import ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from agentrl.core.tool import Tool
+from agentrl.core.types import ToolCall
 from agentrl.render.parsers.base import Piece, between, named_call, text_of, truncated, unreadable
-from agentrl.tool import Tool
-from agentrl.types import ToolCall
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 OPEN, ARGUMENTS, CLOSE = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from agentrl.core.tool import Tool
+from agentrl.core.types import ToolCall
 from agentrl.render.parsers.base import Piece, json_call, read_json, text_of, truncated, unreadable
 from agentrl.render.parsers.brackets import JSON, PYTHON, closing, next_of, positions
 from agentrl.render.parsers.pythonic import python_calls
-from agentrl.tool import Tool
-from agentrl.types import ToolCall
 
 TAG = "<|python_tag|>"
 

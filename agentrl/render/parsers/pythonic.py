@@ -9,10 +9,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from agentrl.core.tool import Tool
+from agentrl.core.types import ToolCall
 from agentrl.render.parsers.base import Piece, text_of, truncated, unreadable
 from agentrl.render.parsers.brackets import PYTHON, closing, next_of, positions
-from agentrl.tool import Tool
-from agentrl.types import ToolCall
 
 OPEN, CLOSE = "<|python_start|>", "<|python_end|>"
 

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from agentrl.core.tool import Tool
+from agentrl.core.types import ToolCall
 from agentrl.render.parsers.base import Piece, between, text_of, truncated, unreadable
 from agentrl.render.parsers.hermes import CLOSE, OPEN
 from agentrl.render.parsers.values import kinds_of, part_of, read_value
-from agentrl.tool import Tool
-from agentrl.types import ToolCall
 
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>(.*)</function>\s*", re.DOTALL)
 _NAME = re.compile(r"\s*<function=([^<>\n]+)>")

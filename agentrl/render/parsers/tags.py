@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from agentrl.core.tool import Tool
+from agentrl.core.types import ToolCall
 from agentrl.render.parsers.base import Piece, named_call, text_of, truncated, unreadable
 from agentrl.render.parsers.values import kinds_of, part_of, read_value
-from agentrl.tool import Tool
-from agentrl.types import ToolCall
 
 _TAG = re.compile(r"<([A-Za-z_][\w.-]*)>")
 

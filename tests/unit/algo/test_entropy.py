@@ -6,7 +6,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from agentrl.algo import Grpo, Selected
+from agentrl.algo.base import Selected
+from agentrl.algo.grpo import Grpo
 from agentrl.config.algo import GrpoConfig
 
 WEIGHT = torch.tensor([0.1, 0.2, 0.7])

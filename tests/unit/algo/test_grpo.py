@@ -8,9 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.algo import ALGORITHMS, Grpo, Selected, make_algorithm, sft_loss
-from agentrl.algo.advantages import group_relative
-from agentrl.algo.grpo import clipped_policy_loss
+from agentrl.algo.advantages.group_relative import group_relative
+from agentrl.algo.base import Selected
+from agentrl.algo.grpo import Grpo
+from agentrl.algo.losses.ppo_clip import clipped_policy_loss
+from agentrl.algo.losses.sft import sft_loss
+from agentrl.algo.registry import ALGORITHMS, make_algorithm
 from agentrl.config.algo import GrpoConfig
 
 REWARDS = st.lists(st.lists(st.integers(-3, 3), min_size=1, max_size=6), min_size=1, max_size=5)

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from agentrl.algo import Grpo, Selected, kl_estimate
+from agentrl.algo.base import Selected
+from agentrl.algo.grpo import Grpo
+from agentrl.algo.kl import kl_estimate
 from agentrl.config.algo import GrpoConfig
 
 KINDS = ["k1", "k2", "k3", "low_var_kl"]

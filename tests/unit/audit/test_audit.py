@@ -22,10 +22,10 @@ from agentrl.audit.report import Fault
 from agentrl.audit.run import audit_files, rollout_faults
 from agentrl.audit.texts import Texts
 from agentrl.cli.main import main
+from agentrl.core.types import FinishReason, ForkReason, Generation, Rollout, StopReason, Turn
 from agentrl.episode.trajectory import Trajectory
 from agentrl.obs.parquet import write_parquet
-from agentrl.obs.rolloutformat import encode_rollout
-from agentrl.types import FinishReason, ForkReason, Generation, Rollout, StopReason, Turn
+from agentrl.obs.rollout_format import encode_rollout
 
 
 def said(ids, request, version=0):

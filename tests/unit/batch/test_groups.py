@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from agentrl.batch.groups import group_rollouts
-from agentrl.types import Rollout, StopReason
+from agentrl.core.types import Rollout, StopReason
 
 
 def rollout(prompt, reward, dropped=False):

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.batch.loss_weights import row_weights
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import MULTIPLE, pack
 from agentrl.batch.provenance import check_batch
-from agentrl.batch.weights import row_weights
-from agentrl.types import MaskReason, Provenance, Row, RowKey
+from agentrl.core.types import MaskReason, Provenance, Row, RowKey
 
 PAD = 999_999
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agentrl.batch.bench import bench_masks
 from agentrl.batch.packing import pack
 from agentrl.batch.provenance import admit, check_batch, check_rows
-from agentrl.errors import ProvenanceError
-from agentrl.types import MaskReason, Provenance, Row, RowKey
+from agentrl.bench.masks import bench_masks
+from agentrl.core.errors import ProvenanceError
+from agentrl.core.types import MaskReason, Provenance, Row, RowKey
 
 
 def row(name="r0"):

@@ -12,7 +12,7 @@ from agentrl.cli.main import main
 from agentrl.config.load import dump, load_config
 from agentrl.config.schema import Config
 from agentrl.config.shipped import find_config
-from agentrl.eval import checkpoint_model, run_config_file
+from agentrl.evaluation.evaluate import checkpoint_model, run_config_file
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.registry import model_folder
+from agentrl.core.registry import model_folder
 from tests.unit.render.oracles import template
 
 LINE = "chatml, hand-written; one row an episode; turns end with <|im_end|>, which is trained; tool calls: hermes"

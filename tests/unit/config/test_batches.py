@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.config.load import load_config
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
 
 FOUR = ("rollout.batch_size", "rollout.n_samples_per_prompt", "batch.global_batch_size", "train.steps_per_rollout")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl import placing
-from agentrl.cluster.layout import lay_out
+from agentrl.cluster.placement_layout import lay_out
 from agentrl.config.load import load_config
 from agentrl.config.placement import engine_ranks
-from agentrl.errors import ConfigError, MissingError
-from agentrl.placing import check_placement, describe_placement
+from agentrl.core.errors import ConfigError, MissingError
+from agentrl.runtime import placement_check as placing
+from agentrl.runtime.placement_check import check_placement, describe_placement
 
 SGLANG = "sampler.backend=sglang"
 TP2 = "sampler.sglang.tp_size=2"

@@ -11,8 +11,8 @@ from pyarrow import parquet
 
 from agentrl import Message
 from agentrl.config.data import DataConfig
-from agentrl.data import FileTasks, read_tasks
-from agentrl.errors import ConfigError, UnknownNameError
+from agentrl.core.errors import ConfigError, UnknownNameError
+from agentrl.data.tasks import FileTasks, read_tasks
 
 ROWS = [
     {"prompt": "2 + 2?", "label": "4", "meta": {"hops": 1}, "name": "a"},

@@ -9,9 +9,9 @@ from agentrl_envs.code_contest.env import FAULTS, NO_TRIES
 from agentrl_envs.code_contest.program import program_in
 from agentrl_tools.judge import JudgeTool, Verdict
 
-from agentrl.errors import ConfigError, TaskError, ToolFailure
-from agentrl.task import Task
-from agentrl.types import CallStatus, Message, ToolCall, ToolCalls, ToolResult, ToolResults, ToolStatus
+from agentrl.core.errors import ConfigError, TaskError, ToolFailure
+from agentrl.core.task import Task
+from agentrl.core.types import CallStatus, Message, ToolCall, ToolCalls, ToolResult, ToolResults, ToolStatus
 
 SECRET = "only-the-judge-knows-31337"
 TASK = Task("t", (Message("user", "Print it."),), answer={"inputs": ["1\n", "2\n"], "outputs": [SECRET, SECRET]})

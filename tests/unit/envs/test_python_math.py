@@ -5,11 +5,11 @@ from agentrl_envs.python_math import PythonMathEnv, same_answer
 from agentrl_envs.python_math.env import NO_CALLS_LEFT, NOT_RUN
 
 from agentrl import Message, Task, ToolCall, ToolCalls, ToolResult, ToolResults, ToolStatus
-from agentrl.env import Step
-from agentrl.errors import ConfigError, TaskError
-from agentrl.registry import make_env
+from agentrl.core.env import Step
+from agentrl.core.errors import ConfigError, TaskError
+from agentrl.core.registry import make_env
+from agentrl.core.types import CallStatus
 from agentrl.testing import check_env
-from agentrl.types import CallStatus
 
 TASK = Task("t", (Message("user", "What is 2 times 21?"),), answer="42")
 

@@ -9,9 +9,9 @@ from agentrl_envs.python_math import PythonMathEnv
 from agentrl_tasks.small_policy import save_tokenizer
 
 from agentrl import Message, Rollout, Task, ToolCall, ToolResult, ToolStatus
-from agentrl.errors import RunStopped, ToolFailure
+from agentrl.core.errors import RunStopped, ToolFailure
+from agentrl.core.types import Provenance, StopReason
 from agentrl.testing import play_episode
-from agentrl.types import Provenance, StopReason
 
 TASK = Task("t", (Message("user", "What is 2 times 21?"),), answer="42")
 

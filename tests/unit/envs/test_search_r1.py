@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl import Message, Task, ToolCalls, ToolResult, ToolResults, ToolStatus
-from agentrl.env import Step
-from agentrl.errors import ConfigError, TaskError
+from agentrl.core.env import Step
+from agentrl.core.errors import ConfigError, TaskError
 
 TASK = Task("t", (Message("user", "Where was Tamo born?"),), answer=["Sadova"], metadata={"corpus": "train"})
 TAGS = ["<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>", "<think>", "</think>"]

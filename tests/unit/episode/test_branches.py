@@ -12,17 +12,17 @@ from agentrl import Message, Rewrite, Rollout, StopReason, Task, ToolCall, ToolC
 from agentrl.audit.run import rollout_faults
 from agentrl.batch.provenance import check_rows
 from agentrl.config.failure import FailureConfig
-from agentrl.env import Env
-from agentrl.episode.demonstrate import demonstrate
-from agentrl.episode.failure import FailurePolicy
+from agentrl.core.env import Env
+from agentrl.core.errors import EnvironmentFailure
+from agentrl.core.types import FinishReason, ForkReason, Generation, MaskReason, Provenance, SamplingParams
+from agentrl.episode.environment_episode import Episode
+from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.play import Episode
 from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.trajectory import Trajectory
-from agentrl.errors import EnvironmentFailure
+from agentrl.sft.demonstrate import demonstrate
 from agentrl.testing import ContractError, ScriptedSampler, check_env
-from agentrl.types import FinishReason, ForkReason, Generation, MaskReason, Provenance, SamplingParams
 
 TASK = Task("t", (Message("user", "plan it"),), answer="x")
 BRANCH, CONTEXT = ForkReason.BRANCH, ForkReason.CONTEXT

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from agentrl.core.errors import RunStopped
+from agentrl.core.types import Rollout, StopReason
 from agentrl.episode.grading import Grading, Played
-from agentrl.episode.toolcalls import ToolRunner
-from agentrl.errors import RunStopped
-from agentrl.types import Rollout, StopReason
+from agentrl.episode.tool_calls import ToolRunner
 
 
 class Noting:

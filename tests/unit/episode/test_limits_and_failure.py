@@ -1,9 +1,9 @@
 import pytest
 
 from agentrl.config.failure import FailureConfig
-from agentrl.episode.failure import FailurePolicy
+from agentrl.core.types import Failure, FailureKind
+from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.types import Failure, FailureKind
 
 
 @pytest.mark.parametrize(("prompt", "room"), [(10, 20), (80, 20), (90, 10), (100, 0), (101, -1)])

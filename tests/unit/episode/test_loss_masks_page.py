@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from agentrl.types import ForkReason
+from agentrl.core.types import ForkReason
 
 DOCS = Path(__file__).parents[3] / "docs"
 

@@ -7,19 +7,13 @@ import numpy as np
 import pytest
 
 from agentrl.batch.provenance import check_rows
+from agentrl.bench.episode_runner import bench_rollout
 from agentrl.config.failure import FailureConfig
-from agentrl.env import AsyncEnv, Env
-from agentrl.episode.bench import bench_rollout
-from agentrl.episode.failure import FailurePolicy
-from agentrl.episode.limits import Limits
-from agentrl.episode.play import Episode
-from agentrl.episode.runner import EpisodeRunner, Job
-from agentrl.episode.state import EpisodeState
-from agentrl.errors import ConfigError, RunStopped, SamplerError, ToolFailure
-from agentrl.task import Task
-from agentrl.testing import ScriptedSampler
-from agentrl.tool import tool
-from agentrl.types import (
+from agentrl.core.env import AsyncEnv, Env
+from agentrl.core.errors import ConfigError, RunStopped, SamplerError, ToolFailure
+from agentrl.core.task import Task
+from agentrl.core.tool import tool
+from agentrl.core.types import (
     FailureKind,
     Message,
     Provenance,
@@ -31,6 +25,12 @@ from agentrl.types import (
     ToolResults,
     ToolStatus,
 )
+from agentrl.episode.environment_episode import Episode
+from agentrl.episode.failure_policy import FailurePolicy
+from agentrl.episode.limits import Limits
+from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.episode.state import EpisodeState
+from agentrl.testing import ScriptedSampler
 
 
 class Guess(Env):

@@ -8,18 +8,12 @@ import pytest
 
 from agentrl.config.failure import FailureConfig
 from agentrl.config.reward import RewardConfig
-from agentrl.env import Env
-from agentrl.episode.demonstrate import demonstrate
-from agentrl.episode.failure import FailurePolicy
-from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner, Job
-from agentrl.errors import EnvironmentFailure, RunStopped, SandboxFailure, ToolFailure
-from agentrl.resolve import load_object
-from agentrl.rewards.grader import RewardGrader
-from agentrl.task import Task
-from agentrl.testing import ScriptedSampler
-from agentrl.tool import Tool
-from agentrl.types import (
+from agentrl.core.env import Env
+from agentrl.core.errors import EnvironmentFailure, RunStopped, SandboxFailure, ToolFailure
+from agentrl.core.imports import load_object
+from agentrl.core.task import Task
+from agentrl.core.tool import Tool
+from agentrl.core.types import (
     FailureKind,
     Message,
     SamplingParams,
@@ -29,6 +23,12 @@ from agentrl.types import (
     ToolResults,
     ToolStatus,
 )
+from agentrl.episode.failure_policy import FailurePolicy
+from agentrl.episode.limits import Limits
+from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.rewards.grader import RewardGrader
+from agentrl.sft.demonstrate import demonstrate
+from agentrl.testing import ScriptedSampler
 
 SCHEMA = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
 SHIPPED = Tool("run_code", "As shipped.", SCHEMA, server="python")

@@ -5,15 +5,15 @@ import threading
 
 from agentrl.config.failure import FailureConfig
 from agentrl.config.reward import RewardConfig
-from agentrl.env import Env
-from agentrl.episode.failure import FailurePolicy
+from agentrl.core.env import Env
+from agentrl.core.task import Task
+from agentrl.core.types import Message, SamplingParams, ToolCall, ToolCalls, ToolResults
+from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.obs.watchdog import Watchdog
 from agentrl.rewards.grader import make_grader
-from agentrl.task import Task
 from agentrl.testing import ScriptedSampler
-from agentrl.types import Message, SamplingParams, ToolCall, ToolCalls, ToolResults
 
 STUCK_S = 0.3
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.core.errors import SamplerError
+from agentrl.core.types import FinishReason, Generation, MaskReason, Provenance
 from agentrl.episode.trajectory import Trajectory
-from agentrl.errors import SamplerError
-from agentrl.types import FinishReason, Generation, MaskReason, Provenance
 
 OBS, S, D = Provenance.OBSERVED, Provenance.SAMPLED, Provenance.DEMONSTRATED
 

@@ -8,17 +8,17 @@ import pytest
 
 from agentrl.config.evaluation import EvalSet
 from agentrl.config.failure import FailureConfig
-from agentrl.env import Env
-from agentrl.episode.failure import FailurePolicy
+from agentrl.core.env import Env
+from agentrl.core.errors import RunStopped
+from agentrl.core.task import Task
+from agentrl.core.types import Message, Prompt, Rollout, SamplingParams
+from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner
-from agentrl.errors import RunStopped
-from agentrl.eval import evaluate, jobs_of
+from agentrl.evaluation.evaluate import evaluate, jobs_of
 from agentrl.evaluation.result import SetResult, flat_figures
 from agentrl.evaluation.sets import TaskChoice
-from agentrl.task import Task
 from agentrl.testing import Asked, ScriptedSampler
-from agentrl.types import Message, Prompt, Rollout, SamplingParams
 
 END = 9
 

@@ -1,7 +1,7 @@
 """What a training run shows of its evaluations."""
 
 from agentrl.config.load import load_config
-from agentrl.session import _worth_a_look, curve_keys
+from agentrl.train.run import _worth_a_look, curve_keys
 
 
 def test_the_curve_shows_every_set() -> None:

@@ -8,9 +8,9 @@ from agentrl import Message, Task
 from agentrl.config.evaluation import EvalConfig, EvalSet
 from agentrl.config.load import dump, load_config, validate
 from agentrl.config.schema import Config
-from agentrl.errors import ConfigError, UserError, unknown_name
+from agentrl.core.errors import ConfigError, UserError, unknown_name
+from agentrl.core.task import TaskSet
 from agentrl.evaluation.sets import check_goals, choose_tasks, reached
-from agentrl.task import TaskSet
 
 
 def task(name: str, **metadata: object) -> Task:

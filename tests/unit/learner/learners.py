@@ -13,8 +13,8 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
 from agentrl.config.algo import GrpoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
-from agentrl.learner.local import LocalLearnerGroup
-from agentrl.types import MaskReason, Provenance, Row, RowKey
+from agentrl.core.types import MaskReason, Provenance, Row, RowKey
+from agentrl.learner.in_process import LocalLearnerGroup
 
 VOCAB = 96
 SIZES = {

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.learner.bucket import ALIGNMENT, plan_buckets, views
-from agentrl.protocols import TensorSpec
+from agentrl.distributed.base import TensorSpec
+from agentrl.learner.export.bucket import ALIGNMENT, plan_buckets, views
 
 DTYPES = ("float32", "bfloat16", "uint8", "int64")
 specs = st.lists(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.errors import CheckpointError
+from agentrl.core.errors import CheckpointError
 from agentrl.learner.checkpoints import Checkpoints, clear_partial, latest_checkpoint, read_state, whole_checkpoints
 
 

@@ -22,15 +22,15 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.algo import ALGORITHMS
+from agentrl.algo.registry import ALGORITHMS
 from agentrl.batch.groups import group_rollouts
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.collect import rollout_advantages, train_batches
 from agentrl.config.load import validate
 from agentrl.config.schema import Config
+from agentrl.core.types import FinishReason, Generation, MaskReason, Rollout, StopReason
 from agentrl.episode.trajectory import Trajectory
-from agentrl.learner.local import LocalLearnerGroup
-from agentrl.types import FinishReason, Generation, MaskReason, Rollout, StopReason
+from agentrl.learner.in_process import LocalLearnerGroup
+from agentrl.train.batches import rollout_advantages, train_batches
 from tests.unit.learner.learners import VOCAB, Learners, gradients, make_model
 
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}

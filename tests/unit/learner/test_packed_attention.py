@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from agentrl.config.learner import LearnerConfig
-from agentrl.errors import ModelError
+from agentrl.core.errors import ModelError
 from agentrl.learner.fsdp import attention
 from agentrl.learner.fsdp.attention import blockwise_causal, packed_attention, packed_rows
 from agentrl.learner.fsdp.model import load_policy

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from agentrl.config.learner import OptimizerConfig
-from agentrl.errors import CheckpointError, LearnerError, ModelError, ProvenanceError
+from agentrl.core.errors import CheckpointError, LearnerError, ModelError, ProvenanceError
+from agentrl.core.types import Provenance
 from agentrl.learner.fsdp.optimizer import learning_rate
-from agentrl.types import Provenance
 from tests.unit.learner.learners import gradients, make_batch, make_model, make_rows, tensors
 
 LENGTHS = [30, 50, 20, 7, 60, 33, 12]

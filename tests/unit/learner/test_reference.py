@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.algo import GrpoConfig
-from agentrl.errors import ConfigError, LearnerError, ModelError
+from agentrl.core.errors import ConfigError, LearnerError, ModelError
 from tests.unit.learner.learners import gradients, make_batch, make_model, make_rows, tensors
 
 LENGTHS = [30, 50, 20, 7, 60, 33, 12]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from agentrl.config.algo import GrpoConfig
-from agentrl.errors import LearnerError
+from agentrl.core.errors import LearnerError
 from tests.unit.learner.learners import make_batch, make_model, tensors
 
 LENGTHS = (9, 14, 30, 22)
@@ -93,7 +93,7 @@ def test_without_the_memory_to_wake_in_it_sleeps_on(learners, monkeypatch):
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 
     with monkeypatch.context() as patch:
-        patch.setattr("agentrl.learner.away._bytes", full)
+        patch.setattr("agentrl.learner.offload._bytes", full)
         with pytest.raises(LearnerError, match=r"sleeps on.*Tried to allocate"):
             learner.wake()
     assert device_bytes(learner) == 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.errors import ModelError
+from agentrl.core.errors import ModelError
 from agentrl.models.load import as_dtype, load_model, load_tokenizer
 from agentrl.models.resolve import resolve_model
 

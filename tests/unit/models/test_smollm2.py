@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import MissingError, ModelError
+from agentrl.core.errors import MissingError, ModelError
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.models.resolve import resolve_model
 from agentrl.models.smollm2 import get_smollm2

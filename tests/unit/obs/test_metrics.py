@@ -4,12 +4,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from agentrl.obs.curve import distinct, plot_curve
+from agentrl.core.types import FinishReason, Rollout, StopReason, Turn
+from agentrl.obs.learning_curve import distinct, plot_curve
 from agentrl.obs.metrics import MetricsLog, read_metrics
 from agentrl.obs.progress import ProgressView, Stopwatch, format_left
-from agentrl.obs.show import rollout_panel
+from agentrl.obs.rollout_panel import rollout_panel
 from agentrl.obs.trackers import TensorBoard
-from agentrl.types import FinishReason, Rollout, StopReason, Turn
 
 
 def test_a_step_is_on_disk_before_the_next(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@ import math
 import numpy as np
 import pytest
 
-from agentrl.episode.bench import synthetic_rows
-from agentrl.errors import ConfigError
+from agentrl.bench.episode_runner import synthetic_rows
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Failure, FailureKind, FinishReason, Rollout, StopReason, Turn
 from agentrl.obs.parquet import write_parquet
 from agentrl.obs.rollouts import (
     RolloutFile,
@@ -15,7 +16,6 @@ from agentrl.obs.rollouts import (
     rollout_files,
     write_advantages,
 )
-from agentrl.types import Failure, FailureKind, FinishReason, Rollout, StopReason, Turn
 
 
 def rollout(number=0, **changes):

@@ -10,11 +10,11 @@ import psutil
 import pytest
 import wandb
 
-from agentrl.errors import ConfigError
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import FinishReason, Rollout, StopReason, Turn
 from agentrl.obs import wandb as ours
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.trackers import COLUMNS, TensorBoard, markdown, sample_table
-from agentrl.types import FinishReason, Rollout, StopReason, Turn
 
 
 @pytest.fixture(autouse=True)

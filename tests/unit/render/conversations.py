@@ -11,8 +11,8 @@ from typing import Any, Literal
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from agentrl.tool import Tool, tool
-from agentrl.types import Message, ToolCall
+from agentrl.core.tool import Tool, tool
+from agentrl.core.types import Message, ToolCall
 from tests.unit.render.tokenizers import MARKERS
 
 

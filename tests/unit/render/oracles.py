@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from agentrl.core.tool import Tool
+from agentrl.core.types import Message
 from agentrl.render.formats.base import schema_of
-from agentrl.tool import Tool
-from agentrl.types import Message
 
 TEMPLATES: Mapping[str, str] = {
     "qwen2.5": "qwen2_5",

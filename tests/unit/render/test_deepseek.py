@@ -7,11 +7,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from agentrl.config.render import RenderConfig
-from agentrl.render.choice import make_renderer
+from agentrl.core.types import CallStatus, Fork, ForkReason, Message, ToolCall
 from agentrl.render.formats.deepseek import DeepSeekR1, DeepSeekV3
 from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.parsers.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEP
-from agentrl.types import CallStatus, Fork, ForkReason, Message, ToolCall
+from agentrl.render.registry import make_renderer
 from tests.unit.render.conversations import TOOLS, calls, contents, well_formed, words
 from tests.unit.render.oracles import Other, template, template_text
 from tests.unit.render.tokenizers import family_tokenizer

@@ -13,15 +13,15 @@ from hypothesis import given
 from agentrl.batch.provenance import check_rows
 from agentrl.config.failure import FailureConfig
 from agentrl.config.render import RenderConfig
-from agentrl.env import Env
-from agentrl.episode.failure import FailurePolicy
+from agentrl.core.env import Env
+from agentrl.core.errors import ConfigError
+from agentrl.core.task import Task
+from agentrl.core.types import CallStatus, Fork, ForkReason, MaskReason, Message, Provenance, SamplingParams
+from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner
-from agentrl.errors import ConfigError
-from agentrl.render.choice import FORMATS, make_renderer
-from agentrl.task import Task
+from agentrl.render.registry import FORMATS, make_renderer
 from agentrl.testing import ScriptedSampler
-from agentrl.types import CallStatus, Fork, ForkReason, MaskReason, Message, Provenance, SamplingParams
 from tests.unit.render.conversations import Script, scripts, turns_of, well_formed
 from tests.unit.render.oracles import TEMPLATES, template
 from tests.unit.render.tokenizers import MARKERS, family_tokenizer

@@ -7,10 +7,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from agentrl.config.render import RenderConfig
-from agentrl.render.choice import choose_format, make_renderer
+from agentrl.core.tool import tool
+from agentrl.core.types import Fork, ForkReason, Message, ToolCall
 from agentrl.render.formats.glm import Glm4, Glm45
-from agentrl.tool import tool
-from agentrl.types import Fork, ForkReason, Message, ToolCall
+from agentrl.render.registry import choose_format, make_renderer
 from tests.unit.render.conversations import contents, look_up, well_formed, words
 from tests.unit.render.oracles import Other, template, template_text
 from tests.unit.render.tokenizers import family_tokenizer

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.config.render import RenderConfig
-from agentrl.render.choice import make_renderer
+from agentrl.core.types import CallStatus, Fork, Message, ToolCall
 from agentrl.render.formats.base import schema_of
 from agentrl.render.formats.kimi import KimiK2
-from agentrl.types import CallStatus, Fork, Message, ToolCall
+from agentrl.render.registry import make_renderer
 from tests.unit.render.conversations import TOOLS, contents, look_up, well_formed, words
 from tests.unit.render.oracles import Other, as_dicts
 from tests.unit.render.tokenizers import MARKERS, family_tokenizer

@@ -4,13 +4,13 @@ from hypothesis import strategies as st
 from jinja2 import TemplateError
 
 from agentrl.config.render import RenderConfig
-from agentrl.errors import ConfigError, ModelError
-from agentrl.render.choice import FORMATS, make_renderer
+from agentrl.core.errors import ConfigError, ModelError
+from agentrl.core.tool import checked_call, tool
+from agentrl.core.types import CallStatus, Fork, ForkReason, Message, ToolCall
 from agentrl.render.formats.llama3 import Llama3, Llama31, today
 from agentrl.render.parsers.llama3 import Llama3Parser
 from agentrl.render.parsers.pythonic import PythonicParser
-from agentrl.tool import checked_call, tool
-from agentrl.types import CallStatus, Fork, ForkReason, Message, ToolCall
+from agentrl.render.registry import FORMATS, make_renderer
 from tests.unit.render.conversations import TOOLS, answers, contents, samples, well_formed, words
 from tests.unit.render.oracles import Other, template, template_text
 from tests.unit.render.tokenizers import family_tokenizer

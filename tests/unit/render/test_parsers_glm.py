@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.config.render import RenderConfig
-from agentrl.render.choice import FORMATS, make_renderer
-from agentrl.tool import tool
-from agentrl.types import CallStatus, Message, ToolCall
+from agentrl.core.tool import tool
+from agentrl.core.types import CallStatus, Message, ToolCall
+from agentrl.render.registry import FORMATS, make_renderer
 from tests.unit.render.conversations import contents, look_up, words
 from tests.unit.render.tokenizers import MARKERS, family_tokenizer
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.core.types import CallStatus, ToolCall
 from agentrl.render.parsers.base import Piece, split_markers
 from agentrl.render.parsers.llama3 import Llama3Parser
 from agentrl.render.parsers.pythonic import PythonicParser
-from agentrl.types import CallStatus, ToolCall
 from tests.unit.render.conversations import TOOLS, calls, contents
 
 TAG = "<|python_tag|>"

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.config.render import RenderConfig
-from agentrl.render.choice import make_renderer
-from agentrl.types import CallStatus, Message, ToolCall
+from agentrl.core.types import CallStatus, Message, ToolCall
+from agentrl.render.registry import make_renderer
 from tests.unit.render.oracles import template
 from tests.unit.render.test_parsers_glm import typed
 from tests.unit.render.tokenizers import qwen_tokenizer

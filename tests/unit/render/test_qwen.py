@@ -9,8 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from agentrl.config.render import RenderConfig
-from agentrl.render.choice import FORMATS, make_renderer
-from agentrl.types import CallStatus, Fork, ForkReason, Message
+from agentrl.core.types import CallStatus, Fork, ForkReason, Message
+from agentrl.render.registry import FORMATS, make_renderer
 from tests.unit.render import tokenizers
 from tests.unit.render.conversations import TOOLS, contents, hermes, thought, turns_of, well_formed, words
 from tests.unit.render.oracles import Other, template, template_text

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.config.render import RenderConfig
-from agentrl.render.choice import make_renderer
+from agentrl.core.tool import Tool, tool
+from agentrl.core.types import CallStatus, ToolCall
 from agentrl.render.parsers.base import Piece
 from agentrl.render.parsers.tags import TagsParser
-from agentrl.tool import Tool, tool
-from agentrl.types import CallStatus, ToolCall
+from agentrl.render.registry import make_renderer
 from tests.unit.render.tokenizers import qwen_tokenizer
 
 

@@ -4,10 +4,10 @@ import re
 import pytest
 
 from agentrl.config.render import RenderConfig
-from agentrl.errors import ConfigError, ModelError
-from agentrl.render.choice import make_renderer
-from agentrl.tool import tool
-from agentrl.types import CallStatus, Fork, ForkReason, Message, Prompt, ToolCall
+from agentrl.core.errors import ConfigError, ModelError
+from agentrl.core.tool import tool
+from agentrl.core.types import CallStatus, Fork, ForkReason, Message, Prompt, ToolCall
+from agentrl.render.registry import make_renderer
 from tests.unit.render.oracles import template
 from tests.unit.render.tokenizers import qwen_tokenizer
 

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.types import FinishReason, Rollout, StopReason, Turn
+from agentrl.core.types import FinishReason, Rollout, StopReason, Turn
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentrl.registry import REWARDS, names, reward_function
+from agentrl.core.registry import REWARDS, names, reward_function
 from agentrl.rewards import Sample
 
 

@@ -12,10 +12,10 @@ import pytest
 from agentrl import Sample
 from agentrl.config.load import load_config
 from agentrl.config.reward import RewardConfig
-from agentrl.errors import ConfigError, RunStopped, UnknownNameError
-from agentrl.rewards.call import THREADS, RewardCall, wants_group
+from agentrl.core.errors import ConfigError, RunStopped, UnknownNameError
+from agentrl.core.types import FailureKind
+from agentrl.rewards.function_runner import THREADS, RewardCall, wants_group
 from agentrl.rewards.grader import RewardGrader, check_reward, make_grader
-from agentrl.types import FailureKind
 
 HEAD = "import asyncio, math, sys, threading, time\nfrom agentrl import Sample\nfrom collections.abc import Sequence\n"
 

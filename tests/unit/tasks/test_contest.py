@@ -19,11 +19,11 @@ from agentrl_tasks.small_policy import save_tokenizer
 
 from agentrl.config.load import load_config
 from agentrl.config.shipped import find_config
-from agentrl.errors import ConfigError, MissingError, UnknownNameError
+from agentrl.core.errors import ConfigError, MissingError, UnknownNameError
+from agentrl.core.registry import model_folder
+from agentrl.core.task import Task
 from agentrl.models.load import load_model, load_tokenizer
-from agentrl.registry import model_folder
-from agentrl.render.choice import make_renderer
-from agentrl.task import Task
+from agentrl.render.registry import make_renderer
 
 
 def run(program: str, given: str) -> str | None:

@@ -20,9 +20,9 @@ from agentrl_tasks.small_policy import save_tokenizer
 from pyarrow import parquet
 
 from agentrl import Message, Task
-from agentrl.errors import ConfigError, MissingError, UnknownNameError
+from agentrl.core.errors import ConfigError, MissingError, UnknownNameError
+from agentrl.core.registry import make_tasks
 from agentrl.models.load import load_model
-from agentrl.registry import make_tasks
 
 DAPO = {
     "data_source": "math_dapo",

@@ -11,9 +11,9 @@ from agentrl_tasks.multihop import Multihop
 from agentrl_tasks.multihop.demonstrator import FAULTS
 from agentrl_tasks.multihop.world import RELATIONS, World
 
-from agentrl.errors import ConfigError, UnknownNameError
-from agentrl.registry import make_env, make_tasks, tool_service
-from agentrl.types import Message, ToolCalls, ToolResults
+from agentrl.core.errors import ConfigError, UnknownNameError
+from agentrl.core.registry import make_env, make_tasks, tool_service
+from agentrl.core.types import Message, ToolCalls, ToolResults
 
 
 def words(text: str) -> set[str]:

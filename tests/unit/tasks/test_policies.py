@@ -6,9 +6,9 @@ import pytest
 from agentrl_tasks.multihop.make_policy import make_policy
 from agentrl_tasks.multihop.tokenizer import TAGS, VOCABULARY
 
+from agentrl.core.registry import make_env, make_tasks, model_folder
 from agentrl.models.load import load_model, load_tokenizer
-from agentrl.registry import make_env, make_tasks, model_folder
-from agentrl.render.choice import make_renderer
+from agentrl.render.registry import make_renderer
 
 NAMES = ("multihop-warm", "multihop-discover")
 

@@ -9,9 +9,9 @@ import pytest
 from agentrl_tasks.search_qa import SearchQa
 from pyarrow import parquet
 
-from agentrl.errors import ConfigError, MissingError, UnknownNameError
-from agentrl.registry import make_env, make_tasks, tool_service
-from agentrl.types import Message
+from agentrl.core.errors import ConfigError, MissingError, UnknownNameError
+from agentrl.core.registry import make_env, make_tasks, tool_service
+from agentrl.core.types import Message
 
 PROMPT = make_env("search_r1").prompt
 

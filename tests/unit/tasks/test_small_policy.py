@@ -7,12 +7,12 @@ from agentrl_tasks.small_policy import save_policy, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl import Message
-from agentrl.render.check import check_template
-from agentrl.render.choice import make_renderer
-from agentrl.render.crossings import Outcome
+from agentrl.core.tool import Tool
+from agentrl.core.types import CallStatus, Fork
+from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
-from agentrl.tool import Tool
-from agentrl.types import CallStatus, Fork
+from agentrl.render.template_check.check import check_template
+from agentrl.render.template_check.turn_transitions import Outcome
 
 TEXTS = ["What is 12 times 13?", '{"name": "python", "arguments": {"code": "print(12)"}}', "The answer is \\boxed{25}."]
 TOOL = Tool("python", "Run it.", {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]})

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from agentrl import Env, Message, Task, ToolCall, ToolCalls, ToolResults
-from agentrl.env import Step
+from agentrl.core.env import Step
+from agentrl.core.types import Action
 from agentrl.testing import ContractError, check_env
-from agentrl.types import Action
 
 
 class Guess(Env):

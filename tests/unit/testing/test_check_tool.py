@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import pytest
 
 from agentrl import ToolCall, ToolResult, ToolStatus, tool
+from agentrl.core.tool import Tool
 from agentrl.testing import ContractError, check_tool
-from agentrl.tool import Tool
-from agentrl.toolserver.hosted import HostedTool, ToolSession
+from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
 from agentrl.toolserver.service import HostedService, find_service
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentrl import protocols
 from agentrl.batch.microbatch import GlobalBatch, MicroBatch
-from agentrl.errors import CheckpointError, LearnerError, SamplerError
+from agentrl.core.errors import CheckpointError, LearnerError, SamplerError
+from agentrl.core.sampler import Sampler
+from agentrl.core.types import FinishReason, Generation, Prompt, RowKey, SamplingParams
+from agentrl.learner.base import LearnerGroup
 from agentrl.testing import FakeLearner, ScriptedSampler
-from agentrl.types import FinishReason, Generation, Prompt, RowKey, SamplingParams
 
 PROMPT = Prompt((1, 2, 3))
 
@@ -25,9 +26,7 @@ def ask(sampler: ScriptedSampler, session: str = "s", request: str = "r", **para
     return asyncio.run(sampler.generate(PROMPT, sampling, session_id=session, request_id=request))
 
 
-@pytest.mark.parametrize(
-    ("fake", "protocol"), [(ScriptedSampler, protocols.Sampler), (FakeLearner, protocols.LearnerGroup)]
-)
+@pytest.mark.parametrize(("fake", "protocol"), [(ScriptedSampler, Sampler), (FakeLearner, LearnerGroup)])
 def test_signatures_are_the_protocols(fake: type, protocol: type) -> None:
     wanted = [name for name, value in vars(protocol).items() if not name.startswith("_") and callable(value)]
     assert wanted

@@ -3,10 +3,10 @@
 import pytest
 
 from agentrl import Env, Message, Task, ToolCall, ToolCalls, ToolResults, tool
-from agentrl.env import Step
-from agentrl.errors import RunStopped
+from agentrl.core.env import Step
+from agentrl.core.errors import RunStopped
+from agentrl.core.types import Action, StopReason
 from agentrl.testing import check_env, play_episode
-from agentrl.types import Action, StopReason
 
 TASK = Task("double/3", (Message("user", "3"),), answer="6")
 

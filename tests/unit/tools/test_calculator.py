@@ -11,7 +11,7 @@ from agentrl_tools.calculator.numbers import exact_root, shown
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.types import ToolCall, ToolResult, ToolStatus
+from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from tests.unit.toolserver.tool_sessions import NoSession
 
 WHOLE = st.integers(-(10**6), 10**6)

@@ -9,12 +9,12 @@ import pytest
 from agentrl_tools.judge import JudgeOptions, JudgeService, JudgeTool, Rule, Verdict, verdict_of
 
 from agentrl.config.sandbox import SandboxConfig
-from agentrl.errors import ConfigError, SandboxFailure
-from agentrl.registry import tool_service
-from agentrl.toolserver.hosted import ToolSession
-from agentrl.toolserver.sandbox.base import Job, Outcome, Sandbox
-from agentrl.toolserver.sandbox.unsafe import UnsafeBackend
-from agentrl.types import ToolCall, ToolResult, ToolStatus
+from agentrl.core.errors import ConfigError, SandboxFailure
+from agentrl.core.registry import tool_service
+from agentrl.core.types import ToolCall, ToolResult, ToolStatus
+from agentrl.sandbox.base import Job, Outcome, Sandbox
+from agentrl.sandbox.unsafe import UnsafeBackend
+from agentrl.toolserver.hosted_tool import ToolSession
 
 SECRET = "expected-and-nobody-else's-business"
 Answer = Callable[[Job], Outcome]

@@ -9,11 +9,11 @@ from agentrl_tools.python.tool import without_fence
 from agentrl_tools.shell import ShellService, ShellTool
 
 from agentrl.config.sandbox import SandboxConfig, SandboxLimits
-from agentrl.errors import ConfigError
-from agentrl.toolserver.hosted import HostedTool
-from agentrl.toolserver.results import REPLACED
-from agentrl.toolserver.sandbox.unsafe import UnsafeBackend
-from agentrl.types import ToolCall, ToolResult, ToolStatus
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import ToolCall, ToolResult, ToolStatus
+from agentrl.sandbox.unsafe import UnsafeBackend
+from agentrl.toolserver.hosted_tool import HostedTool
+from agentrl.toolserver.sandbox_results import REPLACED
 from tests.unit.toolserver.tool_sessions import LoneSession
 
 ARGUMENT = {"python": "code", "shell": "command"}

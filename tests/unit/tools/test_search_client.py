@@ -20,10 +20,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from agentrl import ToolCall, ToolStatus
-from agentrl.errors import ToolFailure
-from agentrl.protocols import ToolClient
+from agentrl.core.errors import ToolFailure
+from agentrl.core.tool import ToolClient
 from agentrl.testing import check_tool
-from agentrl.toolserver import launch_tool
+from agentrl.toolserver.launch import launch_tool
 
 ROWS = [{"id": str(i), "contents": f'"Place {i}"\nPlace {i} is a town.'} for i in range(300)]
 

@@ -18,8 +18,8 @@ from agentrl_tools.search.vectors import FlatOnDevice, build_index
 from tokenizers import BertWordPieceTokenizer
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerFast
 
-from agentrl.errors import ConfigError, MissingError
-from agentrl.toolserver import launch_tool
+from agentrl.core.errors import ConfigError, MissingError
+from agentrl.toolserver.launch import launch_tool
 
 NAMES = ["Sadova", "Remu", "Tamo Rilek", "Velburg", "Kosa Denar", "Norton", "Talsaga"]
 ROWS = [

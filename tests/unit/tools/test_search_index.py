@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl import Task, TaskSet, ToolCall, ToolStatus
-from agentrl.errors import ConfigError, MissingError, UnknownNameError
+from agentrl.core.errors import ConfigError, MissingError, UnknownNameError
 
 
 def rows(*contents: str) -> list[dict[str, str]]:

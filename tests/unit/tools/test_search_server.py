@@ -14,7 +14,7 @@ from agentrl_tools.search.corpora import open_corpora
 from agentrl_tools.search.retriever import Corpora
 from agentrl_tools.search.server import Retrieval, SearchQueue, listen, make_app, serve
 
-from agentrl.errors import ConfigError, PortInUseError
+from agentrl.core.errors import ConfigError, PortInUseError
 
 ROWS = [{"id": str(i), "contents": f'"Place {i}"\nPlace {i} is a town.'} for i in range(5)]
 

@@ -12,13 +12,13 @@ from starlette.applications import Starlette
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ServerConfig
-from agentrl.errors import SandboxFailure
-from agentrl.tool import Tool
-from agentrl.toolserver.hosted import HostedTool, ToolSession
-from agentrl.toolserver.sandbox.base import Job, Outcome, Sandbox, SandboxBackend
-from agentrl.toolserver.server import listen
-from agentrl.toolserver.sessions import Sessions
-from agentrl.types import ToolCall, ToolResult, ToolStatus
+from agentrl.core.errors import SandboxFailure
+from agentrl.core.tool import Tool
+from agentrl.core.types import ToolCall, ToolResult, ToolStatus
+from agentrl.sandbox.base import Job, Outcome, Sandbox, SandboxBackend
+from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
+from agentrl.toolserver.server.server import listen
+from agentrl.toolserver.server.sessions import Sessions
 
 Schema = dict[str, Any]
 ANYTHING: Schema = {"type": "object"}

@@ -7,11 +7,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agentrl.errors import SandboxFailure
-from agentrl.toolserver import app as app_module
-from agentrl.toolserver.app import make_app
-from agentrl.toolserver.hosted import ToolSession
-from agentrl.types import ToolCall, ToolResult, ToolStatus
+from agentrl.core.errors import SandboxFailure
+from agentrl.core.types import ToolCall, ToolResult, ToolStatus
+from agentrl.toolserver.hosted_tool import ToolSession
+from agentrl.toolserver.server import app as app_module
+from agentrl.toolserver.server.app import make_app
 from tests.unit.toolserver.crowd import play_at_once
 from tests.unit.toolserver.hosts import (
     Clock,

@@ -4,9 +4,9 @@ import pytest
 from starlette.types import Message
 
 from agentrl.config.toolserver import ServerConfig
-from agentrl.errors import ConfigError
-from agentrl.toolserver.app import make_app
-from agentrl.toolserver.auth import TOKEN_VARIABLE, BearerAuth, NoForeignPages, is_loopback, server_token
+from agentrl.core.errors import ConfigError
+from agentrl.toolserver.server.app import make_app
+from agentrl.toolserver.server.auth import TOKEN_VARIABLE, BearerAuth, NoForeignPages, is_loopback, server_token
 from tests.unit.toolserver.hosts import FakeTool, app_client, echo, in_loop, make_sessions
 
 

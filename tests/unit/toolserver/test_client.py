@@ -6,12 +6,13 @@ import time
 import pytest
 
 from agentrl.config.toolserver import ClientConfig
-from agentrl.errors import ConfigError, EnvironmentFailure, SandboxFailure, ToolFailure
-from agentrl.tool import Tool
-from agentrl.toolserver import client as client_module
-from agentrl.toolserver import pool, remote
-from agentrl.toolserver.client import ToolServerClient
-from agentrl.types import ToolCall, ToolResult, ToolStatus
+from agentrl.core.errors import ConfigError, EnvironmentFailure, SandboxFailure, ToolFailure
+from agentrl.core.tool import Tool
+from agentrl.core.types import ToolCall, ToolResult, ToolStatus
+from agentrl.toolserver.client import client as client_module
+from agentrl.toolserver.client import pool
+from agentrl.toolserver.client import server as remote
+from agentrl.toolserver.client.client import ToolServerClient
 from tests.unit.toolserver.fake_server import fake_servers
 from tests.unit.toolserver.hosts import in_loop, until
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import ConfigError, PortInUseError, ToolServerError
-from agentrl.toolserver import launch_tool
+from agentrl.core.errors import ConfigError, PortInUseError, ToolServerError
+from agentrl.toolserver.launch import launch_tool
 
 DOCUMENTS = [{"id": "1", "contents": '"Sadova"\nSadova lies in Remu Land.'}]
 
@@ -59,7 +59,7 @@ def test_a_port_in_use_names_the_key(tmp_path: Path) -> None:
 def test_the_server_dies_with_a_run_that_is_killed(tmp_path: Path) -> None:
     run = (
         "import pathlib, time\n"
-        "from agentrl.toolserver import launch_tool\n"
+        "from agentrl.toolserver.launch import launch_tool\n"
         f"log = pathlib.Path({str(tmp_path / 'log')!r})\n"
         f"print(launch_tool('search', ['--corpus={corpus(tmp_path)}'], log=log, timeout_s=60).url, flush=True)\n"
         "time.sleep(60)\n"

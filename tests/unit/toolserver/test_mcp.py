@@ -16,15 +16,15 @@ from mcp.client.streamable_http import streamable_http_client
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ServerConfig, ToolServerConfig
-from agentrl.errors import SandboxFailure, ToolFailure
-from agentrl.tool import Tool
-from agentrl.toolserver.hosted import HostedTool, ToolSession
-from agentrl.toolserver.mcp import DATA, STATUS, mcp_routes
-from agentrl.toolserver.results import run_job
-from agentrl.toolserver.sandbox.base import Job
-from agentrl.toolserver.server import listen, make_app, open_sessions
-from agentrl.toolserver.sessions import Sessions
-from agentrl.types import ToolCall, ToolResult, ToolStatus
+from agentrl.core.errors import SandboxFailure, ToolFailure
+from agentrl.core.tool import Tool
+from agentrl.core.types import ToolCall, ToolResult, ToolStatus
+from agentrl.sandbox.base import Job
+from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
+from agentrl.toolserver.mcp.endpoint import DATA, STATUS, mcp_routes
+from agentrl.toolserver.sandbox_results import run_job
+from agentrl.toolserver.server.server import listen, make_app, open_sessions
+from agentrl.toolserver.server.sessions import Sessions
 
 SCHEMA = {
     "type": "object",

@@ -16,14 +16,14 @@ import mcp.types as types
 import pytest
 
 from agentrl.config.toolserver import ServerConfig, ToolServerConfig
-from agentrl.errors import ConfigError, MissingError, ToolFailure
-from agentrl.toolserver.hosted import HostedTool, ToolSession
-from agentrl.toolserver.mcp_client import McpService, McpSource, McpTool, from_mcp, mcp_service
-from agentrl.toolserver.mcp_connection import McpConnection, McpOptions, ends_with
+from agentrl.core.errors import ConfigError, MissingError, ToolFailure
+from agentrl.core.types import ToolCall, ToolResult, ToolStatus
+from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
+from agentrl.toolserver.mcp.client import McpService, McpSource, McpTool, from_mcp, mcp_service
+from agentrl.toolserver.mcp.connection import McpConnection, McpOptions, ends_with
+from agentrl.toolserver.server.session import HostedSession
+from agentrl.toolserver.server.sessions import Sessions
 from agentrl.toolserver.service import make_tools, needs_sandbox
-from agentrl.toolserver.session import HostedSession
-from agentrl.toolserver.sessions import Sessions
-from agentrl.types import ToolCall, ToolResult, ToolStatus
 from tests.unit.toolserver.test_mcp import Code, Echo, served
 
 HERE = Path(__file__).parent

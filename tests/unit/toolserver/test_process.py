@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import PortInUseError, ToolServerError
-from agentrl.process import ChildProcess, held_port
+from agentrl.core.child_process import ChildProcess, held_port
+from agentrl.core.errors import PortInUseError, ToolServerError
 
-SLEEPER = "from agentrl.process import exit_with_parent; exit_with_parent(); import time; time.sleep(60)"
+SLEEPER = "from agentrl.core.child_process import exit_with_parent; exit_with_parent(); import time; time.sleep(60)"
 
 
 def start(code: str, folder: Path) -> ChildProcess:
@@ -103,7 +103,7 @@ def test_a_program_that_does_not_exist(tmp_path: Path) -> None:
 def test_the_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     parent_code = (
         "import pathlib, sys, time\n"
-        "from agentrl.process import ChildProcess\n"
+        "from agentrl.core.child_process import ChildProcess\n"
         f"child = ChildProcess.start([sys.executable, '-c', {SLEEPER!r}], log=pathlib.Path({str(tmp_path / 'log')!r}), "
         "name='child')\n"
         "print(child.pid, flush=True)\n"
@@ -121,7 +121,7 @@ def test_the_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 LIMITS = """
 import resource
-from agentrl.process import raise_file_limit
+from agentrl.core.child_process import raise_file_limit
 
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 most = min(hard, 65536) if hard > 0 else 65536

@@ -3,9 +3,9 @@ import json
 
 import pytest
 
-from agentrl.toolserver.results import REPLACED, as_result, cut_middle, run_job
-from agentrl.toolserver.sandbox.base import Job, Outcome, Sandbox
-from agentrl.types import ToolCall, ToolResult, ToolStatus
+from agentrl.core.types import ToolCall, ToolResult, ToolStatus
+from agentrl.sandbox.base import Job, Outcome, Sandbox
+from agentrl.toolserver.sandbox_results import REPLACED, as_result, cut_middle, run_job
 from tests.unit.toolserver.tool_sessions import LoneSession
 
 CALL = ToolCall("c1", "python", {})

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from agentrl.config.load import load_config
-from agentrl.toolserver.run import run_services, warn_unsandboxed
+from agentrl.runtime.run_tools import run_services, warn_unsandboxed
 
 
 def said(caplog: pytest.LogCaptureFixture, *overrides: str) -> str:

@@ -17,13 +17,13 @@ import pytest
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ToolServerConfig
-from agentrl.errors import ConfigError, MissingError, PortInUseError, ToolServerError
-from agentrl.process import ChildProcess, held_port
-from agentrl.toolserver.auth import TOKEN_VARIABLE
-from agentrl.toolserver.sandbox.choice import make_backend
-from agentrl.toolserver.sandbox.unsafe import UnsafeBackend
-from agentrl.toolserver.server import listen, open_sessions, serve_tools
-from agentrl.types import ToolCall, ToolStatus
+from agentrl.core.child_process import ChildProcess, held_port
+from agentrl.core.errors import ConfigError, MissingError, PortInUseError, ToolServerError
+from agentrl.core.types import ToolCall, ToolStatus
+from agentrl.sandbox.registry import make_backend
+from agentrl.sandbox.unsafe import UnsafeBackend
+from agentrl.toolserver.server.auth import TOKEN_VARIABLE
+from agentrl.toolserver.server.server import listen, open_sessions, serve_tools
 from tests.unit.toolserver.hosts import FakeTool, echo, in_loop, in_sandbox
 
 UNSAFE = ToolServerConfig(sandbox=SandboxConfig(backend="unsafe_subprocess"))

@@ -13,18 +13,18 @@ from agentrl.config.base import Section
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.schema import Config
 from agentrl.config.toolserver import ToolServerConfig
-from agentrl.errors import ConfigError, MissingError, UnknownNameError
-from agentrl.process import held_port
-from agentrl.registry import register_tool, registered_tool, served_tools, tool_service
-from agentrl.task import TaskSet
-from agentrl.tool import tool
-from agentrl.toolserver.hosted import HostedTool
+from agentrl.core.child_process import held_port
+from agentrl.core.errors import ConfigError, MissingError, UnknownNameError
+from agentrl.core.registry import register_tool, registered_tool, served_tools, tool_service
+from agentrl.core.task import TaskSet
+from agentrl.core.tool import tool
+from agentrl.core.types import ToolResult
+from agentrl.runtime.run_tools import check_tools
+from agentrl.runtime.run_tools import served_tools as served_in_run
+from agentrl.sandbox.base import Job
+from agentrl.toolserver.hosted_tool import HostedTool
 from agentrl.toolserver.options import make_server_config
-from agentrl.toolserver.run import check_tools
-from agentrl.toolserver.run import served_tools as served_in_run
-from agentrl.toolserver.sandbox.base import Job
 from agentrl.toolserver.service import HostedService, check_backend, find_service, make_tools, needs_sandbox
-from agentrl.types import ToolResult
 
 FILE = '''
 from agentrl import tool

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.errors import ConfigError
-from agentrl.toolserver import sessions as sessions_module
-from agentrl.toolserver.refusals import Draining, Full, SessionGone, UnknownSession
-from agentrl.types import ToolCall, ToolStatus
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import ToolCall, ToolStatus
+from agentrl.toolserver.server import sessions as sessions_module
+from agentrl.toolserver.server.errors import Draining, Full, SessionGone, UnknownSession
 from tests.unit.toolserver.hosts import (
     Clock,
     FakeBackend,

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.errors import SandboxFailure, ToolFailure
-from agentrl.toolserver import callmemory
-from agentrl.toolserver import session as session_module
-from agentrl.toolserver.hosted import ToolSession
-from agentrl.toolserver.refusals import Conflict
-from agentrl.toolserver.sandbox.base import Sandbox
-from agentrl.toolserver.session import HostedSession
-from agentrl.toolserver.sessions import Sessions
-from agentrl.types import ToolCall, ToolResult, ToolStatus
+from agentrl.core.errors import SandboxFailure, ToolFailure
+from agentrl.core.types import ToolCall, ToolResult, ToolStatus
+from agentrl.sandbox.base import Sandbox
+from agentrl.toolserver.hosted_tool import ToolSession
+from agentrl.toolserver.server import idempotency as callmemory
+from agentrl.toolserver.server import session as session_module
+from agentrl.toolserver.server.errors import Conflict
+from agentrl.toolserver.server.session import HostedSession
+from agentrl.toolserver.server.sessions import Sessions
 from tests.unit.toolserver.hosts import FakeBackend, FakeTool, Gate, echo, in_loop, in_sandbox, make_sessions, until
 
 

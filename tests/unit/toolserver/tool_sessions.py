@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from agentrl.toolserver.hosted import ToolSession
-from agentrl.toolserver.sandbox.base import Sandbox
+from agentrl.sandbox.base import Sandbox
+from agentrl.toolserver.hosted_tool import ToolSession
 
 
 class LoneSession(ToolSession):

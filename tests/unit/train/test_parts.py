@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from agentrl import Message, Task
 from agentrl.batch.groups import group_rollouts
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.collect import merge_figures, rollout_advantages, rollout_figures, train_batches
+from agentrl.bench.episode_runner import synthetic_rows
 from agentrl.config.load import load_config
-from agentrl.episode.bench import synthetic_rows
-from agentrl.errors import ProvenanceError, RunStopped
-from agentrl.interrupt import Interrupt
-from agentrl.tasksource import TaskOrder, episode_seed
-from agentrl.types import Rollout, StopReason
+from agentrl.core.errors import ProvenanceError, RunStopped
+from agentrl.core.types import Rollout, StopReason
+from agentrl.runtime.interrupt import Interrupt
+from agentrl.runtime.task_order import TaskOrder, episode_seed
+from agentrl.train.batches import merge_figures, rollout_advantages, rollout_figures, train_batches
 
 TASKS = [Task(f"t{index}", (Message("user", "?"),)) for index in range(7)]
 

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from agentrl.bench.episode_runner import synthetic_rows
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
-from agentrl.episode.bench import synthetic_rows
-from agentrl.errors import ConfigError, LearnerError
-from agentrl.interrupt import Interrupt
+from agentrl.core.errors import ConfigError, LearnerError
+from agentrl.core.types import Rollout, RowKey, StopReason
 from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state
 from agentrl.obs.metrics import MetricsLog, read_metrics
 from agentrl.obs.progress import ProgressView
 from agentrl.obs.rollouts import RolloutFile, RolloutRecorder
-from agentrl.replay import Replay, SampleCheck, Samples, check_replay
+from agentrl.runtime.interrupt import Interrupt
 from agentrl.testing import FakeLearner
-from agentrl.train import Trainer
-from agentrl.types import Rollout, RowKey, StopReason
+from agentrl.train.replay import Replay, SampleCheck, Samples, check_replay
+from agentrl.train.trainer import Trainer
 
 VOCABULARY = 1000
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.batch.groups import group_rollouts
-from agentrl.collect import rollout_advantages, train_batches
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
-from agentrl.types import MaskReason, Provenance, Rollout, Row, RowKey, StopReason
+from agentrl.core.types import MaskReason, Provenance, Rollout, Row, RowKey, StopReason
+from agentrl.train.batches import rollout_advantages, train_batches
 
 PLAIN = load_config(None)
 WITH_KL = load_config(None, ["algo.kl_coef=0.001"])

@@ -1,0 +1,311 @@
+"""What ``agentrl bench efficiency`` measures: the runner against a bare client that asks the same engines the same."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import httpx
+import orjson
+
+from agentrl.bench.episode_runner import bench_rollout
+from agentrl.config.load import validate
+from agentrl.config.schema import Config
+from agentrl.core.env import Env, Step
+from agentrl.core.errors import EngineError
+from agentrl.core.sampler import Sampler
+from agentrl.core.task import Task
+from agentrl.core.types import Action, Generation, Message, Prompt, SamplingParams
+from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.inference.client.requests import generate_body
+from agentrl.models.load import load_tokenizer
+from agentrl.models.random_models import find_shape, make_folder
+from agentrl.models.resolve import resolve_model
+from agentrl.runtime.services import Stack, open_stack
+from agentrl.runtime.task_order import NoTasks
+
+_WARM_TOKENS = 4
+"""Sampled a turn while connections are opened and the observations are recorded."""
+_MARKUP = 32
+"""More than the tokens that a chat format puts around a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class EfficiencyBench:
+    """What is measured; see the options of the command."""
+
+    size: str
+    episodes: int
+    concurrency: int
+    turns: int
+    new_tokens: int
+    prompt_tokens: int
+    observation_tokens: int
+    repeats: int
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of one run."""
+        return self.episodes * self.turns * self.new_tokens
+
+    @property
+    def context(self) -> int:
+        """Tokens of an episode, at most."""
+        turn = self.new_tokens + self.observation_tokens + _MARKUP
+        # Texts are made of about so many tokens.
+        return 2 * self.prompt_tokens + _MARKUP + self.turns * (turn + self.observation_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """All episodes once."""
+
+    who: Literal["runner", "bare client"]
+    seconds: float
+    tokens: int
+    """Sampled."""
+    cpu_ms_per_turn: float
+    """CPU time of this process a turn, all threads."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Sampled tokens a second."""
+        return self.tokens / self.seconds
+
+
+def efficiency(passes: Sequence[Pass]) -> float:
+    """Return the runner's tokens a second over the bare client's, each the median of its passes."""
+    runner, bare = (median(one.tokens_per_s for one in passes if one.who == who) for who in ("runner", "bare client"))
+    return runner / bare
+
+
+class RecordedEnv(Env):
+    """Answers every turn with the next of the task's recorded observations, and ends after as many turns."""
+
+    def __init__(self, turns: int) -> None:
+        self._turns = turns
+        self._turn = 0
+
+    def step(self, action: Action) -> Step:
+        """Answer with what was recorded for this turn."""
+        self._turn += 1
+        if self._turn == self._turns:
+            return (), 1.0, True, False, {}
+        return (Message("user", self.task.metadata["observations"][self._turn - 1]),), 0.0, False, False, {}
+
+
+@dataclass(slots=True)
+class Script:
+    """One episode as the bare client plays it."""
+
+    prompt: tuple[int, ...]
+    """Of the first turn."""
+    added: list[tuple[int, ...]] = field(default_factory=list)
+    """What is put behind the tokens that each turn but the last sampled."""
+    params: list[SamplingParams] = field(default_factory=list)
+    """Of each turn."""
+    known: int = 0
+    """Tokens up to the last turn's end, while it is recorded."""
+
+
+class Recorder:
+    """A sampler that notes what an episode asks for."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self.scripts: dict[str, Script] = {}
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams, *, session_id: str, request_id: str, policy: str = "main"
+    ) -> Generation:
+        """Sample, and note the request."""
+        script = self.scripts.get(session_id)
+        if script is None:
+            script = self.scripts[session_id] = Script(prompt.token_ids)
+        else:
+            script.added.append(prompt.token_ids[script.known :])
+        script.params.append(params)
+        sampled = await self._sampler.generate(
+            prompt, params, session_id=session_id, request_id=request_id, policy=policy
+        )
+        script.known = len(prompt.token_ids) + len(sampled.token_ids)
+        return sampled
+
+    async def abort(self, request_id: str) -> None:
+        """Abort at the sampler that is recorded."""
+        await self._sampler.abort(request_id)
+
+    async def close_session(self, session_id: str) -> None:
+        """Close at the sampler that is recorded."""
+        await self._sampler.close_session(session_id)
+
+
+class BareClient:
+    """Posts what scripts say to engines and looks at nothing but the ids that come back.
+
+    Every episode goes on from what it itself sampled, so that the prefix cache serves it as it serves the runner. Each of
+    the episodes that are played at the same time has a connection of its own, which is as quick as httpx can be.
+    """
+
+    def __init__(self, urls: Sequence[str], concurrency: int, timeout_s: float) -> None:
+        self._urls = [url.rstrip("/") + "/generate" for url in urls]
+        self._clients = [
+            httpx.AsyncClient(timeout=timeout_s, trust_env=False, verify=False) for _ in range(concurrency)
+        ]
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await asyncio.gather(*(client.aclose() for client in self._clients))
+
+    async def run(self, scripts: Sequence[Script]) -> int:
+        """Play all scripts and return how many tokens were sampled."""
+        free: asyncio.Queue[tuple[int, httpx.AsyncClient]] = asyncio.Queue()
+        for place in enumerate(self._clients):
+            free.put_nowait(place)
+
+        async def play(number: int, script: Script) -> int:
+            place = await free.get()
+            try:
+                return await self._play(place[1], self._urls[place[0] % len(self._urls)], f"bare-{number}", script)
+            finally:
+                free.put_nowait(place)
+
+        return sum(await asyncio.gather(*(play(number, script) for number, script in enumerate(scripts))))
+
+    async def _play(self, client: httpx.AsyncClient, url: str, name: str, script: Script) -> int:
+        ids = list(script.prompt)
+        sampled = 0
+        for turn, params in enumerate(script.params):
+            body = generate_body(ids, params, params.max_new_tokens, f"{name}-{turn}:0")
+            reply = await client.post(url, content=orjson.dumps(body), headers={"content-type": "application/json"})
+            if reply.status_code != 200:
+                raise EngineError(f"the engine at {url} answers HTTP {reply.status_code}: {reply.text[:200]}")
+            new = orjson.loads(reply.content)["output_ids"]
+            sampled += len(new)
+            if turn < len(script.added):
+                ids += [*new, *script.added[turn]]
+        return sampled
+
+
+async def measure_efficiency(
+    config: Config, bench: EfficiencyBench, progress: Callable[[str], None]
+) -> AsyncIterator[Pass]:
+    """Start engines on a random model and play the episodes with runner and bare client by turns, the first now one, now
+    the other, the cache flushed before each.
+
+    Raises:
+        EngineError: an engine sampled another number of tokens than it was asked for.
+
+    """
+    with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as name:
+        folder, source = Path(name), resolve_model(config.model.path)
+        config = bench_config(config, bench)
+        made_up = config.sampler.sglang.get("load_format") == "dummy" and config.sampler.backend == "sglang"
+        make_folder(folder / "model", find_shape(bench.size), tokenizer=source, weights=not made_up)
+        progress("starting the engine")
+        async with open_stack(config, NoTasks(), folder / "model", folder, config.run.seed) as stack:
+            urls = [client.url for client in stack.fleet.live]
+            bare = BareClient(urls, bench.concurrency, config.sampler.request_timeout_s)
+            try:
+                async for one in _passes(stack, bare, make_jobs(source, bench, config.run.seed), bench, progress):
+                    yield one
+            finally:
+                await bare.aclose()
+
+
+async def _passes(
+    stack: Stack, bare: BareClient, jobs: Sequence[Job], bench: EfficiencyBench, progress: Callable[[str], None]
+) -> AsyncIterator[Pass]:
+    progress("warming up")
+    scripts = await _record(stack, jobs)
+    await bare.run(scripts)
+    scripts = [
+        replace(script, params=[replace(one, max_new_tokens=bench.new_tokens) for one in script.params])
+        for script in scripts
+    ]
+    runner = _runner(stack, bench.new_tokens)
+    for number in range(2 * bench.repeats):
+        by_runner = number % 4 in (0, 3)
+        progress(f"pass {number + 1} of {2 * bench.repeats}")
+        await stack.fleet.flush()
+        one = await (_by_runner(runner, jobs) if by_runner else _by_bare_client(bare, scripts))
+        if one.tokens != bench.sampled:
+            raise EngineError(f"the {one.who} got {one.tokens} tokens of the engine, it asked for {bench.sampled}")
+        yield one
+
+
+async def _record(stack: Stack, jobs: Sequence[Job]) -> list[Script]:
+    recorder = Recorder(stack.fleet.sampler)
+    await _runner(stack, _WARM_TOKENS, recorder).run_many(jobs)
+    return list(recorder.scripts.values())
+
+
+def _runner(stack: Stack, new_tokens: int, sampler: Sampler | None = None) -> EpisodeRunner:
+    options = stack.config.sampler
+    return stack.runner(sampler=sampler).with_sampling(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        max_new_tokens=new_tokens,
+        ignore_eos=True,
+    )
+
+
+async def _by_runner(runner: EpisodeRunner, jobs: Sequence[Job]) -> Pass:
+    figures = await bench_rollout(runner, jobs)
+    return Pass("runner", figures.seconds, figures.sampled_tokens, figures.cpu_ms_per_turn)
+
+
+async def _by_bare_client(bare: BareClient, scripts: Sequence[Script]) -> Pass:
+    wall, cpu = time.perf_counter(), time.process_time()
+    tokens = await bare.run(scripts)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return Pass("bare client", wall, tokens, 1e3 * cpu / sum(len(script.params) for script in scripts))
+
+
+def bench_config(config: Config, bench: EfficiencyBench) -> Config:
+    """Return a configuration with the engines of ``config`` and the episodes of ``bench``."""
+    kept = config.model_dump(mode="json", include={"run", "model", "render", "sampler"})
+    sampler: dict[str, Any] = kept["sampler"]
+    sampler["max_new_tokens"] = bench.new_tokens
+    if config.sampler.backend == "sglang":
+        # Random weights need no file, and no text is asked for.
+        made_up = {"load_format": "dummy", "skip_tokenizer_init": True}
+        sampler["sglang"] = made_up | sampler["sglang"]
+    else:
+        sampler["embedded"] |= {"slots": bench.concurrency, "context": bench.context}
+    rollout = {
+        "max_turns": bench.turns,
+        "max_tokens": bench.context,
+        "max_seconds": 3600.0,
+        "concurrency": bench.concurrency,
+        "failure": dict.fromkeys(("policy", "sampler", "environment", "task"), "stop"),
+    }
+    env = {"name": f"{RecordedEnv.__module__}:{RecordedEnv.__qualname__}", "options": {"turns": bench.turns}}
+    return validate({**kept, "env": env, "rollout": rollout})
+
+
+def make_jobs(source: Path, bench: EfficiencyBench, seed: int) -> list[Job]:
+    """Return the episodes: prompts and observations of words that no two of them share, about as long as asked for."""
+    tokenizer: Any = load_tokenizer(source)
+    rng = random.Random(seed)
+
+    def text(words: int) -> str:
+        return " ".join(f"{rng.randrange(10**6):x}" for _ in range(words))
+
+    sample = text(1000)
+    words_a_token = 1000 / len(tokenizer.encode(sample, add_special_tokens=False))
+    jobs = []
+    for number in range(bench.episodes):
+        prompt = Message("user", text(max(1, round(bench.prompt_tokens * words_a_token))))
+        size = max(1, round(bench.observation_tokens * words_a_token))
+        task = Task(f"bench/{number}", (prompt,), metadata={"observations": [text(size) for _ in range(bench.turns)]})
+        jobs.append(Job(task, number, f"bench/{number}"))
+    return jobs

@@ -1,0 +1,46 @@
+"""How fast rows become batches: behind ``agentrl bench masks``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from agentrl.batch.packing import pack
+from agentrl.batch.provenance import check_batch
+from agentrl.core.types import Row
+
+
+@dataclass(frozen=True, slots=True)
+class MaskFigures:
+    """What `bench_masks` measured; all rates are tokens a second of CPU time in this thread."""
+
+    tokens: int
+    build_tokens_per_s: float
+    """From generations to rows with masks."""
+    pack_tokens_per_s: float
+    """From rows to packed tensors with weights."""
+    check_tokens_per_s: float
+    """The learner's check of who made each token."""
+    tokens_per_s: float
+    """All three."""
+
+
+def bench_masks(build_rows: Callable[[], Sequence[Row]], *, tokens_per_bin: int, tokens_per_micro: int) -> MaskFigures:
+    """Build rows, pack and check them once each."""
+    start = time.thread_time()
+    rows = build_rows()
+    built = time.thread_time()
+    advantages = {row.key: 1.0 for row in rows}
+    batch = pack(rows, advantages, ranks=2, tokens_per_bin=tokens_per_bin, tokens_per_micro=tokens_per_micro, pad_id=0)
+    packed = time.thread_time()
+    check_batch(batch)
+    checked = time.thread_time()
+    tokens = sum(len(row.token_ids) for row in rows)
+    return MaskFigures(
+        tokens=tokens,
+        build_tokens_per_s=tokens / (built - start),
+        pack_tokens_per_s=tokens / (packed - built),
+        check_tokens_per_s=tokens / (checked - packed),
+        tokens_per_s=tokens / (checked - start),
+    )

@@ -1,0 +1,77 @@
+"""What ``agentrl bench sandbox`` runs, assembled: backends alone, docker exec beside them, server and client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from agentrl.bench.sandbox_calls import SandboxFigures, client_opener, docker_exec_opener, measure, measure_backend
+from agentrl.config.sandbox import SandboxConfig
+from agentrl.runtime.task_order import NoTasks
+from agentrl.sandbox.registry import make_backend
+from agentrl.toolserver.launch import launch_tool
+from agentrl.toolserver.service import find_service
+
+Row = tuple[str, SandboxFigures]
+"""What was measured, and the figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxBench:
+    """Which measurements to take; see the options of the command."""
+
+    backends: Sequence[str]
+    sessions: Sequence[int]
+    calls: int
+    exec_sessions: Sequence[int]
+    exec_calls: int
+    docker: dict[str, Any]
+    """``docker_url`` and ``image`` of the sandbox section, where they are not the usual ones."""
+
+    def run(self, progress: Callable[[str], None]) -> Iterator[Row]:
+        """Measure one after the other."""
+        cores = len(os.sched_getaffinity(0))
+        for name in self.backends:
+            config = self._config(name)
+            # What runs in containers is the daemon's, and not held to this process's cores.
+            for some in (1, cores) if name != "docker" and cores > 1 else (cores,):
+                progress(f"{name} alone, {some} core(s)")
+                for figures in measure_backend(partial(make_backend, config), self.sessions, self.calls, some):
+                    yield f"{name}, {some} core{'s' if some > 1 else ''}", figures
+            progress(f"{name} through server and client")
+            for sessions in self.sessions:
+                yield f"{name}, server + client", asyncio.run(self._through_server(config, sessions))
+        if "docker" in self.backends:
+            progress("docker exec")
+            for sessions in self.exec_sessions:
+                yield "docker exec", asyncio.run(self._docker_exec(sessions))
+
+    def _config(self, name: str) -> SandboxConfig:
+        return SandboxConfig.model_validate({"backend": name, **(self.docker if name == "docker" else {})})
+
+    async def _through_server(self, config: SandboxConfig, sessions: int) -> SandboxFigures:
+        options = {
+            "sandbox": config.model_dump(),
+            "server": {"max_sessions": sessions},
+        }
+        service = find_service("python")
+        with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as text:
+            folder = Path(text)
+            arguments = service.launch_arguments(options, NoTasks(), folder)
+            with await asyncio.to_thread(launch_tool, "python", arguments, log=folder / "server.log") as server:
+                client = service.client(server.url, options)
+                try:
+                    async with client_opener(client) as opener:
+                        return await measure(opener, sessions, self.calls)
+                finally:
+                    await client.aclose()
+
+    async def _docker_exec(self, sessions: int) -> SandboxFigures:
+        async with docker_exec_opener(self._config("docker")) as opener:
+            return await measure(opener, sessions, self.exec_calls)

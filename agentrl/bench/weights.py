@@ -1,0 +1,295 @@
+"""What ``agentrl bench weights`` measures: how long new weights take into an engine, by transport and bucket size."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import cast
+
+import torch
+
+from agentrl.bench.copy_rate import Broadcast, copy_rate, synchronize
+from agentrl.config.placement import sampler_device
+from agentrl.config.schema import Config
+from agentrl.config.sections import SamplerConfig
+from agentrl.core.errors import ConfigError
+from agentrl.inference.client.sglang_client import SGLangClient
+from agentrl.inference.launch.launcher import EngineSpec, visible_gpus
+from agentrl.inference.launch.processes import EngineProcess
+from agentrl.learner.base import HeldBucket, LearnerGroup
+from agentrl.learner.export.bucket import NamedTensors
+from agentrl.learner.export.single_process import Outgoing
+from agentrl.models.random_models import Shape, find_shape, make_folder, parameter_shapes
+from agentrl.models.resolve import resolve_model
+from agentrl.weight_sync.registry import TRANSPORTS, make_sync
+
+_MADE_UP = {"load_format": "dummy", "skip_tokenizer_init": True, "disable_cuda_graph": True, "max_total_tokens": 4096}
+"""Options of SGLang: random weights need no file, and nothing is sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsBench:
+    """What is measured; see the options of the command."""
+
+    sizes: Sequence[str]
+    transports: Sequence[str]
+    """Empty: all that there can be here."""
+    bucket_mib: Sequence[int]
+    repeats: int
+    folder: Path | None
+    """Where ``disk`` writes; None: the temporary folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncFigures:
+    """What one transport takes with one bucket size; medians."""
+
+    size: str
+    transport: str
+    bucket_mib: int
+    bytes: int
+    """Of all weights, as they are sent."""
+    seconds: float
+    """All of it: the engine stands still, weights are gathered, cast and sent, the version is checked."""
+    gather_s: float
+    """Of these, until the buckets were whole."""
+    send_s: float
+    """Of these, from whole buckets until the engine had them."""
+    plain: float | None
+    """Bytes a second of the plain way: a copy on the GPU for ``ipc``, a broadcast for ``distributed``."""
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second, gathering left out."""
+        return self.bytes / self.send_s
+
+
+class RandomLearner(Outgoing):
+    """Random weights in float32, as a learner of one rank has them, and a watch on where their sending spends time."""
+
+    def __init__(self, shape: Shape, device: torch.device, seed: int) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+        named = {
+            name: torch.empty(sizes, device=device, dtype=torch.float32).normal_(0.0, 0.02, generator=generator)
+            for name, sizes in parameter_shapes(shape).items()
+        }
+        super().__init__(NamedTensors(named))
+        self.numbers = sum(tensor.numel() for tensor in named.values())
+        self.gather_s = self.send_s = 0.0
+        self._device = device
+
+    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+        """Iterate over the weights; see `LearnerGroup.buckets`."""
+        self.gather_s = self.send_s = 0.0
+        buckets = super().buckets(bucket_bytes, dtype)
+        while True:
+            begun = time.perf_counter()
+            bucket = next(buckets, None)
+            synchronize(self._device)
+            gathered = time.perf_counter()
+            self.gather_s += gathered - begun
+            if bucket is None:
+                return
+            yield bucket
+            synchronize(self._device)
+            self.send_s += time.perf_counter() - gathered
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where learner and engines are."""
+
+    device: torch.device
+    """The learner's."""
+    beside: Sequence[str]
+    """The GPUs of engines that share the learner's; none on a CPU."""
+    apart: Sequence[str]
+    """Those of engines that have their own."""
+
+    @classmethod
+    def here(cls, sampler: SamplerConfig, transports: Sequence[str]) -> _Place:
+        """Look at this machine.
+
+        Raises:
+            ConfigError: a transport wants GPUs that are not there.
+
+        """
+        gpus = visible_gpus() if sampler_device(sampler) == "cuda" else []
+        if "ipc" in transports and not gpus:
+            raise ConfigError("--transports=ipc: it is for engines on a GPU; leave it out")
+        if "distributed" in transports and len(gpus) == 1:
+            raise ConfigError("--transports=distributed: NCCL wants two GPUs, and there is one; leave it out")
+        return cls(torch.device("cuda:0" if gpus else "cpu"), gpus[:1], gpus[-1:])
+
+    @property
+    def backend(self) -> str:
+        """Of the group that ``distributed`` sends through."""
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+
+def transports_here(sampler: SamplerConfig) -> tuple[str, ...]:
+    """Return the transports that can be measured on this machine."""
+    gpus = len(visible_gpus()) if sampler_device(sampler) == "cuda" else 0
+    if not gpus:
+        return ("distributed", "tensor", "disk")
+    return ("ipc", "distributed", "disk") if gpus > 1 else ("ipc", "disk")
+
+
+async def measure_weights(
+    config: Config, bench: WeightsBench, progress: Callable[[str], None]
+) -> AsyncIterator[SyncFigures]:
+    """Start an engine for each size and place, and push weights into them.
+
+    The learner is one rank in this process: there is no other rank to gather from, and no Ray on the way.
+
+    Raises:
+        ConfigError: a size or a transport is unknown, or wants what is not there.
+        EngineError: an engine does not start, or a push failed.
+
+    """
+    sampler = _sampler(config.sampler)
+    transports = bench.transports or transports_here(sampler)
+    if unknown := set(transports) - set(TRANSPORTS):
+        raise ConfigError(f"--transports: {', '.join(unknown)} is none of {', '.join(TRANSPORTS)}")
+    shapes = {size: find_shape(size) for size in bench.sizes}
+    place = _Place.here(sampler, transports)
+    async with AsyncExitStack() as exits:
+        folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-bench-", dir=bench.folder)))
+        source, with_weights = resolve_model(config.model.path), sampler.backend != "sglang"
+        for size, shape in shapes.items():
+            make_folder(folder / size, shape, tokenizer=source, weights=with_weights)
+        config = config.model_copy(update={"sampler": sampler})
+        engines = await _start(config, folder, bench.sizes, place, transports, exits, progress)
+        broadcast = exits.enter_context(_broadcast(place)) if "distributed" in transports else None
+        versions = dict.fromkeys(engines, 0)
+        for size, shape in shapes.items():
+            learner = RandomLearner(shape, place.device, config.run.seed)
+            for transport in transports:
+                key = size, _apart(transport, place)
+                for mib in bench.bucket_mib:
+                    progress(f"{size}: {transport}, buckets of {mib} MiB")
+                    pushes = _Pushes(config, learner, engines[key], transport, mib << 20, folder / "weights", place)
+                    runs = await pushes.run(versions[key] + 1, 1 if transport == "disk" else bench.repeats)
+                    versions[key] = pushes.version
+                    plain = await asyncio.to_thread(_plain, transport, mib << 20, pushes.bytes, place, broadcast)
+                    seconds, gather_s, send_s = (median(values) for values in zip(*runs, strict=True))
+                    yield SyncFigures(size, transport, mib, pushes.bytes, seconds, gather_s, send_s, plain)
+            learner.leave_group()
+
+
+class _Pushes:
+    """Pushes with one transport and bucket size."""
+
+    def __init__(
+        self,
+        config: Config,
+        learner: RandomLearner,
+        engine: SGLangClient,
+        transport: str,
+        bucket_bytes: int,
+        folder: Path,
+        place: _Place,
+    ) -> None:
+        dtype = config.weights.dtype or "bfloat16"
+        self.bytes = learner.numbers * getattr(torch, dtype).itemsize
+        self.version = 0
+        """The last that was sent."""
+        self._learner = learner
+        self._engine = engine
+        self._disk = transport == "disk"
+        self._sync = make_sync(
+            transport,
+            bucket_bytes=bucket_bytes,
+            folder=folder,
+            dtype=dtype,
+            check=config.weights.check,
+            backend=place.backend,
+            timeout_s=config.sampler.request_timeout_s,
+        )
+
+    async def run(self, version: int, repeats: int) -> list[tuple[float, float, float]]:
+        """Push as often, and once before that does not count but for ``disk``; return seconds of all, gathering, sending."""
+        runs = []
+        try:
+            for number in range(repeats + (not self._disk)):
+                self.version = version + number
+                runs.append(await self._push(self.version))
+        finally:
+            await self._sync.aclose()
+        return runs[-repeats:]
+
+    async def _push(self, version: int) -> tuple[float, float, float]:
+        # It has what of a learner a push asks for.
+        learner = cast("LearnerGroup", self._learner)
+        begun = time.perf_counter()
+        await self._sync.push(learner, [self._engine], version)
+        seconds = time.perf_counter() - begun
+        # The engine reads files after the last one is written.
+        sent = seconds - self._learner.gather_s if self._disk else self._learner.send_s
+        return seconds, self._learner.gather_s, sent
+
+
+async def _start(
+    config: Config,
+    folder: Path,
+    sizes: Sequence[str],
+    place: _Place,
+    transports: Sequence[str],
+    exits: AsyncExitStack,
+    progress: Callable[[str], None],
+) -> dict[tuple[str, bool], SGLangClient]:
+    """Start all engines side by side; return their clients by size and by whether they have a GPU of their own."""
+    keys = [(size, apart) for size in sizes for apart in sorted({_apart(one, place) for one in transports})]
+    progress(f"starting {len(keys)} engine(s)")
+
+    async def start(size: str, apart: bool) -> EngineProcess:
+        spec = EngineSpec(config.sampler, folder / size, folder / "logs" / f"{size}-{apart}", config.run.seed)
+        return await asyncio.to_thread(spec.start, 0, gpus=place.apart if apart else place.beside)
+
+    results = await asyncio.gather(*(start(*key) for key in keys), return_exceptions=True)
+    clients = {}
+    for key, result in zip(keys, results, strict=True):
+        if not isinstance(result, BaseException):
+            exits.push_async_callback(asyncio.to_thread, result.stop)
+            clients[key] = SGLangClient(result.url, timeout_s=config.sampler.request_timeout_s)
+            exits.push_async_callback(clients[key].aclose)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return clients
+
+
+def _apart(transport: str, place: _Place) -> bool:
+    """Return whether the engine has a GPU of its own; on a CPU there is but one place."""
+    return transport == "distributed" and place.device.type == "cuda"
+
+
+def _broadcast(place: _Place) -> Broadcast:
+    return Broadcast(place.device, place.apart[0] if place.apart else None)
+
+
+def _plain(transport: str, chunk: int, total: int, place: _Place, broadcast: Broadcast | None) -> float | None:
+    chunk = min(chunk, total)
+    if transport == "distributed":
+        assert broadcast is not None
+        return broadcast.rate(chunk, total)
+    return copy_rate(place.device, chunk, total) if transport == "ipc" else None
+
+
+def _sampler(sampler: SamplerConfig) -> SamplerConfig:
+    """Return how engines are started: those of SGLang with as little as they need.
+
+    Raises:
+        ConfigError: they run already.
+
+    """
+    if sampler.urls:
+        raise ConfigError(f"sampler.url={sampler.url}: this starts engines of its own; leave out sampler.url")
+    made_up = _MADE_UP if sampler.backend == "sglang" else {}
+    return sampler.model_copy(update={"sglang": {**made_up, **sampler.sglang}})

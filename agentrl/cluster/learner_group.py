@@ -1,0 +1,307 @@
+"""The driver's side of a learner whose ranks are Ray actors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from agentrl.batch.microbatch import GlobalBatch
+from agentrl.batch.provenance import check_batch
+from agentrl.cluster.learner_actor import LearnerActor, RankSpec
+from agentrl.cluster.placement_group import Room, Seat, check_cluster, own_seat
+from agentrl.cluster.ray_address import learner_device
+from agentrl.cluster.ray_runtime import RayRuntime, store_bytes
+from agentrl.cluster.transfer import as_tensor, pack_batch
+from agentrl.config.algo import AlgoConfig
+from agentrl.config.learner import LearnerConfig
+from agentrl.core.errors import AgentrlError, LearnerError
+from agentrl.distributed.base import TensorSpec, WeightGroup
+from agentrl.learner.base import HeldBucket, RowLogprobs, split
+from agentrl.learner.export.bucket import views
+from agentrl.obs.waiting import waiting
+
+GRACE_S = 5.0
+"""After one rank failed, the others get this long to fail of the same cause; then they are taken to wait for it."""
+
+
+def start_learners(
+    model_folder: Path,
+    learner: LearnerConfig,
+    algo: AlgoConfig,
+    *,
+    seed: int,
+    run_dir: Path,
+    reference: Path | None = None,
+    room: Room | None = None,
+) -> RayLearnerGroup:
+    """Start Ray if none runs, and the ranks in it. Returns before they have loaded the model: see `ready`.
+
+    Args:
+        model_folder: a Hugging Face folder that every rank can read.
+        learner: its ``workers`` are the ranks.
+        algo: the loss.
+        seed: of random states.
+        run_dir: a failed rank's traceback is appended to ``learner.log`` there.
+        reference: the folder of the frozen policy that the loss measures itself against; see `resolve_reference`.
+        room: where the ranks belong; it has started Ray, and outlives them. None: wherever Ray finds room.
+
+    Raises:
+        ConfigError: ``learner.device`` asks for what is not there.
+        LearnerError: Ray does not start.
+
+    """
+    device = learner_device(learner)
+    spec = RankSpec(model_folder, learner, algo, seed, device, reference)
+    log = run_dir / "learner.log"
+    if room is not None:
+        return RayLearnerGroup(None, spec, log, room.rank_options)
+    runtime = RayRuntime(cpus=learner.workers, store_bytes=store_bytes(model_folder))
+    with waiting("start", "of Ray"):
+        runtime.start()
+    try:
+        check_cluster([{"CPU": 1, "GPU": int(device == "cuda")}] * learner.workers)
+        return RayLearnerGroup(runtime, spec, log)
+    except BaseException:
+        runtime.stop()
+        raise
+
+
+class RayLearnerGroup:
+    """Implements `agentrl.learner.base.LearnerGroup`. When a rank is lost or hangs, all are ended: the group is over."""
+
+    def __init__(
+        self,
+        runtime: RayRuntime | None,
+        spec: RankSpec,
+        log: Path,
+        place: Callable[[int], Mapping[str, Any]] = lambda rank: {},
+    ) -> None:
+        """Start the ranks.
+
+        Args:
+            runtime: ends with them; None: Ray is somebody else's.
+            spec: what they are.
+            log: gets their tracebacks.
+            place: says by rank how Ray is told where it belongs.
+
+        """
+        self._runtime = runtime
+        self._spec = spec
+        self._log = log
+        self._over: str | None = None
+        self._is_ready = False
+        self._turn = 0
+        """Buckets taken so far."""
+        self._group_s = 0.0
+        """Seconds that joining the group of weights, or a tensor in it, may take."""
+        ranks = spec.learner.workers
+        options: dict[str, Any] = {"num_gpus": int(spec.device == "cuda"), "concurrency_groups": {"leaving": 1}}
+        actor: Any = ray.remote(num_cpus=1, max_restarts=0, **options)(LearnerActor)
+        self._actors: list[Any] = [actor.options(**place(rank)).remote(rank, ranks) for rank in range(ranks)]
+        self._seats = [actor.__ray_call__.remote(own_seat) for actor in self._actors]
+        # Imports take seconds: the actors begin them now, while the caller starts engines.
+        self._nodes = [actor.node.remote() for actor in self._actors]
+
+    def seats(self) -> list[Seat]:
+        """Wait until every rank has its process, and return by rank where that is.
+
+        Raises:
+            LearnerError: one could not start, or not within ``learner.start_timeout_s``.
+
+        """
+        limit = time.monotonic() + self._spec.learner.start_timeout_s
+        return self._gather(self._seats, "start", limit, "learner.start_timeout_s")
+
+    def ready(self) -> None:
+        """Wait until every rank has loaded the model. Other calls do this themselves; a second one returns at once.
+
+        Raises:
+            ModelError: the model cannot be loaded.
+            LearnerError: a rank failed, or took longer than ``learner.start_timeout_s``.
+
+        """
+        if self._is_ready:
+            return
+        limit = time.monotonic() + self._spec.learner.start_timeout_s
+        nodes = self._gather(self._nodes, "start", limit, "learner.start_timeout_s")
+        same = len(set(nodes)) == 1
+        host = "127.0.0.1" if same else nodes[0]
+        store = [self._actors[0].open_store.remote(host)]
+        [port] = self._gather(store, "start", limit, "learner.start_timeout_s")
+        refs = [actor.set_up.remote(self._spec, host, port, same) for actor in self._actors]
+        self._gather(refs, "loading the model", limit, "learner.start_timeout_s")
+        self._is_ready = True
+
+    def train_step(self, batch: GlobalBatch) -> dict[str, float]:
+        """Take one optimizer step; see `LearnerGroup.train_step`. Ranks that a refused batch never reached stay usable."""
+        check_batch(batch)
+        figures: dict[str, float] = self._call("train_step", self._shares(batch))[0]
+        return figures
+
+    def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
+        """Return log-probabilities by row; see `LearnerGroup.logprobs`."""
+        found: RowLogprobs = {}
+        for share in self._call("logprobs", [(*share, policy) for share in self._shares(batch)]):
+            found |= share
+        return found
+
+    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+        """Iterate over the weights; see `LearnerGroup.buckets`."""
+        head = self._call("first_bucket", [(bucket_bytes, dtype)] * len(self._actors))[0]
+        while head is not None:
+            self._turn += 1
+            yield RayBucket(self, self._turn, *head)
+            head = self._call("next_bucket")[0]
+
+    def of_bucket(self, turn: int, method: str, *args: Any, ranks: int | None = None) -> list[Any]:
+        """Call a method about the bucket that is held, on the first ``ranks`` ranks or on all."""
+        assert turn == self._turn, "the bucket is not held any more: the next one was asked for"
+        limit_s = self._group_s + GRACE_S if method == "broadcast_bucket" else 0.0
+        return self._call(method, [args] * (ranks or len(self._actors)), at_least_s=limit_s)
+
+    def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
+        """Open a group's meeting point; see `LearnerGroup.open_group`."""
+        self._group_s = timeout_s
+        group: WeightGroup = self._call("open_group", [(list(urls), size, backend, timeout_s)])[0]
+        return group
+
+    def join_group(self, group: WeightGroup) -> None:
+        """Join the group; see `LearnerGroup.join_group`."""
+        self._call("join_group", [(group,)], at_least_s=self._group_s + GRACE_S)
+
+    def leave_group(self) -> None:
+        """Leave the group; see `LearnerGroup.leave_group`. With a rank that is gone, the group is too."""
+        if self._is_ready and self._over is None and self._actors:
+            with suppress(RayError):
+                ray.get(self._actors[0].leave_group.remote(), timeout=GRACE_S)
+
+    def sleep(self) -> None:
+        """Give the device's memory back, that of a bucket too; see `LearnerGroup.sleep`."""
+        self._turn += 1
+        self._call("sleep")
+
+    def wake(self) -> None:
+        """Take it again; see `LearnerGroup.wake`."""
+        self._call("wake")
+
+    def save(self, folder: Path) -> None:
+        """Write the state; see `LearnerGroup.save`."""
+        self._call("save", [(folder.absolute(),)] * len(self._actors))
+
+    def load(self, folder: Path) -> None:
+        """Read the state; see `LearnerGroup.load`."""
+        self._call("load", [(folder.absolute(),)] * len(self._actors))
+
+    def close(self) -> None:
+        """End the ranks, and Ray if it was started for them. Safe to call again."""
+        if self._actors:
+            self._end("it was closed")
+            self._actors = []
+            if self._runtime is not None:
+                self._runtime.stop()
+
+    def _shares(self, batch: GlobalBatch) -> list[tuple[Any, ...]]:
+        return [(pack_batch(share),) for share in split(batch, len(self._actors))]
+
+    def _call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, at_least_s: float = 0.0
+    ) -> list[Any]:
+        """Call a method on every rank, or on the first ones by ``arguments``; return their results by rank."""
+        self.ready()
+        self._check_over()
+        arguments = arguments or [()] * len(self._actors)
+        refs = [getattr(actor, method).remote(*args) for actor, args in zip(self._actors, arguments, strict=False)]
+        limit = time.monotonic() + max(self._spec.learner.step_timeout_s, at_least_s)
+        return self._gather(refs, method, limit, "learner.step_timeout_s")
+
+    def _check_over(self) -> None:
+        if self._over is not None:
+            raise LearnerError(f"the learner has ended: {self._over}")
+
+    def _gather(self, refs: Sequence[Any], phase: str, limit: float, key: str) -> list[Any]:
+        """Return all results. The first failure is raised; ranks that then still wait for the failed one are ended."""
+        self._check_over()
+        left = list(refs)
+
+        def late() -> list[int]:
+            return sorted(refs.index(ref) for ref in left)
+
+        with waiting("learner", lambda: f"rank {' and '.join(map(str, late()))} of {len(self._actors)}", phase):
+            while left:
+                done, left = ray.wait(left, timeout=max(0.0, limit - time.monotonic()))
+                if not done:
+                    self._end(f"{phase} took longer than {key}")
+                    raise LearnerError(f"{phase}: rank {late()} gave no answer in time; {key} can be raised")
+                try:
+                    ray.get(done)
+                except RayError as error:
+                    raise self._failure(error, refs.index(done[0]), left, phase) from None
+            return list(ray.get(list(refs)))
+
+    def _failure(self, error: RayError, rank: int, waiting: list[Any], phase: str) -> AgentrlError:
+        """Return what to raise for a failed rank, and end the others where they are lost without it."""
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        text = str(cause).strip().splitlines()
+        summary = f"{type(cause).__name__}: {text[0] if text else 'no message'}"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("a", encoding="utf-8") as log:
+            log.write(f"rank {rank}, {phase}\n{error}\n")
+        done, late = ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_S) if waiting else ([], [])
+        # A rank may notice that another has died before Ray does.
+        if isinstance(error, RayActorError) or late or any(_lost(ref) for ref in done):
+            self._end(f"rank {rank} failed in {phase}: {summary}")
+        if isinstance(cause, AgentrlError):
+            return cause
+        return LearnerError(f"rank {rank} of {len(self._actors)} failed in {phase}: {summary} (see {self._log})")
+
+    def _end(self, why: str) -> None:
+        """Kill all ranks; later calls say why."""
+        self._over = self._over or why
+        for actor in self._actors:
+            ray.kill(actor)
+
+
+class RayBucket:
+    """Implements `agentrl.learner.base.HeldBucket`: every rank holds one like it."""
+
+    def __init__(self, group: RayLearnerGroup, turn: int, specs: Sequence[TensorSpec], last: bool) -> None:
+        """Stand for the bucket that was taken as number ``turn``."""
+        self._group = group
+        self._turn = turn
+        self.specs = specs
+        self.last = last
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the weights on the CPU; see `HeldBucket.tensors`."""
+        [flat] = self._group.of_bucket(self._turn, "bucket_bytes", ranks=1)
+        return views(self.specs, as_tensor(flat))
+
+    def save(self, file: Path) -> None:
+        """Have rank 0 write them; see `HeldBucket.save`."""
+        self._group.of_bucket(self._turn, "save_bucket", file.absolute(), ranks=1)
+
+    def broadcast(self) -> None:
+        """Have rank 0 send them; see `HeldBucket.broadcast`."""
+        self._group.of_bucket(self._turn, "broadcast_bucket", ranks=1)
+
+    def share(self) -> list[str]:
+        """Return by rank what opens them; see `HeldBucket.share`."""
+        return self._group.of_bucket(self._turn, "share_bucket")
+
+
+def _lost(ref: Any) -> bool:
+    """Return whether the rank of a call that has ended is gone."""
+    try:
+        ray.get(ref)
+    except RayActorError:
+        return True
+    except RayError:
+        return False
+    return False

@@ -1,0 +1,245 @@
+"""Servers in processes of their own that never outlive the process that started them.
+
+The parent keeps the write end of a pipe open and hands the read end to the child. When the parent dies, even by
+SIGKILL, the kernel closes the pipe; the child, which called `exit_with_parent` first thing, reads its end and ends.
+Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from agentrl.core.errors import AgentrlError, PortInUseError
+
+PARENT_FD = "AGENTRL_PARENT_FD"
+"""Environment variable with the number of the file descriptor that ends when the parent does."""
+
+_POLL_S = 0.05
+_MANY_FILES = 65536
+# A proxy configured in the environment is not for our own servers on the loopback.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@contextmanager
+def held_port(host: str = "127.0.0.1", port: int = 0, *, key: str = "port") -> Iterator[int]:
+    """Keep ``port`` (0: a free one, which is returned) from everybody but a server that binds it by its number.
+
+    Both sockets have SO_REUSEADDR and this one does not listen: Linux then lets the server have the port, and gives it
+    to nobody who asks for any free one. A server may take minutes to bind it, in which many do. Other systems would
+    refuse the server too: there the port is only found.
+
+    Args:
+        host: name or IPv4 address of this machine.
+        port: 0 takes a free one.
+        key: of the configuration, for the message.
+
+    Raises:
+        PortInUseError: something else listens there.
+
+    """
+    with socket.socket() as holder:
+        # As servers do: a port whose last connections are only winding down is free.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            holder.bind((host, port))
+        except OSError as error:
+            raise PortInUseError(
+                f"{key}={port} cannot be used on {host} ({error.strerror}): set {key} to a free port, or to 0"
+            ) from error
+        held = int(holder.getsockname()[1])
+        if sys.platform != "linux":
+            holder.close()
+        yield held
+
+
+def raise_file_limit() -> None:
+    """Allow this process as many open files as its user may have, 65536 at most: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def exit_with_parent() -> None:
+    """End this process and its group as soon as the process that started it is gone.
+
+    Called first thing in a child started by `ChildProcess`; does nothing in any other process.
+    """
+    number = os.environ.pop(PARENT_FD, None)
+    if number is None:
+        return
+    descriptor = int(number)
+    os.set_inheritable(descriptor, False)
+    threading.Thread(target=_end_on_close, args=(descriptor,), name="exit-with-parent", daemon=True).start()
+
+
+def _end_on_close(descriptor: int) -> None:
+    while os.read(descriptor, 1):
+        pass
+    print("the process that started this one is gone: ending", file=sys.stderr, flush=True)
+    # No orderly shutdown: whoever would want its outcome is dead, and a busy process might never come to it.
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class ChildProcess:
+    """A child in a process group of its own, with its output in a log file. Made by `start`."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], pipe: int, log: Path, name: str, error: type[AgentrlError]
+    ) -> None:
+        """Take over a running child and the write end of its pipe."""
+        self._process = process
+        self._pipe = pipe
+        self._error = error
+        self._stopped = False
+        self.log = log
+        self.name = name
+
+    @classmethod
+    def start(
+        cls,
+        command: Sequence[str],
+        *,
+        log: Path,
+        name: str,
+        env: Mapping[str, str] | None = None,
+        error: type[AgentrlError] = AgentrlError,
+    ) -> Self:
+        """Start ``command``; what it prints is appended to ``log``.
+
+        Args:
+            command: program and arguments.
+            log: file for standard output and error; its folder is made.
+            name: what messages call the child.
+            env: variables added to this process's environment.
+            error: raised by this object's methods.
+
+        """
+        log.parent.mkdir(parents=True, exist_ok=True)
+        reading, writing = os.pipe()
+        variables = {**os.environ, **(env or {}), PARENT_FD: str(reading), "PYTHONUNBUFFERED": "1"}
+        try:
+            with log.open("ab") as output:
+                process = subprocess.Popen(
+                    list(command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=variables,
+                    pass_fds=(reading,),
+                    start_new_session=True,
+                )
+        except OSError as fault:
+            os.close(writing)
+            raise error(f"{name} does not start: {fault}") from fault
+        finally:
+            os.close(reading)
+        return cls(process, writing, log, name, error)
+
+    @property
+    def pid(self) -> int:
+        """The child's process id, which is its group's id too."""
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """Return the exit status (negative: the signal that ended it), or None while the child runs."""
+        if self._process.returncode is not None:
+            return self._process.returncode
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13
+            return self._process.poll()
+        # WNOWAIT leaves the dead child unreaped until `stop`, so that its group's id cannot come to mean another's.
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def alive(self) -> bool:
+        """Return whether the child runs."""
+        return self.exit_code() is None
+
+    def log_tail(self, lines: int = 20) -> str:
+        """Return the last lines of the log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def check(self) -> None:
+        """Raise the child's error class, with the end of its log, unless the child runs."""
+        code = self.exit_code()
+        if code is not None:
+            how = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+            raise self._error(f"{self.name} ended ({how}). The end of its log {self.log}:\n{self.log_tail()}")
+
+    def wait_healthy(self, url: str, timeout_s: float) -> None:
+        """Block until ``GET url`` (the whole address, such as ``http://127.0.0.1:8000/health``) answers 200.
+
+        Raises:
+            AgentrlError: of the class given to `start`: the child died or stayed silent; it is stopped then.
+
+        """
+        deadline = time.monotonic() + timeout_s
+        while not answers(url):
+            try:
+                self.check()
+                if time.monotonic() > deadline:
+                    raise self._error(
+                        f"{self.name} does not answer at {url} after {timeout_s:g} s. "
+                        f"The end of its log {self.log}:\n{self.log_tail()}"
+                    )
+            except AgentrlError:
+                self.stop()
+                raise
+            time.sleep(_POLL_S)
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the child and its whole group: politely, and by force after ``timeout_s``. A second call does nothing."""
+        if self._stopped:
+            return
+        self._stopped = True
+        deadline = time.monotonic() + timeout_s
+        self._signal(signal.SIGTERM)
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        os.close(self._pipe)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def __enter__(self) -> Self:
+        """Return the child."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop the child."""
+        self.stop()
+
+
+def answers(url: str) -> bool:
+    """Return whether ``GET url`` answers 200 within a second."""
+    try:
+        with _OPENER.open(url, timeout=1.0) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, http.client.HTTPException, OSError):
+        # Not listening yet, or not ready (an HTTP error status): the caller asks again.
+        return False

@@ -1,0 +1,162 @@
+"""Every exception agentrl raises on purpose.
+
+::
+
+    AgentrlError
+    ├── UserError                  the user's to mend; exit status 2
+    │   ├── ConfigError            an unknown key, a value that does not fit
+    │   ├── UnknownNameError       no environment, tool, taskset or model of that name
+    │   ├── ModelError             a model folder or hub id that cannot be loaded
+    │   ├── MissingError           what this machine lacks: a file, a model, a package, a GPU; a dry run only lists it
+    │   └── PortInUseError         a port that something else holds
+    ├── EpisodeError               ends an episode; ``kind`` says where it arose
+    │   ├── PolicyError
+    │   ├── SamplerError
+    │   │   └── EngineLostError    an engine that cannot be reached; another may serve the request
+    │   ├── EnvironmentFailure
+    │   ├── ToolFailure
+    │   ├── SandboxFailure
+    │   └── TaskError
+    ├── EngineError                an engine that does not start, or died
+    ├── ToolServerError            a tool server that does not start, or died
+    ├── LearnerError               a learner that failed
+    │   └── ProvenanceError        a batch that would train on tokens nobody sampled
+    ├── AuditError                 saved rollouts that are not as they were sampled
+    ├── CheckpointError            a checkpoint that is not whole
+    ├── TemplateError              a chat template that no conversation can be trained with
+    └── RunStopped                 the failure policy or Ctrl-C ended the run; what it had is saved
+
+All can be pickled: they cross process borders with Ray.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+from agentrl.core.types import Failure, FailureKind
+
+
+class AgentrlError(Exception):
+    """Root of the tree."""
+
+
+class UserError(AgentrlError):
+    """A mistake that the user can mend; the message names the value and the key to change."""
+
+
+class ConfigError(UserError):
+    """A configuration that cannot be used."""
+
+
+class UnknownNameError(UserError):
+    """Nothing is registered under a name; see `unknown_name`."""
+
+
+class ModelError(UserError):
+    """A model that cannot be loaded."""
+
+
+class MissingError(UserError):
+    """What a run needs and this machine lacks, without a mistake being made: a model, data, a package, a GPU.
+
+    ``--dry-run`` lists it and goes on; a run is refused.
+    """
+
+
+class PortInUseError(UserError):
+    """Something else listens on the port."""
+
+
+class EpisodeError(AgentrlError):
+    """Ends one episode. The run's failure policy decides on it by ``kind``."""
+
+    kind: ClassVar[FailureKind] = FailureKind.ENVIRONMENT
+
+    def as_failure(self) -> Failure:
+        """Return this error as data."""
+        return Failure(self.kind, type(self).__name__, str(self))
+
+
+class PolicyError(EpisodeError):
+    """The policy did something that no environment could accept."""
+
+    kind = FailureKind.POLICY
+
+
+class SamplerError(EpisodeError):
+    """A generation failed: the engine refused it, or could not be reached."""
+
+    kind = FailureKind.SAMPLER
+
+
+class EngineLostError(SamplerError):
+    """A generation failed because its engine cannot be reached; another one may still serve it."""
+
+
+class EnvironmentFailure(EpisodeError):
+    """The environment's own code raised."""
+
+    kind = FailureKind.ENVIRONMENT
+
+
+class ToolFailure(EpisodeError):
+    """A tool's infrastructure failed."""
+
+    kind = FailureKind.TOOL
+
+
+class SandboxFailure(EpisodeError):
+    """A sandbox's infrastructure failed."""
+
+    kind = FailureKind.SANDBOX
+
+
+class TaskError(EpisodeError):
+    """A task that cannot be used."""
+
+    kind = FailureKind.TASK
+
+
+class EngineError(AgentrlError):
+    """An engine does not start, died, or refuses a control request."""
+
+
+class ToolServerError(AgentrlError):
+    """A tool server does not start, or died."""
+
+
+class LearnerError(AgentrlError):
+    """A learner rank failed."""
+
+
+class ProvenanceError(LearnerError):
+    """A batch would train on a token that no engine sampled."""
+
+
+class AuditError(AgentrlError):
+    """Saved rollouts are not as the policy sampled them."""
+
+
+class CheckpointError(AgentrlError):
+    """A checkpoint is missing something or was written by another set-up."""
+
+
+class TemplateError(AgentrlError):
+    """A chat template cannot be used at all; only its check says so, a run refuses what it needs."""
+
+
+class RunStopped(AgentrlError):
+    """The run ended early on purpose; everything it had is saved."""
+
+
+def unknown_name(what: str, name: str, known: Iterable[str], key: str) -> UnknownNameError:
+    """Return the error for an unknown ``name``: what it is, the nearest known one, and the key to change.
+
+    Example: ``unknown_name("environment", "serch_r1", ["search_r1"], "--env")``.
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return UnknownNameError(f"unknown {what} {name!r} ({key}).{hint} Known: {', '.join(names) or 'none'}.")

@@ -1,0 +1,118 @@
+"""From ``path/to/file.py:name`` or ``package.module:name`` to the Python object."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from agentrl.core.errors import ConfigError
+
+
+def is_reference(name: str) -> bool:
+    """Return whether ``name`` says where an object lies, and so is no registered name."""
+    return ":" in name
+
+
+def load_object(reference: str, key: str) -> Any:
+    """Return what ``path/to/file.py:name`` or ``package.module:name`` refers to.
+
+    The current directory can be imported from, as with ``python -m``, and so can the folder of a file.
+
+    Args:
+        reference: a file ending in ``.py``, or a module, and behind the colon a name in it (``Class.method`` too).
+        key: the configuration key that holds ``reference``, for messages.
+
+    Raises:
+        ConfigError: the file or module does not exist, fails, or has no such name; the message says what was tried.
+
+    """
+    where, colon, name = reference.rpartition(":")
+    if not colon or not where or not name:
+        raise ConfigError(f"{key}={reference}: write path/to/file.py:name or package.module:name")
+    module = _from_file(where, reference, key) if where.endswith(".py") else _from_module(where, reference, key)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            has = ", ".join(_public(module)) or "nothing"
+            raise ConfigError(f"{key}={reference}: {where} has no {name!r}; it has: {has}")
+        found = getattr(found, part)
+    return found
+
+
+def _from_file(file: str, reference: str, key: str) -> ModuleType:
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        beside = sorted(other.name for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        there = f"the Python files there: {', '.join(beside)}" if beside else "there are no Python files there either"
+        start = "" if Path(file).is_absolute() else " (a relative path starts in the folder where the command runs)"
+        raise ConfigError(f"{key}={reference}: there is no file {path}; {there}{start}")
+    _importable(path.parent)
+    return _load_file(path, reference, key)
+
+
+def _load_file(path: Path, reference: str, key: str) -> ModuleType:
+    name = f"agentrl_user_{path.stem}_{abs(hash(str(path))):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up while it is being made
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"{key}={reference}: {path} fails: {describe(error)}") from error
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _from_module(name: str, reference: str, key: str) -> ModuleType:
+    _importable(Path.cwd())
+    importlib.invalidate_caches()  # a file written since Python last looked there
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise ConfigError(f"{key}={reference}: importing {name} fails: {describe(error)}") from error
+        file = Path(*name.split(".")).with_suffix(".py")
+        raise ConfigError(
+            f"{key}={reference}: there is no module {error.name!r}; looked for {file} in {Path.cwd()} and for an "
+            f"installed package. A file elsewhere is named by its path, such as path/to/{file.name}:score"
+        ) from None
+    except Exception as error:
+        raise ConfigError(f"{key}={reference}: importing {name} fails: {describe(error)}") from error
+
+
+def _importable(folder: Path) -> None:
+    """Put a folder where Python looks first, as it does with a script's own: a console script lacks it."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _public(module: ModuleType) -> list[str]:
+    """Return the functions and classes that the module defines, and where it defines none, all it has."""
+    callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    own = [name for name in callables if getattr(vars(module)[name], "__module__", None) == module.__name__]
+    return sorted(own or callables)
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception in one line: class, message, and the innermost line of code where it arose.
+
+    Example: ``ValueError: no number in 'abc' (my_rewards.py:12)``.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        place = f" ({Path(error.filename).name}:{error.lineno})"
+        return f"{type(error).__name__}: {error.msg}{place}"
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error) or 'no message'}{place}"

@@ -1,0 +1,217 @@
+"""Names for environments, tools, tasksets, models and rewards, from entry points or from the process itself.
+
+agentrl imports none of them by itself: its own environments register through the same entry points as anybody's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, TypeVar
+
+from agentrl.core.env import Env
+from agentrl.core.errors import ConfigError, UnknownNameError, unknown_name
+from agentrl.core.imports import is_reference, load_object
+from agentrl.core.task import TaskSet
+from agentrl.core.tool import Tool, ToolService
+
+E = TypeVar("E", bound=type[Env])
+T = TypeVar("T", bound=Tool | type[ToolService])
+
+ENVS = "agentrl.envs"
+TOOLS = "agentrl.tools"
+TASKS = "agentrl.tasks"
+MODELS = "agentrl.models"
+REWARDS = "agentrl.rewards"
+
+_registered: dict[str, dict[str, Any]] = {ENVS: {}, TOOLS: {}, TASKS: {}, MODELS: {}, REWARDS: {}}
+
+
+def register_env(name: str) -> Callable[[E], E]:
+    """Register an environment class under ``name`` for this process; use as a decorator.
+
+    Raises:
+        ConfigError: another class has the name.
+
+    """
+
+    def wrap(cls: E) -> E:
+        other = _registered[ENVS].get(name)
+        if other is not None and other.__qualname__ != cls.__qualname__:
+            raise ConfigError(f"environment name {name!r} is taken by {other.__module__}.{other.__qualname__}")
+        _registered[ENVS][name] = cls
+        return cls
+
+    return wrap
+
+
+def register_tool(name: str) -> Callable[[T], T]:
+    """Register a `Tool` or a `ToolService` under ``name`` for this process; use as a decorator, above ``@tool``.
+
+    Raises:
+        ConfigError: another tool has the name.
+
+    """
+
+    def wrap(given: T) -> T:
+        other = _registered[TOOLS].get(name)
+        if other is not None and _defined_as(other) != _defined_as(given):
+            raise ConfigError(f"tool name {name!r} is taken by {_defined_as(other)}")
+        _registered[TOOLS][name] = given
+        return given
+
+    return wrap
+
+
+def _defined_as(tool: Tool | type[ToolService]) -> str:
+    """A file that is run and imported too defines the same thing twice."""
+    return tool.function.__qualname__ if isinstance(tool, Tool) else tool.__qualname__
+
+
+def names(group: str) -> list[str]:
+    """Return all registered names of a group, such as ``agentrl.envs``."""
+    return sorted({*_registered[group], *_points(group)})
+
+
+def _lookup(group: str, name: str, what: str, key: str) -> Any:
+    if name in _registered[group]:
+        return _registered[group][name]
+    point = _points(group).get(name)
+    if point is None:
+        raise unknown_name(what, name, names(group), key)
+    return point.load()
+
+
+@cache
+def _points(group: str) -> dict[str, EntryPoint]:
+    """Reading the metadata of every installed package takes milliseconds, and an environment is made every episode."""
+    return {point.name: point for point in entry_points(group=group)}
+
+
+def env_class(name: str, key: str = "--env") -> type[Env]:
+    """Return the environment class of a registered name, of ``path/to/file.py:Class`` or ``module:Class``.
+
+    Raises:
+        UnknownNameError: nothing has that name.
+        ConfigError: the file, or the class in it, does not exist or is no environment.
+
+    """
+    if is_reference(name):
+        cls = load_object(name, key)
+        if not (inspect.isclass(cls) and issubclass(cls, Env)):
+            raise ConfigError(f"{name} ({key}) is no subclass of agentrl.Env")
+        return cls
+    cls = _lookup(ENVS, name, "environment", key)
+    assert inspect.isclass(cls), f"entry point {name!r} is no class"
+    assert issubclass(cls, Env), f"entry point {name!r} is no subclass of agentrl.Env"
+    return cls
+
+
+def make_env(name: str, options: Mapping[str, Any] | None = None) -> Env:
+    """Build an environment by name; ``options`` are its constructor's keyword arguments.
+
+    Raises:
+        ConfigError: the constructor does not take one of the options.
+
+    """
+    env = _build(env_class(name), options, "env.options")
+    assert isinstance(env, Env)
+    return env
+
+
+def tool_service(name: str) -> ToolService:
+    """Return the tool service registered under ``name``.
+
+    Raises:
+        UnknownNameError: nothing has that name.
+        ConfigError: it is a plain `Tool`; ``agentrl.toolserver.service.find_service`` makes a service of one.
+
+    """
+    found = registered_tool(name)
+    if isinstance(found, Tool):
+        raise ConfigError(f"tools.{name}: {name} is a plain agentrl.Tool and no service")
+    return found
+
+
+def registered_tool(name: str) -> ToolService | Tool:
+    """Return the tool or tool service registered under ``name``, or what ``path/to/file.py:name`` refers to.
+
+    Raises:
+        UnknownNameError: nothing has that name.
+        ConfigError: the file, or the name in it, does not exist or is no tool.
+
+    """
+    key = f"tools.{name}"
+    found = load_object(name, key) if is_reference(name) else _lookup(TOOLS, name, "tool", key)
+    built = found() if inspect.isclass(found) and issubclass(found, ToolService) else found
+    if not isinstance(built, ToolService | Tool):
+        raise ConfigError(f"{key}: {name} is {built!r:.100}, and neither an agentrl.Tool nor an agentrl.ToolService")
+    return built
+
+
+def served_tools(name: str, options: Mapping[str, Any] | None = None) -> tuple[Tool, ...]:
+    """Return the tools of a registered tool's server, for `Env.tools`: the policy calls them, the runner asks the server.
+
+    In a run each gives way to the same tool as the run's ``tools.NAME.options`` make it, with its description and schema.
+
+    Example::
+
+        class CodeEnv(Env):
+            tool_names = ("python",)
+
+            def __init__(self) -> None:
+                self.tools = served_tools("python")
+    """
+    found = registered_tool(name)
+    if isinstance(found, Tool):
+        return (replace(found, server=name),)
+    return found.tools(options or {})
+
+
+def make_tasks(name: str, options: Mapping[str, Any] | None = None) -> TaskSet:
+    """Build a taskset by its registered name (or ``file.py:Class``) with ``tasks.options``."""
+    cls = load_object(name, "tasks.name") if is_reference(name) else _lookup(TASKS, name, "taskset", "tasks.name")
+    tasks = _build(cls, options, "tasks.options")
+    assert isinstance(tasks, TaskSet), f"{name} is no agentrl.TaskSet"
+    return tasks
+
+
+def model_folder(name: str) -> Path | None:
+    """Return the folder of a shipped model, or None where no model is registered under ``name``."""
+    try:
+        return Path(_lookup(MODELS, name, "model", "model.path"))
+    except UnknownNameError:
+        return None
+
+
+def reward_function(name: str) -> Callable[..., Any]:
+    """Return the reward function of a registered name, of ``path/to/file.py:function`` or ``module:function``.
+
+    Raises:
+        UnknownNameError: nothing has that name.
+        ConfigError: the file, module or function does not exist, or is not callable.
+
+    """
+    key = "reward.function"
+    try:
+        function = load_object(name, key) if is_reference(name) else _lookup(REWARDS, name, "reward function", key)
+    except UnknownNameError as error:
+        raise UnknownNameError(f"{error} A function of your own is file.py:function or module:function.") from None
+    if not callable(function):
+        raise ConfigError(f"{key}={name} is a {type(function).__name__}, and no function")
+    return function  # type: ignore[no-any-return]
+
+
+def _build(cls: Callable[..., Any], options: Mapping[str, Any] | None, key: str) -> Any:
+    try:
+        inspect.signature(cls).bind(**(options or {}))
+    except TypeError as error:
+        known = [name for name in inspect.signature(cls).parameters if name != "self"]
+        raise ConfigError(
+            f"{key}: {error}; {getattr(cls, '__name__', cls)} takes: {', '.join(known) or 'nothing'}"
+        ) from None
+    return cls(**(options or {}))

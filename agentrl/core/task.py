@@ -1,0 +1,98 @@
+"""Tasks and tasksets: the problems that episodes are about."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, overload
+
+from agentrl.core.types import Message
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem. Example: ``Task("multihop/train/17", (Message("user", "Where was X born?"),), answer="Y")``."""
+
+    id: str
+    """Unique in its taskset; becomes the ``prompt_id`` of its group."""
+    prompt: tuple[Message, ...]
+    """The question. An environment may wrap it into its protocol's prompt."""
+    answer: Any = None
+    """What the reward compares with: a string, a list of accepted strings, or anything the environment knows."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """JSON-able facts about the task, such as ``{"hops": 2, "corpus": "train"}``."""
+
+    @property
+    def question(self) -> str:
+        """The text of the last prompt message."""
+        return self.prompt[-1].content if self.prompt else ""
+
+
+class MadeTasks(Sequence[Task]):
+    """The tasks of a split, each made when it is asked for: a subclass implements `make`.
+
+    Args:
+        split: the split's name, for messages.
+        size: how many there are.
+    """
+
+    def __init__(self, split: str, size: int) -> None:
+        self.split = split
+        self._size = size
+
+    @abstractmethod
+    def make(self, index: int) -> Task:
+        """Return task ``index``, from 0; the same one every time."""
+
+    def __len__(self) -> int:
+        """Return how many tasks there are."""
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        """Return a task, or a list of them."""
+        if isinstance(index, slice):
+            return [self.make(number) for number in range(*index.indices(self._size))]
+        if not -self._size <= index < self._size:
+            raise IndexError(f"task {index} of {self._size} in split {self.split!r}")
+        return self.make(index % self._size)
+
+
+class Demonstrator(Protocol):
+    """A scripted expert in one episode; see `TaskSet.demonstrator`."""
+
+    def act(self, observation: tuple[Message, ...]) -> str:
+        """Return what the expert says next, its closing tag or end token's text left out only where the template adds it."""
+        ...
+
+
+class TaskSet(ABC):
+    """A source of tasks, registered under the entry-point group ``agentrl.tasks``.
+
+    Built once a run with the configuration's ``tasks.options`` as keyword arguments. Equal options give
+    equal tasks, in any process and on any machine.
+    """
+
+    @abstractmethod
+    def split(self, name: str) -> Sequence[Task]:
+        """Return the tasks of a split (``train``, ``eval``, …). The sequence may make its tasks as they are asked for.
+
+        Raises:
+            UnknownNameError: there is no such split.
+
+        """
+
+    def corpora(self) -> Mapping[str, Iterable[Mapping[str, str]]]:
+        r"""Return documents for a search tool, by corpus name: rows ``{"id", "contents"}``, contents ``"title"\ntext``."""
+        return {}
+
+    def demonstrator(self, task: Task, rng: np.random.Generator) -> Demonstrator:
+        """Return an expert (faults included, as the options ask) for supervised fine-tuning on ``task``."""
+        raise NotImplementedError(f"{type(self).__name__} has no demonstrations to fine-tune on")

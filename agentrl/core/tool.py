@@ -1,0 +1,228 @@
+"""What a tool is: a coroutine with a JSON Schema, or a service with a server of its own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import inspect
+import json
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from jsonschema.exceptions import best_match
+from jsonschema.protocols import Validator
+from jsonschema.validators import validator_for
+from pydantic import TypeAdapter
+from referencing.exceptions import Unresolvable
+
+from agentrl.core.types import CallStatus, ToolCall, ToolResult, ToolStatus
+
+if TYPE_CHECKING:
+    from agentrl.core.task import TaskSet
+
+
+class ToolClient(Protocol):
+    """Calls the tools of one server."""
+
+    async def call(self, call: ToolCall, *, episode_id: str) -> ToolResult:
+        """Run one call. The tool's own failures are results with a status; a retry sends the same call id.
+
+        Raises:
+            ToolFailure: the server failed or could not be reached, after all retries.
+
+        """
+        ...
+
+    async def close_session(self, episode_id: str) -> None:
+        """Say that the episode makes no further call."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close connections."""
+        ...
+
+
+CallTool = Callable[[str, Mapping[str, Any]], Awaitable[ToolResult]]
+"""Runs a tool, by name and arguments, in the sessions of an episode that has ended."""
+
+
+async def _only_in_its_server(**arguments: Any) -> str:
+    raise NotImplementedError("this tool runs in its server only; the runner calls it through its client")
+
+
+@lru_cache(maxsize=1024)
+def _validator(schema: str) -> Validator:
+    """Return what checks arguments against a schema, given as JSON: checking the schema itself takes most of the time."""
+    parsed = json.loads(schema)
+    cls = validator_for(parsed)
+    cls.check_schema(parsed)
+    return cls(parsed)
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that the policy may call. Made by `tool` it runs where the runner runs; `served` names one of a server."""
+
+    name: str
+    """What the policy calls it."""
+    description: str
+    """The docstring's first paragraph; part of what the policy reads."""
+    parameters: Mapping[str, Any]
+    """JSON Schema of the arguments."""
+    function: Callable[..., Awaitable[str | ToolResult]] = _only_in_its_server
+    """The coroutine."""
+    timeout_s: float = 30.0
+    """Seconds before a call counts as timed out."""
+    server: str = ""
+    """The registered tool (``agentrl.tools``) whose server runs it; empty where `function` does."""
+
+    def fault_of(self, arguments: Mapping[str, Any]) -> str:
+        """Return where and how arguments violate the schema, in jsonschema's words; empty if they do not."""
+        try:
+            error = best_match(_validator(json.dumps(self.parameters, default=dict)).iter_errors(dict(arguments)))
+            if error is not None:
+                at = "".join(f"[{part!r}]" for part in error.absolute_path)
+                return f"{self.name}{at}: {error.message}"
+        except Unresolvable as error:
+            return f"{self.name}: its own schema refers to what is not there: {error}"
+        except RecursionError:
+            return f"{self.name}: the arguments are nested too deeply"
+        except (ArithmeticError, ValueError) as error:  # of numbers such as NaN and 1e999, which Python reads in JSON
+            return f"{self.name}: the arguments hold a number that cannot be checked: {error}"
+        return ""
+
+    async def run(self, call: ToolCall) -> ToolResult:
+        """Check the arguments and run. Whatever happens comes back as a result with a status; nothing is raised."""
+        fault = self.fault_of(call.arguments)
+        if fault:
+            return ToolResult(call.id, ToolStatus.INVALID, fault)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                answer = await self.function(**call.arguments)
+        except TimeoutError:
+            return ToolResult(call.id, ToolStatus.TIMEOUT, f"{self.name} did not answer in {self.timeout_s:g} s")
+        except Exception as error:
+            return ToolResult(call.id, ToolStatus.ERROR, f"{type(error).__name__}: {error}")
+        return answer if isinstance(answer, ToolResult) else ToolResult(call.id, ToolStatus.OK, str(answer))
+
+
+def checked_call(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:
+    """Return a call that could be read with the status that it has among ``tools``: whether there is such a tool, and
+    whether the arguments fit its schema.
+    """
+    if call.status is not CallStatus.OK:
+        return call
+    known = {tool.name: tool for tool in tools}
+    if call.name not in known:
+        return replace(call, status=CallStatus.UNKNOWN_TOOL, fault=unknown_tool(call.name, known))
+    fault = known[call.name].fault_of(call.arguments)
+    return replace(call, status=CallStatus.SCHEMA_VIOLATION, fault=fault) if fault else call
+
+
+def unknown_tool(name: str, known: Iterable[str]) -> str:
+    """Return what a policy is told that names no tool that there is."""
+    return f"there is no tool {name!r}; there are: {', '.join(sorted(set(known))) or 'none'}"
+
+
+def tool(
+    *, timeout_s: float = 30.0, name: str | None = None, parameters: Mapping[str, Any] | None = None
+) -> Callable[[Callable[..., Awaitable[str | ToolResult]]], Tool]:
+    """Turn a coroutine into a `Tool`; the JSON Schema comes from its type hints, or from ``parameters``.
+
+    Example::
+
+        @tool(timeout_s=5)
+        async def add(a: int, b: int) -> str:
+            "Add two numbers."
+            return str(a + b)
+
+    Raises:
+        TypeError: the function is no coroutine, or a parameter has no type hint.
+
+    """
+
+    def wrap(function: Callable[..., Awaitable[str | ToolResult]]) -> Tool:
+        if not inspect.iscoroutinefunction(function):
+            raise TypeError(f"@tool wants a coroutine (async def), {function.__name__} is not one")
+        schema = dict(parameters) if parameters is not None else _schema_from_hints(function)
+        doc = inspect.getdoc(function) or ""
+        return Tool(name or function.__name__, doc.split("\n\n")[0], schema, function, timeout_s)
+
+    return wrap
+
+
+def _schema_from_hints(function: Callable[..., Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(function)
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name not in hints:
+            raise TypeError(f"{function.__name__}: parameter {parameter.name!r} has no type hint")
+        properties[parameter.name] = TypeAdapter(hints[parameter.name]).json_schema()
+        if parameter.default is inspect.Parameter.empty:
+            required.append(parameter.name)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+class ToolService(ABC):
+    """A tool with a server of its own, registered under the entry-point group ``agentrl.tools``.
+
+    ``agentrl tools serve NAME`` runs `serve`; ``agentrl train`` starts the same in a process of its own when
+    ``tools.NAME.url`` is not set, waits for ``GET /health`` to answer 200, and speaks to it through `client`.
+    """
+
+    name: ClassVar[str]
+    """The registered name, and the name in `ToolCall`."""
+    sandboxed: ClassVar[bool] = False
+    """Whether the run's ``sandbox`` section is given to `check` and `launch_arguments`, as ``options["sandbox"]``."""
+
+    def tools(self, options: Mapping[str, Any]) -> tuple[Tool, ...]:
+        """Return what a policy may call on the server, each with ``server`` set to `name`; none where it cannot."""
+        return ()
+
+    @abstractmethod
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the server's own options; ``--host`` and ``--port`` are there already."""
+
+    @abstractmethod
+    def serve(self, arguments: argparse.Namespace) -> None:
+        """Serve until told to stop."""
+
+    def check(self, options: Mapping[str, Any]) -> None:  # noqa: B027  most tools need nothing
+        """Check the options of a server that the run would start itself, before anything is started.
+
+        Raises:
+            ConfigError: they do not fit, by key.
+            MissingError: they name something that this machine lacks, such as a file; a dry run lists it.
+
+        """
+
+    @abstractmethod
+    def launch_arguments(self, options: Mapping[str, Any], tasks: TaskSet, folder: Path) -> Sequence[str]:
+        """Prepare what the server needs under ``folder`` and return the options for ``agentrl tools serve NAME``.
+
+        Raises:
+            ConfigError: the options lack something, by key.
+
+        """
+
+    @abstractmethod
+    def client(self, url: str, options: Mapping[str, Any]) -> ToolClient:
+        """Return a client for the server at ``url``."""
+
+    @classmethod
+    def local(
+        cls, corpora: Mapping[str, Iterable[Mapping[str, str]]], options: Mapping[str, Any] | None = None
+    ) -> Callable[[ToolCall], ToolResult]:
+        """Return the tool as a plain function over a taskset's ``corpora``, without a server: for demonstrations.
+
+        Raises:
+            NotImplementedError: the tool cannot run without its server.
+
+        """
+        raise NotImplementedError(f"tool {cls.name!r} has no local(): it runs in its server only")

@@ -1,0 +1,1 @@
+"""Process groups for weight transfer, and the network interface they use."""

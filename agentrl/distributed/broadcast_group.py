@@ -1,0 +1,202 @@
+"""A `torch.distributed` group of its own, through which one process sends tensors to others.
+
+It is beside the default group, which need not exist, and is found through the store and under the prefixes that torch's
+own groups have: ``torch.distributed.broadcast`` in another process (SGLang's) is the other end of `BroadcastGroup`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from threading import Lock, Thread
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # its stubs leave them out
+from torch.distributed.distributed_c10d import Backend, BackendConfig
+
+from agentrl.core.errors import EngineError
+from agentrl.distributed.base import WeightGroup
+
+_LOOPBACK = "127.0.0.1"
+_CLOSE_S = 5.0
+"""Leaving is waited for so long."""
+
+
+def host_towards(url: str) -> str:
+    """Return the address of this machine under which the one at ``url`` can reach it."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Connecting a datagram socket sends nothing: it only picks the route.
+        probe.connect((parts.hostname or _LOOPBACK, parts.port or 80))
+        return str(probe.getsockname()[0])
+
+
+def open_store(host: str, timeout_s: float) -> TCPStore:
+    """Open the meeting point of a group on a free port of ``host``, and nowhere else."""
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        listener.listen()
+        port = int(listener.getsockname()[1])
+        return TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+class BroadcastGroup:
+    """The place of this process in a group; rank 0 sends. Made by `join`. Methods block: call them in a thread.
+
+    NCCL meets the other ranks in the first broadcast, without a limit of time and deaf to being aborted. So all that may
+    block runs in threads that `close` and the time limit leave behind.
+    """
+
+    def __init__(self, backend: Any, group: WeightGroup, timeout_s: float) -> None:
+        """Take over a process group of torch."""
+        self._backend = backend
+        self.group = group
+        self._timeout_s = timeout_s
+        self._left: Future[None] = Future()
+        self._lock = Lock()
+
+    @classmethod
+    def join(cls, group: WeightGroup, rank: int, *, timeout_s: float, store: Store | None = None) -> BroadcastGroup:
+        """Wait until all ranks have joined; with ``nccl``, until this one has the store.
+
+        Args:
+            group: which group.
+            rank: of this process; 0 sends.
+            timeout_s: seconds that joining, and later each broadcast, may take.
+            store: the meeting point, for the process that opened it.
+
+        Raises:
+            EngineError: not all were there in time, or ``backend`` is none that torch has here.
+        """
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            store = store or TCPStore(group.host, group.port, is_master=False, timeout=timeout, wait_for_workers=False)
+            device = next(iter(BackendConfig(Backend(group.backend)).get_device_backend_map()))
+            for prefix in (group.name, f"{group.name}/", f"{device}/"):
+                store = PrefixStore(prefix, store)
+            with _interface(group.host):
+                return cls(_make(group, store, rank, timeout), group, timeout_s)
+        except (RuntimeError, ValueError, ImportError) as error:
+            raise EngineError(
+                f"rank {rank} of {group.size} cannot join the group of weights at {group.host}:{group.port} "
+                f"({group.backend}): {_first_line(error)}"
+            ) from error
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Send the tensors, or on other ranks receive into them; returns when all have passed.
+
+        Raises:
+            EngineError: another rank is gone, or too slow, or `close` was called. The group cannot be used any more.
+        """
+        backend = self._backend
+        if backend is None:
+            raise EngineError("the broadcast of weights broke off: the group was left")
+        passed = _in_thread(partial(_pass, backend, tensors))
+        wait((passed, self._left), timeout=self._timeout_s, return_when=FIRST_COMPLETED)
+        if self._left.done():
+            raise EngineError("the broadcast of weights broke off: the group was left")
+        if not passed.done():
+            self.close()
+            raise EngineError(f"the broadcast of weights took longer than {self._timeout_s:g} s")
+        try:
+            passed.result()
+        except RuntimeError as error:
+            raise EngineError(f"the broadcast of weights broke off: {_first_line(error)}") from error
+
+    def close(self) -> None:
+        """Leave: what other ranks still wait for fails, and so does what this one waits for."""
+        with self._lock:
+            backend, self._backend = self._backend, None
+        if backend is None:
+            return
+        self._left.set_result(None)
+        # gloo's connections end with the object.
+        wait((_in_thread(partial(_end, backend)),), timeout=_CLOSE_S)
+
+
+def _in_thread(call: Callable[[], None]) -> Future[None]:
+    """Run a call in a thread that the end of the program does not wait for."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    Thread(target=run, name="weights", daemon=True).start()
+    return future
+
+
+def _pass(backend: Any, tensors: Sequence[torch.Tensor]) -> None:
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    assert len(devices) <= 1, devices
+    # Which device and stream are current belongs to the thread.
+    with torch.cuda.device(*devices) if devices else nullcontext():
+        for work in [backend.broadcast(tensor, 0) for tensor in tensors]:
+            work.wait()
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _end(backend: Any) -> None:
+    backend.abort()
+    backend.shutdown()
+
+
+def nccl_as_in_sglang() -> None:
+    """Set up NCCL in this process, before its first use here, as SGLang does in its own.
+
+    It turns cuMem allocations off. Where only one of two processes has them, the other fails to map its memory.
+    """
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+
+
+def _make(group: WeightGroup, store: Store, rank: int, timeout: timedelta) -> Any:
+    if group.backend == "nccl":
+        from torch.distributed.distributed_c10d import ProcessGroupNCCL
+
+        nccl_as_in_sglang()
+        options = ProcessGroupNCCL.Options()
+        # Past its own limit NCCL ends the whole process, so that must never come first.
+        options._timeout = 2 * timeout + timedelta(minutes=10)
+        return ProcessGroupNCCL(store, rank, group.size, options)
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+    return ProcessGroupGloo(store, rank, group.size, timeout=timeout)
+
+
+@contextmanager
+def _interface(host: str) -> Iterator[None]:
+    """Keep gloo to the loopback where the group is on one machine; it would take the host name's address."""
+    name = "GLOO_SOCKET_IFNAME"
+    if host != _LOOPBACK or sys.platform != "linux" or name in os.environ:
+        yield
+        return
+    os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"

@@ -1,0 +1,116 @@
+"""Episodes played by a function of the user's own: ``rollout.generate``."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from agentrl.core.env import Env
+from agentrl.core.errors import AgentrlError, ConfigError, EnvironmentFailure, EpisodeError
+from agentrl.core.imports import load_object
+from agentrl.core.task import Task
+from agentrl.core.types import Rollout, StopReason
+from agentrl.episode.chat import Agent
+from agentrl.episode.context import Services
+from agentrl.obs.waiting import waiting
+
+F = TypeVar("F", bound=Callable[..., Any])
+Generate = Callable[[Task, Agent], Awaitable[Rollout | Sequence[Rollout]]]
+"""``async def generate(task, agent)``: talks with the policy and returns ``chat.rollout(...)``, or several."""
+
+KEY = "rollout.generate"
+GRACE = 0.1
+"""Share of ``rollout.max_seconds`` that a function may take after the time is up, to reward what there is."""
+
+
+def uses_tools(*names: str) -> Callable[[F], F]:
+    """Name the registered tools that a generate function calls; without it they are those of ``env.name``.
+
+    Example::
+
+        @uses_tools("search")
+        async def generate(task, agent): ...
+    """
+
+    def wrap(function: F) -> F:
+        function.tool_names = names  # type: ignore[attr-defined]
+        return function
+
+    return wrap
+
+
+def load_generate(reference: str) -> Generate:
+    """Return the function that ``rollout.generate`` names.
+
+    Raises:
+        ConfigError: there is none, it is no ``async def``, or it does not take a task and an agent.
+    """
+    function = load_object(reference, KEY)
+    if not callable(function):
+        raise ConfigError(f"{KEY}={reference} is no function but {function!r:.100}")
+    if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
+        raise ConfigError(f"{KEY}={reference} must be a coroutine without yield: async def generate(task, agent)")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"{KEY}={reference} must take two arguments, async def generate(task, agent): {error}"
+        ) from None
+    return function  # type: ignore[no-any-return]
+
+
+def needed_tools(reference: str | None, env: type[Env]) -> tuple[str, ...]:
+    """Return the registered tools of a run: those that its generate function names, else those of its environment."""
+    named = getattr(load_generate(reference), "tool_names", None) if reference is not None else None
+    return tuple(named) if named is not None else env.tool_names
+
+
+async def play_generate(generate: Generate, services: Services, agent: Agent) -> list[Rollout]:
+    """Run an agent's attempt at an episode and return its rollouts; a failure is in them.
+
+    When ``rollout.max_seconds`` are over, `Chat.sample` returns None. A function that has not returned a tenth of that
+    time later is cut, and its chats are returned as they are, without a reward.
+
+    Raises:
+        ConfigError: the function returned something else than its chats' rollouts.
+    """
+    clock = asyncio.timeout((1 + GRACE) * services.limits.max_seconds)
+    try:
+        async with clock:
+            returned = await _run(generate, agent.task, agent)
+        return _checked(returned, agent)
+    except TimeoutError:
+        if not clock.expired():
+            raise
+        return agent.unfinished(StopReason.MAX_TIME)
+    except EpisodeError as error:
+        return agent.unfinished(StopReason.FAILED, error.as_failure())
+    finally:
+        await agent.close()
+
+
+async def _run(generate: Generate, task: Task, agent: Agent) -> object:
+    try:
+        with waiting("rollout", agent.episode_id, lambda: f"turn {agent.turns}, {KEY}={_name(generate)}"):
+            return await generate(task, agent)
+    except AgentrlError:
+        raise
+    except Exception as error:
+        raise EnvironmentFailure(f"{KEY}: {_name(generate)} raised {type(error).__name__}: {error}") from error
+
+
+def _checked(returned: object, agent: Agent) -> list[Rollout]:
+    rollouts = [returned] if isinstance(returned, Rollout) else returned
+    said = f"{KEY}: the function returned {returned!r:.200} for task {agent.task.id!r}"
+    if not isinstance(rollouts, list | tuple) or not rollouts or not all(isinstance(one, Rollout) for one in rollouts):
+        raise ConfigError(f"{said}; it must return chat.rollout(...), or a list of several chats' rollouts")
+    ids = [rollout.rollout_id for rollout in rollouts]
+    if len(set(ids)) < len(ids) or not set(ids) <= {chat.rollout_id for chat in agent.chats}:
+        raise ConfigError(f"{said}: rollouts {', '.join(ids)}; each must come from a chat of this agent, one from each")
+    return list(rollouts)
+
+
+def _name(generate: Generate) -> str:
+    return str(getattr(generate, "__qualname__", type(generate).__qualname__))

@@ -1,0 +1,91 @@
+"""Calls into an environment from an event loop: plain methods in threads, coroutines where they are, errors typed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+import gymnasium
+
+from agentrl.core.env import AsyncEnv, Env, Step
+from agentrl.core.errors import AgentrlError, EnvironmentFailure
+from agentrl.core.task import Task
+from agentrl.core.types import Action, Info, Observation
+from agentrl.obs.waiting import waiting
+
+T = TypeVar("T")
+
+
+class EnvCalls:
+    """One episode's environment, built by ``factory`` at the first `reset`; its plain methods run in ``pool``."""
+
+    def __init__(self, factory: Callable[[], Env], pool: Executor) -> None:
+        self._factory = factory
+        self._pool = pool
+        self._env: Env | None = None
+        self._busy = False
+
+    @property
+    def env(self) -> Env:
+        """The environment, once `reset` was called."""
+        assert self._env is not None, "reset comes first"
+        return self._env
+
+    async def reset(self, task: Task, seed: int) -> tuple[Observation, Info]:
+        """Build the environment and start an episode."""
+        options = {"task": task}
+
+        def build() -> tuple[Observation, Info] | None:
+            self._env = self._factory()
+            return None if isinstance(self._env, AsyncEnv) else self._env.reset(seed=seed, options=options)
+
+        started = await self._guard("reset", self._thread(build))
+        if started is None:
+            assert isinstance(self._env, AsyncEnv)
+            started = await self._guard("areset", self._env.areset(seed=seed, options=options))
+        return started
+
+    async def step(self, action: Action) -> Step:
+        """Take an action."""
+        env = self.env
+        if isinstance(env, AsyncEnv):
+            return await self._guard("astep", env.astep(action))
+        return await self._guard("step", self._thread(lambda: env.step(action)))
+
+    async def get_state(self) -> dict[str, Any]:
+        """Return the environment's state."""
+        return await self._guard("get_state", self._thread(self.env.get_state))
+
+    async def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        await self._guard("set_state", self._thread(lambda: self.env.set_state(state)))
+
+    async def close(self) -> None:
+        """Close the environment, unless one of its methods still runs in a thread that nobody waits for."""
+        if self._env is not None and not self._busy and type(self._env).close is not gymnasium.Env.close:
+            await self._guard("close", self._thread(self._env.close))
+
+    async def _thread(self, method: Callable[[], T]) -> T:
+        def run() -> T:
+            try:
+                return method()
+            finally:
+                self._busy = False
+
+        self._busy = True
+        return await asyncio.get_running_loop().run_in_executor(self._pool, run)
+
+    async def _guard(self, what: str, work: Awaitable[T]) -> T:
+        try:
+            with waiting("environment", lambda: f"{self._name}.{what}"):
+                return await work
+        except AgentrlError:
+            raise
+        except Exception as error:
+            raise EnvironmentFailure(f"{self._name}.{what} raised {type(error).__name__}: {error}") from error
+
+    @property
+    def _name(self) -> str:
+        return type(self._env).__name__ if self._env is not None else "the environment"

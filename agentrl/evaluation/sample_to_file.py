@@ -1,0 +1,128 @@
+"""Sampling without training: rollouts as in training, to a file."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from agentrl.config.evaluation import EvalSet
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError, RunStopped
+from agentrl.core.task import Task
+from agentrl.core.types import Rollout
+from agentrl.evaluation.metrics import figures_of
+from agentrl.evaluation.result import SetResult
+from agentrl.evaluation.sets import TaskChoice
+from agentrl.evaluation.table import results_table
+from agentrl.models.resolve import resolve_model
+from agentrl.obs.episode_progress import EpisodeCount
+from agentrl.obs.rollouts import RolloutFile
+from agentrl.obs.watchdog import Watchdog
+from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
+from agentrl.runtime.interrupt import Interrupt
+from agentrl.runtime.jobs import sample_watched, step_jobs
+from agentrl.runtime.services import open_stack
+from agentrl.runtime.task_order import TaskOrder
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlan:
+    """What to sample."""
+
+    out: Path
+    """``….jsonl`` or ``….parquet``; there is none yet."""
+    split: Literal["train", "eval"]
+    """Whether the tasks of ``tasks.train_split`` or of ``tasks.eval_split``."""
+    tasks: int
+    """How many of them, in the order of training; of each ``rollout.n_samples_per_prompt`` episodes."""
+
+
+def check_plan(config: Config, plan: SamplePlan) -> None:
+    """Check everything that needs no server.
+
+    Raises:
+        UserError: with the value and the key or option to change.
+
+    """
+    out = plan.out
+    if out.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"--out {out}: the name says the format; end it in .jsonl or .parquet")
+    for path in (out, out.with_suffix(".jsonl")):  # the lines that a parquet file is made of
+        if path.exists():
+            raise ConfigError(f"--out {out}: {path} exists; delete it or choose another name")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    check_episodes(config)
+    check_engine(config)
+    tasks = _tasks(config, plan)
+    if not 1 <= plan.tasks <= len(tasks):
+        raise ConfigError(f"--tasks {plan.tasks}: --split {plan.split} has {len(tasks)} tasks")
+
+
+async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> None:
+    """Sample in steps of ``rollout.batch_size`` tasks, each rollout written as it ends, and print a summary.
+
+    Raises:
+        RunStopped: Ctrl-C or the failure policy ended it; what it had is written.
+        AgentrlError: the engine or a tool server does not start, or died; what it had is written.
+
+    """
+    model = resolve_model(config.model.path)
+    tasks = open_tasks(config)
+    order = TaskOrder(_tasks(config, plan), config.run.seed)
+    size = config.rollout.batch_size
+    steps = [(start, min(size, plan.tasks - start)) for start in range(0, plan.tasks, size)]
+    file = RolloutFile(plan.out)
+    done: list[Rollout] = []
+    total = plan.tasks * config.rollout.n_samples_per_prompt
+    try:
+        with tempfile.TemporaryDirectory() as folder, EpisodeCount(console, total, "sampling") as count:
+
+            def write(rollout: Rollout) -> None:
+                file.write(rollout)
+                done.append(rollout)
+                count.add()
+
+            async with open_stack(config, tasks, model, Path(folder), config.run.seed) as stack:
+                count.begin()
+                runner = stack.runner()
+                with Interrupt() as interrupt, Watchdog(config.obs.stuck_s, count.say):
+                    for number, (start, some) in enumerate(steps, 1):
+                        jobs = step_jobs(config, order, number, start, some)
+                        await sample_watched(runner, jobs, stack, interrupt, write)
+    except RunStopped as stop:
+        raise RunStopped(f"{stop}. {len(done)} of {total} rollouts are in {plan.out}") from None
+    finally:
+        _finish(file, done)
+    console.print(results_table([_summary(config, plan, done)], f"{config.env.name}: {config.model.path}"))
+    console.print(f"written {plan.out}: {len(done)} rollouts", highlight=False, soft_wrap=True)
+
+
+def _finish(file: RolloutFile, done: Sequence[Rollout]) -> None:
+    """Turn what there is into the file asked for; without any rollout no file is left."""
+    path = file.finish()
+    if not done:
+        path.unlink()
+
+
+def _tasks(config: Config, plan: SamplePlan) -> Sequence[Task]:
+    split = config.tasks.train_split if plan.split == "train" else config.tasks.eval_split
+    return open_tasks(config).split(split)
+
+
+def _summary(config: Config, plan: SamplePlan, rollouts: Sequence[Rollout]) -> SetResult:
+    """Return the rollouts as one set of an evaluation, to be shown like it."""
+    sampler = config.sampler
+    sampling = EvalSet(
+        n_samples=config.rollout.n_samples_per_prompt,
+        temperature=sampler.temperature,
+        top_p=sampler.top_p,
+        top_k=sampler.top_k,
+    )
+    choice = TaskChoice("samples", sampling, (), f"--split {plan.split}")
+    return SetResult(choice, figures_of(rollouts, pass_reward=config.eval.pass_reward, by=None), rollouts)

@@ -1,0 +1,1 @@
+"""Inference engines: client, fleet, launch, the embedded engine."""

@@ -1,0 +1,1 @@
+"""A small engine in pure torch behind the SGLang protocol."""

@@ -1,0 +1,181 @@
+"""One generation: what was asked, in SGLang's words, and how far it is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.inference.embedded.errors import BadRequestError
+
+# Options of SGLang that this engine does not have: accepted where they change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "min_p": (0, None),
+    "frequency_penalty": (0, None),
+    "presence_penalty": (0, None),
+    "repetition_penalty": (1, None),
+    "min_new_tokens": (0, None),
+    "n": (1, None),
+    "spaces_between_special_tokens": (True, None),
+    "json_schema": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "structural_tag": (None,),
+    "stop_regex": (None, []),
+    "logit_bias": (None, {}),
+    "custom_params": (None, {}),
+    "stream_interval": (None,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """SGLang's ``sampling_params``, checked."""
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    sampling_seed: int | None = None
+
+    @classmethod
+    def parse(cls, params: Mapping[str, Any] | None) -> Options:
+        """Check ``sampling_params`` as they came.
+
+        Raises:
+            BadRequestError: a value cannot be used; the message names it.
+        """
+        given = dict(params or {})
+        for name, neutral in _NEUTRAL.items():
+            if given.pop(name, neutral[0]) not in neutral:
+                raise BadRequestError(f"sampling_params.{name}={params[name]!r}: not in the embedded engine")  # type: ignore[index]
+        unknown = sorted(given.keys() - cls.__dataclass_fields__.keys())
+        if unknown:
+            raise BadRequestError(f"sampling_params.{unknown[0]} is unknown")
+        given = {name: value for name, value in given.items() if value is not None}
+        stop = given.get("stop", ())
+        try:
+            given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+            given["stop_token_ids"] = frozenset(given.get("stop_token_ids", ()))
+        except TypeError as error:
+            raise BadRequestError(f"sampling_params.stop and stop_token_ids must be lists: {error}") from error
+        options = cls(**given)
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        limits = {
+            "max_new_tokens": isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1,
+            "temperature": isinstance(self.temperature, int | float) and self.temperature >= 0,
+            "top_p": isinstance(self.top_p, int | float) and 0 < self.top_p <= 1,
+            "top_k": isinstance(self.top_k, int) and (self.top_k == -1 or self.top_k >= 1),
+            "sampling_seed": self.sampling_seed is None or isinstance(self.sampling_seed, int),
+            "stop_token_ids": all(isinstance(token, int) for token in self.stop_token_ids),
+            "stop": all(isinstance(text, str) and text for text in self.stop),
+        }
+        for name, fits in limits.items():
+            if not fits:
+                raise BadRequestError(f"sampling_params.{name}={getattr(self, name)!r} cannot be used")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature < 1e-6 or self.top_k == 1
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A generation on its way through the engine."""
+
+    prompt: NDArray[np.int32]
+    options: Options
+    rid: str
+    logprobs_wanted: bool
+    texts_wanted: bool
+    done: asyncio.Future[None]
+    limit: int
+    """Tokens it may sample: ``max_new_tokens``, or what the context leaves."""
+    stop_ids: frozenset[int]
+    may_stop: NDArray[np.bool_] | None
+    """``[vocabulary]`` whether a token can complete one of the stop strings."""
+    seed: int
+    """Unsigned, of 64 bits: with a token's position in prompt and output it says what is drawn; see `uniforms`."""
+    slot: int = -1
+    output: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, str]] = field(default_factory=list)
+    """``(start, weight version)``: from output token ``start`` on."""
+    cached: int = -1
+    finish: dict[str, Any] | None = None
+    stop_text: str | None = None
+    """The stop string that ended it."""
+    born: float = field(default_factory=time.monotonic)
+
+    def tokens(self) -> NDArray[np.int32]:
+        """Return prompt and output."""
+        return np.concatenate([self.prompt, np.asarray(self.output, np.int32)]) if self.output else self.prompt
+
+    def end(self, finish: dict[str, Any]) -> None:
+        """Record why it ended and wake who waits."""
+        self.finish = finish
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One prompt of a ``/generate`` body."""
+
+    token_ids: list[int]
+    options: Options
+    rid: str
+    logprobs: bool
+    texts: bool
+
+
+def parse_generate(body: Mapping[str, Any]) -> tuple[list[Asked], bool]:
+    """Return the prompts of a ``/generate`` body, and whether it was a batch.
+
+    Raises:
+        BadRequestError: the body cannot be served.
+    """
+    ids = body.get("input_ids")
+    if not isinstance(ids, list) or not ids:
+        raise BadRequestError("input_ids must be a list of token ids, or of such lists; text is not taken")
+    if body.get("stream"):
+        raise BadRequestError("stream=true: not in the embedded engine")
+    if body.get("logprob_start_len", -1) not in (-1, None):
+        raise BadRequestError("logprob_start_len: the embedded engine gives log-probabilities of the output only")
+    batch = isinstance(ids[0], list)
+    prompts = ids if batch else [ids]
+    params = _each(body, "sampling_params", len(prompts), batch)
+    rids = _each(body, "rid", len(prompts), batch)
+    if batch and isinstance(body.get("rid"), str):
+        rids = [f"{body['rid']}_{index}" for index in range(len(prompts))]
+    logprobs = _each(body, "return_logprob", len(prompts), batch)
+    texts = bool(body.get("return_text_in_logprobs"))
+    asked = [
+        Asked(prompt, Options.parse(param), rid or uuid.uuid4().hex, bool(wanted), texts)
+        for prompt, param, rid, wanted in zip(prompts, params, rids, logprobs, strict=True)
+    ]
+    return asked, batch
+
+
+def _each(body: Mapping[str, Any], name: str, count: int, batch: bool) -> list[Any]:
+    value = body.get(name)
+    if not (batch and isinstance(value, list)):
+        return [value] * count
+    if len(value) != count:
+        raise BadRequestError(f"{name} has {len(value)} entries for {count} prompts")
+    return value

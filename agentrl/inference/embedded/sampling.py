@@ -1,0 +1,66 @@
+"""Drawing the next token of many requests at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentrl.inference.embedded.counter_rng import uniforms
+from agentrl.inference.embedded.request import Request
+
+
+def sample(logits_BV: Tensor, requests: Sequence[Request]) -> tuple[list[int], list[float]]:
+    """Return one token id a request, and its log-probability: a pure function of logits, seeds and positions.
+
+    Log-probabilities are those of the whole distribution at the request's temperature (at temperature 1 where it is
+    greedy), not renormalised for top-p and top-k: as SGLang gives them.
+
+    Raises:
+        FloatingPointError: the model's logits hold no numbers.
+    """
+    greedy = torch.tensor([request.options.greedy for request in requests])
+    temperatures = torch.tensor([1.0 if r.options.greedy else r.options.temperature for r in requests])
+    logprobs_BV = (logits_BV / temperatures[:, None]).log_softmax(-1)
+    if bool(greedy.all()):
+        ids = logits_BV.argmax(-1)
+    else:
+        ids = _draw(_filtered(logprobs_BV.exp(), requests), _uniforms(requests))
+        ids = torch.where(greedy, logits_BV.argmax(-1), ids) if bool(greedy.any()) else ids
+    chosen = logprobs_BV.gather(1, ids[:, None])[:, 0]
+    if not bool(chosen.isfinite().all()):
+        raise FloatingPointError("the model's logits hold no finite numbers: its weights are broken")
+    return ids.tolist(), chosen.tolist()
+
+
+def _draw(probabilities_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """Invert the distribution function; float64, so that rare tokens keep their chance."""
+    sums_BV = probabilities_BV.cumsum(-1, dtype=torch.float64)
+    wanted = uniforms_B[:, None] * sums_BV[:, -1:]
+    return torch.searchsorted(sums_BV, wanted, right=True)[:, 0].clamp_(max=probabilities_BV.shape[1] - 1)
+
+
+def _uniforms(requests: Sequence[Request]) -> Tensor:
+    seeds_B = np.array([request.seed for request in requests], np.uint64)
+    positions_B = np.array([len(request.prompt) + len(request.output) for request in requests], np.uint64)
+    return torch.from_numpy(uniforms(seeds_B, positions_B))
+
+
+def _filtered(probabilities_BV: Tensor, requests: Sequence[Request]) -> Tensor:
+    """Set to zero what top-k and top-p leave out."""
+    size = probabilities_BV.shape[1]
+    rows = [row for row, r in enumerate(requests) if r.options.top_p < 1 or 0 < r.options.top_k < size]
+    if not rows:
+        return probabilities_BV
+    top_k = torch.tensor([requests[row].options.top_k for row in rows])[:, None]
+    top_p = torch.tensor([requests[row].options.top_p for row in rows])[:, None]
+    values, order = probabilities_BV[rows].sort(descending=True, stable=True)
+    values = values.masked_fill((torch.arange(size) >= top_k) & (top_k > 0), 0.0)
+    # As SGLang: top-k first, then the smallest set whose share of what is left reaches top-p.
+    before = values.cumsum(-1) - values
+    values = values.masked_fill(before >= top_p * values.sum(-1, keepdim=True), 0.0)
+    result = probabilities_BV.clone()
+    result[rows] = torch.zeros_like(values).scatter_(1, order, values)
+    return result

@@ -1,0 +1,1 @@
+"""All engines of a run: routing, health, restarts."""

@@ -1,0 +1,68 @@
+"""A learner in the calling process: one rank, no Ray. For tests, tools and debugging; training runs use the cluster."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from agentrl.batch.provenance import check_batch
+from agentrl.config.algo import AlgoConfig
+from agentrl.config.learner import LearnerConfig
+from agentrl.learner.base import RowLogprobs, split
+from agentrl.learner.device import collectives, pick_device
+from agentrl.learner.export.single_process import Outgoing
+from agentrl.learner.registry import make_rank
+
+if TYPE_CHECKING:
+    from agentrl.batch.microbatch import GlobalBatch
+
+
+class LocalLearnerGroup(Outgoing):
+    """Implements `agentrl.learner.base.LearnerGroup` with one rank in this process."""
+
+    def __init__(
+        self, folder: Path, config: LearnerConfig, algo: AlgoConfig, *, seed: int, reference: Path | None = None
+    ) -> None:
+        device = pick_device(config, local_rank=0)
+        timeout = timedelta(seconds=config.step_timeout_s)
+        dist.init_process_group(collectives(device.type), store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        try:
+            self.rank = make_rank(folder, config, algo, device=device, seed=seed, reference=reference)
+        except BaseException:
+            dist.destroy_process_group()
+            raise
+        super().__init__(self.rank)
+
+    def train_step(self, batch: GlobalBatch) -> dict[str, float]:
+        """Take one optimizer step; see `LearnerGroup.train_step`."""
+        check_batch(batch)
+        return self.rank.train_step(split(batch, 1)[0])
+
+    def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
+        """Return log-probabilities by row; see `LearnerGroup.logprobs`."""
+        return self.rank.logprobs(split(batch, 1)[0], policy)
+
+    def sleep(self) -> None:
+        """Give the device's memory back; see `LearnerGroup.sleep`."""
+        self.rank.sleep()
+
+    def wake(self) -> None:
+        """Take it again; see `LearnerGroup.wake`."""
+        self.rank.wake()
+
+    def save(self, folder: Path) -> None:
+        """Write the state; see `LearnerGroup.save`."""
+        self.rank.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Read the state; see `LearnerGroup.load`."""
+        self.rank.load(folder)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self.leave_group()
+        self.rank.close()

@@ -1,0 +1,71 @@
+"""The text of single tokens, exact to the byte."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from agentrl.core.errors import ModelError
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""How SentencePiece writes a byte that is no token."""
+
+TOKENIZER_FILE = "tokenizer.json"
+"""What a model folder must hold. Without torch and transformers it is read in a moment."""
+
+
+def token_decoder(folder: Path) -> Callable[[Sequence[int]], list[str | bytes]]:
+    """Return what gives each id of the tokenizer in ``folder`` its text, or its bytes where they are no whole characters.
+
+    The texts in a row are the text of the row. Decoding ids one by one is not: a decoder takes the space before the first
+    word away, and makes replacement characters of half a character. An id that the tokenizer lacks is ``<id 123>``.
+
+    Raises:
+        ModelError: the folder holds no ``tokenizer.json``, or not one that can be read.
+
+    """
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        raise ModelError(f"{folder} holds no {TOKENIZER_FILE}")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+    before = _decoded(tokenizer, anchor)
+
+    @cache
+    def text(token: int) -> str | bytes:
+        piece = tokenizer.id_to_token(token)
+        if piece is None:
+            return f"<id {token}>"
+        both = _decoded(tokenizer, [*anchor, token])
+        found = both[len(before) :] if both.startswith(before) else _decoded(tokenizer, [token])
+        return found if "\ufffd" not in found else _bytes(piece) or found
+
+    return lambda ids: [text(int(token)) for token in ids]
+
+
+def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _bytes(piece: str) -> bytes | None:
+    """Return the bytes that a piece of the vocabulary stands for, or None where it is in neither known form."""
+    single = _BYTE.fullmatch(piece)
+    if single:
+        return bytes([int(single[1], 16)])
+    table = _byte_level()
+    return bytes(table[character] for character in piece) if all(character in table for character in piece) else None
+
+
+@cache
+def _byte_level() -> dict[str, int]:
+    """Return the byte of each character in byte-level BPE: printable Latin-1 as it is, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

@@ -1,0 +1,162 @@
+"""A rollout as JSON-able data, with every token and who made it, and back."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+
+from agentrl.core.types import (
+    Failure,
+    FailureKind,
+    FinishReason,
+    ForkReason,
+    Rollout,
+    Row,
+    RowKey,
+    StopReason,
+    Turn,
+    json_state,
+)
+
+ARRAYS: dict[str, type[np.generic]] = {
+    "token_ids": np.int32,
+    "provenance": np.uint8,
+    "mask": np.uint8,
+    "mask_reason": np.uint8,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "requests": np.int32,
+}
+"""The arrays of a `Row`, ``[T]`` each, and what they are made of."""
+
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+
+
+def encode_rollout(rollout: Rollout) -> bytes:
+    """Return a rollout as one line of JSON. What JSON cannot hold in labels and texts is written as readable text."""
+    data = rollout_to_dict(rollout)
+    try:
+        return orjson.dumps(data, option=_OPTIONS)
+    except TypeError:  # orjson's JSONEncodeError is one
+        return orjson.dumps(_portable(data), option=_OPTIONS)
+
+
+def decode_rollout(line: bytes) -> Rollout:
+    """Return what `encode_rollout` was given."""
+    return rollout_from_dict(orjson.loads(line))
+
+
+def rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
+    """Return a rollout as data; the arrays of its rows stay NumPy arrays."""
+    failure = rollout.failure
+    return {
+        "prompt_id": rollout.prompt_id,
+        "rollout_id": rollout.rollout_id,
+        "reward": rollout.reward,
+        "stop_reason": rollout.stop_reason.value,
+        "metrics": rollout.metrics,
+        "prompt": rollout.prompt,
+        "label": json_state(rollout.label),
+        "turns": [turn_to_dict(turn) for turn in rollout.turns],
+        "failure": failure and {"kind": failure.kind.value, "error": failure.error, "message": failure.message},
+        "dropped": rollout.dropped,
+        "seconds": rollout.seconds,
+        "tool_seconds": rollout.tool_seconds,
+        "sampled_tokens": rollout.sampled_tokens,
+        "metadata": json_state(rollout.metadata),
+        "rows": [_row_to_dict(row) for row in rollout.rows],
+    }
+
+
+def rollout_from_dict(data: Mapping[str, Any]) -> Rollout:
+    """Return what `rollout_to_dict` was given; a figure that is no number in JSON comes back as NaN."""
+    failure = data["failure"]
+    return Rollout(
+        prompt_id=data["prompt_id"],
+        rollout_id=data["rollout_id"],
+        rows=[_row_from_dict(data["prompt_id"], data["rollout_id"], row) for row in data["rows"]],
+        reward=_number(data["reward"]),
+        stop_reason=StopReason(data["stop_reason"]),
+        metrics={key: _number(value) for key, value in data["metrics"].items()},
+        turns=[turn_from_dict(turn) for turn in data["turns"]],
+        prompt=data["prompt"],
+        failure=failure and Failure(FailureKind(failure["kind"]), failure["error"], failure["message"]),
+        dropped=data["dropped"],
+        seconds=data["seconds"],
+        tool_seconds=data.get("tool_seconds", 0.0),
+        sampled_tokens=data["sampled_tokens"],
+        metadata=data["metadata"],
+        label=data.get("label"),
+    )
+
+
+def row_checksum(row: Row) -> int:
+    """Return the CRC-32 of all that a row holds but its key; it is written beside the row, for ``agentrl audit``."""
+    small = orjson.dumps([row.request_ids, row.fork and row.fork.value, row.temperature])
+    checksum = zlib.crc32(small)
+    for name, kind in ARRAYS.items():
+        array = np.ascontiguousarray(getattr(row, name), np.dtype(kind).newbyteorder("<"))
+        checksum = zlib.crc32(array.tobytes(), checksum)
+    return checksum
+
+
+def turn_to_dict(turn: Turn) -> dict[str, Any]:
+    """Return a turn as JSON-able data."""
+    return {
+        "action": turn.action,
+        "observation": turn.observation,
+        "finish_reason": turn.finish_reason.value,
+        "reward": turn.reward,
+    }
+
+
+def turn_from_dict(data: Mapping[str, Any]) -> Turn:
+    """Return what `turn_to_dict` was given."""
+    return Turn(data["action"], data["observation"], FinishReason(data["finish_reason"]), _number(data["reward"]))
+
+
+def _row_to_dict(row: Row) -> dict[str, Any]:
+    arrays = {name: getattr(row, name) for name in ARRAYS}
+    return {
+        "agent_id": row.key.agent_id,
+        "row": row.key.row,
+        "request_ids": row.request_ids,
+        "fork": row.fork and row.fork.value,
+        "temperature": row.temperature,
+        "crc32": row_checksum(row),
+        **arrays,
+    }
+
+
+def _row_from_dict(prompt_id: str, rollout_id: str, data: Mapping[str, Any]) -> Row:
+    key = RowKey(prompt_id, rollout_id, data["agent_id"], data["row"])
+    arrays: dict[str, Any] = {name: np.asarray(data[name], kind) for name, kind in ARRAYS.items()}
+    return Row(
+        key=key,
+        request_ids=tuple(data["request_ids"]),
+        fork=ForkReason(data["fork"]) if data["fork"] else None,
+        temperature=_number(data["temperature"]),
+        **arrays,
+    )
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _portable(value: Any) -> Any:
+    """Return data that JSON holds: lone surrogates replaced, whole numbers beyond 64 bits and other objects as text."""
+    if isinstance(value, Mapping):
+        return {_portable(str(key)): _portable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_portable(item) for item in value]
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | np.ndarray):
+        return value
+    return str(value).encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,173 @@
+"""One self-contained HTML page of a run's rollouts; it needs no network and no server.
+
+The index of all rollouts is read at once; the tokens of one rollout are unpacked when it is opened. Text of rollouts is
+hostile: it stands in the page only as JSON with every ``<`` escaped, or packed, the script puts it in place as text nodes,
+and a content security policy lets nothing run but the page's own script.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from agentrl.obs.metrics import read_metrics
+from agentrl.obs.viewer.index import Index
+from agentrl.obs.viewer.pack import Vocabulary, json_bytes, pack_rollout
+from agentrl.obs.viewer.run_files import Entry, RunFiles
+
+TokenText = str | bytes
+"""A token's text, or its bytes where they are no whole characters."""
+
+Decode = Callable[[Sequence[int]], list[TokenText]]
+"""Returns the text of each id by itself, such that the texts in a row are the text of the row."""
+
+SCRIPTS = ("data.js", "select.js", "list.js", "tokens.js", "detail.js", "group.js", "curve.js", "app.js")
+"""The parts of the page's script, put together in this order."""
+
+CURVE_POINTS = 2000
+"""Steps of ``metrics.jsonl`` in the page at most, taken evenly; steps with an evaluation are all kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a page holds."""
+
+    html: bytes
+    """The whole file."""
+    rollouts: int
+    """Rollouts in it."""
+    tokens: int
+    """Tokens in it."""
+
+
+def describe_run(run: RunFiles) -> dict[str, str]:
+    """Return what the head of the page says about a run, by name."""
+    config = run.config
+    options = {
+        "environment": (config.get("env") or {}).get("name"),
+        "tasks": (config.get("tasks") or {}).get("name"),
+        "model": (config.get("model") or {}).get("path"),
+        "algorithm": (config.get("algo") or {}).get("name"),
+        "seed": (config.get("run") or {}).get("seed"),
+    }
+    return {name: str(value) for name, value in options.items() if value is not None}
+
+
+def build_page(
+    entries: Iterable[Entry],
+    *,
+    title: str,
+    decode: Decode | str,
+    about: Mapping[str, str] | None = None,
+    metrics: Sequence[Mapping[str, float]] = (),
+    notes: Sequence[str] = (),
+) -> Page:
+    """Return the page.
+
+    Args:
+        entries: the rollouts; read one by one.
+        title: the run's name.
+        decode: texts of tokens, or in words why there are none; the page then shows ids and says so.
+        about: facts about the run, by name.
+        metrics: rows of ``metrics.jsonl`` for the curve.
+        notes: what the page leaves out, in words; shown on top.
+
+    """
+    index, vocabulary = Index(), Vocabulary()
+    packed: list[str] = []
+    tokens = 0
+    for entry in entries:
+        packed.append(base64.b64encode(pack_rollout(entry.rollout, vocabulary)).decode())
+        index.add(entry, len(packed[-1]))
+        tokens += sum(len(row.token_ids) for row in entry.rollout.rows)
+    curve, left_out = curve_data(metrics)
+    head = {
+        "title": title,
+        "about": dict(about or {}),
+        "notes": [*notes, *left_out],
+        "made": time.strftime("%Y-%m-%d %H:%M"),
+        "curve": curve,
+        **index.data(),
+    }
+    parts = {
+        "title": html.escape(title),
+        "index": _script_safe(head),
+        "vocabulary": _script_safe(_vocabulary(vocabulary.ids, decode)),
+        "blobs": "".join(packed),
+    }
+    return Page(_assemble(parts), len(index), tokens)
+
+
+def write_page(out: Path, page: Page) -> None:
+    """Write a page.
+
+    Raises:
+        OSError: the file cannot be written.
+
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(page.html)
+
+
+def run_metrics(run: RunFiles) -> list[dict[str, float]]:
+    """Return the rows of the run's ``metrics.jsonl``."""
+    return read_metrics(run.folder / "metrics.jsonl")
+
+
+def curve_data(rows: Sequence[Mapping[str, float]]) -> tuple[dict[str, Any], list[str]]:
+    """Return ``{"steps": […], "series": {key: [value or None, …]}}`` and, in words, what was left out."""
+    notes = []
+    every = -(-len(rows) // CURVE_POINTS)
+    if every > 1:
+        notes.append(f"The curves show every {every}th step of {len(rows):,}, and all evaluations.")
+        kept = enumerate(rows)
+        rows = [row for n, row in kept if n % every == 0 or any(key.startswith("eval/") for key in row)]
+    keys = sorted(
+        {key for row in rows for key, value in row.items() if key != "step" and isinstance(value, int | float)}
+    )
+    series = {key: [row.get(key) for row in rows] for key in keys}
+    return {"steps": [row["step"] for row in rows], "series": series}, notes
+
+
+def _vocabulary(ids: Sequence[int], decode: Decode | str) -> dict[str, Any]:
+    if isinstance(decode, str):
+        return {"ids": list(ids), "texts": None, "why": decode}
+    texts = [text if isinstance(text, str) else list(text) for text in decode(ids)]
+    assert len(texts) == len(ids), f"{len(ids)} ids, {len(texts)} texts"
+    return {"ids": list(ids), "texts": texts, "why": ""}
+
+
+def _script_safe(value: Any) -> str:
+    """Return JSON that may stand in a script element: no text in it can end the element or begin a comment."""
+    text = json_bytes(value).decode()
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _assemble(parts: Mapping[str, str]) -> bytes:
+    assets = files("agentrl.obs.viewer") / "assets"
+    style = (assets / "page.css").read_text(encoding="utf-8")
+    script = (
+        "'use strict';\n(() => {\n" + "\n".join((assets / name).read_text("utf-8") for name in SCRIPTS) + "\n})();\n"
+    )
+    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"
+    found = {**parts, "style": style, "script": script, "policy": policy}
+    template = (assets / "page.html").read_text(encoding="utf-8")
+    pieces = template.split("{{")
+    page = [pieces[0]]
+    for piece in pieces[1:]:
+        name, _, rest = piece.partition("}}")
+        page += [found[name], rest]
+    return "".join(page).encode()
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

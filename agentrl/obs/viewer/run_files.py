@@ -1,0 +1,230 @@
+"""What there is to look at: the rollouts of a run, chosen by filters and, where there are too many, sampled evenly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agentrl.core.errors import UserError
+from agentrl.core.types import Rollout, StopReason
+from agentrl.obs.rollouts import read_advantages, read_rollouts, rollout_files
+
+READ_AHEAD = 4
+"""Without filters at most about this many times the wanted rollouts are read to choose from; steps are thinned before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One rollout with what the run knows of it."""
+
+    step: int
+    """The training step that sampled it."""
+    rollout: Rollout
+    """As it was recorded."""
+    advantage: float | None = None
+    """What it was trained with; None where none was recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Which rollouts are wanted; the default wants all."""
+
+    steps: tuple[int, int] | None = None
+    """First and last step, both included."""
+    reward_min: float | None = None
+    """Only rewards of at least this."""
+    reward_max: float | None = None
+    """Only rewards of at most this."""
+    stop_reason: StopReason | None = None
+    """Only episodes that ended so."""
+    failed: bool = False
+    """Only episodes with a failure, and those that were dropped."""
+    group: str | None = None
+    """Only rollouts of this ``prompt_id``."""
+
+    def admits(self, rollout: Rollout) -> bool:
+        """Return whether a rollout is wanted; its step is not looked at. A NaN reward fits no bound."""
+        low = self.reward_min is None or rollout.reward >= self.reward_min
+        high = self.reward_max is None or rollout.reward <= self.reward_max
+        stop = self.stop_reason is None or rollout.stop_reason is self.stop_reason
+        failed = not self.failed or rollout.failure is not None or rollout.dropped
+        return low and high and stop and failed and (self.group is None or rollout.prompt_id == self.group)
+
+    @property
+    def by_content(self) -> bool:
+        """Whether a rollout must be read to know if it is wanted."""
+        return self != Filters(steps=self.steps)
+
+    def words(self) -> list[str]:
+        """Return the filters in the words of the command line, such as ``--reward-max 0.5``."""
+        some = {
+            "--reward-min": self.reward_min,
+            "--reward-max": self.reward_max,
+            "--stop-reason": self.stop_reason and self.stop_reason.value,
+            "--group": self.group,
+        }
+        words = [f"{option} {value}" for option, value in some.items() if value is not None]
+        if self.steps:
+            first, last = self.steps
+            words.insert(0, f"--steps {first}" if first == last else f"--steps {first}:{last}")
+        return [*words, "--failed"] if self.failed else words
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """Where a run's rollouts lie."""
+
+    folder: Path
+    """The run's folder."""
+    rollouts: Path
+    """The folder of its rollouts."""
+    steps: dict[int, Path]
+    """Step and file, in order; never empty."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """``config.yaml``; empty where there is none."""
+
+    def within(self, filters: Filters) -> list[int]:
+        """Return the steps that the filters want.
+
+        Raises:
+            UserError: there are none.
+
+        """
+        first, last = filters.steps or (min(self.steps), max(self.steps))
+        steps = [step for step in self.steps if first <= step <= last]
+        if not steps:
+            raise UserError(
+                f"--steps {first}:{last}: {self.folder} has rollouts of steps {min(self.steps)} to {max(self.steps)}"
+            )
+        return steps
+
+    def read(self, step: int, filters: Filters) -> list[Entry]:
+        """Return the wanted rollouts of a step, in the order of its file."""
+        advantages = read_advantages(self.rollouts, step)
+        rollouts = [rollout for rollout in read_rollouts(self.steps[step]) if filters.admits(rollout)]
+        return [Entry(step, rollout, advantages.get(rollout.rollout_id)) for rollout in rollouts]
+
+    def count(self, steps: Iterable[int]) -> int:
+        """Return how many rollouts the files of some steps hold, without reading them as rollouts."""
+        return sum(_count(self.steps[step]) for step in steps)
+
+
+def open_run(folder: Path) -> RunFiles:
+    """Return the files of a run's folder; a file of rollouts by itself is taken too, as step 0.
+
+    Raises:
+        UserError: there is no such folder, it is no run, or nothing was recorded.
+
+    """
+    if folder.is_file() and folder.suffix in (".jsonl", ".parquet"):
+        return RunFiles(folder, folder.parent, {0: folder})
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder; give the folder of a run, such as runs/NAME-DATE")
+    config = _config(folder)
+    steps = rollout_files(folder)
+    inner = folder / "rollouts"
+    if steps:
+        return RunFiles(folder, inner if inner.is_dir() else folder, steps, config)
+    if not config and not (folder / "metrics.jsonl").exists() and not inner.is_dir():
+        raise UserError(f"{folder} is no run: it has neither config.yaml nor metrics.jsonl nor rollouts/")
+    if (config.get("obs") or {}).get("rollouts") == "none":
+        raise UserError(f"{folder} has no rollouts: it ran with obs.rollouts=none; set obs.rollouts=all or =first")
+    raise UserError(f"{folder} has no rollouts yet: {inner} holds no step_….jsonl; they come with the first step")
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.yaml"
+    if not path.is_file():
+        return {}
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is no YAML: {error}") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _count(path: Path) -> int:
+    if path.suffix == ".parquet":
+        from pyarrow.parquet import read_metadata
+
+        return int(read_metadata(path).num_rows)
+    with path.open("rb") as file:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What is shown, and what is not."""
+
+    groups: frozenset[tuple[int, str]] | None
+    """``(step, prompt_id)`` of the groups to show; None shows all that the filters want."""
+    steps: Sequence[int]
+    """The steps to read."""
+    total: int
+    """Rollouts in the run."""
+    notes: tuple[str, ...]
+    """What was left out, in words; empty where nothing was."""
+
+    def entries(self, run: RunFiles, filters: Filters) -> Iterator[Entry]:
+        """Read what was chosen, one step in memory at a time."""
+        for step in self.steps:
+            for entry in run.read(step, filters):
+                if self.groups is None or (step, entry.rollout.prompt_id) in self.groups:
+                    yield entry
+
+
+def choose(run: RunFiles, filters: Filters, most: int) -> Chosen:
+    """Choose whole groups, evenly over the steps, so that at most ``most`` rollouts are shown; 0 shows all.
+
+    Raises:
+        UserError: no rollout fits the filters.
+
+    """
+    total = run.count(run.steps)
+    steps = run.within(filters)
+    here = run.count(steps)
+    notes = [f"Only {', '.join(filters.words())}."] if filters.words() else []
+    if not filters.by_content:
+        if not most or here <= most:
+            return Chosen(None, steps, total, tuple(notes))
+        steps = _thin(steps, max(1, int(len(steps) * READ_AHEAD * most / here)))
+    sizes: dict[tuple[int, str], int] = {}
+    for step in steps:
+        for entry in run.read(step, filters):
+            key = (step, entry.rollout.prompt_id)
+            sizes[key] = sizes.get(key, 0) + 1
+    matching = sum(sizes.values()) if filters.by_content else here
+    if not sizes:
+        raise UserError(f"no rollout of {run.folder} fits {' '.join(filters.words())}")
+    if not most or matching <= most:
+        return Chosen(None, steps, total, tuple(notes))
+    groups = evenly(sizes, most)
+    shown = sum(sizes[key] for key in groups)
+    notes.append(
+        f"{shown:,} of {matching:,} rollouts: whole groups, evenly over the steps. "
+        f"{matching - shown:,} are left out (--max-rollouts {most}; 0 shows all)."
+    )
+    return Chosen(groups, sorted({step for step, _ in groups}), total, tuple(notes))
+
+
+def evenly(sizes: dict[tuple[int, str], int], most: int) -> frozenset[tuple[int, str]]:
+    """Return groups spread evenly over all, with at most ``most`` rollouts together, but at least one group."""
+    total = sum(sizes.values())
+    chosen: set[tuple[int, str]] = set()
+    seen = taken = 0
+    for key, size in sizes.items():
+        seen += size
+        if taken + size <= most * seen / total:
+            chosen.add(key)
+            taken += size
+    return frozenset(chosen or [next(reversed(sizes))])
+
+
+def _thin(steps: Sequence[int], keep: int) -> list[int]:
+    if keep >= len(steps):
+        return list(steps)
+    return [steps[len(steps) - 1 - (index * len(steps)) // keep] for index in reversed(range(keep))]

@@ -1,0 +1,247 @@
+"""A run's rollouts in the terminal: a table of steps, and rollouts with every token coloured by who made it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from agentrl.core.types import MaskReason, Provenance, Rollout, Row
+from agentrl.obs.viewer.page import Decode, TokenText
+from agentrl.obs.viewer.run_files import Entry, Filters, RunFiles
+
+STEPS = 12
+"""Rows of the table of steps; of more steps it shows some, evenly, the last among them."""
+
+HEAD_TAIL = 500
+"""Characters at either end of a long observation that are shown."""
+
+STYLES = {
+    (Provenance.SAMPLED, True): "bold green",
+    (Provenance.SAMPLED, False): "yellow",
+    (Provenance.DEMONSTRATED, True): "bold magenta",
+    (Provenance.DEMONSTRATED, False): "magenta",
+    (Provenance.OBSERVED, False): "cyan",
+    (Provenance.OBSERVED, True): "reverse red",
+}
+"""By who made a token and whether it is trained on. The last must not exist, and shows if it does."""
+
+PROMPT = "dim"
+
+
+def steps_table(run: RunFiles, filters: Filters) -> tuple[Table, str]:
+    """Return a line about each of up to `STEPS` steps, and in words which of all steps they are."""
+    steps = run.within(filters)
+    shown = [steps[len(steps) - 1 - n * len(steps) // STEPS] for n in reversed(range(STEPS))]
+    shown = steps if len(steps) <= STEPS else shown
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("step", "rollouts", "groups", "reward", "lowest", "highest", "turns", "tokens", "failed"):
+        table.add_column(title, justify="right")
+    table.add_column("ended")
+    for step in shown:
+        rollouts = [entry.rollout for entry in run.read(step, filters)]
+        table.add_row(str(step), *_step_cells(rollouts)) if rollouts else table.add_row(str(step), "0")
+    words = f"{len(shown)} of {len(steps)} steps, evenly" if len(shown) < len(steps) else ""
+    return table, words
+
+
+def _step_cells(rollouts: Sequence[Rollout]) -> Iterator[str]:
+    rewards = [rollout.reward for rollout in rollouts]
+    count = len(rollouts)
+    failed = sum(rollout.failure is not None or rollout.dropped for rollout in rollouts)
+    reasons = [rollout.stop_reason.value for rollout in rollouts]
+    yield str(count)
+    yield str(len({rollout.prompt_id for rollout in rollouts}))
+    yield f"{sum(rewards) / count:.3f}"
+    yield f"{min(rewards):g}"
+    yield f"{max(rewards):g}"
+    yield f"{sum(len(rollout.turns) for rollout in rollouts) / count:.1f}"
+    yield f"{sum(len(row.token_ids) for rollout in rollouts for row in rollout.rows) / count:,.0f}"
+    yield str(failed) if failed else "–"
+    yield ", ".join(
+        f"{reason} {reasons.count(reason)}" for reason in sorted(set(reasons), key=reasons.count, reverse=True)
+    )
+
+
+def newest(run: RunFiles, filters: Filters, limit: int) -> Iterator[Entry]:
+    """Yield up to ``limit`` wanted rollouts, those of the newest step first, reading no further than needed."""
+    left = limit
+    for step in reversed(run.within(filters)):
+        for entry in run.read(step, filters)[:left]:
+            yield entry
+            left -= 1
+        if left <= 0:
+            return
+
+
+def rollout_view(entry: Entry, decode: Decode | str) -> RenderableType:
+    """Return a panel with a rollout's text; by turns where ``decode`` says why tokens have no text."""
+    rollout = entry.rollout
+    parts: list[RenderableType] = []
+    if rollout.failure is not None:
+        failure = rollout.failure
+        parts.append(Text(printable(f"{failure.kind.value} failure: {failure.error}: {failure.message}"), "bold red"))
+    if isinstance(decode, str) or not rollout.rows:
+        parts.append(_turn_text(rollout))
+    else:
+        for row in rollout.rows:
+            if len(rollout.rows) > 1:
+                parts.append(Text(f"— {row_name(row)} —", "bold"))
+            parts.append(_row_text(row, token_texts(row, decode)))
+    parts.append(Text("  ".join(f"{key} {value:g}" for key, value in sorted(rollout.metrics.items())), "yellow"))
+    if rollout.label is not None:
+        parts.append(Text(f"label {printable(str(rollout.label))}", "yellow"))
+    return Panel(Group(*parts), title=Text(headline(entry)), title_align="left", border_style="blue")
+
+
+def legend() -> Text:
+    """Return what the colours say."""
+    return Text.assemble(
+        ("prompt", PROMPT),
+        "  ",
+        ("sampled, trained on", STYLES[Provenance.SAMPLED, True]),
+        "  ",
+        ("sampled, masked", STYLES[Provenance.SAMPLED, False]),
+        "  ",
+        ("demonstrated", STYLES[Provenance.DEMONSTRATED, True]),
+        "  ",
+        ("observed", STYLES[Provenance.OBSERVED, False]),
+    )
+
+
+def headline(entry: Entry) -> str:
+    """Return a rollout in one line."""
+    rollout = entry.rollout
+    advantage = "" if entry.advantage is None else f" · advantage {entry.advantage:+.3f}"
+    tokens = sum(len(row.token_ids) for row in rollout.rows)
+    return printable(
+        f"{rollout.rollout_id} · step {entry.step} · {rollout.prompt_id} · reward {rollout.reward:g}{advantage} · "
+        f"{rollout.stop_reason.value} · {len(rollout.turns)} turns · {tokens:,} tokens, {rollout.sampled_tokens:,} sampled"
+        + (" · dropped" if rollout.dropped else "")
+    )
+
+
+def tokens_table(entry: Entry, decode: Decode | str) -> RenderableType:
+    """Return a rollout token by token."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("", "id", "text", "made by", "mask", "log-prob", "ver.", "request", "adv."):
+        table.add_column(title, no_wrap=True)
+    for row in entry.rollout.rows:
+        if len(entry.rollout.rows) > 1:
+            table.add_row("", "", Text(row_name(row), "bold"))
+        texts = [""] * len(row.token_ids) if isinstance(decode, str) else token_texts(row, decode)
+        for place, text in enumerate(texts):
+            table.add_row(*_token_cells(entry, row, place, text), style=_style(row, place))
+        table.add_section()
+    return Group(Text(headline(entry), "bold"), table)
+
+
+def row_name(row: Row) -> str:
+    """Return a row's agent and number, and why it forks."""
+    fork = f" · {row.fork.value}" if row.fork else ""
+    return printable(f"{row.key.agent_id} {row.key.row}{fork}")
+
+
+def _token_cells(entry: Entry, row: Row, place: int, text: str) -> list[str | Text]:
+    sampled = row.provenance[place] == Provenance.SAMPLED
+    trained = bool(row.mask[place])
+    request = int(row.requests[place])
+    known = 0 <= request < len(row.request_ids)
+    return [
+        str(place),
+        str(row.token_ids[place]),
+        Text(printable(text, lines=False)),
+        Provenance(row.provenance[place]).name.lower(),
+        "1" if trained else f"0 {MaskReason(row.mask_reason[place]).name.lower()}",
+        f"{row.logprobs[place]:.4f}" if sampled else "–",
+        str(row.versions[place]) if sampled else "–",
+        Text(printable(row.request_ids[request])) if known else "–",
+        f"{entry.advantage:+.3f}" if trained and entry.advantage is not None else "–",
+    ]
+
+
+def _style(row: Row, place: int) -> str:
+    return STYLES[Provenance(row.provenance[place]), bool(row.mask[place])]
+
+
+def _row_text(row: Row, texts: Sequence[str]) -> Text:
+    """Return a row's text; the observed stretch before the first sample is the prompt."""
+    text = Text()
+    start = 0
+    while start < len(texts):
+        style = _style(row, start)
+        end = start + 1
+        while end < len(texts) and _style(row, end) == style:
+            end += 1
+        observed = row.provenance[start] == Provenance.OBSERVED
+        words = printable("".join(texts[start:end]))
+        text.append(_shortened(words) if observed else words, PROMPT if observed and start == 0 else style)
+        start = end
+    return text
+
+
+def _turn_text(rollout: Rollout) -> Text:
+    text = Text(_shortened(printable(rollout.prompt)), PROMPT)
+    for turn in rollout.turns:
+        text.append(printable(turn.action), STYLES[Provenance.SAMPLED, True])
+        text.append(_shortened(printable(turn.observation)), STYLES[Provenance.OBSERVED, False])
+    return text
+
+
+def _shortened(words: str) -> str:
+    left_out = len(words) - 2 * HEAD_TAIL
+    if left_out <= HEAD_TAIL:
+        return words
+    return f"{words[:HEAD_TAIL]} […{left_out:,} characters…] {words[-HEAD_TAIL:]}"
+
+
+def token_texts(row: Row, decode: Decode) -> list[str]:
+    """Return the text of each token; a character over several tokens stands at the last of them."""
+    return joined_texts(decode([int(token) for token in row.token_ids]))
+
+
+def joined_texts(tokens: Sequence[TokenText]) -> list[str]:
+    """Return texts whose concatenation is the text of all, bytes that are no whole characters joined."""
+    texts: list[str] = []
+    pending = b""
+    for token in tokens:
+        if isinstance(token, str):
+            if pending:
+                texts[-1] += pending.decode("utf-8", "replace")
+                pending = b""
+            texts.append(token)
+            continue
+        pending += token
+        try:
+            texts.append(pending.decode("utf-8"))
+            pending = b""
+        except UnicodeDecodeError as error:
+            whole = pending[: error.start].decode("utf-8") if error.reason == "unexpected end of data" else None
+            text = pending.decode("utf-8", "replace") if whole is None else whole
+            pending = b"" if whole is None else pending[error.start :]
+            texts.append(text)
+    if pending:
+        texts[-1] += pending.decode("utf-8", "replace")
+    return texts
+
+
+def printable(text: str, *, lines: bool = True) -> str:
+    """Return text that does nothing to a terminal: control characters as their pictures, ``␛`` for escape.
+
+    With ``lines`` line ends and tabs stay.
+    """
+    kept = "\n\t" if lines else ""
+    return "".join(
+        character if character in kept or not _controls(character) else _picture(character) for character in text
+    )
+
+
+def _controls(character: str) -> bool:
+    return ord(character) < 0x20 or 0x7F <= ord(character) < 0xA0
+
+
+def _picture(character: str) -> str:
+    return chr(0x2400 + ord(character)) if ord(character) < 0x20 else "␦"

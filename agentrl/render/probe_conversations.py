@@ -1,0 +1,71 @@
+"""Conversations that tell chat formats apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentrl.core.tool import Tool
+from agentrl.core.types import Message, ToolCall, ToolResult, ToolStatus
+from agentrl.render.formats.base import Format
+
+
+async def _never(**_: object) -> ToolResult:
+    return ToolResult("", ToolStatus.ERROR, "a probe is not run")
+
+
+TOOLS = (
+    Tool(
+        "look_up",
+        "Look a word up.",
+        {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+        _never,
+        1.0,
+    ),
+    Tool("add", "Add numbers.", {"type": "object", "properties": {"a": {"type": "integer"}}}, _never, 1.0),
+)
+
+_SYSTEM, _ASK, _MORE = Message("system", "sy1"), Message("user", "qa1"), Message("user", "qa2")
+_SAID, _THOUGHT = Message("assistant", "as1"), Message("assistant", "<think>\nre1\n</think>\n\nas1")
+_CALL = Message("assistant", "", (ToolCall("call_0", "look_up", {"word": "é"}),))
+_FOUND = Message("tool", "fo1", tool_call_id="call_0")
+_CALLS = Message(
+    "assistant", "as2", (ToolCall("call_0", "look_up", {"word": "a"}), ToolCall("call_1", "add", {"a": 1}))
+)
+_BOTH = (_FOUND, Message("tool", "fo2", tool_call_id="call_1"))
+
+PROBES: Sequence[tuple[tuple[Message, ...], tuple[Tool, ...]]] = (
+    ((_ASK,), ()),
+    ((_SYSTEM, _ASK), ()),
+    ((_ASK, _SAID, _MORE), ()),
+    ((_ASK, _THOUGHT, _MORE), ()),
+    ((_SYSTEM, _ASK, _SAID, _MORE, _THOUGHT, _ASK), ()),
+    ((_SYSTEM, _ASK, _THOUGHT, _SYSTEM, _MORE), ()),
+    ((_ASK,), TOOLS),
+    ((_SYSTEM, _ASK), TOOLS),
+    ((_ASK, _CALL, _FOUND), TOOLS[:1]),
+    ((_ASK, _THOUGHT, _MORE, _CALL, _FOUND, _SAID, _ASK), TOOLS[:1]),
+    ((_ASK, _CALLS, *_BOTH), TOOLS),
+)
+"""Messages and tools. Templates may refuse some; a format that fits refuses the same."""
+
+
+def same_text(left: Format, right: Format) -> bool:
+    """Return whether two formats write the same of every probe.
+
+    Where ``right`` gives tools no place, ``left`` may: it is compared without them.
+    """
+    return all(_same(left, right, *probe) for probe in PROBES)
+
+
+def _same(left: Format, right: Format, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
+    wanted = _text(right, messages, tools)
+    if _text(left, messages, tools) == wanted:
+        return True
+    return bool(tools) and wanted == _text(right, messages, ()) == _text(left, messages, ())
+
+
+def _text(format: Format, messages: Sequence[Message], tools: Sequence[Tool]) -> str | None:
+    try:
+        return format.text(messages, tools)
+    except ValueError:
+        return None

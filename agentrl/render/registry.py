@@ -1,0 +1,89 @@
+"""Which renderer a run takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from agentrl.config.render import RenderConfig
+from agentrl.core.errors import ConfigError
+from agentrl.render.formats.base import Format
+from agentrl.render.formats.chatml import ChatMl, Qwen25
+from agentrl.render.formats.deepseek import DeepSeekR1, DeepSeekV3
+from agentrl.render.formats.glm import Glm4, Glm45
+from agentrl.render.formats.kimi import KimiK2
+from agentrl.render.formats.llama3 import Llama3, Llama31, today
+from agentrl.render.formats.qwen3 import Qwen3, Qwen3Instruct
+from agentrl.render.formats.template import TemplateFormat
+from agentrl.render.parsers.registry import PARSERS
+from agentrl.render.probe_conversations import same_text
+from agentrl.render.renderer import ChatRenderer
+
+SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+
+FORMATS: Mapping[str, Callable[[RenderConfig], Format]] = {
+    "chatml": lambda _: ChatMl(),
+    "smollm2": lambda _: ChatMl(SMOLLM2_SYSTEM),
+    "qwen2.5": lambda _: Qwen25(),
+    "qwen3": lambda config: Qwen3(thinking=config.thinking, keep_thinking=config.keep_thinking),
+    "qwen3-thinking": lambda config: Qwen3(keep_thinking=config.keep_thinking, opens_thinking=True),
+    "qwen3-instruct": lambda _: Qwen3Instruct(),
+    "deepseek-v3": lambda _: DeepSeekV3(),
+    "deepseek-r1": lambda config: DeepSeekR1(keep_thinking=config.keep_thinking),
+    "llama3": lambda _: Llama3(),
+    "llama3.1": lambda _: Llama31(),
+    "llama3.2": lambda _: Llama31("llama3.2", date=today()),
+    "glm-4": lambda _: Glm4(),
+    "glm-4.5": lambda config: Glm45(thinking=config.thinking, keep_thinking=config.keep_thinking),
+    "kimi-k2": lambda _: KimiK2(),
+}
+"""By ``render.format``; ``template`` and ``auto`` beside them. ``auto`` takes the first that fits."""
+
+
+def make_renderer(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | None = None) -> ChatRenderer:
+    """Return the renderer of a tokenizer.
+
+    Args:
+        tokenizer: the policy's; its chat template is replaced where ``render.chat_template`` names another.
+        config: the ``render`` section; its defaults if None.
+
+    Raises:
+        ConfigError: ``render.chat_template`` cannot be read.
+        ModelError: the tokenizer lacks the tokens of ``render.format``, or has no end token.
+    """
+    config = config or RenderConfig()
+    if config.chat_template is not None:
+        tokenizer.chat_template = _read(config.chat_template)
+    parser = None if config.tool_parser == "auto" else PARSERS[config.tool_parser]()
+    return ChatRenderer(tokenizer, choose_format(tokenizer, config), parser)
+
+
+def choose_format(tokenizer: PreTrainedTokenizerBase, config: RenderConfig) -> Format:
+    """Return the format that ``render.format`` names, or that writes what the tokenizer's chat template writes."""
+    if config.format in FORMATS:
+        return FORMATS[config.format](config)
+    template = TemplateFormat(
+        tokenizer,
+        keep_thinking=config.keep_thinking,
+        variables={} if config.thinking else {"enable_thinking": False},
+    )
+    if config.format == "template" or not tokenizer.chat_template:
+        return template
+    plain = config.model_copy(update={"keep_thinking": False})  # what the template writes
+    fits = (name for name, make in FORMATS.items() if _fits(make(plain), template, tokenizer))
+    name = next(fits, None)
+    return template if name is None else FORMATS[name](config)
+
+
+def _fits(format: Format, template: TemplateFormat, tokenizer: PreTrainedTokenizerBase) -> bool:
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return format.ends[0] in special and same_text(format, template)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"render.chat_template={path} cannot be read: {error}") from None

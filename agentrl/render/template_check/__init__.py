@@ -1,0 +1,1 @@
+"""What a chat template does to the tokens that are trained on."""

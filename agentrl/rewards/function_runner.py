@@ -1,0 +1,142 @@
+"""How a reward function is called: what it wants, where it runs, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import threading
+import typing
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from agentrl.core.errors import ConfigError
+from agentrl.core.imports import describe
+from agentrl.rewards.sample import Sample
+
+THREADS = 16
+"""Calls of a plain function at the same time; an ``async def`` has no such limit."""
+_GROUPS = {"list", "List", "Sequence", "tuple", "Tuple", "Iterable"}
+
+
+class RewardCall:
+    """A reward function, ready to be called.
+
+    Args:
+        function: plain or ``async``; takes one sample, or a group where its parameter is named ``samples`` or
+            annotated as ``list[Sample]`` or another sequence.
+        name: what the configuration calls it, for messages.
+        timeout_s: seconds a call may take.
+
+    Raises:
+        ConfigError: the function does not take exactly one argument.
+
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, timeout_s: float) -> None:
+        self._function = function
+        self._timeout_s = timeout_s
+        self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004 - an object with `async def __call__`
+        )
+        self._threads = asyncio.Semaphore(THREADS)
+        self.group = wants_group(function, name)
+        """Whether it wants all samples of a task at the same time."""
+
+    async def __call__(self, samples: Sequence[Sample]) -> Any:
+        """Return what the function says of one sample, or of a group.
+
+        Raises:
+            TimeoutError: it took too long. A plain function's thread cannot be ended and is left to itself.
+            Exception: whatever it raises.
+
+        """
+        argument: Any = list(samples) if self.group else samples[0]
+        if self._async:
+            return await self._in_time(self._function(argument))
+        async with self._threads:
+            said = await self._in_time(in_thread(self._function, argument))
+        return await self._in_time(said) if inspect.isawaitable(said) else said
+
+    async def _in_time(self, work: Awaitable[Any]) -> Any:
+        clock = asyncio.timeout(self._timeout_s)
+        try:
+            async with clock:
+                return await work
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            raise TimeoutError(
+                f"it took longer than reward.timeout_s={self._timeout_s:g}; raise it, or make the function quicker"
+            ) from None
+
+
+def wants_group(function: Callable[..., Any], name: str) -> bool:
+    """Return whether the function takes a group of samples in place of one.
+
+    Raises:
+        ConfigError: it does not take exactly one argument.
+
+    """
+    needed = _parameters(function)
+    if len(needed) != 1:
+        takes = ", ".join(parameter.name for parameter in needed) or "nothing"
+        raise ConfigError(
+            f"reward.function={name} takes {takes}; a reward function takes one argument: sample, or samples for a group"
+        )
+    parameter = needed[0]
+    annotation = _annotation(function, parameter)
+    return parameter.name == "samples" or annotation.split("[")[0].rpartition(".")[2] in _GROUPS
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters without a default, or the first where all have one."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # a built-in without a signature
+        return []
+    fits = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    return ([p for p in fits if p.default is p.empty] or fits[:1]) + keywords
+
+
+def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> str:
+    if parameter.annotation is parameter.empty:
+        return ""
+    if isinstance(parameter.annotation, str):
+        return parameter.annotation.strip("'\" ")
+    origin = typing.get_origin(parameter.annotation) or parameter.annotation
+    return str(getattr(origin, "__name__", origin))
+
+
+async def in_thread(function: Callable[..., Any], argument: Any) -> Any:
+    """Run a function in a thread of its own, which the end of the process does not wait for.
+
+    A pool's threads would: one reward that never returns would keep the whole run from ending.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(said: Any, error: Exception | None) -> None:
+        if done.done():  # nobody waits any more
+            return
+        if error is None:
+            done.set_result(said)
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        said: Any = None
+        failed: Exception | None = None
+        try:
+            said = function(argument)
+        except Exception as error:
+            # A future refuses StopIteration, which would look like a coroutine's end.
+            failed = RuntimeError(describe(error)) if isinstance(error, StopIteration) else error
+        except BaseException as error:  # such as sys.exit(): ends the reward, not the run
+            failed = RuntimeError(describe(error))
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, said, failed)
+
+    threading.Thread(target=work, name="reward", daemon=True).start()
+    return await done

@@ -1,0 +1,149 @@
+r"""Whether two mathematical expressions mean the same, through math-verify in processes of its own.
+
+Parsing and simplifying what a policy wrote may take for ever or all memory (``9^{9^{9}}``), inside calls that no signal
+and no thread can end. So it runs in worker processes that can be killed, a handful for the whole program, each started
+when it is first needed. A worker ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+
+from agentrl.rewards.math_worker import READABLE, READY, SAME, UNREADABLE
+
+LIMIT_S = 6.0
+"""Seconds for one pair of expressions; math-verify's own limits, each of 2 s, mostly strike before."""
+START_S = 120.0
+"""Seconds a worker may take to import its libraries."""
+WORKERS = max(2, min(8, os.cpu_count() or 1))
+"""Worker processes at most."""
+
+
+def equivalent(answer: str, label: str) -> bool:
+    r"""Return whether two expressions, LaTeX or plain, mean the same: ``\frac{1}{2}`` and ``0.5`` do.
+
+    An answer that cannot be read, or not compared within `LIMIT_S`, is not equivalent: it is the policy's to be clear.
+    May be called from any thread, and blocks it.
+
+    Raises:
+        ValueError: the label cannot be read.
+        RuntimeError: a worker does not start.
+
+    """
+    return _POOL.equivalent(answer, label)
+
+
+class Workers:
+    """A pool of worker processes.
+
+    Args:
+        size: processes at most; further callers wait.
+        limit_s: seconds for one pair of expressions.
+
+    """
+
+    def __init__(self, size: int = WORKERS, limit_s: float = LIMIT_S) -> None:
+        self.limit_s = limit_s
+        """Seconds for one pair of expressions."""
+        self._slots = threading.BoundedSemaphore(size)
+        self._idle: list[_Worker] = []
+        atexit.register(self.close)
+
+    def equivalent(self, answer: str, label: str) -> bool:
+        """Return whether the expressions mean the same; see the function of that name."""
+        with self._slots:
+            worker = self._take()
+            try:
+                said = worker.compare(answer, label, self.limit_s)
+            except BaseException:
+                worker.kill()
+                raise
+            if worker.alive:
+                self._idle.append(worker)
+        if said == UNREADABLE:
+            raise ValueError(f"the label {label!r} is no mathematical expression that can be read")
+        return said == SAME
+
+    def _take(self) -> _Worker:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.alive:
+                return worker
+        return _Worker()
+
+    def close(self) -> None:
+        """End all idle workers. The pool may be used again."""
+        while self._idle:
+            self._idle.pop().kill()
+
+
+class _Worker:
+    """One process that runs `agentrl.rewards.math_worker`; used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "agentrl.rewards.math_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the run, not for its workers
+        )
+        self._buffer = b""
+        said = self._read(time.monotonic() + START_S)
+        if said != READY:
+            self.kill()
+            raise RuntimeError(f"the worker for mathematics does not start: {said or 'it says nothing'}")
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def compare(self, answer: str, label: str, limit_s: float) -> str | None:
+        """Return the worker's verdict. One that dies or is late is killed: its verdict is None, or `UNREADABLE`
+        where it did not come as far as the answer.
+        """
+        deadline = time.monotonic() + limit_s
+        request = json.dumps({"answer": answer, "label": label}) + "\n"
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # a dead worker says nothing, as `_read` then shows
+            self._process.stdin.write(request.encode())
+            self._process.stdin.flush()
+        first = self._read(deadline)
+        said = self._read(deadline) if first == READABLE else UNREADABLE
+        if said is None or first is None:
+            self.kill()
+        return said
+
+    def _read(self, deadline: float) -> str | None:
+        """Return the worker's next line, or None where it ended or said nothing in time."""
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+                return None
+            more = os.read(descriptor, 4096)
+            if not more:
+                return None
+            self._buffer += more
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line.decode()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+_POOL = Workers()

@@ -1,0 +1,1 @@
+"""What training, evaluation and sampling share: running services, checks, task order, run folder."""

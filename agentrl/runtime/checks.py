@@ -1,0 +1,102 @@
+"""Checks of tasks, environment, tools and engine that need no running server."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from agentrl.config.placement import sampler_device
+from agentrl.config.schema import Config
+from agentrl.core.env import Env
+from agentrl.core.errors import ConfigError, MissingError
+from agentrl.core.registry import env_class, make_env, make_tasks
+from agentrl.core.task import TaskSet
+from agentrl.data.tasks import FileTasks
+from agentrl.inference.fleet.sglang_router_process import require_router
+from agentrl.inference.launch.interpreter import Interpreter
+from agentrl.rewards.grader import check_reward
+from agentrl.runtime.placement_check import gpus_here
+from agentrl.runtime.run_tools import run_services
+from agentrl.runtime.task_order import EnvTasks
+
+
+def open_tasks(config: Config) -> TaskSet:
+    """Return the tasks of the configuration: those of files, of a taskset, or the environment's own.
+
+    Raises:
+        ConfigError, UnknownNameError: there are none, two sources are named, or the source does not fit.
+
+    """
+    data, tasks = config.data, config.tasks
+    files = {"data.path": data.path, "data.eval_path": data.eval_path}
+    named = [f"{key}={path}" for key, path in files.items() if path is not None]
+    if named and tasks.name is not None:
+        raise ConfigError(
+            f"{' and '.join(named)} and tasks.name={tasks.name} both say where tasks are; for the file's set tasks.name=null"
+        )
+    if named:
+        return FileTasks(data)
+    if tasks.name is not None:
+        return make_tasks(tasks.name, tasks.options)
+    cls = env_class(config.env.name)
+    if cls.tasks.__func__ is Env.tasks.__func__:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"env.name={config.env.name} brings no tasks of its own: set data.path to a file of prompts, or tasks.name to "
+            "a taskset, or define tasks(split, seed) on the environment"
+        )
+    return EnvTasks(cls, config.run.seed)
+
+
+def check_episodes(config: Config) -> None:
+    """Check what episodes are made of: the environment, its tools, the generate and the reward function.
+
+    Raises:
+        UserError: one does not exist or does not fit.
+
+    """
+    make_env(config.env.name, config.env.options)
+    cls = env_class(config.env.name)
+    run_services(config)
+    check_reward(config, needs_reward=cls.needs_reward and config.rollout.generate is None)
+
+
+def check_engine(config: Config, *, on_cluster: bool = False) -> None:
+    """Refuse an engine that is not installed, naming what to install or set.
+
+    Args:
+        config: the run's.
+        on_cluster: engines are started by a Ray that runs already, whose machines may have GPUs that this one has not.
+
+    Raises:
+        MissingError: this machine cannot run it.
+        ConfigError: it holds fewer tokens than an episode may have.
+
+    """
+    sampler = config.sampler
+    if sampler.backend == "sglang" and sampler.url is None:
+        lacks = _lacks_sglang(sampler.python)
+        gpu = sampler_device(sampler) == "cpu" or on_cluster or gpus_here() > 0
+        lacks += [] if gpu else ["there is no GPU here"]
+        if lacks:
+            raise MissingError(
+                f"sampler.backend=sglang, but {' and '.join(lacks)}; set sampler.url to a running server, or "
+                "sampler.backend=embedded"
+            )
+    if sampler.router == "sglang":
+        require_router()
+    if config.sampler.backend == "embedded" and config.rollout.max_tokens > config.sampler.embedded.context:
+        raise ConfigError(
+            f"rollout.max_tokens={config.rollout.max_tokens} is more than the engine holds: "
+            f"raise sampler.embedded.context={config.sampler.embedded.context}"
+        )
+
+
+def _lacks_sglang(python: Path | None) -> list[str]:
+    if python is None:
+        here = find_spec("sglang") is not None
+        return (
+            [] if here else ["SGLang is not installed here (pip install 'agentrl[sglang]', or sampler.sglang.python)"]
+        )
+    if not python.is_file():
+        return [f"there is no sampler.sglang.python={python}"]
+    return [] if Interpreter.look(python).sglang else [f"SGLang is not installed in sampler.sglang.python={python}"]

@@ -1,0 +1,83 @@
+"""The tools that a run needs: their services, their options, and what a policy may call. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError
+from agentrl.core.registry import env_class
+from agentrl.core.tool import Tool, ToolService
+from agentrl.episode.custom_loop import needed_tools
+from agentrl.sandbox.base import UNSAFE_WARNING
+from agentrl.toolserver.service import find_service
+
+_log = logging.getLogger(__name__)
+
+
+def run_services(config: Config) -> dict[str, ToolService]:
+    """Return the services of the tools that a run needs, by their registered names.
+
+    Raises:
+        UserError: one does not exist.
+
+    """
+    names = needed_tools(config.rollout.generate, env_class(config.env.name))
+    return {name: find_service(name) for name in names}
+
+
+def served_tools(config: Config, services: Mapping[str, ToolService]) -> dict[str, Tool]:
+    """Return what a policy may call at the servers of a run, by the tool's name, as the run's options make it.
+
+    Raises:
+        ConfigError: options that do not fit, or two servers with tools of one name.
+
+    """
+    served: dict[str, Tool] = {}
+    for name, service in services.items():
+        for tool in service.tools(service_options(config, name, service)):
+            if tool.name in served:
+                raise ConfigError(
+                    f"the servers of {served[tool.name].server!r} and {name!r} both have a tool {tool.name!r}; a run can "
+                    "have one of them"
+                )
+            served[tool.name] = tool
+    return served
+
+
+def check_tools(config: Config) -> None:
+    """Check the options of a run's tools, and what the servers need that it would start.
+
+    Raises:
+        UserError: with the value and the key to change.
+
+    """
+    services = run_services(config)
+    served_tools(config, services)
+    for name, service in services.items():
+        if tool_url(config, name) is None:
+            service.check(service_options(config, name, service))
+
+
+def warn_unsandboxed(config: Config, services: Mapping[str, ToolService]) -> None:
+    """Say in red what it means where tools that the run starts would run code in no sandbox."""
+    bare = [name for name, service in services.items() if service.sandboxed and tool_url(config, name) is None]
+    if bare and config.sandbox.backend == "unsafe_subprocess":
+        _log.critical("\033[31m%s (%s)\033[0m", UNSAFE_WARNING, ", ".join(bare))
+
+
+def service_options(config: Config, name: str, service: ToolService) -> dict[str, Any]:
+    """Return the options of a tool as its service takes them.
+
+    Raises:
+        ConfigError: they hold a ``sandbox`` section of their own.
+
+    """
+    return config.tool_options(name, sandboxed=service.sandboxed)
+
+
+def tool_url(config: Config, name: str) -> str | None:
+    """Return the address of a running tool server, where the configuration names one."""
+    return config.tools[name].url if name in config.tools else None

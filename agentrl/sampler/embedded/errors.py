@@ -1,9 +1,0 @@
-"""What the engine answers with HTTP 400."""
-
-from __future__ import annotations
-
-from agentrl.errors import AgentrlError
-
-
-class BadRequestError(AgentrlError):
-    """A request that cannot be served; its text goes to the caller."""

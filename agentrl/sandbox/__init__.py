@@ -1,0 +1,1 @@
+"""Sandboxes for code that the policy writes: backends, the runner inside, the canary."""

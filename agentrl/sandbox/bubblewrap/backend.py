@@ -1,0 +1,285 @@
+"""Sandboxes by bubblewrap: namespaces of their own, a cgroup, a filter of system calls; no daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import resource
+import secrets
+import socket
+import subprocess
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
+from agentrl.config.sandbox import SandboxConfig
+from agentrl.core.child_process import raise_file_limit
+from agentrl.core.errors import MissingError, SandboxFailure
+from agentrl.sandbox.base import ALL_DEFENCES, Defence, Sandbox, SandboxBackend
+from agentrl.sandbox.bubblewrap.options import (
+    ETC,
+    check_paths,
+    command,
+    find_programs,
+    outside_user,
+    server_environment,
+)
+from agentrl.sandbox.cgroup import Cgroup, CgroupError, CgroupTree, find_tree
+from agentrl.sandbox.egress import EgressProxy, receive_listener
+from agentrl.sandbox.runner_link import pipe_link
+from agentrl.sandbox.seccomp import bpf_program
+from agentrl.sandbox.warm_sandbox import WarmSandbox
+
+_log = logging.getLogger(__name__)
+
+CGROUP_VARIABLE = "AGENTRL_CGROUP"
+"""Names the cgroup below which sandboxes' groups are made, relative to the mount; for a delegated one."""
+AUTOPSY_BYTES = 2048
+GONE_S = 10.0
+"""How long killed processes may take to be gone; a large memory takes the kernel a while."""
+HINT = (
+    "It needs user namespaces, which an ordinary container does not have, nor Ubuntu without "
+    "kernel.apparmor_restrict_unprivileged_userns=0"
+)
+
+
+class BubblewrapSandbox(WarmSandbox):
+    """A process of bubblewrap, its cgroup, and what it said."""
+
+    process: subprocess.Popen[bytes]
+    cgroup: Cgroup
+    stderr: int
+    siblings: set[BubblewrapSandbox]
+    channel: socket.socket | None = None
+    proxy: EgressProxy | None = None
+
+    async def open_way_out(self, hosts: Sequence[str]) -> None:
+        """Let it reach hosts by the proxy, once its runner is ready."""
+        if self.channel is not None:
+            with self.channel:
+                listener = receive_listener(self.channel)
+            self.proxy = EgressProxy(hosts)
+            await self.proxy.start(listener)
+
+    def _oom_kills(self) -> int:
+        return self.cgroup.oom_kills()
+
+    async def _destroy(self) -> None:
+        try:
+            if self.channel is not None:
+                self.channel.close()
+            if self.proxy is not None:
+                await self.proxy.close()
+            await bury(self.process, self.cgroup)
+        finally:
+            os.close(self.stderr)
+            self.siblings.discard(self)
+
+    async def _autopsy(self) -> str:
+        for _ in range(20):  # its end of the pipe closes a moment before it has ended
+            if self.process.poll() is not None:
+                return describe_end(self.process, self.stderr)
+            await asyncio.sleep(0.01)
+        return ""
+
+
+def describe_end(process: subprocess.Popen[bytes], stderr: int) -> str:
+    """Return exit status and last words."""
+    size = os.fstat(stderr).st_size
+    said = os.pread(stderr, AUTOPSY_BYTES, max(0, size - AUTOPSY_BYTES)).decode("utf-8", "replace").strip()
+    return f"exit status {process.returncode}" + (f": {said}" if said else "")
+
+
+async def bury(process: subprocess.Popen[bytes], group: Cgroup) -> None:
+    """End every process of a sandbox, and remove its cgroup."""
+    process.kill()
+    clock = asyncio.get_running_loop().time
+    deadline, pause = clock() + GONE_S, 0.001
+    while True:
+        group.kill()
+        ended, removed = process.poll() is not None, group.remove()
+        if ended and removed:
+            return
+        if clock() > deadline:
+            _log.error("of a sandbox these remain: %s", [*group.folders, *([] if ended else [process.pid])])
+            return
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, 0.05)
+
+
+class BubblewrapBackend(SandboxBackend):
+    """Runs each sandbox in namespaces of its own, by ``bwrap``.
+
+    Args:
+        config: the sandbox section.
+        defences: see `SandboxBackend`.
+        cgroup: see `CGROUP_VARIABLE`; None takes the variable's value.
+    """
+
+    name: ClassVar[str] = "bubblewrap"
+
+    def __init__(
+        self, config: SandboxConfig, defences: frozenset[Defence] = ALL_DEFENCES, cgroup: str | None = None
+    ) -> None:
+        super().__init__(config, defences)
+        self._parent = cgroup if cgroup is not None else os.environ.get(CGROUP_VARIABLE)
+        self._tree: CgroupTree | None = None
+        self._open: set[BubblewrapSandbox] = set()
+        self._starting: set[asyncio.Task[BubblewrapSandbox]] = set()
+        self._closing = False
+        self._data: dict[str, int] = {}
+        self._numbers = itertools.count(secrets.randbits(24))
+
+    async def start(self) -> None:
+        """Reap what servers that died have left, and open a first sandbox to see that it works."""
+        self._programs = find_programs()
+        check_paths(self.config)
+        # bwrap's end follows its parent *thread*: these live until `close`.
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="bubblewrap")
+        # More at once only makes each of them slow to be ready.
+        self._slots = asyncio.Semaphore(2 * (os.cpu_count() or 1))
+        raise_file_limit()  # a sandbox takes three
+        try:
+            self._tree = await asyncio.to_thread(self._start_tree)
+            self._data = {name: _memory_file(name, text.encode()) for name, text in ETC.items()}
+            if Defence.SECCOMP in self.defences:
+                self._data["seccomp"] = _memory_file("seccomp", bpf_program())
+            await (await self.open("start")).close()
+        except SandboxFailure as error:
+            await self.close()
+            raise MissingError(f"sandbox.backend=bubblewrap does not work here: {error}. {HINT}") from error
+        except BaseException:
+            await self.close()
+            raise
+
+    def _start_tree(self) -> CgroupTree | None:
+        try:
+            tree = find_tree(self._parent)
+            tree.start()
+        except CgroupError as error:
+            if self.config.accept_no_memory_limit:
+                _log.warning("no cgroup (%s): the memory of all processes together has no limit", error)
+                return None
+            raise MissingError(
+                f"the memory of a sandbox cannot be limited: {error}. Run as root, or in a cgroup that was delegated to "
+                f"this user with memory, pids and cpu, which {CGROUP_VARIABLE} names; or set "
+                "sandbox.accept_no_memory_limit=true"
+            ) from error
+        for name in tree.reap():
+            _log.warning("ended what the tool server %s had left", name)
+        return tree
+
+    async def open(self, session_id: str) -> Sandbox:
+        """Start bubblewrap and wait for its runner."""
+        async with self._slots:
+            if self._closing:
+                raise SandboxFailure("the sandbox backend is being closed")
+            starting = asyncio.create_task(self._start_one(), name=f"start-{session_id}")
+            self._starting.add(starting)
+            starting.add_done_callback(self._starting.discard)
+            try:
+                sandbox = await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                with contextlib.suppress(SandboxFailure):
+                    await (await starting).close()
+                raise
+            await sandbox.ready()
+            try:
+                await sandbox.open_way_out(self.config.hosts)
+            except BaseException:
+                await sandbox.close()
+                raise
+            return sandbox
+
+    async def _start_one(self) -> BubblewrapSandbox:
+        sandbox_id = f"bubblewrap-{uuid.uuid4().hex[:12]}"
+        group = Cgroup()
+        try:
+            if self._tree is not None:
+                group = self._tree.create(sandbox_id, self.config.limits, self.defences)
+            sandbox = await self._spawn(sandbox_id, group)
+        except OSError as error:
+            group.remove()
+            raise SandboxFailure(f"no sandbox could be made: {error}{_hint(error)}") from error
+        self._open.add(sandbox)
+        return sandbox
+
+    async def _spawn(self, sandbox_id: str, group: Cgroup) -> BubblewrapSandbox:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            their_in, our_out = _owned(os.pipe2(os.O_CLOEXEC), theirs, ours)
+            our_in, their_out = _owned(os.pipe2(os.O_CLOEXEC), ours, theirs)
+            (stderr,) = _owned((os.memfd_create("stderr", os.MFD_CLOEXEC),), ours)
+            inherited = {}
+            for name, fd in self._data.items():
+                # Opened anew for each sandbox: a duplicate would share one offset with all of them.
+                (inherited[name],) = _owned((os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC),), theirs)
+            channel = None
+            if self.config.hosts and Defence.NETWORK in self.defences:
+                channel, their_channel = map(socket.socket.detach, socket.socketpair())
+                _owned((channel, their_channel), ours, theirs)
+                inherited["egress"] = their_channel
+            process = await asyncio.get_running_loop().run_in_executor(
+                self._threads,
+                lambda: subprocess.Popen(
+                    self._command(group, inherited),
+                    stdin=their_in,
+                    stdout=their_out,
+                    stderr=stderr,
+                    pass_fds=tuple(inherited.values()),
+                    cwd="/",
+                    env=server_environment(self.defences),
+                    start_new_session=True,
+                ),
+            )
+            try:
+                link = await pipe_link(our_in, our_out)
+            except BaseException:
+                await bury(process, group)
+                raise
+            ours.pop_all()
+        sandbox = BubblewrapSandbox(sandbox_id, link, self.config.limits, self.defences)
+        sandbox.process, sandbox.cgroup, sandbox.stderr, sandbox.siblings = process, group, stderr, self._open
+        sandbox.channel = None if channel is None else socket.socket(fileno=channel)
+        return sandbox
+
+    def _command(self, group: Cgroup, inherited: dict[str, int]) -> list[str]:
+        user = outside_user(next(self._numbers)) if os.getuid() == 0 else None
+        return command(self.config, self.defences, self._programs, joins=group.joins, user=user, inherited=inherited)
+
+    async def close(self) -> None:
+        """Close all sandboxes, also those that are just being opened."""
+        self._closing = True
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        await asyncio.gather(*(sandbox.close() for sandbox in list(self._open)))
+        if self._tree is not None:
+            await asyncio.to_thread(self._tree.close)
+            self._tree = None
+        await asyncio.to_thread(self._threads.shutdown)
+        for fd in self._data.values():
+            os.close(fd)
+        self._data = {}
+
+
+def _hint(error: OSError) -> str:
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return ""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f" (this process may have {limit} open files, see ulimit -n, and needs three a sandbox)"
+
+
+def _memory_file(name: str, content: bytes) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(content)
+    return fd
+
+
+def _owned(fds: tuple[int, ...], *owners: contextlib.ExitStack) -> tuple[int, ...]:
+    for fd, owner in zip(fds, owners, strict=True):
+        owner.callback(os.close, fd)
+    return fds

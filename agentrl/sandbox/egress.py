@@ -1,0 +1,224 @@
+"""The way out for code that may reach a few hosts: an HTTP proxy in the server, for ``sandbox.hosts`` and nothing else.
+
+A sandbox has a network of its own with nothing in it but loopback. At its start, before any code of the policy runs, the
+runner listens there on `ADDRESS` and hands that socket to the server, over a Unix socket (`snippet.py`). Connections to it
+are accepted here, outside; inside, nothing forwards, so nothing inside can be ended or taken over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from agentrl.core.errors import SandboxFailure
+
+_log = logging.getLogger(__name__)
+
+ADDRESS = ("127.0.0.1", 3128)
+"""Where the proxy is, seen from inside. `snippet.py` has the same."""
+HEAD_BYTES = 2**16
+CONNECTIONS = 64
+"""Connections of one sandbox at the same time; further ones wait."""
+CONNECT_S = 30.0
+CHUNK = 2**16
+HOP = frozenset(
+    {"connection", "host", "keep-alive", "proxy-authorization", "proxy-connection", "te", "trailer", "upgrade"}
+)
+"""Headers that are not passed on: of this hop alone, or told anew."""
+
+
+def proxy_environment() -> dict[str, str]:
+    """Return the variables by which programs find the proxy."""
+    url = f"http://{ADDRESS[0]}:{ADDRESS[1]}"
+    names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+    return {**dict.fromkeys(names, url), "no_proxy": "localhost,127.0.0.1,::1", "NO_PROXY": "localhost,127.0.0.1,::1"}
+
+
+def receive_listener(channel: socket.socket) -> socket.socket:
+    """Return the socket that the runner listens on, once it is ready, from the other end of its Unix socket.
+
+    Raises:
+        SandboxFailure: none came.
+
+    """
+    channel.settimeout(5.0)
+    try:
+        _, fds, _, _ = socket.recv_fds(channel, 1, 1)
+        return socket.socket(fileno=fds[0])
+    except (OSError, IndexError) as error:
+        raise SandboxFailure(f"the runner gave no socket for sandbox.hosts: {error!r}") from error
+
+
+class _Refused(Exception):
+    """An answer of the proxy's own."""
+
+    def __init__(self, status: str, words: str) -> None:
+        super().__init__(words)
+        self.status = status
+
+
+class EgressProxy:
+    """The proxy of one sandbox.
+
+    Args:
+        hosts: ``name:port`` each; see `SandboxConfig.hosts`.
+    """
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = {_host_and_port(host, None) for host in hosts}
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Semaphore(CONNECTIONS)
+
+    async def start(self, listener: socket.socket) -> None:
+        """Answer those who connect to a socket, and own it from now on."""
+        self._server = await asyncio.start_server(self._accepted, sock=listener, limit=HEAD_BYTES)
+
+    async def close(self) -> None:
+        """End all connections."""
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            async with self._room:
+                await self._answer(reader, writer)
+        except (OSError, EOFError, asyncio.LimitOverrunError) as error:
+            _log.debug("a connection of a sandbox ended: %r", error)
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                method, target, headers = _parse(head)
+                host, port = _host_and_port(target, None) if method == "CONNECT" else _of_url(target)
+                if (host, port) not in self._hosts:
+                    raise _Refused("403 Forbidden", f"{host}:{port} is not one of the hosts that may be reached")
+                body = 0 if method == "CONNECT" else _body_length(headers)
+                upstream_reader, upstream = await _connect(host, port)
+        except (_Refused, TimeoutError) as error:
+            status = error.status if isinstance(error, _Refused) else "408 Request Timeout"
+            words = f"{error or 'too slow'}\n".encode()
+            writer.write(
+                f"HTTP/1.1 {status}\r\nContent-Length: {len(words)}\r\nConnection: close\r\n\r\n".encode() + words
+            )
+            await writer.drain()
+            return
+        try:
+            if method == "CONNECT":
+                writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+                await _both_ways(reader, writer, upstream_reader, upstream)
+            else:
+                upstream.write(_request_head(method, target, headers).encode("latin-1"))
+                # One request alone, so that none to another name of the same address can follow.
+                upload = asyncio.create_task(_copy(reader, upstream, body))
+                try:
+                    await _copy(upstream_reader, writer, None)
+                finally:
+                    upload.cancel()
+                    await asyncio.gather(upload, return_exceptions=True)
+        finally:
+            upstream.close()
+
+
+def _parse(head: str) -> tuple[str, str, list[tuple[str, str]]]:
+    first, *lines = head.removesuffix("\r\n\r\n").split("\r\n")
+    words = first.split(" ")
+    headers = [(name.strip(), value.strip()) for name, colon, value in (line.partition(":") for line in lines) if colon]
+    if len(words) != 3 or not words[2].startswith("HTTP/1.") or len(headers) != len(lines):
+        raise _Refused("400 Bad Request", "this is an HTTP proxy")
+    return words[0], words[1], headers
+
+
+def _host_and_port(authority: str, port: int | None) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{authority}")
+        found = parts.port or port
+    except ValueError as error:
+        raise _Refused("400 Bad Request", f"{authority!r}: {error}") from error
+    if not parts.hostname or found is None or parts.netloc != authority:
+        raise _Refused("400 Bad Request", f"{authority!r} is no name:port")
+    return parts.hostname.lower().rstrip("."), found
+
+
+def _of_url(url: str) -> tuple[str, int]:
+    scheme, separator, rest = url.partition("://")
+    if scheme.lower() != "http" or not separator:
+        raise _Refused("400 Bad Request", "only CONNECT and whole addresses with http:// are understood")
+    return _host_and_port(_authority(rest), 80)
+
+
+def _authority(rest: str) -> str:
+    return rest.replace("?", "/", 1).split("/", 1)[0]
+
+
+def _body_length(headers: list[tuple[str, str]]) -> int:
+    names = [name.lower() for name, _ in headers]
+    lengths = {value for name, value in headers if name.lower() == "content-length"}
+    if "transfer-encoding" in names or len(lengths) > 1 or not all(length.isdecimal() for length in lengths):
+        raise _Refused("411 Length Required", "a body needs one Content-Length")
+    return int(lengths.pop()) if lengths else 0
+
+
+def _request_head(method: str, url: str, headers: list[tuple[str, str]]) -> str:
+    """Return the request as the host itself is to see it."""
+    rest = url.partition("://")[2]
+    authority = _authority(rest)
+    path = rest[len(authority) :]
+    path = path if path.startswith("/") else f"/{path}"
+    passed = [f"{name}: {value}" for name, value in headers if name.lower() not in HOP]
+    return "\r\n".join([f"{method} {path} HTTP/1.1", f"Host: {authority}", "Connection: close", *passed, "", ""])
+
+
+async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    try:
+        return await asyncio.open_connection(host, port)
+    except OSError as error:
+        raise _Refused("502 Bad Gateway", f"{host}:{port} cannot be reached: {error}") from error
+
+
+async def _both_ways(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    upstream_reader: asyncio.StreamReader,
+    upstream: asyncio.StreamWriter,
+) -> None:
+    copies = [
+        asyncio.create_task(_copy(reader, upstream, None, end=True)),
+        asyncio.create_task(_copy(upstream_reader, writer, None, end=True)),
+    ]
+    try:
+        await asyncio.gather(*copies)
+    finally:
+        for copy in copies:
+            copy.cancel()
+        await asyncio.gather(*copies, return_exceptions=True)
+
+
+async def _copy(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, count: int | None, end: bool = False
+) -> None:
+    """Pass bytes on, up to a number or to the end; then the end itself, where told to."""
+    while count != 0:
+        data = await reader.read(CHUNK if count is None else min(count, CHUNK))
+        if not data:
+            break
+        writer.write(data)
+        await writer.drain()
+        count = None if count is None else count - len(data)
+    if end:
+        with contextlib.suppress(OSError):
+            writer.write_eof()

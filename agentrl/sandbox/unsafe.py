@@ -1,0 +1,95 @@
+"""No sandbox: the runner as a plain process of this user. Only on explicit request, and loudly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import uuid
+from pathlib import Path
+from typing import ClassVar
+
+from agentrl.core.errors import SandboxFailure
+from agentrl.sandbox.base import UNSAFE_WARNING, Sandbox, SandboxBackend
+from agentrl.sandbox.runner_link import RunnerLink, pipe_link
+from agentrl.sandbox.warm_sandbox import WarmSandbox, python_command
+
+_log = logging.getLogger(__name__)
+
+
+class UnsafeSandbox(WarmSandbox):
+    """A process group and a folder."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    def _oom_kills(self) -> int:
+        return 0
+
+    async def _destroy(self) -> None:
+        # Its end of the pipe is closed, so it ends itself; a call that still runs is killed with it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        await asyncio.to_thread(self.process.wait)
+        await asyncio.to_thread(shutil.rmtree, self.folder, True)
+
+    async def _autopsy(self) -> str:
+        code = self.process.poll()
+        return "" if code is None else f"exit status {code}"
+
+
+class UnsafeBackend(SandboxBackend):
+    """Runs code as this user, with this user's rights."""
+
+    name: ClassVar[str] = "unsafe_subprocess"
+
+    async def start(self) -> None:
+        """Say in red what this means."""
+        _log.critical("\033[31m%s\033[0m", UNSAFE_WARNING)
+        self._open: set[UnsafeSandbox] = set()
+
+    async def open(self, session_id: str) -> Sandbox:
+        """Start a runner in a folder of its own."""
+        folder = Path(tempfile.mkdtemp(prefix="agentrl-unsafe-"))
+        command = python_command(self.config.python, self.config.limits, self.defences, str(folder))
+        try:
+            process, link = await self._spawn(command, folder)
+        except OSError as error:
+            raise SandboxFailure(f"sandbox.python={self.config.python} does not start: {error}") from error
+        sandbox = UnsafeSandbox(f"unsafe-{uuid.uuid4().hex[:12]}", link, self.config.limits, self.defences)
+        sandbox.process, sandbox.folder = process, folder
+        self._open.add(sandbox)
+        await sandbox.ready()
+        return sandbox
+
+    async def _spawn(self, command: list[str], folder: Path) -> tuple[subprocess.Popen[bytes], RunnerLink]:
+        their_in, our_out = os.pipe2(os.O_CLOEXEC)
+        our_in, their_out = os.pipe2(os.O_CLOEXEC)
+        try:
+            process = await asyncio.to_thread(
+                subprocess.Popen,
+                command,
+                stdin=their_in,
+                stdout=their_out,
+                stderr=subprocess.DEVNULL,
+                cwd=folder,
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(our_in)
+            os.close(our_out)
+            raise
+        finally:
+            os.close(their_in)
+            os.close(their_out)
+        return process, await pipe_link(our_in, our_out)
+
+    async def close(self) -> None:
+        """End all of them."""
+        await asyncio.gather(*(sandbox.close() for sandbox in self._open))
+        self._open.clear()

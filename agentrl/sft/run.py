@@ -1,0 +1,188 @@
+"""Supervised fine-tuning on scripted experts: demonstrate, pack, step."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from torch.utils.data import DataLoader
+
+from agentrl.batch.microbatch import GlobalBatch
+from agentrl.batch.packing import pack
+from agentrl.cluster.learner_group import start_learners
+from agentrl.config.load import dump
+from agentrl.config.render import RenderConfig
+from agentrl.config.schema import Config
+from agentrl.core.errors import RunStopped
+from agentrl.learner.base import LearnerGroup
+from agentrl.learner.in_process import LocalLearnerGroup
+from agentrl.models.load import load_model, load_tokenizer
+from agentrl.models.resolve import resolve_model
+from agentrl.obs.metrics import MetricsLog
+from agentrl.obs.trackers import TensorBoard
+from agentrl.render.registry import make_renderer
+from agentrl.render.renderer import ChatRenderer
+from agentrl.runtime.run_dir import choose_folder
+from agentrl.sft.demonstrations import Demonstrated, Demonstrations
+
+SHOWN_EVERY = 50
+"""Steps between two lines on the console; ``metrics.jsonl`` has them all."""
+
+
+def sft(config: Config, *, console: Console) -> Path:
+    """Fine-tune ``model.path`` on demonstrations and return the folder of the finished policy.
+
+    Raises:
+        RunStopped: Ctrl-C; the policy so far is written first.
+        UserError: a configuration that does not fit.
+        LearnerError: a learner rank failed.
+
+    """
+    model = resolve_model(config.model.path)
+    data = Demonstrations(config, RendererOf(model, config.render))
+    folder = choose_folder(config, resume=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+    out = config.sft.out or folder / "model"
+    console.print(f"run {folder}: {config.sft.steps} steps of {config.sft.batch_size} demonstrations", highlight=False)
+    learner = _start_learner(config, model, folder)
+    try:
+        boards = [TensorBoard(folder / "tensorboard")] if config.obs.tensorboard else []
+        with MetricsLog(folder, trackers=boards) as metrics:
+            step, interrupted = _train(config, learner, data, metrics, console)
+        learner.save(folder / "checkpoint")
+    finally:
+        learner.close()
+        data.close()
+    write_policy(folder / "checkpoint" / "model", model, out, config.sft.dtype)
+    console.print(f"policy {out}", highlight=False)
+    if interrupted:
+        raise RunStopped(f"interrupted after {step} of {config.sft.steps} steps; the policy so far lies in {out}")
+    return out
+
+
+def _start_learner(config: Config, model: Path, folder: Path) -> LearnerGroup:
+    """One rank learns in this process, where nothing else has to be done meanwhile; several are Ray's."""
+    if config.learner.workers == 1:
+        return LocalLearnerGroup(model, config.learner, config.algo, seed=config.run.seed)
+    return start_learners(model, config.learner, config.algo, seed=config.run.seed, run_dir=folder)
+
+
+def _train(
+    config: Config, learner: LearnerGroup, data: Demonstrations, metrics: MetricsLog, console: Console
+) -> tuple[int, bool]:
+    """Take the steps; return how many, and whether Ctrl-C ended them."""
+    step, start = 0, time.perf_counter()
+    with _interrupts() as interrupted:
+        for batch in batches(config, data):
+            begin = time.perf_counter()
+            share = max(step / config.sft.steps, (begin - start) / 60 / (config.sft.minutes or float("inf")))
+            if share >= 1 or interrupted.is_set():
+                break
+            batch.lr_scale = 1 - (1 - config.sft.lr_end) * share
+            figures = batch.metrics | learner.train_step(batch)
+            step += 1
+            spent = time.perf_counter() - start
+            figures |= {"time/step_s": time.perf_counter() - begin, "time/spent_s": spent}
+            metrics.write(step, figures)
+            if step % SHOWN_EVERY == 0 or step == config.sft.steps:
+                console.print(_line(config, step, spent, figures), highlight=False)
+    return step, interrupted.is_set()
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into an event, so that the running step ends; a second one raises."""
+    event = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
+
+    def request(number: int, frame: object) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, request)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _line(config: Config, step: int, spent: float, figures: dict[str, float]) -> str:
+    return (
+        f"step {step}/{config.sft.steps}  loss {figures['train/loss']:.4f}  expert's reward {figures['sft/reward']:.3f}  "
+        f"tokens/s {figures['batch/tokens'] / figures['time/step_s']:,.0f}  {spent:.0f} s"
+    )
+
+
+def batches(config: Config, data: Demonstrations) -> Iterator[GlobalBatch]:
+    """Yield the packed batch of every step in order, made ahead of time by ``sft.workers`` processes."""
+    workers = config.sft.workers
+    loader: DataLoader[bytes] = DataLoader(
+        data,  # type: ignore[arg-type]
+        batch_size=None,
+        collate_fn=Packer(config, data.renderer.pad_token_id),
+        num_workers=workers,
+        # There are threads by now: a forked process could hang in a lock that one of them held.
+        multiprocessing_context="forkserver" if workers else None,
+        worker_init_fn=_leave_interrupts_to_the_driver if workers else None,
+    )
+    for packed in loader:
+        yield from pickle.loads(packed)
+
+
+def _leave_interrupts_to_the_driver(worker: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@dataclass(frozen=True, slots=True)
+class RendererOf:
+    """Builds the renderer of a model folder, in whichever process calls it."""
+
+    folder: Path
+    config: RenderConfig
+
+    def __call__(self) -> ChatRenderer:
+        """Return a new renderer."""
+        return make_renderer(load_tokenizer(self.folder), self.config)
+
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """Turns the demonstrations of some steps into one batch a step; runs in the workers."""
+
+    config: Config
+    pad_id: int
+
+    def __call__(self, steps: list[Demonstrated]) -> bytes:
+        """Return the pickled batches: as plain bytes they need no shared memory file a tensor."""
+        return pickle.dumps([self._pack(step) for step in steps])
+
+    def _pack(self, step: Demonstrated) -> GlobalBatch:
+        batch = pack(
+            step.rows,
+            ranks=self.config.learner.workers,
+            tokens_per_bin=self.config.batch.tokens_per_bin,
+            tokens_per_micro=self.config.batch.tokens_per_micro,
+            pad_id=self.pad_id,
+            kind="sft",
+            context_weight=self.config.sft.context_weight,
+        )
+        batch.metrics["sft/reward"] = step.reward
+        return batch
+
+
+def write_policy(trained: Path, source: Path, out: Path, dtype: str) -> None:
+    """Write the model in ``trained`` to ``out`` in ``dtype``, with tokenizer and chat template as ``source`` has them."""
+    out.mkdir(parents=True, exist_ok=True)
+    load_model(trained, dtype).save_pretrained(out)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)

@@ -1,0 +1,1 @@
+"""MCP: tools of an MCP server as ours, and ours over MCP."""

@@ -1,0 +1,223 @@
+"""Tools of somebody else's MCP server as tools of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import jsonschema
+import mcp.types as types
+
+from agentrl.config.base import Section
+from agentrl.core.errors import ConfigError, MissingError, ToolFailure
+from agentrl.core.tool import Tool
+from agentrl.core.types import ToolCall, ToolResult, ToolStatus
+from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
+from agentrl.toolserver.mcp.connection import McpConnection, McpOptions
+from agentrl.toolserver.sandbox_results import cut_middle
+from agentrl.toolserver.service import HostedService
+
+_log = logging.getLogger(__name__)
+
+
+class McpService(HostedService):
+    """All tools of an MCP server, with their own names; a session of the server for every episode.
+
+    As ``mcp`` it is configured: ``tools: {mcp: {command: "npx -y …"}}``; in a server's file under any name:
+    ``tools: {files: {mcp: {url: "http://…/mcp"}}}``. A registered tool of one's own takes three lines::
+
+        class FilesService(McpService):
+            name = "files"
+            command = "npx -y @modelcontextprotocol/server-filesystem /data"
+
+    The command runs with the rights of the tool server, next to it and in no sandbox: what its tools let a policy do,
+    the policy can do to this machine.
+    """
+
+    name: ClassVar[str] = "mcp"
+    Options: ClassVar[type[Section]] = McpOptions
+    command: ClassVar[str | tuple[str, ...]] = ()
+    """The server's command, where the options name none."""
+    url: ClassVar[str] = ""
+    """The server's address, where the options name none."""
+
+    def hosted(self, options: McpOptions) -> Sequence[HostedTool]:
+        """Return the server's tools; it is started for a moment to be asked for them.
+
+        Raises:
+            ConfigError: no server, or two, are named, or a tool of the server cannot be offered.
+            MissingError: the program is not there, or the server does not answer.
+
+        """
+        if not options.command and not options.url:
+            options = options.model_copy(update={"command": self.command, "url": self.url})
+        key = f"tools.{self.name}"
+        options.check(key)
+        source = McpSource(options, key)
+        return [McpTool(source, tool) for tool in _listed(options.model_dump_json(), key)]
+
+
+def mcp_service(name: str) -> McpService:
+    """Return the service of an MCP server that a server's file calls ``name``."""
+    service = type("McpService", (McpService,), {"name": name})()
+    assert isinstance(service, McpService)
+    return service
+
+
+@lru_cache(maxsize=64)
+def _listed(options: str, key: str) -> tuple[types.Tool, ...]:
+    """Ask a server for its tools, once in this process. On a thread, for there may be an event loop on this one."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(_ask(McpOptions.model_validate_json(options), key))).result()
+
+
+async def _ask(options: McpOptions, key: str) -> tuple[types.Tool, ...]:
+    connection = McpConnection(options, key)
+    try:
+        return await connection.tools()
+    except ToolFailure as error:
+        raise MissingError(str(error)) from error
+    finally:
+        await connection.close()
+
+
+class McpSource:
+    """The sessions with one MCP server: one for every episode that calls, or one for all.
+
+    Args:
+        options: where the server is.
+        key: what the configuration calls them.
+    """
+
+    def __init__(self, options: McpOptions, key: str) -> None:
+        self.options = options
+        self.key = key
+        self._shared: McpConnection | None = None
+        self._open: set[McpConnection] = set()
+        self._warned = False
+
+    def warn(self) -> None:
+        """Say once that a command runs unsandboxed."""
+        if self.options.command and not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s: the MCP server %s runs UNSANDBOXED, as this user: its tools do what they do to this machine",
+                self.key,
+                self.options.described(),
+            )
+
+    def connection(self, session: ToolSession) -> McpConnection:
+        """Return the session's connection, which may be about to open. One that died stays so until the session's end;
+        the one that all share is opened anew.
+        """
+        if self.options.shared:
+            if self._shared is None or not self._shared.alive:
+                self._shared = self._new()
+            return self._shared
+        held = session.state.get(self._name)
+        if held is None:
+            held = session.state[self._name] = self._new()
+        assert isinstance(held, McpConnection)
+        return held
+
+    def _new(self) -> McpConnection:
+        connection = McpConnection(self.options, self.key)
+        self._open.add(connection)
+        connection.when_ended(lambda: self._open.discard(connection))
+        return connection
+
+    async def end(self, session: ToolSession) -> None:
+        """Close the session's connection."""
+        held = session.state.pop(self._name, None)
+        if held is not None:
+            await held.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await asyncio.gather(*(connection.close() for connection in self._open))
+        self._shared = None
+
+    @property
+    def _name(self) -> str:
+        return f"connection of {self.key}"
+
+
+class McpTool(HostedTool):
+    """One tool of an MCP server.
+
+    Args:
+        source: the server.
+        tool: as the server describes it.
+
+    Raises:
+        ConfigError: its schema is none.
+
+    """
+
+    def __init__(self, source: McpSource, tool: types.Tool) -> None:
+        self._source = source
+        self._theirs = tool.name
+        name = source.options.prefix + tool.name
+        try:
+            jsonschema.Draft202012Validator.check_schema(tool.input_schema)
+        except jsonschema.SchemaError as error:
+            raise ConfigError(f"{source.key}: the schema of tool {tool.name!r} is none: {error.message}") from None
+        description = tool.description or tool.title or f"{tool.name} of {source.key}"
+        super().__init__(Tool(name, description, tool.input_schema, timeout_s=source.options.timeout_s))
+
+    async def start(self) -> None:
+        """Say that a command is not sandboxed."""
+        self._source.warn()
+
+    async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
+        """Pass the call on. An error of the tool's, and a time-out, are results.
+
+        Raises:
+            ToolFailure: the server does not start, died, or failed itself.
+
+        """
+        limit = self._source.options.timeout_s
+        try:
+            result = await self._source.connection(session).call(self._theirs, call.arguments)
+        except TimeoutError:
+            return ToolResult(call.id, ToolStatus.TIMEOUT, f"{call.name} did not answer in {limit:g} s")
+        except ValueError as error:
+            return ToolResult(call.id, ToolStatus.INVALID, f"{call.name}: {error}")
+        return from_mcp(call, result, self._source.options.max_chars)
+
+    async def end(self, session: ToolSession) -> None:
+        """Close the session's connection."""
+        await self._source.end(session)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._source.close()
+
+
+def from_mcp(call: ToolCall, result: types.CallToolResult, max_chars: int) -> ToolResult:
+    """Return a result of the protocol as ours: texts joined, the rest named; the structured content as data."""
+    parts = [_text_of(block) for block in result.content]
+    data: Any = result.structured_content
+    if not parts and data is not None:
+        parts = [json.dumps(data, ensure_ascii=False)]
+    content = cut_middle("\n".join(part for part in parts if part), max_chars) or "[no output]"
+    return ToolResult(call.id, ToolStatus.ERROR if result.is_error else ToolStatus.OK, content, data)
+
+
+def _text_of(block: types.ContentBlock) -> str:
+    match block:
+        case types.TextContent():
+            return block.text
+        case types.EmbeddedResource(resource=types.TextResourceContents() as resource):
+            return resource.text
+        case types.EmbeddedResource(resource=resource):
+            return f"[{resource.mime_type or 'a file'} at {resource.uri} left out: only text can be read]"
+        case types.ResourceLink():
+            return f"[{block.name}: {block.uri}]"
+        case _:
+            return f"[{block.type} of type {block.mime_type} left out: only text can be read]"

@@ -1,0 +1,163 @@
+"""A server's tools over the Model Context Protocol (streamable HTTP), at ``/mcp``: for clients that speak only that.
+
+A session of the protocol is a session of the server, with its sandbox: opened by the first call, closed by the
+protocol's DELETE, or when nobody has called for ``server.idle_s``. A result's status is in its ``_meta``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from importlib.metadata import version
+from typing import Any
+
+import mcp.types as types
+import orjson
+from mcp.server.context import ServerRequestContext
+from mcp.server.lowlevel import Server
+from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+from mcp.types.version import HANDSHAKE_PROTOCOL_VERSIONS
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Message, Receive, Scope, Send
+
+from agentrl.core.types import ToolCall, ToolResult, ToolStatus
+from agentrl.toolserver.server.errors import Refusal
+from agentrl.toolserver.server.sessions import Sessions
+
+PATH = "/mcp"
+STATUS = "agentrl/status"
+"""Key in a result's ``_meta``: the `ToolStatus`."""
+DATA = "agentrl/data"
+"""Key in a result's ``_meta``: the result's data. Not ``structuredContent``, which clients show to their model."""
+MAX_BODY = 16 * 2**20
+"""Bytes of the largest request."""
+REMEMBERED = 100_000
+"""Sessions of the protocol that are kept in mind, ended ones included."""
+_SESSION = "mcp-session-id"
+_VERSION = "mcp-protocol-version"
+
+
+@asynccontextmanager
+async def mcp_routes(sessions: Sessions) -> AsyncIterator[list[BaseRoute]]:
+    """Yield the routes that serve the tools of ``sessions``; at the end all connections of the protocol are closed."""
+    bridge = _Bridge(sessions)
+    server: Server[Any] = Server(
+        "agentrl", version=version("agentrl"), on_list_tools=bridge.list_tools, on_call_tool=bridge.call_tool
+    )
+    manager = StreamableHTTPSessionManager(
+        server, json_response=True, session_idle_timeout=sessions.config.idle_s, max_request_body_size=MAX_BODY
+    )
+    async with manager.run():
+        yield [Route(PATH, _Endpoint(manager, bridge))]
+
+
+class _Bridge:
+    """Requests of the protocol as calls of tools."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._ours: OrderedDict[str, str] = OrderedDict()
+        """The server's session by the protocol's."""
+        self._numbers = itertools.count(1)
+
+    async def list_tools(
+        self, context: ServerRequestContext[Any], params: types.PaginatedRequestParams | None
+    ) -> types.ListToolsResult:
+        specs = [tool.spec for tool in self._sessions.tools.values()]
+        tools = [
+            types.Tool(name=spec.name, description=spec.description, input_schema=dict(spec.parameters))
+            for spec in specs
+        ]
+        return types.ListToolsResult(tools=tools)
+
+    async def call_tool(
+        self, context: ServerRequestContext[Any], params: types.CallToolRequestParams
+    ) -> types.CallToolResult:
+        """Call a tool; whatever becomes of it is a result, so that a model can read it."""
+        assert isinstance(context.request, Request)
+        call = ToolCall(f"mcp-{next(self._numbers)}", params.name, params.arguments or {})
+        try:
+            session_id = await self._session(context.request.headers[_SESSION])
+            answer = await self._sessions.call(session_id, call)
+        except Refusal as refusal:
+            return _as_mcp(ToolResult(call.id, ToolStatus.UNAVAILABLE, str(refusal)))
+        return _as_mcp(answer.result)
+
+    async def _session(self, theirs: str) -> str:
+        """Return our session; one that was closed stays so, for its files are gone."""
+        if theirs not in self._ours:
+            session = await self._sessions.open(f"mcp/{theirs}")
+            self._ours[theirs] = session.id
+            while len(self._ours) > REMEMBERED:
+                self._ours.popitem(last=False)
+        return self._ours[theirs]
+
+    async def end(self, theirs: str) -> None:
+        """Close our session of a protocol's session that has ended."""
+        ours = self._ours.pop(theirs, None)
+        if ours is not None:
+            with suppress(Refusal):  # closed for idleness already
+                await self._sessions.close(ours)
+
+
+def _as_mcp(result: ToolResult) -> types.CallToolResult:
+    meta: dict[str, Any] = {STATUS: result.status.value}
+    if result.data is not None:
+        meta[DATA] = result.data
+    return types.CallToolResult(
+        content=[types.TextContent(text=result.content)], is_error=result.status is not ToolStatus.OK, _meta=meta
+    )
+
+
+class _Endpoint:
+    """ASGI application: the SDK's, and what it leaves open: sessions that end, and versions without sessions."""
+
+    def __init__(self, manager: StreamableHTTPSessionManager, bridge: _Bridge) -> None:
+        self._manager = manager
+        self._bridge = bridge
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        wanted = request.headers.get(_VERSION)
+        if wanted is not None and wanted not in HANDSHAKE_PROTOCOL_VERSIONS:
+            await (await _refuse_version(request, wanted))(scope, receive, send)
+            return
+        ended = await self._served(scope, receive, send)
+        if ended and request.method == "DELETE":
+            await self._bridge.end(request.headers[_SESSION])
+
+    async def _served(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Serve a request and return whether it succeeded."""
+        status = 500
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        await self._manager.handle_request(scope, receive, watch)
+        return status < 400
+
+
+async def _refuse_version(request: Request, wanted: str) -> Response:
+    """Tell a client that tries a version without sessions, in which files could not stay, to take one that has them."""
+    try:
+        asked = orjson.loads(await request.body())
+    except ValueError:
+        asked = None
+    supported = types.UnsupportedProtocolVersionErrorData(supported=list(HANDSHAKE_PROTOCOL_VERSIONS), requested=wanted)
+    error = {
+        "jsonrpc": "2.0",
+        "id": asked.get("id") if isinstance(asked, dict) else None,
+        "error": {
+            "code": types.UNSUPPORTED_PROTOCOL_VERSION,
+            "message": f"protocol version {wanted} is not served: its requests belong to no session",
+            "data": supported.model_dump(mode="json"),
+        },
+    }
+    return Response(orjson.dumps(error), 400, media_type="application/json")

@@ -1,0 +1,94 @@
+"""From what a sandbox says of a job to what the policy reads."""
+
+from __future__ import annotations
+
+from agentrl.core.types import ToolCall, ToolResult, ToolStatus
+from agentrl.sandbox.base import Job, Outcome
+from agentrl.toolserver.hosted_tool import ToolSession
+
+REPLACED = "[the sandbox had to be replaced since the last call: files and variables are lost]"
+"""What the policy is told before the output of the first call in a new sandbox."""
+_SEEN = "id of the sandbox"
+"""Key in a session's state. No tool has a name with spaces."""
+
+
+async def run_job(session: ToolSession, call: ToolCall, job: Job, max_chars: int) -> ToolResult:
+    """Run a job in the session's sandbox and return its result; the policy is told where its files are gone.
+
+    Args:
+        session: the episode.
+        call: the call that the job is for.
+        job: what to run.
+        max_chars: see `as_result`.
+
+    Raises:
+        SandboxFailure: the sandbox failed for reasons of its own.
+
+    """
+    fault = unwritable(job.code or "", *job.argv)
+    if fault:
+        return ToolResult(call.id, ToolStatus.INVALID, f"{call.name}: {fault}")
+    sandbox = await session.sandbox()
+    before = session.state.get(_SEEN, sandbox.id)
+    session.state[_SEEN] = sandbox.id
+    outcome = await sandbox.run(job)
+    if not sandbox.alive:
+        del session.state[_SEEN]  # the outcome says so itself
+    return as_result(call, outcome, max_chars, note="" if before == sandbox.id else REPLACED)
+
+
+def unwritable(*texts: str) -> str:
+    """Return why texts cannot be handed to a program, or nothing: JSON can hold halves of characters."""
+    try:
+        for text in texts:
+            text.encode()
+    except UnicodeEncodeError as error:
+        return f"character {error.start} of the text is no character: {error.reason}"
+    return ""
+
+
+def as_result(call: ToolCall, outcome: Outcome, max_chars: int, *, note: str = "") -> ToolResult:
+    r"""Return an outcome as the policy reads it, and as data.
+
+    The content is what was printed, standard output before standard error, and in lines of brackets what ended the
+    job: ``"1\n2\n[timed out after 10 s]"``. Nothing printed and nothing to say is ``[no output]``. The data are
+    ``{"stdout", "stderr", "exit_code", "seconds", "detail"}``, uncut.
+
+    Args:
+        call: the call that it answers.
+        outcome: what the sandbox said.
+        max_chars: characters of output to show; of longer ones the middle is left out.
+        note: a line that comes first.
+    """
+    lines = [note, cut_middle(_printed(outcome), max_chars), *_endings(outcome)]
+    data = {
+        "stdout": outcome.stdout,
+        "stderr": outcome.stderr,
+        "exit_code": outcome.exit_code,
+        "seconds": outcome.seconds,
+        "detail": outcome.detail,
+    }
+    content = "\n".join(line for line in lines if line) or "[no output]"
+    return ToolResult(call.id, outcome.status, content, data)
+
+
+def cut_middle(text: str, max_chars: int) -> str:
+    """Return a text that is longer than ``max_chars`` without its middle, and with a line that counts what is missing."""
+    if len(text) <= max_chars:
+        return text
+    head = (max_chars + 1) // 2
+    tail = max_chars - head
+    end = text[len(text) - tail :]
+    return f"{text[:head]}\n[… {len(text) - max_chars} characters left out …]\n{end}"
+
+
+def _printed(outcome: Outcome) -> str:
+    parts = (outcome.stdout.rstrip("\n"), outcome.stderr.rstrip("\n"))
+    return "\n".join(part for part in parts if part)
+
+
+def _endings(outcome: Outcome) -> list[str]:
+    endings = [f"[{outcome.detail}]"] if outcome.detail else []
+    if outcome.status is ToolStatus.ERROR and outcome.exit_code is not None:
+        endings.insert(0, f"[exit status {outcome.exit_code}]")
+    return endings

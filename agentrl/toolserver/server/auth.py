@@ -1,0 +1,102 @@
+"""Who may use a tool server: anybody on the loopback, elsewhere only who brings the token."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from agentrl.config.toolserver import ServerConfig
+from agentrl.core.errors import ConfigError
+
+TOKEN_VARIABLE = "AGENTRL_TOOLS_TOKEN"
+"""Environment variable with the token, for configurations that should not hold it."""
+OPEN_PATH = "/health"
+"""The one path that wants no token."""
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach what listens on ``host``; a name other than localhost is no promise."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def server_token(config: ServerConfig, host: str) -> str | None:
+    """Return the token that requests must bring, or None where they need none.
+
+    Raises:
+        ConfigError: ``host`` can be reached from other machines and there is no token, or it cannot stand in a header.
+
+    """
+    token = os.environ.get(TOKEN_VARIABLE) if config.token is None else config.token
+    if not token:
+        if config.token is not None:
+            raise ConfigError("server.token is empty")
+        if not is_loopback(host):
+            raise ConfigError(
+                f"--host {host or repr(host)} can be reached from other machines: set server.token, or {TOKEN_VARIABLE} in the "
+                "environment, to what requests must bring; without one a server listens on 127.0.0.1 only"
+            )
+        return None
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise ConfigError(
+            f"server.token ({TOKEN_VARIABLE}) must be printable ASCII without spaces to stand in a header"
+        )
+    return token
+
+
+class BearerAuth:
+    """ASGI middleware that refuses requests without ``Authorization: Bearer TOKEN``, but for ``/health``.
+
+    Args:
+        app: what is guarded.
+        token: what requests must bring.
+    """
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with 401."""
+        if scope["type"] != "http" or scope["path"] == OPEN_PATH or self._allowed(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        error = f"this server wants the header 'Authorization: Bearer TOKEN' with the token of {TOKEN_VARIABLE}"
+        refusal = JSONResponse({"error": error}, 401, headers={"WWW-Authenticate": "Bearer"})
+        await refusal(scope, receive, send)
+
+    def _allowed(self, headers: Headers) -> bool:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        # In constant time, so that nobody finds the token byte by byte.
+        return hmac.compare_digest(given.strip().encode(), self._token) and scheme.lower() == "bearer"
+
+
+class NoForeignPages:
+    """ASGI middleware for servers without a token: a page from elsewhere must not reach them through a browser.
+
+    Args:
+        app: what is guarded.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with 403."""
+        origin = Headers(scope=scope).get("origin") if scope["type"] == "http" else None
+        if origin is None or is_loopback(urlsplit(origin).hostname or ""):
+            await self._app(scope, receive, send)
+            return
+        await JSONResponse({"error": f"requests of pages from {origin:.200} are not served"}, 403)(scope, receive, send)

@@ -1,0 +1,119 @@
+"""The calls of a session by their ids, so that each runs once and a retry gets the first result."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import orjson
+
+from agentrl.core.types import ToolCall, ToolResult
+from agentrl.toolserver.server.errors import Conflict
+
+KEPT_BYTES = 2 * 2**20
+"""Results of a session that are kept for retries, as JSON; the oldest go first, the last one always stays."""
+KEPT_IDS = 4096
+"""Call ids of a session that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call came to."""
+
+    result: ToolResult
+    body: bytes
+    """The result as JSON: ``{"call_id", "status", "content", "data"}``."""
+
+    @classmethod
+    def of(cls, result: ToolResult) -> Answer:
+        """Return the answer of a result.
+
+        Raises:
+            TypeError: its data, or its content, cannot be written as JSON.
+
+        """
+        fields = {
+            "call_id": result.call_id,
+            "status": result.status.value,
+            "content": result.content,
+            "data": result.data,
+        }
+        return cls(result, orjson.dumps(fields))
+
+
+@dataclass(slots=True)
+class _Entry:
+    digest: bytes
+    """Of tool and arguments."""
+    answer: asyncio.Future[Answer] | None
+    """None where the result is no longer kept."""
+    size: int = 0
+    """Bytes of the result; 0 while the call runs."""
+
+
+class CallMemory:
+    """Remembers calls and their answers, within bounds."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._bytes = 0
+
+    def __contains__(self, call_id: str) -> bool:
+        """Return whether a call of that id was begun."""
+        return call_id in self._entries
+
+    def recall(self, call: ToolCall) -> tuple[asyncio.Future[Answer], bool]:
+        """Return a call's answer, perhaps to come, and whether the call is new: then the answer is the caller's to set.
+
+        Raises:
+            Conflict: the id is that of another call, or of one whose answer is no longer kept.
+            ValueError: the arguments hold what cannot be passed on to a program.
+
+        """
+        digest = _digest(call)
+        known = self._entries.get(call.id)
+        if known is None:
+            return self._begin(call.id, digest), True
+        if known.digest != digest:
+            raise Conflict(f"call_id {call.id!r} was another call of this session; each call needs an id of its own")
+        if known.answer is None:
+            raise Conflict(f"call_id {call.id!r} was answered long ago, and its result is no longer kept")
+        return known.answer, False
+
+    def _begin(self, call_id: str, digest: bytes) -> asyncio.Future[Answer]:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._entries[call_id] = _Entry(digest, answer)
+        answer.add_done_callback(lambda done: self._keep(call_id, len(done.result().body)))
+        return answer
+
+    def _keep(self, call_id: str, size: int) -> None:
+        """Count a result's bytes, and let go of the oldest results where they are too many."""
+        newest = self._entries[call_id]
+        newest.size = size
+        self._bytes += size
+        for entry in self._entries.values():
+            if self._bytes <= KEPT_BYTES:
+                break
+            if entry.size and entry is not newest:
+                self._bytes -= entry.size
+                entry.size, entry.answer = 0, None
+        while len(self._entries) > KEPT_IDS:
+            oldest = next(iter(self._entries.values()))
+            if oldest is newest or (oldest.answer is not None and not oldest.size):
+                break  # the oldest call runs since long ago
+            self._bytes -= oldest.size
+            self._entries.popitem(last=False)
+
+
+def _digest(call: ToolCall) -> bytes:
+    """Return what tells calls of one id apart.
+
+    Raises:
+        ValueError: the arguments hold what cannot be passed on to a program.
+
+    """
+    text = json.dumps([call.name, call.arguments], sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()

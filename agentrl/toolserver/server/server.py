@@ -1,0 +1,191 @@
+"""A tool server as a process: it listens, starts sandboxes and tools, and ends in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import uvicorn
+
+from agentrl.config.toolserver import ToolServerConfig
+from agentrl.core.child_process import exit_with_parent, raise_file_limit
+from agentrl.core.errors import ConfigError, PortInUseError
+from agentrl.sandbox.base import SandboxBackend
+from agentrl.sandbox.canary.check import check_backend
+from agentrl.sandbox.registry import make_backend
+from agentrl.toolserver.hosted_tool import HostedTool
+from agentrl.toolserver.server.app import make_app
+from agentrl.toolserver.server.auth import server_token
+from agentrl.toolserver.server.sessions import Sessions
+
+__all__ = ["listen", "make_app", "open_sessions", "serve_tools"]
+
+_UVICORN: dict[str, Any] = {
+    "log_level": "warning",
+    "access_log": False,
+    "lifespan": "off",
+    "ws": "none",
+    "timeout_graceful_shutdown": 2,
+}
+_KEEP_ALIVE_S = 75
+"""Longer than clients keep a connection, so that they and not the server end it: no request meets a closing one."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on ``port`` (0: a free one).
+
+    Raises:
+        PortInUseError: something else does.
+        ConfigError: the address is not this machine's.
+
+    """
+    # Named as TCP, because only then asyncio turns Nagle's delay off: it costs 40 ms a reply.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise PortInUseError(
+                f"port {port} on {host} is in use; choose another with --port (tools.NAME.port), 0 takes a free one"
+            ) from None
+        raise ConfigError(f"cannot listen on {host}:{port} (--host, --port): {error}") from None
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but signals are ours: it would end the process by the signal that it was told to stop with."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def open_sessions(
+    tools: Sequence[HostedTool], config: ToolServerConfig, *, sandboxed: bool
+) -> AsyncIterator[Sessions]:
+    """Yield the sessions of a server, with a backend and tools that are started, and close all at the end.
+
+    Args:
+        tools: not started yet.
+        config: the server's.
+        sandboxed: whether a tool runs code.
+
+    Raises:
+        MissingError, ConfigError: the backend or a tool cannot be used on this machine.
+
+    """
+    async with AsyncExitStack() as exits:
+        backend: SandboxBackend | None = None
+        if sandboxed:
+            backend = await exits.enter_async_context(make_backend(config.sandbox))
+            await check_backend(backend)
+        for tool in tools:
+            await tool.start()
+            exits.push_async_callback(tool.close)
+        sessions = Sessions(backend, tools, config.server)
+        sessions.start()
+        exits.push_async_callback(sessions.stop)
+        yield sessions
+
+
+def serve_tools(
+    tools: Sequence[HostedTool], config: ToolServerConfig, *, host: str, port: int, sandboxed: bool
+) -> None:
+    """Serve until told to stop by SIGTERM or SIGINT; calls that run then get ``server.drain_s``, a second signal cuts them.
+
+    Args:
+        tools: not started yet.
+        config: the server's.
+        host: address to listen on; other than the loopback only with a token.
+        port: 0 takes a free one.
+        sandboxed: whether a tool runs code.
+
+    Raises:
+        PortInUseError: something else listens on ``port``.
+        ConfigError, MissingError: the configuration, the backend or a tool cannot be used on this machine.
+
+    """
+    exit_with_parent()
+    token = server_token(config.server, host)
+    # Before sandboxes are tried, which takes a second or more: a port that is taken is told at once.
+    with listen(host, port) as listener:
+        raise_file_limit()
+        _log_to_stderr()
+        asyncio.run(_serve(tools, config, listener, token=token, sandboxed=sandboxed))
+
+
+async def _serve(
+    tools: Sequence[HostedTool],
+    config: ToolServerConfig,
+    listener: socket.socket,
+    *,
+    token: str | None,
+    sandboxed: bool,
+) -> None:
+    from agentrl.toolserver.mcp.endpoint import mcp_routes  # its SDK takes a while
+
+    signals = _Signals()
+    try:
+        async with open_sessions(tools, config, sandboxed=sandboxed) as sessions, mcp_routes(sessions) as routes:
+            app = make_app(sessions, token=token, mounts=routes)
+            server = _Server(uvicorn.Config(app, timeout_keep_alive=_KEEP_ALIVE_S, **_UVICORN))
+            serving = asyncio.create_task(server.serve(sockets=[listener]), name="serve")
+            signals.starting = None
+            print(_announcement(sessions, config, listener, sandboxed=sandboxed), flush=True)
+            await _first(serving, signals.stop.wait())
+            await _first(serving, signals.hurry.wait(), sessions.drain(config.server.drain_s))
+            await sessions.stop()  # answers who still waits for a call, before their connections are closed
+            server.should_exit = True
+            await serving
+    except asyncio.CancelledError:
+        if not signals.stop.is_set():
+            raise
+
+
+class _Signals:
+    """What SIGTERM and SIGINT set: ``stop``, and ``hurry`` where they come again. Before the start is over they end it."""
+
+    def __init__(self) -> None:
+        self.stop, self.hurry = asyncio.Event(), asyncio.Event()
+        self.starting: asyncio.Task[None] | None = asyncio.current_task()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._told)
+
+    def _told(self) -> None:
+        (self.hurry if self.stop.is_set() else self.stop).set()
+        if self.starting is not None:
+            self.starting.cancel()
+
+
+async def _first(serving: asyncio.Task[None], *others: Coroutine[Any, Any, object]) -> None:
+    """Wait for the first of them, and give the others up, but for ``serving``."""
+    tasks = [asyncio.ensure_future(other) for other in others]
+    await asyncio.wait([serving, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _announcement(sessions: Sessions, config: ToolServerConfig, listener: socket.socket, *, sandboxed: bool) -> str:
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    kind = f"{config.sandbox.backend}, " if sandboxed else ""
+    names = ", ".join(sessions.tools)
+    return f"{names} serve on http://{shown}:{port} ({kind}up to {config.server.max_sessions} sessions)"
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("agentrl").setLevel(logging.INFO)  # what the canary met is told there

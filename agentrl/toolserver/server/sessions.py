@@ -1,0 +1,278 @@
+"""All sessions of a tool server: at most so many, in the order they came, and none that nobody uses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from agentrl.config.toolserver import ServerConfig
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import ToolCall
+from agentrl.sandbox.base import SandboxBackend
+from agentrl.toolserver.hosted_tool import HostedTool
+from agentrl.toolserver.server.errors import Draining, Full, SessionGone, UnknownSession
+from agentrl.toolserver.server.idempotency import Answer
+from agentrl.toolserver.server.metrics import Metrics
+from agentrl.toolserver.server.session import HostedSession, SessionParts
+
+_log = logging.getLogger(__name__)
+
+REMEMBERED_CLOSED = 10_000
+"""Closed sessions whose end is remembered."""
+CALLS_PER_CORE = 8
+"""Calls that may use sandboxes at the same time, where ``server.max_running`` does not say."""
+OPENERS_PER_CORE = 2
+"""Sandboxes that may be made at the same time."""
+REAP_EVERY_S = 15.0
+"""At least so often the server looks for idle sessions."""
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """A session that waits for room; several requests of one episode may wait for it."""
+
+    episode_id: str
+    granted: asyncio.Future[HostedSession] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    listeners: int = 0
+    taken: bool = False
+
+
+class Sessions:
+    """Opens, finds and closes sessions, and calls tools in them. Belongs to the event loop that first uses it.
+
+    Args:
+        backend: makes their sandboxes, started; None where no tool needs one.
+        tools: started.
+        config: the server section.
+        metrics: where figures go.
+        clock: seconds, for idleness.
+
+    Raises:
+        ConfigError: two tools have one name.
+    """
+
+    def __init__(
+        self,
+        backend: SandboxBackend | None,
+        tools: Sequence[HostedTool],
+        config: ServerConfig,
+        *,
+        metrics: Metrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.instance = secrets.token_hex(8)
+        """This server's own id: another one means that it was started anew and knows no session."""
+        self.tools = {tool.spec.name: tool for tool in tools}
+        if len(self.tools) < len(tools):
+            raise ConfigError(f"tools: two tools have one name: {', '.join(sorted(tool.spec.name for tool in tools))}")
+        self.config = config
+        self.metrics = metrics or Metrics()
+        self.draining = False
+        cores = len(os.sched_getaffinity(0))
+        running = config.max_running or CALLS_PER_CORE * cores
+        self._parts = SessionParts(
+            backend,
+            self.tools,
+            self.metrics,
+            clock,
+            asyncio.Semaphore(running),
+            asyncio.Semaphore(OPENERS_PER_CORE * cores),
+        )
+        self._open: dict[str, HostedSession] = {}
+        self._episodes: dict[str, HostedSession] = {}
+        self._closing: dict[asyncio.Task[None], HostedSession] = {}
+        self._gone: OrderedDict[str, str] = OrderedDict()
+        self._queue: OrderedDict[str, _Waiter] = OrderedDict()
+        self._reaper: asyncio.Task[None] | None = None
+        self.metrics.sessions_open.set_function(lambda: len(self._open) + len(self._closing))
+        self.metrics.sessions_waiting.set_function(lambda: len(self._queue))
+
+    def __len__(self) -> int:
+        """Return how many sessions are open."""
+        return len(self._open)
+
+    @property
+    def waiting(self) -> int:
+        """How many sessions wait for room."""
+        return len(self._queue)
+
+    def start(self) -> None:
+        """Begin to look for idle sessions, until `stop`."""
+        self._reaper = asyncio.create_task(self._reap_forever(), name="reap-sessions")
+
+    async def open(self, episode_id: str = "") -> HostedSession:
+        """Return a new session, or the one that the episode has. Waits for room up to ``server.queue_s``, first come first.
+
+        Raises:
+            Full: there was none in time.
+            Draining: the server is about to stop.
+
+        """
+        session = self.open_now(episode_id)
+        return session if session is not None else await self._wait(episode_id)
+
+    def open_now(self, episode_id: str = "") -> HostedSession | None:
+        """As `open`, but None where it would have to wait.
+
+        Raises:
+            Draining: the server is about to stop.
+
+        """
+        if self.draining:
+            raise Draining("the server is about to stop and opens no session")
+        known = self._episodes.get(episode_id) if episode_id else None
+        if known is not None:
+            known.touch()
+            return known
+        return self._new(episode_id) if self._room() else None
+
+    def _room(self) -> bool:
+        # What is being closed still has its sandbox; the cap is a cap on sandboxes too.
+        return len(self._open) + len(self._closing) < self.config.max_sessions
+
+    def _new(self, episode_id: str) -> HostedSession:
+        session = HostedSession(secrets.token_hex(16), episode_id, self._parts)
+        self._open[session.id] = session
+        if episode_id:
+            self._episodes[episode_id] = session
+        return session
+
+    async def _wait(self, episode_id: str) -> HostedSession:
+        key = episode_id or secrets.token_hex(8)
+        waiter = self._queue.setdefault(key, _Waiter(episode_id))
+        waiter.listeners += 1
+        try:
+            async with asyncio.timeout(self.config.queue_s):
+                session = await asyncio.shield(waiter.granted)
+            waiter.taken = True
+            return session
+        except TimeoutError:
+            raise Full(
+                f"all {self.config.max_sessions} sessions (server.max_sessions) are taken, and none became free in "
+                f"{self.config.queue_s:g} s (server.queue_s)"
+            ) from None
+        finally:
+            waiter.listeners -= 1
+            if not waiter.listeners and not waiter.taken:
+                self._give_up(key, waiter)
+
+    def _give_up(self, key: str, waiter: _Waiter) -> None:
+        if self._queue.get(key) is waiter:
+            del self._queue[key]
+        elif waiter.granted.done() and waiter.granted.exception() is None:
+            # It got its room in the moment in which nobody wanted it any longer.
+            self._begin_close(waiter.granted.result(), "was given up by its client")
+
+    def _admit(self) -> None:
+        while self._queue and self._room():
+            _, waiter = self._queue.popitem(last=False)
+            waiter.granted.set_result(self._new(waiter.episode_id))
+
+    def find(self, session_id: str) -> HostedSession:
+        """Return an open session.
+
+        Raises:
+            UnknownSession, SessionGone: there is none of that id.
+
+        """
+        session = self._open.get(session_id)
+        if session is not None:
+            return session
+        why = self._gone.get(session_id)
+        if why is not None:
+            raise SessionGone(f"session {session_id} {why}")
+        raise UnknownSession(f"there is no session {session_id:.64} at this server")
+
+    async def call(self, session_id: str, call: ToolCall) -> Answer:
+        """Return what a call in a session comes to; see `HostedSession.call`.
+
+        Raises:
+            UnknownSession, SessionGone: there is no such session.
+            Conflict: the call's id is that of another call.
+            Draining: the server is about to stop; calls that were begun before are still answered.
+
+        """
+        session = self.find(session_id)
+        if self.draining and not session.remembers(call.id):
+            raise Draining("the server is about to stop and begins no call")
+        return await session.call(call)
+
+    async def close(self, session_id: str) -> None:
+        """End a session and its sandbox. A second call waits for the first.
+
+        Raises:
+            UnknownSession: there is no such session, as far as the server remembers.
+
+        """
+        session = self._open.get(session_id)
+        if session is not None:
+            await asyncio.shield(self._begin_close(session, "was closed by its client"))
+            return
+        for task, closing in list(self._closing.items()):
+            if closing.id == session_id:
+                await asyncio.shield(task)
+                return
+        if session_id not in self._gone:
+            raise UnknownSession(f"there is no session {session_id:.64} at this server")
+
+    def _begin_close(self, session: HostedSession, why: str) -> asyncio.Task[None]:
+        """Take a session out, so that no further call reaches it, and end it."""
+        del self._open[session.id]
+        if self._episodes.get(session.episode_id) is session:
+            del self._episodes[session.episode_id]
+        self._gone[session.id] = why
+        while len(self._gone) > REMEMBERED_CLOSED:
+            self._gone.popitem(last=False)
+        task = asyncio.create_task(session.close(why), name=f"closing-{session.id}")
+        self._closing[task] = session
+        task.add_done_callback(self._closed)
+        return task
+
+    def _closed(self, task: asyncio.Task[None]) -> None:
+        del self._closing[task]
+        self._admit()
+
+    async def reap(self) -> int:
+        """Close the sessions that nobody has called for ``server.idle_s`` and return how many those were."""
+        limit = self.config.idle_s
+        idle = [session for session in self._open.values() if session.idle_seconds() >= limit]
+        tasks = [self._begin_close(session, f"was closed after {limit:g} s without a call") for session in idle]
+        self.metrics.sessions_reaped.inc(len(idle))
+        await asyncio.gather(*tasks)
+        return len(idle)
+
+    async def _reap_forever(self) -> None:
+        while True:
+            await asyncio.sleep(min(REAP_EVERY_S, self.config.idle_s / 4))
+            reaped = await self.reap()
+            if reaped:
+                _log.info("closed %d sessions that nobody called for %g s", reaped, self.config.idle_s)
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more sessions and calls, and wait up to so many seconds for the calls that run."""
+        self.draining = True
+        while self._queue:
+            _, waiter = self._queue.popitem(last=False)
+            waiter.granted.set_exception(Draining("the server is about to stop and opens no session"))
+        running = [answer for session in self._open.values() for answer in session.running]
+        if running:
+            _log.info("waiting up to %g s for %d calls", seconds, len(running))
+            await asyncio.wait(running, timeout=seconds)
+
+    async def stop(self) -> None:
+        """Close all sessions and whatever `start` began; nothing can be opened afterwards."""
+        self.draining = True
+        if self._reaper is not None:
+            self._reaper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reaper
+        for session in list(self._open.values()):
+            self._begin_close(session, "was closed because the server stops")
+        await asyncio.gather(*self._closing)

@@ -1,0 +1,153 @@
+"""What can be known to be wrong before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.cluster.ray_address import running_address
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError, MissingError
+from agentrl.core.task import Task, TaskSet
+from agentrl.evaluation.sets import TaskChoice, check_goals, choose_tasks
+from agentrl.models.reference_policy import check_reference, resolve_reference
+from agentrl.models.resolve import has_chat_template, resolve_model
+from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
+from agentrl.runtime.placement_check import check_placement, describe_placement
+from agentrl.runtime.run_tools import check_tools
+from agentrl.train.warm_start import describe, warm_start_config
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run would do."""
+
+    lines: list[str]
+    """In words, for people to read."""
+    missing: list[str]
+    """What this machine lacks for it."""
+    template: str = ""
+    """What the chat template means for training, in one line; empty where the model is missing."""
+
+
+def check_run(config: Config) -> Plan:
+    """Check everything that needs no server, and return what would run. A model may be fetched.
+
+    Raises:
+        UserError: with the value and the key to change.
+
+    """
+    plan = plan_run(config, fetch=True)
+    if plan.missing:
+        raise MissingError("\n".join(plan.missing))
+    return plan
+
+
+def plan_run(config: Config, *, fetch: bool = False) -> Plan:
+    """Check everything that needs no server; what this machine lacks is listed, and nothing is fetched without ``fetch``.
+
+    Raises:
+        UserError: with the value and the key to change.
+
+    """
+    missing: list[str] = []
+    check_episodes(config)
+    warm = warm_start_config(config, Path())
+    tasks = "not there yet"
+    sets: list[TaskChoice] | None = None
+    with _listed(missing):
+        source = open_tasks(config)
+        tasks = f"{len(_train_tasks(config, source))} to train on"
+        sets = choose_tasks(config, source)
+        check_goals(config, sets)
+    with _listed(missing):
+        check_tools(config)
+    with _listed(missing):
+        check_engine(config, on_cluster=config.placement.mode != "beside" and running_address() is not None)
+    with _listed(missing):
+        check_placement(config)
+    model = _check_model(config, missing, fetch=fetch and not missing)  # no gigabytes for a run that is refused
+    template = "" if model is None else _check_template(config, model)
+    lines = _describe(config, tasks, model, sets, template)
+    if warm is not None:
+        lines.append(f"{'warm start':<13}{config.model.warm_start}: {describe(warm)}")
+    return Plan(lines, missing, template)
+
+
+@contextmanager
+def _listed(missing: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except MissingError as error:
+        missing += str(error).splitlines()
+
+
+def _train_tasks(config: Config, tasks: TaskSet) -> Sequence[Task]:
+    found = tasks.split(config.tasks.train_split)
+    if len(found) > 0:
+        return found
+    if config.data.eval_path is not None:
+        raise ConfigError("there is nothing to train on: set data.path beside data.eval_path")
+    raise ConfigError(f"tasks.name={config.tasks.name}: the split {config.tasks.train_split!r} is empty")
+
+
+def _check_model(config: Config, missing: list[str], *, fetch: bool) -> Path | None:
+    """Return the policy's folder, or None where it is missing."""
+    model: Path | None = None
+    with _listed(missing):
+        model = resolve_model(config.model.path, fetch=fetch)
+        if config.data.path is not None and config.data.apply_chat_template and not has_chat_template(model):
+            raise ConfigError(
+                f"model.path={config.model.path}: {model} has no chat template; set data.apply_chat_template=false to give "
+                "it prompts as they are, or model.path to an instruct model"
+            )
+        reference = resolve_reference(config, fetch=fetch)
+        if config.algo.reference is not None and reference is not None:
+            check_reference(model, reference)
+    return model
+
+
+def _check_template(config: Config, model: Path) -> str:
+    """Return in one line what the model's chat template does to the tokens that it samples."""
+    if config.data.path is not None and not config.data.apply_chat_template:
+        return "not used: prompts are given as they are (data.apply_chat_template=false)"
+    from agentrl.models.load import load_tokenizer  # takes half a second to import, and a refused run needs it not
+    from agentrl.render.template_check.check import check_template
+
+    return check_template(load_tokenizer(model), config.render).summary()
+
+
+def _describe(
+    config: Config, tasks: str, model: Path | None, sets: list[TaskChoice] | None, template: str
+) -> list[str]:
+    rollout, plan, sampler = config.rollout, config.train, config.sampler
+    source = config.data.path or config.tasks.name or "of the environment"
+    where = f" ({model})" if model is not None else ""
+    lines = {
+        "environment": config.env.name,
+        "tasks": f"{source}: {tasks}",
+        "reward": config.reward.function or "the environment's",
+        "model": f"{config.model.path}{where}",
+        "engine": (sampler.url or sampler.backend + (f", {sampler.engines} of them" if sampler.engines > 1 else ""))
+        + (", behind sglang-router" if sampler.router == "sglang" else ""),
+        "step": f"{rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
+        f"{rollout.batch_size * rollout.n_samples_per_prompt} episodes",
+        "learner": f"{config.learner.backend}, {config.learner.workers} worker(s), {config.algo.name}",
+        "length": f"{plan.steps} steps",
+    }
+    if template:
+        lines["template"] = template
+    if config.placement.mode != "beside":
+        lines["placement"] = describe_placement(config)
+    if rollout.generate is not None:
+        lines["generate"] = rollout.generate
+    every = f"every {plan.eval_every} steps" if plan.eval_every else "after the last step"
+    if sets:
+        evaluation = [f"{every}: {choice.described}" for choice in sets]
+    elif sets is None:
+        evaluation = [every]
+    else:
+        evaluation = ["off: there are no tasks to evaluate on (data.eval_path, eval.path or eval.sets names some)"]
+    return [f"{name:<13}{value}" for name, value in lines.items()] + [f"{'evaluation':<13}{one}" for one in evaluation]

@@ -1,0 +1,230 @@
+"""Training on rollouts from disk: no engine, no tool server, no weights to send, nothing to evaluate with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.batch.groups import group_rollouts
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError, RunStopped
+from agentrl.core.types import Provenance, Rollout
+from agentrl.evaluation.result import SetResult
+from agentrl.evaluation.sets import TaskChoice
+from agentrl.learner.base import LearnerGroup
+from agentrl.models.load import load_tokenizer
+from agentrl.models.resolve import resolve_model
+from agentrl.obs.progress import Stopwatch
+from agentrl.obs.rollouts import read_rollouts, rollout_files
+from agentrl.render.base import Renderer
+from agentrl.render.registry import make_renderer
+from agentrl.runtime.interrupt import Interrupt
+from agentrl.runtime.jobs import OnDone
+from agentrl.train.batches import rollout_advantages
+
+LOOKED_AT = 8
+"""Rollouts of a step whose prompts must read the same with this model's tokenizer, one of them at least."""
+
+
+class Samples:
+    """Recorded rollouts by step: a file a step of a run, or the groups of one file by ``batch_size``.
+
+    Raises:
+        ConfigError: there is no such file or folder, or it holds no rollouts.
+
+    """
+
+    def __init__(self, path: Path, batch_size: int) -> None:
+        self.path = path
+        self._steps: list[list[Rollout]] = []
+        self._files: list[Path] = []
+        if path.is_dir():
+            self._files = list(rollout_files(path).values())
+        elif path.is_file():
+            self._steps = _by_groups(read_rollouts(path), batch_size)
+        else:
+            raise ConfigError(f"--replay {path}: there is no such file or folder")
+        if not self._files and not self._steps:
+            raise ConfigError(f"--replay {path} holds no rollouts")
+
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return len(self._files or self._steps)
+
+    def __getitem__(self, index: int) -> list[Rollout]:
+        """Return the rollouts of a step, counted from 0."""
+        return read_rollouts(self._files[index]) if self._files else self._steps[index]
+
+    def name(self, index: int) -> str:
+        """Return what a step is called in messages."""
+        return str(self._files[index]) if self._files else f"{self.path}, step {index + 1}"
+
+
+def _by_groups(rollouts: Sequence[Rollout], batch_size: int) -> list[list[Rollout]]:
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.prompt_id, []).append(rollout)
+    each = list(groups.values())
+    return [
+        [rollout for group in each[start : start + batch_size] for rollout in group]
+        for start in range(0, len(each), batch_size)
+    ]
+
+
+@dataclass(slots=True)
+class Replay:
+    """Implements `agentrl.train.sampling.RolloutSource` with recorded rollouts."""
+
+    config: Config
+    recorded: Samples
+    check: SampleCheck
+    interrupt: Interrupt
+
+    @property
+    def steps(self) -> int:
+        """As many steps as were recorded, or ``train.steps`` where that is less."""
+        return min(self.config.train.steps, len(self.recorded))
+
+    @property
+    def samples(self) -> bool:
+        """No."""
+        return False
+
+    @property
+    def pad_token_id(self) -> int:
+        """The tokenizer's."""
+        return self.check.renderer.pad_token_id
+
+    @property
+    def sets(self) -> Sequence[TaskChoice]:
+        """Nothing samples, so nothing is evaluated."""
+        return ()
+
+    async def follow(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
+        """Nobody samples with the weights."""
+
+    async def make_way(self, learner: LearnerGroup, watch: Stopwatch) -> None:
+        """Nobody is in the way."""
+
+    async def take(self, step: int, position: int) -> list[Rollout]:
+        """Read the rollouts of a step."""
+        if self.interrupt.requested.is_set():
+            raise RunStopped("interrupted")
+        rollouts = await asyncio.to_thread(self.recorded.__getitem__, step - 1)
+        self.check(rollouts, self.recorded.name(step - 1))
+        return rollouts
+
+    async def trained(self, step: int, advantages: Mapping[str, float]) -> None:
+        """The rollouts lie elsewhere already."""
+
+    def figures(self) -> dict[str, float]:
+        """Return nothing: nobody samples."""
+        return {}
+
+    async def evaluate(self, on_done: OnDone) -> list[SetResult]:
+        """Return nothing."""
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCheck:
+    """Refuses rollouts that this run's model cannot be trained on.
+
+    Raises:
+        ConfigError: with where they lie and what is wrong.
+
+    """
+
+    vocabulary: int
+    """Tokens that the model knows."""
+    renderer: Renderer
+    """Of the model's tokenizer."""
+    temperature: float
+    """``sampler.temperature``: the learner's log-probabilities are taken at it."""
+
+    def __call__(self, rollouts: Sequence[Rollout], where: str) -> None:
+        """Check the rollouts of a step."""
+        rows = [row for rollout in rollouts if not rollout.dropped for row in rollout.rows]
+        if not any(row.mask.any() for row in rows):
+            raise ConfigError(
+                f"--replay: {where} has no token to train on: {len(rollouts)} rollouts, "
+                f"{sum(rollout.dropped for rollout in rollouts)} of them dropped"
+            )
+        for row in rows:
+            if len(row.token_ids) and int(row.token_ids.max()) >= self.vocabulary:
+                raise ConfigError(
+                    f"--replay: {where}: rollout {row.key.rollout_id!r} has the token id {int(row.token_ids.max())}, "
+                    f"but the model knows {self.vocabulary} tokens; set model.path to the model that sampled it"
+                )
+            if row.temperature != self.temperature:
+                way = (
+                    f"set sampler.temperature={row.temperature:g}"
+                    if row.temperature
+                    else "greedy samples teach nothing"
+                )
+                raise ConfigError(
+                    f"--replay: {where}: rollout {row.key.rollout_id!r} was sampled at temperature {row.temperature:g}, but "
+                    f"the learner would take log-probabilities at sampler.temperature={self.temperature:g}; {way}"
+                )
+        self._check_prompts(rollouts, where)
+
+    def _check_prompts(self, rollouts: Sequence[Rollout], where: str) -> None:
+        some = [rollout for rollout in rollouts if rollout.prompt and rollout.rows][:LOOKED_AT]
+        read = [self._prompts(rollout) for rollout in some]
+        if some and not any(rollout.prompt in prompts for rollout, prompts in zip(some, read, strict=True)):
+            raise ConfigError(
+                f"--replay: {where} was sampled with another tokenizer: the prompt {some[0].prompt[:60]!r}… reads "
+                f"{read[0][0][:60]!r}… with that of model.path; set it to the model that sampled"
+            )
+
+    def _prompts(self, rollout: Rollout) -> list[str]:
+        """Return what stands in each row before the first sampled token."""
+        starts = [int((row.provenance != Provenance.OBSERVED).argmax()) for row in rollout.rows]
+        return [self.renderer.decode(row.token_ids[:at].tolist()) for row, at in zip(rollout.rows, starts, strict=True)]
+
+
+def sample_check(model: Path, temperature: float) -> SampleCheck:
+    """Return the check for a model folder and ``sampler.temperature``."""
+    described = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    vocabulary = described.get("vocab_size") or described["text_config"]["vocab_size"]
+    return SampleCheck(vocabulary, make_renderer(load_tokenizer(model)), temperature)
+
+
+def check_replay(config: Config, path: Path) -> list[str]:
+    """Check the first step of what is to be replayed, and return in a few lines what would run.
+
+    Raises:
+        UserError: with the value and the key to change.
+
+    """
+    folder = config.run.dir
+    if folder is not None and path.resolve().is_relative_to(folder.expanduser().resolve()):
+        raise ConfigError(f"run.dir={folder} is the run that --replay reads; set another run.dir")
+    if config.model.warm_start is not None:
+        raise ConfigError(
+            f"model.warm_start={config.model.warm_start} with --replay: a new warm start is not the policy that sampled; "
+            "set model.warm_start=null model.warm_start_options={} and model.path=RUN/warm_start/model, of the recorded run"
+        )
+    samples = Samples(path, config.rollout.batch_size)
+    model = resolve_model(config.model.path)
+    rollouts = samples[0]
+    sample_check(model, config.sampler.temperature)(rollouts, samples.name(0))
+    groups = group_rollouts(rollouts)
+    if len(samples) == 1 and not config.algo.trains_everything and not any(rollout_advantages(config, groups).values()):
+        raise ConfigError(
+            f"--replay {path}: there is nothing to learn: the rewards of every task's rollouts are all equal "
+            f"({len(groups.prompt_ids_G)} tasks, {len(groups.rollouts_N)} rollouts); sample several a task with "
+            "rollout.n_samples_per_prompt"
+        )
+    return [
+        f"replay       {path}: {len(samples)} steps recorded, the first of {len(groups.prompt_ids_G)} tasks "
+        f"and {len(rollouts)} rollouts",
+        f"model        {config.model.path} ({model})",
+        "engine       none: nothing is sampled, no weights are sent, nothing is evaluated",
+        f"learner      {config.learner.backend}, {config.learner.workers} worker(s), {config.algo.name}",
+        f"length       {min(config.train.steps, len(samples))} steps of {config.train.steps_per_rollout} optimizer "
+        "step(s)",
+    ]

@@ -1,0 +1,131 @@
+"""The first part of a run with ``model.warm_start``: the model is fine-tuned on demonstrations, in a process of its own.
+
+The process ends before anything else of the run starts, and gives all its memory on the GPU back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from agentrl.config.load import Tree, dump, merge, read_yaml, validate
+from agentrl.config.schema import Config
+from agentrl.config.shipped import find_config
+from agentrl.core.child_process import ChildProcess
+from agentrl.core.errors import ConfigError, LearnerError, UserError
+from agentrl.runtime.interrupt import Interrupt
+
+FOLDER = "warm_start"
+"""In the run's folder: configuration, metrics and ``model`` of the warm start."""
+_LOOK_S = 0.2
+
+
+def warm_start_config(config: Config, folder: Path) -> Config | None:
+    """Return the configuration of the warm start of a run in ``folder``, or None where the run has none.
+
+    Raises:
+        ConfigError: ``model.warm_start`` names no configuration, or one without demonstrations; messages name the key.
+
+    """
+    name = config.model.warm_start
+    if name is None:
+        if config.model.warm_start_options:
+            raise ConfigError("model.warm_start_options is set without model.warm_start, which names what it changes")
+        return None
+    place = folder / FOLDER
+    of_the_run: Tree = {
+        "model": {"path": config.model.path, "warm_start": None, "warm_start_options": {}},
+        "render": config.render.model_dump(mode="json"),
+        "run": {"dir": str(place)},
+        "sft": {"out": str(place / "model")},
+    }
+    try:
+        tree = merge(read_yaml(find_config(name)), config.model.warm_start_options)
+        found = validate(merge(tree, of_the_run))
+    except ConfigError as error:
+        raise ConfigError(f"model.warm_start={name}: {error}") from None
+    if found.tasks.name is None:
+        raise ConfigError(f"model.warm_start={name}: it names no taskset (tasks.name) to take demonstrations from")
+    return found
+
+
+def describe(warm: Config) -> str:
+    """Return in a line how long a warm start is."""
+    minutes = f", {warm.sft.minutes:g} minutes at most" if warm.sft.minutes else ""
+    return f"{warm.sft.steps} steps of {warm.sft.batch_size} demonstrations{minutes}"
+
+
+async def warmed_model(config: Config, folder: Path, interrupt: Interrupt, console: Console) -> Path | None:
+    """Return the folder of the warm-started policy of a run, or None where the run has no warm start.
+
+    One that is finished and was made by the same configuration is taken as it is; anything else begins anew.
+
+    Raises:
+        RunStopped: Ctrl-C came first.
+        LearnerError: the fine-tuning failed; the message has the end of its log.
+        UserError: it found the configuration at fault.
+
+    """
+    warm = warm_start_config(config, folder)
+    if warm is None:
+        return None
+    place, written = (folder / FOLDER).resolve(), dump(warm)
+    model, file, finished = place / "model", place / "config.yaml", place / "finished"
+    if finished.is_file() and file.is_file() and file.read_text(encoding="utf-8") == written:
+        console.print(f"warm start {model}, made before", highlight=False, soft_wrap=True)
+        return model
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    file.write_text(written, encoding="utf-8")
+    console.print(f"warm start {config.model.warm_start}: {describe(warm)}", highlight=False, soft_wrap=True)
+    with _start(file, folder / "logs" / f"{FOLDER}.log") as child:
+        await interrupt.guard(_Following(child, console).to_the_end())
+    finished.touch()
+    return model
+
+
+def _start(file: Path, log: Path) -> ChildProcess:
+    log.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "agentrl.cli.main", "sft", "--config", str(file)]
+    # Its lines are to be whole though its output is no terminal, and without the progress bars of other libraries.
+    env = {"COLUMNS": "200", "TQDM_DISABLE": "1"}
+    return ChildProcess.start(command, log=log, name="the warm start", env=env, error=LearnerError)
+
+
+@dataclass(slots=True)
+class _Following:
+    """Shows what the fine-tuning prints, line by line."""
+
+    child: ChildProcess
+    console: Console
+    _shown: int = 0
+    """Bytes of the log."""
+
+    async def to_the_end(self) -> None:
+        """Return once it has ended well.
+
+        Raises:
+            LearnerError, UserError: it has not.
+
+        """
+        while (code := self.child.exit_code()) is None:
+            self._show()
+            await asyncio.sleep(_LOOK_S)
+        self._show()
+        if code == 2:
+            raise UserError(f"model.warm_start: {self.child.log_tail(3)}")
+        if code != 0:
+            self.child.check()
+
+    def _show(self) -> None:
+        with self.child.log.open("rb") as log:
+            log.seek(self._shown)
+            lines, newline, _ = log.read().rpartition(b"\n")
+        self._shown += len(lines) + len(newline)
+        for line in lines.decode(errors="replace").splitlines():
+            self.console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)

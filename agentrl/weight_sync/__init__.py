@@ -1,0 +1,1 @@
+"""Weight sync: transports from the learner into the engines."""

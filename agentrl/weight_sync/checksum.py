@@ -1,0 +1,101 @@
+"""Whether the engines hold the weights that were sent: checksums by name, of both sides."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import product
+from typing import Protocol
+
+import torch
+
+from agentrl.models.sglang_gpu_checksum import WordHash
+from agentrl.models.weight_checksum import raw_bytes, short
+
+_FUSED = {
+    ".q_proj.": (".qkv_proj.", 0),
+    ".k_proj.": (".qkv_proj.", 1),
+    ".v_proj.": (".qkv_proj.", 2),
+    ".gate_proj.": (".gate_up_proj.", 0),
+    ".up_proj.": (".gate_up_proj.", 1),
+}
+"""Weights that SGLang keeps as one, by part: the name of the whole, and which part of it this is."""
+_PADDED = ("embed_tokens.weight", "lm_head.weight")
+_ROWS = 64
+"""SGLang fills the rows of vocabularies up with zeros to a multiple of this."""
+_HELD_IN = (torch.float32, torch.bfloat16, torch.float16)
+"""Precisions, beside that in which they are sent, in which an engine may hold them."""
+
+
+class Hash(Protocol):
+    """What takes bytes piece by piece."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Take more bytes."""
+        ...
+
+    def hexdigest(self) -> str:
+        """Return hexadecimal digits."""
+        ...
+
+
+KINDS: Mapping[str, Callable[[memoryview], Hash]] = {"sha256": hashlib.sha256, "words": WordHash}
+"""By what `EngineControl.checksum_kind` says."""
+
+
+class Checksums:
+    """Checksums of weights as they pass on their way to the engines.
+
+    An engine may hold a weight in another precision, filled up with rows of zeros or as a part of a larger one, so there
+    are several checksums that each name may have. By SHA-256, hashing takes about as long as reading the weights thrice.
+    """
+
+    def __init__(self, kinds: Collection[str]) -> None:
+        """Make those of `KINDS` that engines give."""
+        self._kinds = [KINDS[kind] for kind in kinds]
+        self._digests: dict[str, set[str]] = {}
+        self._wholes: dict[str, tuple[int, list[Hash]]] = {}
+        """Of weights that an engine may keep as one: parts so far, and their bytes by precision."""
+
+    def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Take the checksums of a bucket."""
+        for name, tensor in named:
+            self._add(name, tensor)
+
+    def difference(self, found: Mapping[str, str]) -> str | None:
+        """Return how an engine's checksums, by its own names, differ from what was sent, or None."""
+        known = self._digests | {name: {short(one) for one in parts} for name, (_, parts) in self._wholes.items()}
+        wrong = [name for name in found if name in known and found[name] not in known[name]]
+        strange = [name for name in found if name not in known]
+        missing = [name for name in self._digests if name not in found and _whole(name)[0] not in found]
+        for what, names in (("differ", wrong), ("were never sent", strange), ("are not there", missing)):
+            if names:
+                return f"{len(names)} of {len(found)} weights {what}: {', '.join(sorted(names)[:3])}"
+        return None
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        whole, part = _whole(name)
+        count, joined = self._wholes.get(whole, (0, []))
+        digests = self._digests[name] = set()
+        held = [raw_bytes(tensor.to(dtype)) for dtype in dict.fromkeys((tensor.dtype, *_HELD_IN))]
+        for index, (data, make) in enumerate(product(held, self._kinds)):
+            hasher = make(data)
+            digests.add(short(hasher))
+            if name.endswith(_PADDED):
+                hasher.update(memoryview(bytes(-len(tensor) % _ROWS * (len(data) // len(tensor)))))
+                digests.add(short(hasher))
+            if whole and part == 0:
+                joined = [*joined[:index], make(data)]
+            elif whole:
+                joined[index].update(data)
+        if whole:
+            assert part in (0, count), f"{name} comes before an earlier part of {whole}"
+            self._wholes[whole] = (part + 1, joined)
+
+
+def _whole(name: str) -> tuple[str, int]:
+    """Return what SGLang calls the weight that this one is a part of, or an empty name, and which part."""
+    for own, (whole, part) in _FUSED.items():
+        if own in name:
+            return name.replace(own, whole), part
+    return "", 0

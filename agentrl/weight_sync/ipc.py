@@ -1,0 +1,36 @@
+"""Weights that engines read where the learner holds them, on the GPU that both share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from agentrl.core.errors import EngineError
+from agentrl.inference.base import EngineControl
+from agentrl.learner.base import HeldBucket, LearnerGroup
+from agentrl.weight_sync.bucketwise import BucketwiseSync
+from agentrl.weight_sync.engines import on_all
+
+
+class IpcSync(BucketwiseSync):
+    """Sends CUDA handles: an engine of ``g`` ranks with number ``e`` shares the GPUs of the learner's ranks from ``e * g``.
+
+    Nothing but the copy into the engine's own weights is moved.
+    """
+
+    async def _send(
+        self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: HeldBucket, version: int, number: int
+    ) -> None:
+        handles = await asyncio.to_thread(bucket.share)
+
+        async def send(engine: EngineControl) -> None:
+            ranks = await engine.ranks()
+            first = engine.number * ranks
+            if first + ranks > len(handles):
+                raise EngineError(
+                    f"it has {ranks} GPUs from the learner's rank {first} on, which has {len(handles)}: weights.transport="
+                    "ipc wants placement.mode=colocate with at least as many learner.workers as the engines have GPUs"
+                )
+            await engine.update_from_handles(handles[first : first + ranks], version, last=bucket.last)
+
+        await on_all(engines, f"weights of version {version}, bucket {number}", send)

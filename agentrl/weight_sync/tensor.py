@@ -1,0 +1,25 @@
+"""Weights sent in the request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from agentrl.inference.base import EngineControl
+from agentrl.learner.base import HeldBucket, LearnerGroup
+from agentrl.weight_sync.bucketwise import BucketwiseSync
+from agentrl.weight_sync.engines import on_all
+
+
+class TensorSync(BucketwiseSync):
+    """Sends weights by value, which works between any two processes."""
+
+    async def _send(
+        self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: HeldBucket, version: int, number: int
+    ) -> None:
+        named = await asyncio.to_thread(bucket.tensors)
+
+        async def send(engine: EngineControl) -> None:
+            await engine.update_from_tensors(named, version, last=bucket.last)
+
+        await on_all(engines, f"weights of version {version}, bucket {number}", send)

@@ -1,0 +1,334 @@
+"""The client against a scripted SGLang: what differs between its versions, and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from agentrl.core.errors import EngineError, SamplerError
+from agentrl.core.types import FinishReason, Prompt, SamplingParams
+from agentrl.inference.client.sglang_client import SGLangClient
+
+T = TypeVar("T")
+
+
+@dataclass
+class FakeSGLang:
+    """Answers each generation with ids 7 and 8 when ``release`` is set, and remembers what it was asked."""
+
+    brackets: bool = True
+    exact: bool = False
+    version: str = "default"
+    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    finishes: list[str] = field(default_factory=list)
+    held: threading.Event = field(default_factory=threading.Event)
+    open_window: bool = False
+    busy: int = 0
+    """How often it refuses to drop its cache."""
+    url: str = ""
+
+    async def answer(self, http: Request) -> Response:
+        path = http.url.path
+        body = json.loads(await http.body() or b"{}")
+        self.calls.append((path, body))
+        if path == "/generate":
+            return await self.generate(body)
+        if path.endswith("_weight_update"):
+            if not self.brackets:
+                return JSONResponse({"detail": "Not Found"}, 404)
+            self.open_window = path.startswith("/begin")
+        if path == "/update_weights_from_tensor":
+            if self.brackets and not self.open_window:
+                return JSONResponse({"success": False, "message": "begin first"}, 400)
+            self.version = body.get("weight_version", self.version)
+        if path == "/flush_cache" and self.busy:
+            self.busy -= 1
+            return JSONResponse({"success": False, "message": "requests are running"}, 400)
+        if path == "/model_info":
+            return JSONResponse({"weight_version": self.version})
+        if path == "/abort_request":
+            self.finishes.append("abort")
+            self.held.set()
+        return JSONResponse({"success": True})
+
+    async def generate(self, body: dict[str, Any]) -> Response:
+        await until(self.held.is_set)
+        finish = self.finishes.pop(0) if self.finishes else "length"
+        if finish == "error":
+            return JSONResponse({"error": {"message": "the input is too long"}}, 400)
+        meta: dict[str, Any] = {
+            "finish_reason": {"type": finish},
+            "output_token_logprobs": [[-0.5, 7, "a"], [-1.0, 8, "b"]],
+            "cached_tokens": 1,
+            "weight_version": self.version,
+        }
+        if self.exact:
+            meta["weight_versions"] = [{"version": "0", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 2}]
+        return JSONResponse({"text": "ab", "output_ids": [7, 8], "meta_info": meta})
+
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.calls]
+
+    def drive(self, play: Callable[[SGLangClient], Awaitable[T]]) -> T:
+        async def session() -> T:
+            client = SGLangClient(self.url, timeout_s=20)
+            try:
+                return await play(client)
+            finally:
+                await client.aclose()
+
+        return asyncio.run(session())
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeSGLang]:
+    state = FakeSGLang()
+    state.held.set()
+    app = Starlette(routes=[Route("/{path:path}", state.answer, methods=["GET", "POST"])])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        state.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        while not server.started:
+            assert thread.is_alive()
+        yield state
+        state.held.set()
+        server.should_exit = True
+        thread.join()
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():  # noqa: ASYNC110 - set in another thread's loop
+        await asyncio.sleep(0.005)
+
+
+async def sample(client: SGLangClient, count: int = 4, name: str = "r") -> Any:
+    params = SamplingParams(max_new_tokens=count, stop=("</a>",), stop_token_ids=(3,), seed=9)
+    return await client.generate(Prompt((1, 2)), params, session_id="s", request_id=name)
+
+
+def test_what_is_asked_of_sglang(fake: FakeSGLang) -> None:
+    generation = fake.drive(sample)
+    assert (generation.token_ids, generation.logprobs, generation.versions) == ((7, 8), (-0.5, -1.0), ((0, 0),))
+    assert (generation.cached_tokens, generation.request_id) == (1, "r")
+    assert fake.calls == [
+        (
+            "/generate",
+            {
+                "input_ids": [1, 2],
+                "return_logprob": True,
+                "rid": "r:0",
+                "sampling_params": {
+                    "max_new_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "no_stop_trim": True,
+                    "skip_special_tokens": False, "stop": ["</a>"], "stop_token_ids": [3], "sampling_seed": 9,
+                },
+            },
+        )
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("brackets", [True, False])
+def test_tensor_updates_of_new_and_old_versions(fake: FakeSGLang, brackets: bool) -> None:
+    fake.brackets = brackets
+
+    async def play(client: SGLangClient) -> int:
+        for version in (3, 4):
+            await client.update_from_tensors([("a", torch.ones(2))], version, last=False)
+            await client.update_from_tensors([("b", torch.ones(2))], version, last=True)
+        return await client.version()
+
+    assert fake.drive(play) == 4
+    update = ["/update_weights_from_tensor"] * 2
+    new = ["/flush_cache", "/begin_weight_update", *update, "/end_weight_update"]
+    old = [*new[:4], "/flush_cache", *update]
+    assert fake.paths()[:-1] == (new * 2 if brackets else old)
+    versions = [body.get("weight_version") for path, body in fake.calls if path == update[0]]
+    assert versions == [None, "3", None, "4"], "the version changes with the last bucket"
+
+
+@pytest.mark.parametrize("transport", ["tensors", "disk"])
+def test_weights_wait_for_requests_whose_callers_have_gone(fake: FakeSGLang, transport: str) -> None:
+    """SGLang runs those for a while, and refuses to drop its cache meanwhile; a paused one is not asked."""
+    fake.busy = 2
+
+    async def play(client: SGLangClient) -> None:
+        for _ in range(2):
+            if transport == "disk":
+                await client.update_from_disk(Path("/somewhere"), 3)
+            else:
+                await client.update_from_tensors([("a", torch.ones(2))], 3, last=True)
+            await client.pause("retract")
+
+    fake.drive(play)
+    update = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
+    update = ["/update_weights_from_disk"] if transport == "disk" else update
+    assert fake.paths() == [*["/flush_cache"] * 3, *update, "/pause_generation", *update, "/pause_generation"]
+
+
+def test_the_cache_is_dropped_once_nothing_runs_and_never_of_a_paused_engine(fake: FakeSGLang) -> None:
+    """SGLang may not have taken note yet that what it has answered has ended."""
+    fake.busy = 2
+
+    async def play(client: SGLangClient) -> None:
+        await client.flush()
+        await client.pause("retract")
+        with pytest.raises(EngineError, match="is paused"):
+            await client.flush()
+
+    fake.drive(play)
+    assert fake.paths() == [*["/flush_cache"] * 3, "/pause_generation"]
+
+
+def test_a_pause_with_abort_goes_on_with_a_second_request(fake: FakeSGLang) -> None:
+    fake.held.clear()
+    fake.finishes = ["abort", "length"]
+
+    async def play(client: SGLangClient) -> Any:
+        task = asyncio.create_task(sample(client))
+        await until(lambda: bool(fake.calls))
+        await client.pause("abort")
+        fake.held.set()
+        await client.update_from_tensors([("a", torch.ones(2))], 5, last=True)
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        await client.resume()
+        return await task
+
+    generation = fake.drive(play)
+    assert generation.token_ids == (7, 8, 7, 8)
+    assert generation.finish_reason is FinishReason.LENGTH
+    first, second = (body for path, body in fake.calls if path == "/generate")
+    assert (second["input_ids"], second["rid"]) == ([1, 2, 7, 8], "r:1")
+    assert second["sampling_params"]["max_new_tokens"] == 2
+    assert second["return_text_in_logprobs"]
+    assert "return_text_in_logprobs" not in first
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_turn_of_two_versions_is_exact_or_an_error(fake: FakeSGLang, exact: bool) -> None:
+    fake.held.clear()
+    fake.exact = exact
+
+    async def play(client: SGLangClient) -> Any:
+        task = asyncio.create_task(sample(client))
+        await until(lambda: bool(fake.calls))
+        await client.pause("retract")
+        await client.update_from_tensors([("a", torch.ones(2))], 5, last=True)
+        await client.resume()
+        fake.held.set()
+        return await task
+
+    if exact:
+        assert fake.drive(play).versions == ((0, 0), (1, 5))
+    else:
+        with pytest.raises(SamplerError, match="mode='abort'"):
+            fake.drive(play)
+
+
+def test_an_abort_by_somebody_else_ends_the_turn(fake: FakeSGLang) -> None:
+    fake.finishes = ["abort"]
+    assert fake.drive(sample).finish_reason is FinishReason.ABORT
+
+
+def test_an_abort_while_the_engine_is_paused_comes_back_at_once(fake: FakeSGLang) -> None:
+    async def play(client: SGLangClient) -> Any:
+        await client.pause("abort")
+        task = asyncio.create_task(sample(client))
+        await asyncio.sleep(0.02)
+        await client.abort("r")
+        return await task
+
+    generation = fake.drive(play)
+    assert (generation.token_ids, generation.finish_reason) == ((), FinishReason.ABORT)
+    assert "/generate" not in fake.paths()
+
+
+def test_a_refusal_has_the_engines_words(fake: FakeSGLang) -> None:
+    fake.finishes = ["error"]
+    with pytest.raises(SamplerError, match="400: the input is too long"):
+        fake.drive(sample)
+    fake.brackets = True
+    fake.version = "somebody's"
+    with pytest.raises(EngineError, match="somebody's"):
+        fake.drive(lambda client: client.version())
+
+
+def test_two_turns_of_one_id_are_a_mistake(fake: FakeSGLang) -> None:
+    async def play(client: SGLangClient) -> Any:
+        return await asyncio.gather(sample(client), sample(client), return_exceptions=True)
+
+    results = fake.drive(play)
+    assert isinstance(results[1], SamplerError)
+    assert results[0].token_ids == (7, 8)
+
+
+def test_a_connection_that_breaks_is_tried_again_under_the_same_id() -> None:
+    """The server hangs up on the first two requests and answers the third."""
+    bodies: list[bytes] = []
+    reply = json.dumps(
+        {
+            "output_ids": [7],
+            "meta_info": {
+                "finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 7, None]], "weight_version": "2",
+            },
+        }
+    ).encode()  # fmt: skip
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        bodies.append(await reader.readexactly(length))
+        if len(bodies) > 2:
+            writer.write(
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(reply)
+            )
+            writer.write(reply)
+            await writer.drain()
+        writer.close()
+
+    async def play() -> Any:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        client = SGLangClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        async with server:
+            try:
+                return await sample(client)
+            finally:
+                await client.aclose()
+
+    assert asyncio.run(play()).token_ids == (7,)
+    assert len(bodies) == 3
+    assert len(set(bodies)) == 1
+
+
+def test_an_engine_that_is_not_there() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+
+        async def play() -> None:
+            client = SGLangClient(f"http://127.0.0.1:{taken.getsockname()[1]}")
+            try:
+                assert not await client.healthy()
+                with pytest.raises(SamplerError, match="does not answer: ConnectError"):
+                    await sample(client)
+                with pytest.raises(EngineError, match="does not answer /model_info"):
+                    await client.version()
+            finally:
+                await client.aclose()
+
+        asyncio.run(play())

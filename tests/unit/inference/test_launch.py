@@ -1,0 +1,279 @@
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentrl.core.errors import ConfigError, EngineError, PortInUseError
+from agentrl.inference.launch.interpreter import Interpreter
+from agentrl.inference.launch.launcher import gpus_of
+from agentrl.inference.launch.processes import flags_of, launch_embedded, launch_sglang
+
+
+def test_a_port_in_use_names_the_key(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(PortInUseError, match=rf"sampler\.port={port} .*sampler\.port to a free port"):
+            launch_embedded(tmp_path, log=tmp_path / "log", port=port)
+
+
+def test_an_engine_that_dies_says_why(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"(?s)exit status 1.*ModelError.*nowhere"):
+        launch_embedded(tmp_path / "nowhere", log=tmp_path / "log", timeout_s=60)
+
+
+def test_sglang_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    lacking = Interpreter(Path("python"), sglang=False, gpu=False, kernels=False)
+    with pytest.raises(ConfigError, match=r"pip install 'agentrl\[sglang\]'"):
+        lacking.require_sglang(chosen=False)
+    with pytest.raises(ConfigError, match=r"sampler\.sglang\.python=python: SGLang is not installed there"):
+        lacking.require_sglang(chosen=True)
+    for python in (tmp_path / "nowhere", Path("/bin/false")):
+        with pytest.raises(ConfigError, match=rf"sampler\.sglang\.python={python} is no Python"):
+            launch_sglang(tmp_path, log=tmp_path / "log", python=python)
+
+
+SGLANG = """
+import argparse, http.server, pathlib, sys, time
+parser = argparse.ArgumentParser()
+parser.add_argument("--port", type=int)
+arguments, _ = parser.parse_known_args()
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+pathlib.Path(sys.argv[0]).with_name("port").write_text(str(arguments.port))
+gate = pathlib.Path(sys.argv[0]).with_name("gate")
+while not gate.exists():
+    time.sleep(0.01)
+http.server.HTTPServer(("127.0.0.1", arguments.port), Health).serve_forever()
+"""
+
+
+def install_stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str = SGLANG) -> None:
+    (folder / "sglang").mkdir()
+    (folder / "sglang" / "__init__.py").touch()
+    (folder / "sglang" / "launch_server.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def test_sglangs_port_is_kept_for_it_while_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that binds its port only when the test has tried to take it."""
+    install_stand_in(tmp_path, monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(launch_sglang, tmp_path, log=tmp_path / "log", timeout_s=30)
+        try:
+            port = wait_for_number(tmp_path / "sglang" / "port")
+            with socket.socket() as thief, pytest.raises(OSError, match="in use"):
+                thief.bind(("127.0.0.1", port))
+        finally:
+            (tmp_path / "sglang" / "gate").touch()
+        engine = starting.result()
+    try:
+        assert engine.url == f"http://127.0.0.1:{port}"
+        assert engine.alive()
+    finally:
+        engine.stop()
+
+
+def wait_for_number(path: Path) -> int:
+    deadline = time.monotonic() + 20
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return int(path.read_text())
+
+
+def test_options_become_flags() -> None:
+    options = {"mem_fraction_static": 0.5, "enable_memory_saver": True, "no": False, "none": None, "several": [1, 2]}
+    assert flags_of(options) == ["--mem-fraction-static", "0.5", "--enable-memory-saver", "--several", "1", "2"]
+
+
+@pytest.mark.parametrize("name", ["port", "host", "model_path", "model", "base_gpu_id", "gpu-id-step", "nnodes"])
+def test_options_that_the_run_itself_sets_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"sampler\.sglang\.{name}=x: .*(sampler\.port|sampler\.url|model\.path|CUDA_VISIBLE)"
+    ):
+        launch_sglang(tmp_path, log=tmp_path / "log", options={name: "x"})
+
+
+DYING = """
+import os, signal, sys, time
+print(CODE)
+sys.stdout.flush()
+END
+"""
+GPU = (
+    "[12:00:01] Load weight begin. avail mem=78.42 GB\\n[12:00:09] Load weight end. elapsed=8 s, mem usage=15.0 GB.\\n"
+    "[12:00:10] Memory pool end. avail mem=1.2 GB\\n[12:00:11] Capture cuda graph begin. This can take minutes.\\n"
+)
+OOM = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity of 79.11 GiB of "
+    "which 1.25 GiB is free. Including non-PyTorch memory, this process has 77.85 GiB memory in use. Of the allocated "
+    "memory 76.10 GiB is allocated by PyTorch, and 1.00 GiB is reserved."
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "end", "words"),
+    [
+        (GPU.split("[12:00:09]")[0] + OOM, "sys.exit(1)", r"loading weights \(exit status 1\): the GPU .*2\.32 GiB.*peak was "
+         r"77\.85 GiB.*tp_size"),
+        (GPU.split("[12:00:11]")[0] + OOM, "sys.exit(1)", r"making the KV cache .*79\.11 GiB.*sglang\.mem_fraction_static"),
+        (GPU + OOM, "os.kill(os.getpid(), 9)", r"capturing CUDA graphs \(signal SIGKILL\): .*sglang\.cuda_graph_max_bs"),
+        (GPU.split("[12:00:11]")[0] + "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. "
+         "Current value: mem_fraction_static=0.1", "sys.exit(1)", r"mem_fraction_static was 0\.1.*raise sampler\.sglang\.mem_f"),
+        (GPU.split("[12:00:09]")[0], "time.sleep(1); os.kill(os.getpid(), 9)",
+         r"SIGKILL.*host out of memory.*loading weights; it was seen to use 0\.\d GiB"),
+        ("Rank 0 scheduler died during initialization (exit code: -9).", "sys.exit(1)", "ran out of host memory"),
+        ("Traceback (most recent call last):\\nModuleNotFoundError: No module named 'kernels'\\nTraceback\\nbye",
+         "sys.exit(3)", r"importing its modules \(exit status 3\): ModuleNotFoundError: No module named 'kernels'\. The end"),
+    ],
+)  # fmt: skip
+def test_a_start_that_fails_names_phase_peak_and_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str, end: str, words: str
+) -> None:
+    install_stand_in(tmp_path, monkeypatch, DYING.replace("CODE", f'"{log}"').replace("END", end))
+    (tmp_path / "log").write_text("CUDA out of memory. That was the start before.\n")
+    with pytest.raises(EngineError, match=rf"(?s){words}") as caught:
+        launch_sglang(tmp_path, log=tmp_path / "log", timeout_s=30)
+    assert "start before" not in str(caught.value)
+
+
+STRICT = """
+import argparse
+parser = argparse.ArgumentParser(prog="sglang serve")
+for name in ("--model-path", "--random-seed", "--host", "--port"):
+    parser.add_argument(name)
+parser.add_argument("--attention-backend", choices=["triton", "flashinfer"])
+parser.add_argument("--tensor-parallel-size", "--tp-size", type=int)
+parser.parse_args()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mem_fraction_statik": 0.5}, r"sampler\.sglang\.mem_fraction_statik: SGLang refuses it"),
+        ({"attention-backend": "tritn"}, r"sampler\.sglang\.attention-backend: .*value .*invalid choice: 'tritn'"),
+        ({"tp_size": "many"}, r"sampler\.sglang\.tp_size: .*invalid int value: 'many'"),
+    ],
+)
+def test_an_option_that_sglang_refuses_is_named_by_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str
+) -> None:
+    install_stand_in(tmp_path, monkeypatch, STRICT)
+    with pytest.raises(ConfigError, match=words):
+        launch_sglang(tmp_path, log=tmp_path / "log", options=options, timeout_s=30)
+
+
+def test_a_start_that_takes_too_long_is_ended_and_says_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = f'import os, time\nprint("{GPU}", os.getpid(), flush=True)\ntime.sleep(60)'
+    install_stand_in(tmp_path, monkeypatch, code)
+    monkeypatch.setattr("agentrl.inference.launch.processes._LONG_S", 0.5)
+    with pytest.raises(EngineError, match=r"after 3 s, capturing CUDA graphs; raise sampler\.start_timeout_s"):
+        launch_sglang(tmp_path, log=tmp_path / "log", timeout_s=3)
+    assert "SGLang is not up after 1 s: capturing CUDA graphs" in caplog.text
+    wait_until_gone(int((tmp_path / "log").read_text().split()[-1]))
+
+
+FAMILY = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("FAMILY", os.getpid(), child.pid, flush=True)
+time.sleep(60)
+"""
+PARENT = """
+import pathlib, sys
+from agentrl.inference.launch.processes import launch_sglang
+launch_sglang(pathlib.Path(sys.argv[1]), log=pathlib.Path(sys.argv[1]) / "log", timeout_s=60)
+"""
+
+
+def test_the_whole_group_ends_when_its_parent_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in knows nothing of agentrl, and its child nothing of its parent."""
+    install_stand_in(tmp_path, monkeypatch, FAMILY)
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
+    try:
+        deadline = time.monotonic() + 30
+        while "FAMILY" not in ((tmp_path / "log").read_text() if (tmp_path / "log").exists() else ""):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        pids = [int(word) for word in (tmp_path / "log").read_text().split()[1:3]]
+        assert os.getpgid(pids[1]) == pids[0], "the server keeps the process id that leads the group"
+    finally:
+        parent.kill()
+        parent.wait()
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_cpu_gets_what_it_needs_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\nsys.exit(1)"
+    install_stand_in(tmp_path, monkeypatch, code)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text("cuda = None\n")
+    with pytest.raises(EngineError):
+        launch_sglang(tmp_path, log=tmp_path / "log", options={"device": "cpu", "max-total-tokens": 99}, timeout_s=30)
+    arguments, env = json.loads((tmp_path / "log").read_text())
+    assert [arguments[arguments.index(name) + 1] for name in ("--attention-backend", "--max-total-tokens")] == [
+        "torch_native", "99",
+    ]  # fmt: skip
+    assert arguments.count("--max-total-tokens") == 1
+    assert env["SGLANG_USE_CPU_ENGINE"] == "1"
+    shim, rest = env["PYTHONPATH"].split(os.pathsep)
+    assert (Path(shim) / "sitecustomize.py").exists()
+    assert rest == str(tmp_path)
+    (tmp_path / "torch" / "version.py").write_text("cuda = '13.0'\n")
+    (tmp_path / "log").unlink()
+    with pytest.raises(EngineError):
+        launch_sglang(tmp_path, log=tmp_path / "log", options={"device": "cpu"}, timeout_s=30)
+    arguments, env = json.loads((tmp_path / "log").read_text())
+    assert "--attention-backend" not in arguments
+    assert "CUDA_VISIBLE_DEVICES" not in env
+    assert env["PYTHONPATH"] == str(tmp_path), "a torch for GPUs needs no stand-ins"
+    (tmp_path / "log").unlink()
+    with pytest.raises(EngineError):
+        launch_sglang(tmp_path, log=tmp_path / "log", host="127.0.0.2", gpus=["5", "3"], timeout_s=30)
+    arguments, env = json.loads((tmp_path / "log").read_text())
+    assert arguments[arguments.index("--host") + 1] == "127.0.0.2"
+    assert env["CUDA_VISIBLE_DEVICES"] == "5,3", "in the order of its ranks"
+
+
+@pytest.mark.parametrize(
+    ("engines", "each", "gpus", "found"),
+    [
+        (3, 1, "0123", ["3", "2", "1"]),
+        (2, 2, "01234", ["34", "12"]),
+        (1, 4, "4567", ["4567"]),
+        (3, 1, "0", ["0", "0", "0"]),
+        (3, 2, "abcde", ["de", "bc", "de"]),
+    ],
+)
+def test_engines_get_gpus_of_their_own_from_the_last_on(engines: int, each: int, gpus: str, found: list[str]) -> None:
+    """The learner has the first; where engines outnumber GPUs, they share."""
+    assert ["".join(gpus_of(number, each, gpus)) for number in range(engines)] == found
+
+
+def test_an_engine_that_wants_more_gpus_than_there_are_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"wants 4 GPUs \(sampler\.sglang\.tp_size.* has 2"):
+        gpus_of(0, 4, ["0", "1"])

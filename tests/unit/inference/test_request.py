@@ -1,0 +1,56 @@
+from typing import Any
+
+import pytest
+
+from agentrl.inference.embedded.errors import BadRequestError
+from agentrl.inference.embedded.request import Options, parse_generate
+
+
+def test_sglangs_defaults_and_names() -> None:
+    options = Options.parse({"stop": "x", "stop_token_ids": [3], "top_p": None, "n": 1, "min_p": 0.0})
+    assert (options.stop, options.stop_token_ids, options.top_p, options.max_new_tokens) == (("x",), {3}, 1.0, 128)
+
+
+@pytest.mark.parametrize(
+    ("params", "word"),
+    [
+        ({"temperature": -1}, "temperature=-1"),
+        ({"top_p": 0}, "top_p=0"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"stop": [""]}, "stop"),
+        ({"regex": "a+"}, "regex='a\\+'"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty=0.5"),
+        ({"temprature": 1}, "temprature is unknown"),
+        ({"temperature": "hot"}, "temperature='hot'"),
+        ({"stop_token_ids": 7}, "must be lists"),
+    ],
+)
+def test_what_cannot_be_used_is_named(params: dict[str, Any], word: str) -> None:
+    with pytest.raises(BadRequestError, match=word):
+        Options.parse(params)
+
+
+def test_a_batch_shares_or_lists_its_options() -> None:
+    body = {"input_ids": [[1], [2]], "sampling_params": {"temperature": 0}, "rid": "r", "return_logprob": True}
+    asked, batch = parse_generate(body)
+    assert batch
+    assert [one.rid for one in asked] == ["r_0", "r_1"]
+    assert all(one.logprobs and one.options.greedy for one in asked)
+    with pytest.raises(BadRequestError, match="rid has 1 entries for 2 prompts"):
+        parse_generate({**body, "rid": ["a"]})
+
+
+BODIES = [
+    {},
+    {"text": "hello"},
+    {"input_ids": []},
+    {"input_ids": [1], "stream": True},
+    {"input_ids": [1], "logprob_start_len": 0},
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_bodies_that_cannot_be_served(body: dict[str, Any]) -> None:
+    with pytest.raises(BadRequestError):
+        parse_generate(body)

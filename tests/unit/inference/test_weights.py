@@ -1,0 +1,54 @@
+import base64
+import os
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.inference.client.weight_updates import pickle_tensors
+from agentrl.inference.embedded.errors import BadRequestError
+from agentrl.inference.embedded.weights import read_named_tensors
+
+
+def encoded(value: Any) -> list[str]:
+    return [base64.b64encode(pickle.dumps(value)).decode()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_client_sends_comes_back(dtype: torch.dtype) -> None:
+    base = torch.arange(24.0, dtype=dtype).reshape(4, 6)
+    sent = [("a", base), ("view", base.t()[1:3]), ("parameter", torch.nn.Parameter(base.float()))]
+    got = dict(read_named_tensors([pickle_tensors(sent)]))
+    for name, tensor in sent:
+        torch.testing.assert_close(got[name], tensor.detach(), rtol=0, atol=0)
+
+
+def test_a_view_does_not_carry_its_whole_storage() -> None:
+    assert len(pickle_tensors([("v", torch.zeros(1_000_000)[:10])])) < 10_000
+
+
+class Shell:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize("evil", [Shell(), [("w", Shell())], os.system, torch.load])
+def test_pickles_that_would_run_code_are_refused(evil: Any) -> None:
+    with pytest.raises(BadRequestError, match="tensors only"):
+        read_named_tensors(encoded(evil))
+
+
+def test_code_inside_a_tensors_storage_is_refused() -> None:
+    class Storage:
+        def __reduce__(self) -> Any:
+            return torch.storage._load_from_bytes, (pickle.dumps(Shell()),)
+
+    with pytest.raises(BadRequestError, match="cannot be read"):
+        read_named_tensors(encoded([("w", Storage())]))
+
+
+@pytest.mark.parametrize("broken", [[], ["%%%"], encoded({"a": 1}), encoded([("a", 1)])])
+def test_anything_but_named_tensors_is_refused(broken: list[str]) -> None:
+    with pytest.raises(BadRequestError):
+        read_named_tensors(broken)

@@ -1,0 +1,84 @@
+"""Handles of weights on a GPU, without one: what is in the pickle, and that torch's rebuilding gets what it wants."""
+
+import base64
+import inspect
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing import reductions
+from torch.storage import TypedStorage
+
+from agentrl.core.errors import LearnerError
+from agentrl.learner.export.bucket import plan_buckets, spec_of, views
+from agentrl.learner.export.cuda_ipc import SharedMemory, pack_handles
+
+WEIGHTS = {
+    "a": torch.arange(5, dtype=torch.float32),
+    "b": torch.arange(12).reshape(3, 4).bfloat16(),
+    "c": torch.tensor(7.0),
+}
+SHARED = ("0a1b", b"memory", 160, 512, b"counter", 3, b"event", True)
+
+
+class OpenedHere(pickle.Unpickler):
+    """Opens the memory that it is given in place of a GPU's, and notes what the pickle names."""
+
+    def __init__(self, data: str, flat: torch.Tensor) -> None:
+        super().__init__(io.BytesIO(base64.b64decode(data)))
+        self.flat = flat
+        self.named: set[tuple[str, str]] = set()
+        self.calls: list[dict[str, Any]] = []
+
+    def find_class(self, module: str, name: str) -> Any:
+        self.named.add((module, name))
+        return self.rebuild if name == "rebuild_cuda_tensor" else super().find_class(module, name)
+
+    def rebuild(self, *args: Any) -> torch.Tensor:
+        given = inspect.signature(reductions.rebuild_cuda_tensor).bind(*args).arguments
+        self.calls.append(given)
+        assert given["storage_cls"] is TypedStorage
+        storage = TypedStorage(wrap_storage=self.flat.untyped_storage(), dtype=given["dtype"], _internal=True)
+        where = (given["tensor_offset"], given["tensor_size"], given["tensor_stride"])
+        return torch._utils._rebuild_tensor(storage, *where)
+
+
+def test_another_process_rebuilds_every_weight_from_one_memory() -> None:
+    [plan] = plan_buckets([spec_of(*item) for item in WEIGHTS.items()], 1 << 20)
+    memory = SharedMemory(plan.size, torch.device("cpu"))
+    named = views(plan.specs, memory.flat)
+    for name, view in named:
+        view.copy_(WEIGHTS[name])
+    opened = OpenedHere(pack_handles(named, SHARED), memory.flat)
+    found = opened.load()
+    assert [name for name, _ in found] == list(WEIGHTS)
+    assert all(torch.equal(tensor, WEIGHTS[name]) and tensor.dtype == WEIGHTS[name].dtype for name, tensor in found)
+    for given in opened.calls:
+        assert (given["storage_device"], given["storage_handle"], given["storage_size_bytes"]) == (
+            "0a1b",
+            b"memory",
+            160,
+        )
+        assert (given["storage_offset_bytes"], given["requires_grad"]) == (512, False)
+        assert (given["ref_counter_handle"], given["ref_counter_offset"]) == (b"counter", 3)
+        assert (given["event_handle"], given["event_sync_required"]) == (b"event", True)
+
+
+def test_the_pickle_names_only_what_sglang_lets_in() -> None:
+    """The newest SGLang has a list of exactly what a pickle may name; these are on it."""
+    opened = OpenedHere(pack_handles(list(WEIGHTS.items()), SHARED), torch.zeros(200, dtype=torch.uint8))
+    opened.load()
+    assert opened.named == {
+        ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
+        ("torch", "Tensor"),
+        ("torch.storage", "TypedStorage"),
+        ("torch", "float32"),
+        ("torch", "bfloat16"),
+    }
+
+
+def test_weights_on_a_cpu_cannot_be_shared() -> None:
+    with pytest.raises(LearnerError, match="not on a GPU"):
+        SharedMemory(16, torch.device("cpu")).handles([])

@@ -1,0 +1,103 @@
+"""Which folder is a run's reference policy, and whether it fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from agentrl.config.load import dump, load_config
+from agentrl.core.errors import ConfigError, ModelError
+from agentrl.models.reference_policy import check_reference, pin_reference, resolve_reference
+
+WITH_KL = "algo.kl_coef=0.001"
+
+
+def folder(path: Path, words: list[str], size: int) -> Path:
+    """A model's configuration of ``size`` ids with a tokenizer of ``words``; without weights, which nobody asks for."""
+    vocabulary = {word: number for number, word in enumerate(words)}
+    if words:
+        inner = Tokenizer(models.WordLevel(vocabulary, unk_token=words[0]))
+        PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=words[0]).save_pretrained(path)
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": size}))
+    return path
+
+
+def test_without_a_kl_term_there_is_no_reference():
+    assert resolve_reference(load_config(None, ["algo.reference=/no/such/folder"])) is None
+
+
+def test_the_default_is_the_model(tmp_path):
+    here = folder(tmp_path / "model", ["a"], 8)
+    assert resolve_reference(load_config(None, [WITH_KL, f"model.path={here}"])) == here
+    other = folder(tmp_path / "other", ["a"], 8)
+    config = load_config(None, [WITH_KL, f"model.path={here}", f"algo.reference={other}"])
+    assert resolve_reference(config) == other
+
+
+def test_an_unknown_reference_names_its_key():
+    with pytest.raises(ModelError, match=r"algo\.reference=/no/such/folder: there is no such folder"):
+        resolve_reference(load_config(None, [WITH_KL, "algo.reference=/no/such/folder"]))
+
+
+def test_a_resumed_run_keeps_the_reference_it_started_with(tmp_path):
+    first, second = (folder(tmp_path / name, ["a"], 8) for name in ("first", "second"))
+    run = tmp_path / "run"
+    run.mkdir()
+    started = pin_reference(load_config(None, [WITH_KL, f"model.path={first}"]), None)
+    assert started.algo.reference == str(first)
+    (run / "config.yaml").write_text(dump(started))
+
+    moved = load_config(None, [WITH_KL, f"model.path={second}"])
+    resumed = pin_reference(moved, run)
+    assert resumed.algo.reference == str(first)
+    assert resolve_reference(resumed) == first
+    # It holds however often the run is resumed, and a run that starts anew takes the new model.
+    (run / "config.yaml").write_text(dump(resumed))
+    assert pin_reference(moved, run).algo.reference == str(first)
+    assert pin_reference(moved, None).algo.reference == str(second)
+
+
+def test_a_kl_term_added_on_resuming_is_to_the_model_at_the_start(tmp_path):
+    first, second = (folder(tmp_path / name, ["a"], 8) for name in ("first", "second"))
+    (tmp_path / "config.yaml").write_text(dump(load_config(None, [f"model.path={first}"])))
+    resumed = pin_reference(load_config(None, [WITH_KL, f"model.path={second}"]), tmp_path)
+    assert resumed.algo.reference == str(first)
+
+
+def test_what_is_set_or_not_needed_is_left_alone(tmp_path):
+    for overrides in (["model.path=/no/such/folder"], [WITH_KL, "algo.reference=x"]):
+        config = load_config(None, overrides)
+        assert pin_reference(config, tmp_path) == config
+
+
+def test_a_vocabulary_may_be_larger_than_the_tokenizer_and_not_smaller(tmp_path):
+    policy = folder(tmp_path / "policy", ["a", "b", "c"], 8)
+    check_reference(policy, folder(tmp_path / "padded", ["a", "b", "c"], 3))
+    check_reference(policy, folder(tmp_path / "wide", ["a", "b", "c"], 64))
+    check_reference(policy, folder(tmp_path / "silent", [], 3))
+    with pytest.raises(
+        ConfigError, match=r"algo\.reference=\S+small: its vocabulary has 2 tokens, the tokenizer of \S+ has 3;"
+    ):
+        check_reference(policy, folder(tmp_path / "small", ["a", "b"], 2))
+
+
+def test_another_tokenizer_is_refused_although_the_sizes_agree(tmp_path):
+    policy = folder(tmp_path / "policy", ["a", "b", "c"], 8)
+    with pytest.raises(ConfigError, match=r"\(3 tokens\) is not the policy's \(3 tokens.*from id 1 on"):
+        check_reference(policy, folder(tmp_path / "odd", ["a", "x", "c"], 8))
+    with pytest.raises(ConfigError, match=r"\(4 tokens\) is not the policy's \(3 tokens.*from id 3 on, at 'd'"):
+        check_reference(policy, folder(tmp_path / "more", ["a", "b", "c", "d"], 8))
+
+
+def test_a_configuration_without_a_vocabulary_is_an_error(tmp_path):
+    policy, odd = folder(tmp_path / "policy", ["a"], 8), folder(tmp_path / "odd", ["a"], 8)
+    (odd / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"odd/config\.json gives no vocab_size to compare with algo\.reference"):
+        check_reference(policy, odd)
+    (odd / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 8}}))
+    check_reference(policy, odd)

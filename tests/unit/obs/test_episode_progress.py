@@ -1,0 +1,29 @@
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from agentrl.obs import episode_progress as counting
+from agentrl.obs.episode_progress import EpisodeCount
+
+
+def test_lines_where_the_output_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(float(second) for second in range(0, 1000, 4))
+    monkeypatch.setattr(counting.time, "monotonic", lambda: next(clock))
+    text = StringIO()
+    with EpisodeCount(Console(file=text, width=100), 6) as count:
+        count.begin()
+        for _ in range(6):
+            count.add()
+    assert text.getvalue().splitlines() == ["evaluating: 6 episodes", "evaluating: 3/6 episodes, about 0m12s left"]
+    assert count.done == 6
+
+
+def test_a_bar_in_a_terminal() -> None:
+    text = StringIO()
+    with EpisodeCount(Console(file=text, width=120, force_terminal=True), 3) as count:
+        count.begin()
+        count.add()
+        count.add()
+    assert "evaluating" in text.getvalue()
+    assert "2/3" in text.getvalue()

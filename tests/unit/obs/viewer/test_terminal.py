@@ -1,0 +1,87 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from agentrl.core.types import FinishReason, StopReason, Turn
+from agentrl.obs.rollouts import RolloutRecorder
+from agentrl.obs.viewer.run_files import Entry, Filters, open_run
+from agentrl.obs.viewer.terminal import joined_texts, newest, printable, rollout_view, steps_table, tokens_table
+
+
+def words(ids):
+    return [f" w{token}" for token in ids]
+
+
+def drawn(what, color=False):
+    out = io.StringIO()
+    console = Console(file=out, width=160, force_terminal=color, color_system="standard" if color else None)
+    console.print(what)
+    return out.getvalue()
+
+
+def test_tokens_are_coloured_by_who_made_them(make_rollout, pieces):
+    text = drawn(rollout_view(Entry(3, make_rollout(pieces), 0.25), words), color=True)
+    assert "\x1b[2m w5 w9\x1b[0m" in text
+    assert "\x1b[1;32m w7 w5 w7\x1b[0m" in text
+    assert "\x1b[36m w70000\x1b[0m" in text
+    assert "\x1b[33m w1\x1b[0m" in text
+    assert "advantage +0.250" in text
+
+
+def test_token_table(make_rollout, pieces):
+    lines = drawn(tokens_table(Entry(3, make_rollout(pieces), 0.25), words)).splitlines()
+    cells = [line.split() for line in lines[2:]]
+    assert cells[0] == ["0", "5", "w5", "observed", "0", "observed", "–", "–", "–", "–"]
+    assert cells[2] == ["2", "7", "w7", "sampled", "1", "-0.3750", "3", "q0", "+0.250"]
+    assert cells[6] == ["6", "1", "w1", "sampled", "0", "stale", "-0.8750", "3", "q1", "–"]
+
+
+def test_without_a_tokenizer_the_turns_are_shown(make_rollout, pieces):
+    rollout = make_rollout(pieces, turns=[Turn("I say", "I hear", FinishReason.STOP)])
+    text = drawn(rollout_view(Entry(1, rollout), "no tokenizer"))
+    assert "What?I sayI hear" in text
+
+
+def test_hostile_text_does_nothing_to_the_terminal(make_rollout, pieces):
+    evil = "\x1b]0;owned\x07\x1b[2J\x9b31m\r"
+    rollout = make_rollout(pieces, evil, evil, label=evil, turns=[Turn(evil, "", FinishReason.STOP)])
+    entry = Entry(1, rollout)
+    for what in (
+        rollout_view(entry, lambda ids: [evil] * len(ids)),
+        tokens_table(entry, lambda ids: [evil] * len(ids)),
+    ):
+        assert not {"\x1b", "\x07", "\x9b", "\r"} & set(drawn(what))
+    assert "␛[2J" in drawn(rollout_view(entry, "none"))
+    assert printable("a\tb\n") == "a\tb\n"
+    assert printable("a\n", lines=False) == "a␊"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (["a", b"\xe2\x98", b"\x83", "b"], ["a", "", "☃", "b"]),
+        ([b"\xf0\x9f", b"\x99", b"\x82"], ["", "", "🙂"]),
+        ([b"\xe2\x98", "b"], ["\ufffd", "b"]),
+        ([b"\xff", "b"], ["\ufffd", "b"]),
+        (["a", b"\x83\xe2"], ["a", "\ufffd\ufffd"]),
+        ([], []),
+    ],
+)
+def test_characters_over_several_tokens(tokens, expected):
+    assert joined_texts(tokens) == expected
+
+
+def test_newest_first_and_no_further_than_needed(tmp_path, make_rollout, pieces):
+    recorder = RolloutRecorder(tmp_path / "rollouts")
+    for step in range(1, 31):
+        stop = StopReason.MAX_TURNS if step == 2 else StopReason.TERMINATED
+        recorder.write(step, [make_rollout(pieces, f"{step}-{n}", stop_reason=stop, reward=float(n)) for n in range(2)])
+    run = open_run(tmp_path)
+    assert [entry.rollout.rollout_id for entry in newest(run, Filters(), 3)] == ["r30-0", "r30-1", "r29-0"]
+    assert [entry.step for entry in newest(run, Filters(stop_reason=StopReason.MAX_TURNS), 9)] == [2, 2]
+    table, note = steps_table(run, Filters())
+    assert note == "12 of 30 steps, evenly"
+    lines = drawn(table).splitlines()
+    assert len(lines) == 13
+    assert lines[-1].split() == ["30", "2", "1", "0.500", "0", "1", "0.0", "7", "–", "terminated", "2"]

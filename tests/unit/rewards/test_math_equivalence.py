@@ -1,0 +1,87 @@
+r"""Whether expressions mean the same, in worker processes that end."""
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from agentrl.rewards.math_equivalence import Workers
+
+
+@pytest.fixture(scope="module")
+def workers():
+    pool = Workers(size=2)
+    yield pool
+    pool.close()
+
+
+def children():
+    return [child for child in psutil.Process().children() if "agentrl.rewards.math_worker" in child.cmdline()]
+
+
+@pytest.mark.parametrize(
+    ("answer", "label", "same"),
+    [
+        (r"\frac{1}{2}", "0.5", True),
+        ("x^2 + 2x + 1", "(x+1)^2", True),
+        (r"2\sqrt{2}", r"\sqrt{8}", True),
+        (r"\{2, 1\}", r"\{1, 2\}", True),
+        (r"\text{A}", "A", True),
+        ("3", "4", False),
+        ("1/0", "3", False),
+        ("((((", "3", False),
+        ("", "3", False),
+    ],
+)
+def test_meaning_not_spelling(workers, answer, label, same):
+    assert workers.equivalent(answer, label) is same
+
+
+def test_a_label_that_cannot_be_read(workers):
+    with pytest.raises(ValueError, match="the label ' ' is no mathematical expression"):
+        workers.equivalent("3", " ")
+    assert workers.equivalent("3", "3")
+
+
+def test_many_threads_share_few_processes(workers):
+    others = len(children()) - len(workers._idle)
+    with ThreadPoolExecutor(8) as pool:
+        same = list(pool.map(lambda number: workers.equivalent(str(number), "3"), range(8)))
+    assert same == [number == 3 for number in range(8)]
+    assert 1 <= len(children()) - others <= 2
+
+
+def test_what_takes_too_long_is_wrong_and_its_process_is_gone():
+    before = {child.pid for child in children()}
+    pool = Workers(size=1, limit_s=0.3)
+    try:
+        assert pool.equivalent("9^{9^{9^{9}}}", "3") is False
+        assert {child.pid for child in children()} == before, "killed, and waited for"
+        pool.limit_s = 30
+        assert pool.equivalent("3", "3"), "the pool goes on with another process"
+        assert len(children()) == len(before) + 1
+    finally:
+        pool.close()
+    assert {child.pid for child in children()} == before
+
+
+def test_workers_end_with_a_process_that_is_killed():
+    code = (
+        "import sys, psutil; from agentrl.rewards.math_equivalence import equivalent; assert equivalent('3', '3');"
+        "print(psutil.Process().children()[0].pid, flush=True); sys.stdin.read()"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    assert parent.stdin is not None
+    worker = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    parent.stdin.close()
+    parent.stdout.close()
+    end = time.monotonic() + 20
+    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -1,0 +1,188 @@
+"""Supervised fine-tuning: demonstrations token for token, data that depend on the configuration alone, a loss that falls."""
+
+import json
+import pickle
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from agentrl.config.load import load_config
+from agentrl.config.render import RenderConfig
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError, EnvironmentFailure, RunStopped
+from agentrl.core.registry import make_env, make_tasks, model_folder, tool_service
+from agentrl.core.types import Provenance
+from agentrl.models.load import load_model, load_tokenizer
+from agentrl.render.registry import make_renderer
+from agentrl.sft.demonstrate import demonstrate
+from agentrl.sft.demonstrations import Demonstrations
+from agentrl.sft.run import RendererOf, batches, sft
+
+WARM = model_folder("multihop-warm")
+assert WARM is not None
+
+SMALL = [
+    "tasks.name=multihop",
+    "tasks.options={scale: 0.1, hops: [1, 2]}",
+    "env.options={topk: 2}",
+    "model.path=multihop-warm",
+    "sft.batch_size=4",
+    "sft.workers=0",
+    "sft.fresh=seed",
+    "sft.steps_per_world=2",
+    "learner.device=cpu",
+    "learner.threads=1",
+    "obs.tensorboard=false",
+]
+
+
+def config(*overrides: str) -> Config:
+    return load_config(None, [*SMALL, *overrides])
+
+
+def demonstrations(*overrides: str) -> Demonstrations:
+    return Demonstrations(config(*overrides), RendererOf(WARM, RenderConfig()))
+
+
+def test_provenance_marks_exactly_what_the_expert_said() -> None:
+    """Layout: prompt (observed), turn (demonstrated), information (observed), turn (demonstrated)."""
+    tasks = make_tasks("multihop", {"scale": 0.1, "hops": [1]})
+    task = tasks.split("train")[0]
+    renderer = make_renderer(load_tokenizer(WARM))
+    row, reward = demonstrate(
+        make_env("search_r1", {"topk": 1}),
+        task,
+        tasks.demonstrator(task, np.random.default_rng(0)),
+        seed=1,
+        tools={"search": tool_service("search").local(tasks.corpora())},
+        renderer=renderer,
+        encode=renderer.encode,
+        max_turns=5,
+    )
+    relation, (subject, answer) = task.metadata["relations"][0], task.metadata["path"]
+    said = row.provenance == Provenance.DEMONSTRATED
+    assert renderer.decode(row.token_ids[said]) == (
+        f"<think> {relation} </think><search> {subject} </search><think> answer </think><answer> {answer} </answer>"
+    )
+    assert reward == 1.0
+    assert (row.mask == said).all()
+    assert set(row.provenance) == {Provenance.OBSERVED, Provenance.DEMONSTRATED}
+    text = renderer.decode(row.token_ids)
+    assert text.startswith("<|im_start|>user\nAnswer the given question.")
+    assert f'</search>\n\n<information>Doc 1(Title: "{subject}") {subject} ' in text
+
+
+def test_a_turn_without_a_stop_string_ends_with_the_end_token() -> None:
+    data = demonstrations("tasks.options={scale: 0.1, hops: [1], faults: {format: 1.0}}")
+    end = data.renderer.end_token_id
+    for row in data[0][0].rows:
+        said = row.token_ids[row.mask.astype(bool)]
+        assert (said == end).sum() == 1
+        assert "My previous action is invalid." in data.renderer.decode(row.token_ids)
+
+
+def test_a_tool_that_is_not_there_is_the_environments_failure() -> None:
+    tasks = make_tasks("multihop", {"scale": 0.1})
+    renderer = make_renderer(load_tokenizer(WARM))
+    task = tasks.split("train")[0]
+    expert = tasks.demonstrator(task, np.random.default_rng(0))
+    with pytest.raises(EnvironmentFailure, match="'search'"):
+        demonstrate(
+            make_env("search_r1"),
+            task,
+            expert,
+            seed=0,
+            tools={},
+            renderer=renderer,
+            encode=renderer.encode,
+            max_turns=5,
+        )
+
+
+def test_items_are_a_function_of_the_configuration() -> None:
+    one, two = demonstrations("sft.steps=5"), demonstrations("sft.steps=5")
+    assert len(one) == 3
+    assert [len(one[i]) for i in range(3)] == [2, 2, 1]
+    two[0]  # the order of asking must not matter
+    for a, b in zip(one[2][0].rows, pickle.loads(pickle.dumps(two))[2][0].rows, strict=True):
+        assert (a.token_ids == b.token_ids).all()
+    other = demonstrations("sft.steps=5", "sft.seed=7")
+    assert any(a.key.rollout_id != b.key.rollout_id for a, b in zip(one[0][0].rows, other[0][0].rows, strict=True))
+
+
+def test_curriculum() -> None:
+    stages = "sft.curriculum=[{steps: 2, tasks: {hops: [1]}, env: {topk: 1}}, {steps: 2, tasks: {hops: [2]}}]"
+    data = demonstrations("sft.steps=6", stages)
+    decode = data.renderer.decode
+
+    def searches(item: int) -> set[int]:
+        return {decode(row.token_ids).count("<information>Doc") for step in data[item] for row in step.rows}
+
+    assert searches(0) == {1}
+    assert searches(1) == {2}
+    assert not any("Doc 2(" in decode(row.token_ids) for step in data[0] for row in step.rows)
+    assert data.stage(4) is None
+    with pytest.raises(ConfigError, match=r"sft\.steps=3"):
+        demonstrations("sft.steps=3", stages)
+
+
+def test_workers_change_nothing() -> None:
+    def ids(workers: int) -> list[list[int]]:
+        run = config("sft.steps=4", f"sft.workers={workers}")
+        found = batches(run, Demonstrations(run, RendererOf(WARM, RenderConfig())))
+        return [micro.token_ids_R_L.flatten().tolist() for batch in found for [micro] in batch.micro]
+
+    assert ids(0) == ids(2)
+
+
+def test_batches_weigh_policy_and_context() -> None:
+    run = config("sft.steps=1", "sft.context_weight=0.3")
+    [batch] = batches(run, Demonstrations(run, RendererOf(WARM, RenderConfig())))
+    [[micro]] = batch.micro
+    said = micro.provenance_R_L == Provenance.DEMONSTRATED
+    assert batch.kind == "sft"
+    assert float(micro.weight_R_L[said].sum()) == pytest.approx(1.0, abs=1e-4)
+    assert float(micro.weight_R_L[~said].sum()) == pytest.approx(0.3, abs=1e-4)
+    assert batch.metrics["sft/reward"] == 1.0
+
+
+def test_a_run_lowers_the_loss_and_writes_a_policy(tmp_path: Path) -> None:
+    run = config(f"run.dir={tmp_path / 'run'}", "sft.steps=8", "learner.optimizer.lr=1e-3", "sft.steps_per_world=1")
+    out = sft(run, console=Console(quiet=True))
+    assert out == tmp_path / "run" / "model"
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    losses = [row["train/loss"] for row in rows]
+    assert np.mean(losses[-3:]) < np.mean(losses[:2])
+    assert rows[-1]["train/lr"] < rows[0]["train/lr"] == pytest.approx(1e-3)
+    assert load_model(out, "bfloat16").config.dtype is not None
+    assert (out / "tokenizer.json").read_bytes() == (WARM / "tokenizer.json").read_bytes()
+    assert load_tokenizer(out).chat_template
+
+
+def test_minutes_end_a_run_early(tmp_path: Path) -> None:
+    run = config(f"run.dir={tmp_path}", "sft.steps=100000", "sft.minutes=0.0001")
+    assert sft(run, console=Console(quiet=True)).is_dir()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) < 5
+
+
+def test_ctrl_c_saves_what_there_is(tmp_path: Path) -> None:
+    class Interrupting(Console):
+        def print(self, *objects: object, **options: object) -> None:
+            if "step 50/" in str(objects):
+                signal.raise_signal(signal.SIGINT)
+
+    run = config(f"run.dir={tmp_path}", "sft.steps=100000", "sft.batch_size=1", "sft.steps_per_world=60")
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(RunStopped, match="after 50 of 100000"):
+        sft(run, console=Interrupting())
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_taskset_is_needed() -> None:
+    with pytest.raises(ConfigError, match=r"tasks\.name"):
+        Demonstrations(load_config(None, []), RendererOf(WARM, RenderConfig()))

@@ -1,0 +1,260 @@
+"""Whose turn it is on GPUs that learner and engines share: the order of every step, and engines that go in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl.config.load import load_config
+from agentrl.core.errors import EngineError, LearnerError
+from agentrl.obs.progress import Stopwatch
+from agentrl.testing import FakeLearner
+from agentrl.train.sampling import Sampling
+
+
+class World:
+    """Engines, a learner and a sync that write down what is asked of them, in order."""
+
+    def __init__(self, engines: int = 2) -> None:
+        self.log: list[str] = []
+        self.engines = [Engine(self, number) for number in range(engines)]
+        self.lost: set[Engine] = set()
+        self.launch_in: AbstractAsyncContextManager[Any] | None = None
+        self.learner = Learner(self)
+
+    # The fleet
+
+    @property
+    def live(self) -> tuple[Engine, ...]:
+        return tuple(engine for engine in self.engines if engine not in self.lost)
+
+    async def look(self) -> None:
+        self.lost |= {engine for engine in self.engines if engine.dead}
+
+    async def ended(self) -> None:
+        self.log.append("ended")
+
+    def resend_with(
+        self, resend: Callable[[Any], Awaitable[int]], *, launch_in: AbstractAsyncContextManager[Any] | None = None
+    ) -> None:
+        self.resend, self.launch_in = resend, launch_in
+
+    # The sync
+
+    async def push(self, learner: Any, engines: Any, version: int) -> None:
+        assert learner is self.learner
+        self.log.append(f"push {version} to {' '.join(engine.name for engine in engines)}")
+
+    async def aclose(self) -> None: ...
+
+    def sampling(self, mode: str = "colocate", *settings: str, restart_sync: Any = None) -> Sampling:
+        config = load_config(None, settings)
+        config.placement.mode = mode  # type: ignore[assignment]
+        stack: Any = SimpleNamespace(fleet=self)
+        unused: Any = None
+        sync: Any = self
+        return Sampling(config, stack, unused, sync, unused, unused, restart_sync=restart_sync)
+
+    def said(self) -> list[str]:
+        """What was written down since the last call."""
+        said, self.log = self.log, []
+        return said
+
+
+class Engine:
+    def __init__(self, world: World, number: int) -> None:
+        self.world = world
+        self.name = f"e{number}"
+        self.dead = False
+        self.refuses = ""
+
+    async def _answer(self, what: str) -> None:
+        await asyncio.sleep(0)
+        if self.dead or self.refuses == what:
+            raise EngineError(f"{self.name}: no {what}")
+        self.world.log.append(f"{self.name} {what}")
+
+    async def release_memory(self) -> None:
+        await self._answer("release")
+
+    async def take_back_memory(self, part: str) -> None:
+        await self._answer(part)
+
+
+class Learner(FakeLearner):
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
+    def wake(self) -> None:
+        self.world.log.append("wake")
+
+    def sleep(self) -> None:
+        self.world.log.append("sleep")
+
+
+BACK = ["e0 weights", "e1 weights"]
+KV = ["e0 kv_cache", "e1 kv_cache"]
+RELEASE = ["e0 release", "e1 release", "ended", "wake"]
+
+
+def test_the_order_of_steps() -> None:
+    """The learner is awake only while no engine holds a KV cache, and engines get weights before it sleeps."""
+    world = World()
+
+    async def run() -> None:
+        source = world.sampling()
+        await source.open()
+        watch = Stopwatch()
+        await source.follow(world.learner, 0, watch)
+        assert world.said() == [*RELEASE, *BACK, "push 0 to e0 e1", "sleep", *KV]
+        assert set(watch.figures()) == {"time/wake_s", "time/sync_s", "time/sleep_s"}
+        await source.make_way(world.learner, watch)
+        assert world.said() == RELEASE
+        await source.make_way(world.learner, watch)
+        assert world.said() == [], "a second optimizer step finds the way free"
+        await source.follow(world.learner, 1, watch)
+        assert world.said() == [*BACK, "push 1 to e0 e1", "sleep", *KV]
+        await source.follow(world.learner, 2, watch)  # nothing was trained in this step
+        assert world.said() == [*RELEASE, *BACK, "push 2 to e0 e1", "sleep", *KV]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("mode", ["beside", "disaggregate"])
+def test_nobody_sleeps_where_each_has_its_own(mode: str) -> None:
+    world = World()
+
+    async def run() -> None:
+        source = world.sampling(mode, "weights.every=2")
+        await source.open()
+        assert world.launch_in is None
+        watch = Stopwatch()
+        for version in range(4):
+            await source.make_way(world.learner, watch)
+            await source.follow(world.learner, version, watch)
+        assert world.said() == ["push 0 to e0 e1", "push 2 to e0 e1"]
+        assert set(watch.figures()) == {"time/sync_s"}
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_lost_holds_nobody_up() -> None:
+    """In each phase: its memory is waited for before the learner wakes, and the other one goes on."""
+    for phase in ("release", "weights", "kv_cache"):
+        world = World()
+
+        async def run(world: World = world, phase: str = phase) -> None:
+            source = world.sampling()
+            await source.open()
+            watch = Stopwatch()
+            await source.follow(world.learner, 0, watch)
+            world.said()
+            lost = world.engines[0]
+            if phase == "release":
+                lost.dead = True
+            await source.make_way(world.learner, watch)
+            if phase == "weights":
+                lost.dead = True
+            whole = world.push
+
+            async def push(learner: Any, engines: Any, version: int) -> None:
+                await whole(learner, engines, version)
+                lost.dead = True
+
+            world.push = push  # type: ignore[method-assign]
+            await source.follow(world.learner, 1, watch)
+            engines = "e0 e1" if phase == "kv_cache" else "e1"
+            wanted = ["e0 release"] * (phase != "release") + ["e1 release", "ended", "wake"]
+            wanted += ["e0 weights"] * (phase == "kv_cache") + ["e1 weights", f"push 1 to {engines}", "sleep"]
+            assert world.said() == [*wanted, "e1 kv_cache"]
+
+        asyncio.run(run())
+
+
+def test_all_engines_are_lost_while_the_learner_works() -> None:
+    """The next episodes wait for one that is started again, which the learner leaves room for."""
+    world = World()
+
+    async def run() -> None:
+        source = world.sampling()
+        await source.open()
+        watch = Stopwatch()
+        await source.follow(world.learner, 0, watch)
+        await source.make_way(world.learner, watch)
+        world.said()
+        world.lost = set(world.engines)
+        await source.follow(world.learner, 1, watch)
+        assert world.said() == ["sleep"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("phase", ["release", "weights", "kv_cache"])
+def test_an_engine_that_lives_and_refuses_ends_the_run(phase: str) -> None:
+    world = World()
+
+    async def run() -> None:
+        source = world.sampling()
+        await source.open()
+        world.engines[1].refuses = phase
+        with pytest.raises(EngineError, match=f"e1: no {phase}"):
+            await source.follow(world.learner, 0, Stopwatch())
+        assert ("wake" in world.log, "sleep" in world.log) == (phase != "release", phase == "kv_cache")
+
+    asyncio.run(run())
+
+
+def test_a_learner_that_finds_no_room_ends_the_run() -> None:
+    world = World()
+
+    def wake() -> None:
+        raise LearnerError("rank 0: out of memory")
+
+    world.learner.wake = wake  # type: ignore[method-assign]
+
+    async def run() -> None:
+        source = world.sampling()
+        await source.open()
+        with pytest.raises(LearnerError, match="out of memory"):
+            await source.follow(world.learner, 0, Stopwatch())
+
+    asyncio.run(run())
+
+
+def test_engines_are_started_again_while_episodes_are_played_alone() -> None:
+    """A restart takes the GPU: it waits for the engines' turn, and the learner waits for its end."""
+    world = World()
+    other = World()
+
+    async def restart() -> None:
+        assert world.launch_in is not None
+        async with world.launch_in:
+            world.log.append("launch")
+            await asyncio.sleep(0.05)
+            assert await world.resend(world.engines[0]) == 3
+            world.log.append("live")
+
+    async def run() -> None:
+        source = world.sampling(restart_sync=other)
+        other.learner = world.learner
+        await source.open()
+        watch = Stopwatch()
+        await source.follow(world.learner, 3, watch)
+        world.said()
+        restarting = asyncio.ensure_future(restart())
+        await asyncio.sleep(0.05)
+        assert world.said() == [], "the learner may be at work"
+        async with source._playing():
+            await asyncio.sleep(0.01)
+            assert world.said() == ["launch"]
+        assert world.said() == ["live"]
+        assert other.said() == ["push 3 to e0"]
+        await restarting
+
+    asyncio.run(run())

@@ -1,0 +1,121 @@
+"""A run's warm start: made once, in a process of its own, made anew for another configuration, and never half made."""
+
+import asyncio
+import io
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from rich.console import Console
+
+from agentrl.config.load import load_config
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError, RunStopped, UserError
+from agentrl.core.registry import model_folder
+from agentrl.models.load import load_model, load_tokenizer
+from agentrl.runtime.interrupt import Interrupt
+from agentrl.train.preflight import plan_run
+from agentrl.train.replay import check_replay
+from agentrl.train.warm_start import warm_start_config, warmed_model
+
+WARM = model_folder("multihop-warm")
+assert WARM is not None
+
+SFT = {
+    "tasks": {"name": "multihop", "options": {"scale": 0.1, "hops": [1]}},
+    "env": {"options": {"topk": 1}},
+    "model": {"path": "elsewhere"},
+    "learner": {"device": "cpu", "threads": 1},
+    "sft": {"steps": 2, "batch_size": 2, "workers": 0, "out": "elsewhere", "steps_per_world": 1},
+    "obs": {"tensorboard": False},
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    file = tmp_path / "warm.yaml"
+    file.write_text(yaml.safe_dump(SFT))
+    return load_config(None, [f"model.warm_start={file}", "tasks.name=multihop", "render.format=chatml"])
+
+
+def changed(config: Config, **options: object) -> Config:
+    model = config.model.model_copy(update={"warm_start_options": options})
+    return config.model_copy(update={"model": model})
+
+
+async def warmed(
+    config: Config, folder: Path, console: Console, *, interrupt_after: float | None = None
+) -> Path | None:
+    with Interrupt() as interrupt:
+        if interrupt_after is not None:
+            asyncio.get_running_loop().call_later(interrupt_after, interrupt.requested.set)
+        return await warmed_model(config, folder, interrupt, console)
+
+
+def test_model_format_and_folders_are_those_of_the_run(config: Config, tmp_path: Path) -> None:
+    warm = warm_start_config(changed(config, sft={"minutes": 0.5}), tmp_path)
+    assert warm is not None
+    assert (warm.model.path, warm.model.warm_start, warm.render.format) == ("multihop-warm", None, "chatml")
+    assert (warm.sft.steps, warm.sft.minutes) == (2, 0.5)
+    assert warm.run.dir is not None
+    assert warm.sft.out is not None
+    assert warm.sft.out.parent == warm.run.dir == tmp_path / "warm_start"
+    assert warm_start_config(load_config(None), tmp_path) is None
+
+
+@pytest.mark.timeout(180)
+def test_made_once_and_anew_for_another_configuration(config: Config, tmp_path: Path) -> None:
+    console = Console(record=True, width=200, file=io.StringIO())
+    model = asyncio.run(warmed(config, tmp_path, console))
+    assert model == tmp_path / "warm_start" / "model"
+    assert load_tokenizer(model).chat_template
+    trained = load_model(model).state_dict()
+    assert any((trained[name] != weight).any() for name, weight in load_model(WARM).state_dict().items())
+    said = console.export_text()
+    assert "2 steps of 2 demonstrations" in said
+    assert "step 2/2  loss" in said, "its progress is shown"
+    assert "Loading weights" not in said, "and no bars of other libraries"
+    stamp = (model / "model.safetensors").stat().st_mtime_ns
+    assert asyncio.run(warmed(config, tmp_path, console)) == model
+    assert "made before" in console.export_text()
+    assert (model / "model.safetensors").stat().st_mtime_ns == stamp
+    mistaken = changed(config, sft={"curriculum": [{"steps": 3}]})
+    with pytest.raises(UserError, match=r"model\.warm_start(.|\n)*sft\.steps=2"):
+        asyncio.run(warmed(mistaken, tmp_path, console))
+    assert not model.exists(), "it was made by another configuration"
+    assert not (tmp_path / "warm_start" / "finished").exists()
+
+
+@pytest.mark.timeout(120)
+def test_an_interrupted_one_leaves_no_policy_and_no_process(config: Config, tmp_path: Path) -> None:
+    others = set(psutil.Process().children(recursive=True))
+    endless = changed(config, sft={"steps": 1_000_000})
+    with pytest.raises(RunStopped):
+        asyncio.run(warmed(endless, tmp_path, Console(quiet=True), interrupt_after=1.0))
+    assert not (tmp_path / "warm_start" / "finished").exists()
+    assert set(psutil.Process().children(recursive=True)) <= others
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.warm_start=search_r1/no_such"], r"model\.warm_start=search_r1/no_such: .*no such file"),
+        (["model.warm_start=search_r1/sft_warm", "model.warm_start_options={sft: {step: 3}}"], r"'sft\.step'"),
+        (["model.warm_start=search_r1/sft_warm", "model.warm_start_options={tasks: {name: null}}"], r"tasks\.name"),
+        (["model.warm_start_options={sft: {steps: 3}}"], r"without model\.warm_start"),
+    ],
+)
+def test_refused_before_anything_starts(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_run(load_config(None, ["tasks.name=multihop", *overrides]))
+
+
+def test_a_dry_run_tells_of_it() -> None:
+    lines = plan_run(load_config(None, ["tasks.name=multihop", "model.warm_start=search_r1/sft_warm"])).lines
+    assert lines[-1].split(maxsplit=2) == ["warm", "start", "search_r1/sft_warm: 900 steps of 64 demonstrations"]
+
+
+def test_a_replay_has_the_policy_that_sampled(config: Config, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path=RUN/warm_start/model"):
+        check_replay(config, tmp_path / "recorded")

@@ -1,0 +1,328 @@
+"""Weights from a learner into engines, both fakes that remember what happened."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agentrl.core.errors import EngineError, LearnerError
+from agentrl.distributed.base import TensorSpec, WeightGroup
+from agentrl.distributed.broadcast_group import BroadcastGroup
+from agentrl.inference.client.weight_updates import pickle_tensors
+from agentrl.inference.embedded.weights import read_named_tensors
+from agentrl.learner.base import HeldBucket
+from agentrl.learner.export.bucket import NamedTensors, held_buckets
+from agentrl.learner.export.single_process import LocalBucket, Outgoing
+from agentrl.models.sglang_gpu_checksum import WordHash
+from agentrl.models.weight_checksum import digest, raw_bytes
+from agentrl.weight_sync.checksum import Checksums
+from agentrl.weight_sync.registry import TRANSPORTS, make_sync
+
+
+class ByValue(LocalBucket):
+    """Shares weights by value: on a CPU there are no handles."""
+
+    def share(self) -> list[str]:
+        return [pickle_tensors(self.tensors())] * 2
+
+
+class BucketLearner(Outgoing):
+    """One rank with one tensor a bucket, all in the same memory."""
+
+    def __init__(self, count: int = 3, fail_at: int | None = None) -> None:
+        super().__init__(NamedTensors({f"w{number}": torch.full((2,), number + 1.0) for number in range(count)}))
+        self.fail_at = fail_at
+        self.asked: list[tuple[int, str | None]] = []
+
+    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+        self.asked.append((bucket_bytes, dtype))
+        for number, bucket in enumerate(held_buckets(self._source, 9, dtype)):
+            if number == self.fail_at:
+                raise LearnerError("rank 1 died")
+            yield ByValue(bucket, self._place)
+
+
+class RecordingEngine:
+    """Takes weights over and counts; refuses where told to."""
+
+    def __init__(self, refuse: str | None = None, stuck: bool = False) -> None:
+        self.refuse, self.stuck = refuse, stuck
+        self.weights: dict[str, list[float]] = {}
+        self.events: list[str] = []
+        self.now = 0
+        self.url = "http://127.0.0.1:9"
+        self.number = 0
+        self.kind = "sha256"
+        self.handles: list[str] = []
+
+    async def update_from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
+        await asyncio.sleep(0)
+        if self.refuse in [name for name, _ in named]:
+            raise EngineError(f"HTTP 400: no parameter {self.refuse}")
+        self.weights |= {name: tensor.tolist() for name, tensor in named}
+        self.events.append(f"{','.join(name for name, _ in named)}{' last' if last else ''}")
+        if last and not self.stuck:
+            self.now = version
+
+    async def update_from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
+        self.handles = list(handles)
+        await self.update_from_tensors(read_named_tensors(handles), version, last=last)
+
+    async def update_from_disk(self, folder: Path, version: int) -> None:
+        if self.refuse:
+            raise EngineError("HTTP 400: cannot read")
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        for name, file in index["weight_map"].items():
+            self.weights[name] = load_file(folder / file)[name].tolist()
+        self.events.append("disk")
+        if not self.stuck:
+            self.now = version
+
+    async def ranks(self) -> int:
+        return 1
+
+    async def join_group(self, group: WeightGroup, first_rank: int) -> None:
+        self.group = await asyncio.to_thread(BroadcastGroup.join, group, first_rank, timeout_s=10)
+
+    async def leave_group(self, group: WeightGroup) -> None:
+        self.events.append("leave")
+        await asyncio.to_thread(self.group.close)
+
+    async def begin_update(self) -> None:
+        await asyncio.sleep(0)
+
+    async def healthy(self) -> bool:
+        return True
+
+    async def update_from_group(
+        self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool
+    ) -> None:
+        if self.refuse in [spec.name for spec in specs]:
+            raise EngineError(f"HTTP 400: no parameter {self.refuse}")
+        named = [(spec.name, torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))) for spec in specs]
+        await asyncio.to_thread(self.group.broadcast, [tensor for _, tensor in named])
+        await self.update_from_tensors(named, version, last=last)
+
+    async def checksum_kind(self) -> str:
+        return self.kind
+
+    async def checksums(self) -> dict[str, str]:
+        return {
+            name: WordHash(raw_bytes(torch.tensor(values))).hexdigest()
+            if self.kind == "words"
+            else digest(torch.tensor(values))
+            for name, values in self.weights.items()
+        }
+
+    async def cancel_update(self) -> None:
+        self.events.append("cancel")
+
+    async def version(self) -> int:
+        self.events.append("version")
+        return self.now
+
+
+WANTED = {"w0": [1.0, 1.0], "w1": [2.0, 2.0], "w2": [3.0, 3.0]}
+
+
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+def test_every_engine_gets_every_tensor_and_is_asked_its_version(tmp_path, transport):
+    learner, engines = BucketLearner(), [RecordingEngine(), RecordingEngine()]
+    asyncio.run(make_sync(transport, bucket_bytes=99, folder=tmp_path).push(learner, engines, 7))
+    assert learner.asked == [(99, None)]
+    for engine in engines:
+        assert engine.weights == WANTED
+        assert engine.now == 7
+        assert engine.events[-1] == "version"
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_the_last_bucket_is_flagged():
+    engine = RecordingEngine()
+    asyncio.run(make_sync("tensor", bucket_bytes=9, folder=Path()).push(BucketLearner(), [engine], 1))
+    assert engine.events == ["w0", "w1", "w2 last", "version"]
+
+
+@pytest.mark.parametrize(
+    ("transport", "phase"),
+    [
+        ("tensor", r"weights of version 3, bucket 2"),
+        ("ipc", r"weights of version 3, bucket 2"),
+        ("disk", r"weights of version 3 from"),
+        ("distributed", r"\(http://127.0.0.1:9\), weights of version 3, bucket 2"),
+    ],
+)
+def test_a_refusal_names_engine_and_phase(tmp_path, transport, phase):
+    engines = [RecordingEngine(), RecordingEngine(refuse="w1")]
+    sync = make_sync(transport, bucket_bytes=9, folder=tmp_path)
+    with pytest.raises(EngineError, match=rf"engine 1 of 2,? {phase}.*HTTP 400"):
+        asyncio.run(sync.push(BucketLearner(), engines, 3))
+    assert engines[0].weights["w0"] == [1.0, 1.0]  # the healthy one was waited for
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+def test_an_engine_that_still_samples_with_old_weights_is_found(tmp_path, transport):
+    engines = [RecordingEngine(), RecordingEngine(stuck=True)]
+    sync = make_sync(transport, bucket_bytes=9, folder=tmp_path)
+    with pytest.raises(EngineError, match=r"engine 1 of 2, .*version 0, but 4 was sent"):
+        asyncio.run(sync.push(BucketLearner(), engines, 4))
+
+
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+def test_a_learner_that_fails_in_between_leaves_the_version_as_it_was(tmp_path, transport):
+    engine = RecordingEngine()
+    with pytest.raises(LearnerError, match="rank 1 died"):
+        asyncio.run(make_sync(transport, bucket_bytes=9, folder=tmp_path).push(BucketLearner(fail_at=2), [engine], 5))
+    assert engine.now == 0
+    assert not any("last" in event for event in engine.events)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_group_is_kept_until_the_engines_change_or_a_push_fails():
+    engines = [RecordingEngine(), RecordingEngine()]
+    sync = make_sync("distributed", bucket_bytes=9, folder=Path(), timeout_s=10)
+
+    learner = BucketLearner()
+
+    async def play() -> None:
+        await sync.push(learner, engines, 1)
+        first = engines[0].group
+        await sync.push(learner, engines, 2)
+        assert engines[0].group is first
+        await sync.push(learner, engines[:1], 3)
+        second = engines[0].group
+        assert second is not first
+        learner.fail_at = 2
+        with pytest.raises(LearnerError):
+            await sync.push(learner, engines[:1], 4)
+        learner.fail_at = None
+        await sync.push(learner, engines[:1], 5)
+        assert engines[0].group is not second
+        await sync.aclose()
+        await sync.aclose()
+
+    asyncio.run(play())
+    assert [engine.now for engine in engines] == [5, 2]
+    assert engines[0].events[-1] == "leave"
+
+
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+def test_weights_are_cast_before_they_are_sent(tmp_path, transport):
+    class Noting(RecordingEngine):
+        dtypes: ClassVar[set[str]] = set()
+
+        async def update_from_tensors(self, named, version, *, last):
+            self.dtypes |= {str(tensor.dtype) for _, tensor in named}
+            await super().update_from_tensors(named, version, last=last)
+
+        async def update_from_disk(self, folder: Path, version: int) -> None:
+            self.dtypes |= {
+                str(load_file(file)[name].dtype) for file in folder.glob("*.safetensors") for name in load_file(file)
+            }
+            await super().update_from_disk(folder, version)
+
+    engine = Noting()
+    sync = make_sync(transport, bucket_bytes=9, folder=tmp_path, dtype="bfloat16", check="checksum")
+    asyncio.run(sync.push(BucketLearner(), [engine], 2))  # the engine holds them in float32
+    assert engine.dtypes == {"torch.bfloat16"}
+    assert engine.weights == WANTED
+
+
+def test_each_rank_of_an_engine_gets_the_handle_of_the_learners_rank_on_its_gpu():
+    class Ranked(BucketLearner):
+        def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+            for bucket in super().buckets(bucket_bytes, dtype):
+                bucket.share = lambda: [pickle_tensors([(f"rank{rank}", torch.ones(1))]) for rank in range(4)]
+                yield bucket
+
+    class Two(RecordingEngine):
+        async def ranks(self) -> int:
+            return 2
+
+    engines = [Two(), Two()]
+    engines[0].number = 1  # the engine of number 0 is lost
+    sync = make_sync("ipc", bucket_bytes=9, folder=Path(), check="none")
+    asyncio.run(sync.push(Ranked(), engines[:1], 1))
+    assert [read_named_tensors([handle])[0][0] for handle in engines[0].handles] == ["rank2", "rank3"]
+    engines[1].number = 2
+    with pytest.raises(EngineError, match=r"2 GPUs from the learner's rank 4 on, which has 4.*placement.mode=colocate"):
+        asyncio.run(sync.push(Ranked(), engines[1:], 1))
+
+
+def test_a_learner_that_cannot_send_is_what_is_blamed():
+    class Sleeping(BucketLearner):
+        def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+            for bucket in super().buckets(bucket_bytes, dtype):
+                bucket.broadcast = self.refuse
+                yield bucket
+
+        def refuse(self) -> None:
+            raise LearnerError("it sleeps")
+
+    engines = [RecordingEngine(), RecordingEngine()]
+    sync = make_sync("distributed", bucket_bytes=9, folder=Path(), timeout_s=10)
+    with pytest.raises(LearnerError, match="it sleeps"):
+        asyncio.run(sync.push(Sleeping(), engines, 1))
+    assert [engine.events for engine in engines] == [["leave", "cancel"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("check", "asked", "kind"),
+    [("none", 0, "sha256"), ("version", 1, "sha256"), ("checksum", 1, "sha256"), ("checksum", 1, "words")],
+)
+def test_checks(check, asked, kind):
+    engine = RecordingEngine()
+    engine.kind = kind
+    sync = make_sync("tensor", bucket_bytes=9, folder=Path(), check=check)
+    asyncio.run(sync.push(BucketLearner(), [engine], 1))
+    assert engine.events.count("version") == asked
+    engine.weights["w1"] = [2.0, 2.5]
+
+    async def keep(named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
+        engine.now = version
+
+    engine.update_from_tensors = keep  # type: ignore[method-assign]
+    if check != "checksum":
+        asyncio.run(sync.push(BucketLearner(), [engine], 2))
+        return
+    with pytest.raises(EngineError, match=r"engine 0 of 1, check of the weights: .*1 of 3 weights differ: w1"):
+        asyncio.run(sync.push(BucketLearner(), [engine], 2))
+
+
+def test_checksums_know_how_engines_keep_weights():
+    """An engine of SGLang's: bfloat16, query, key and value in one, the vocabulary filled up to 64 rows."""
+    torch.manual_seed(0)
+    sent = [
+        ("m.embed_tokens.weight", torch.randn(10, 4)),
+        *((f"m.layers.0.attn.{part}_proj.{kind}", torch.randn(4, 4)) for part in "qkv" for kind in ("weight", "bias")),
+        ("m.layers.0.attn.o_proj.weight", torch.randn(4, 4)),
+    ]
+    sums = Checksums(["sha256"])
+    sums.add(sent[:3])
+    sums.add(sent[3:])
+    named = dict(sent)
+    whole = {
+        kind: torch.cat([named[f"m.layers.0.attn.{part}_proj.{kind}"] for part in "qkv"]) for kind in ("weight", "bias")
+    }
+    held = {
+        "m.embed_tokens.weight": torch.cat([sent[0][1], torch.zeros(54, 4)]),
+        "m.layers.0.attn.qkv_proj.weight": whole["weight"],
+        "m.layers.0.attn.qkv_proj.bias": whole["bias"],
+        "m.layers.0.attn.o_proj.weight": sent[-1][1],
+    }
+    for dtype in (torch.float32, torch.bfloat16):
+        found = {name: digest(tensor.to(dtype)) for name, tensor in held.items()}
+        assert sums.difference(found) is None
+        wrong = found | {"m.layers.0.attn.qkv_proj.bias": found["m.layers.0.attn.o_proj.weight"]}
+        assert sums.difference(wrong) == "1 of 4 weights differ: m.layers.0.attn.qkv_proj.bias"
+        assert sums.difference(found | {"x": "0"}) == "1 of 5 weights were never sent: x"
+        del found["m.layers.0.attn.o_proj.weight"]
+        assert sums.difference(found) == "1 of 3 weights are not there: m.layers.0.attn.o_proj.weight"
