@@ -1,0 +1,1 @@
+from tests.unit.episode.conftest import renderer  # noqa: F401
