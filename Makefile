@@ -99,6 +99,7 @@ policies: install
 
 docs: install
 	$(BIN)/python -m agentrl.config.reference > docs/configuration.md
+	$(BIN)/python -m tests.structure.layers
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) build *.egg-info
