@@ -35,7 +35,7 @@ class EpisodeCount:
         if self._bar is not None:
             self._bar.reset(self._task, description=self._doing)
         else:
-            self._console.print(f"{self._doing}: {self._total} episodes", highlight=False)
+            self._console.print(f"{self._doing}: {self._total} episodes", highlight=False, soft_wrap=True)
 
     def add(self) -> None:
         """Count one episode that has ended."""
@@ -47,7 +47,7 @@ class EpisodeCount:
             self._shown = now
             left = (now - self._began) / self.done * (self._total - self.done)
             line = f"{self._doing}: {self.done}/{self._total} episodes, about {format_left(left)} left"
-            self._console.print(line, highlight=False)
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def say(self, what: str) -> None:
         """Print something that stays."""

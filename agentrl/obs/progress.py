@@ -94,7 +94,9 @@ class ProgressView:
             self._live.update(self._table())
         else:
             cells = "  ".join(f"{title} {form.format(figures[key])}" for title, key, form in COLUMNS if key in figures)
-            self.console.print(f"step {step}/{self.total}  {cells}  left {self._left()}", highlight=False)
+            self.console.print(
+                f"step {step}/{self.total}  {cells}  left {self._left()}", highlight=False, soft_wrap=True
+            )
 
     def _left(self) -> str:
         if not self._durations:

@@ -1,12 +1,12 @@
-"""One rollout for a person to read, coloured by who made each part."""
+"""One rollout in the terminal, coloured by the provenance of its text."""
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
-from rich.panel import Panel
+from rich.console import RenderableType
 from rich.text import Text
 
 from agentrl.core.types import Rollout
+from agentrl.obs.console import TitledBlock
 
 POLICY = "bold green"
 OBSERVED = "cyan"
@@ -14,7 +14,7 @@ PROMPT = "dim"
 
 
 def rollout_panel(rollout: Rollout, title: str) -> RenderableType:
-    """Return a panel: the prompt dim, what the policy sampled green, what it was answered cyan."""
+    """Return a titled block: the prompt dim, what the policy sampled green, what it observed cyan."""
     text = Text()
     text.append(rollout.prompt.strip() + "\n", PROMPT)
     for turn in rollout.turns:
@@ -24,6 +24,6 @@ def rollout_panel(rollout: Rollout, title: str) -> RenderableType:
     legend = Text.assemble(
         ("prompt", PROMPT), "  ", ("sampled by the policy, trained on", POLICY), "  ", ("observed, masked", OBSERVED)
     )
-    figures = "  ".join(f"{key} {value:g}" for key, value in sorted(rollout.metrics.items()))
-    end = Text(f"reward {rollout.reward:g}  {rollout.stop_reason.value}  {figures}", "yellow")
-    return Panel(Group(text, Text(), end, legend), title=title, border_style="blue")
+    metrics = "  ".join(f"{key} {value:g}" for key, value in sorted(rollout.metrics.items()))
+    end = Text(f"reward {rollout.reward:g}  {rollout.stop_reason.value}  {metrics}", "yellow")
+    return TitledBlock(title, text, Text(), end, legend)

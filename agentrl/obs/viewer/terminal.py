@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from agentrl.core.types import MaskReason, Provenance, Rollout, Row
+from agentrl.obs.console import TitledBlock
 from agentrl.obs.viewer.page import Decode, TokenText
 from agentrl.obs.viewer.run_files import Entry, Filters, RunFiles
 
@@ -94,7 +94,7 @@ def rollout_view(entry: Entry, decode: Decode | str) -> RenderableType:
     parts.append(Text("  ".join(f"{key} {value:g}" for key, value in sorted(rollout.metrics.items())), "yellow"))
     if rollout.label is not None:
         parts.append(Text(f"label {printable(str(rollout.label))}", "yellow"))
-    return Panel(Group(*parts), title=Text(headline(entry)), title_align="left", border_style="blue")
+    return TitledBlock(headline(entry), *parts)
 
 
 def legend() -> Text:
