@@ -66,7 +66,7 @@ def test_a_language_model_on_two_gpus_is_trained_as_on_one() -> None:
 @pytest.mark.parametrize(("name", "gpus"), [("qwen2.5_7b_8gpu", 8), ("qwen2.5_32b_4nodes", 4 * 8)])
 def test_at_scale_every_gpu_has_work(name: str, gpus: int) -> None:
     config = load_config(find_config(f"scale/{name}"))
-    learner, engines = config.learner.workers, config.sampler.engines * engine_ranks(config.sampler)
+    learner, engines = config.learner.ranks, config.sampler.engines * engine_ranks(config.sampler)
     together = [learner, engines] if config.placement.mode == "colocate" else [learner + engines]
     assert set(together) == {gpus}
 
@@ -83,7 +83,7 @@ def test_the_published_set_up() -> None:
     assert (config.sampler.temperature, config.sampler.top_p, config.sampler.max_new_tokens) == (1.0, 1.0, 500)
     assert config.env.options == {"topk": 3, "max_searches": 4, "observation_max_chars": 2000}
     assert (rollout.max_turns, rollout.max_tokens) == (4 + 1, 4096 + 500)
-    assert config.eval.by == "data_source"
+    assert config.eval.group_by == "data_source"
     lacks = "\n".join(plan_run(config).missing)
     for name in ("train.parquet", "test.parquet"):
         assert f"data/nq_hotpotqa_train/{name}: there is no such file" in lacks

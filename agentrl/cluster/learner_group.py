@@ -45,7 +45,7 @@ def start_learners(
 
     Args:
         model_folder: a Hugging Face folder that every rank can read.
-        learner: its ``workers`` are the ranks.
+        learner: its section; ``ranks`` actors are started.
         algo: the loss.
         seed: of random states.
         run_dir: a failed rank's traceback is appended to ``learner.log`` there.
@@ -62,11 +62,11 @@ def start_learners(
     log = run_dir / "learner.log"
     if room is not None:
         return RayLearnerGroup(None, spec, log, room.rank_options)
-    runtime = RayRuntime(cpus=learner.workers, store_bytes=store_bytes(model_folder))
+    runtime = RayRuntime(cpus=learner.ranks, store_bytes=store_bytes(model_folder))
     with waiting("start", "of Ray"):
         runtime.start()
     try:
-        check_cluster([{"CPU": 1, "GPU": int(device == "cuda")}] * learner.workers)
+        check_cluster([{"CPU": 1, "GPU": int(device == "cuda")}] * learner.ranks)
         return RayLearnerGroup(runtime, spec, log)
     except BaseException:
         runtime.stop()
@@ -101,7 +101,7 @@ class RayLearnerGroup:
         """Buckets taken so far."""
         self._group_s = 0.0
         """Seconds that joining the group of weights, or a tensor in it, may take."""
-        ranks = spec.learner.workers
+        ranks = spec.learner.ranks
         options: dict[str, Any] = {"num_gpus": int(spec.device == "cuda"), "concurrency_groups": {"leaving": 1}}
         actor: Any = ray.remote(num_cpus=1, max_restarts=0, **options)(LearnerActor)
         self._actors: list[Any] = [actor.options(**place(rank)).remote(rank, ranks) for rank in range(ranks)]

@@ -115,7 +115,7 @@ def check_cluster(bundles: Sequence[Resources]) -> None:
     """
     machines = [node["Resources"] for node in _nodes() if node["Alive"]]
     for name in ("GPU", "CPU"):
-        keys = "lower learner.workers, sampler.engines or sampler.sglang.tp_size"
+        keys = "lower learner.ranks, sampler.engines or sampler.sglang.tp_size"
         total, most = (fold(node.get(name, 0) for node in machines) for fold in (sum, max))
         wanted, largest = (fold(bundle.get(name, 0) for bundle in bundles) for fold in (sum, max))
         if wanted > total:

@@ -48,7 +48,7 @@ def lay_out(config: Config, device: str) -> Layout:
         device: of the learner, ``cpu`` or ``cuda``.
 
     """
-    workers, engines, each = config.learner.workers, config.sampler.engines, engine_ranks(config.sampler)
+    workers, engines, each = config.learner.ranks, config.sampler.engines, engine_ranks(config.sampler)
     rank = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
     if config.placement.mode == "colocate":
         shared = engines * each

@@ -32,7 +32,7 @@ class EvalSet(Section):
     """Tokens a turn may have; without a number ``sampler.max_new_tokens``."""
     pass_reward: float = 1.0
     """A sample passes (pass@k) where its reward is at least this."""
-    by: str | None = None
+    group_by: str | None = None
     """A key of the tasks' metadata to report figures by, such as ``hops``."""
 
     @field_validator("top_k")

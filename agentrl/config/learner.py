@@ -41,7 +41,7 @@ class LearnerConfig(Section):
 
     backend: Literal["fsdp"] = "fsdp"
     """The implementation: PyTorch's FSDP2 on the Hugging Face model."""
-    workers: PositiveInt = 1
+    ranks: PositiveInt = 1
     """Data-parallel ranks, one process each; on GPUs one GPU each."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; ``auto`` takes GPUs where there are any."""

@@ -8,7 +8,7 @@ from agentrl.config.base import Section
 from agentrl.config.sections import SamplerConfig
 from agentrl.core.errors import ConfigError
 
-Mode = Literal["beside", "colocate", "disaggregate"]
+Mode = Literal["separate", "colocate", "disaggregate"]
 """See `PlacementConfig.mode`."""
 
 _SIZES = (
@@ -22,8 +22,8 @@ _SIZES = (
 class PlacementConfig(Section):
     """Where engines and learner run."""
 
-    mode: Mode = "beside"
-    """``beside``: the engines on this machine, on its last GPUs; the learner's ranks where Ray puts them, on the first ones
+    mode: Mode = "separate"
+    """``separate``: the engines on this machine, on its last GPUs; the learner's ranks where Ray puts them, on the first ones
     here; with one GPU both share it, and none ever gives its memory back. ``colocate``: the engines on the learner's GPUs,
     in turns: whoever does not work has given its memory back. ``disaggregate``: the engines on GPUs of their own. The last
     two reserve what they need from Ray, on one machine or several, as a placement group."""

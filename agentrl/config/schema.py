@@ -121,10 +121,10 @@ def batch_fault(config: Config) -> str | None:
             f"algo.old_logprobs=learner with train.steps_per_rollout={steps}: the ratio would be 1 in every optimizer "
             "step and nothing would keep the policy near the one that sampled; set algo.old_logprobs=sampler"
         )
-    if config.weights.every > 1 and config.algo.old_logprobs == "learner":
+    if config.weights.sync_every > 1 and config.algo.old_logprobs == "learner":
         return (
-            f"algo.old_logprobs=learner with weights.every={config.weights.every}: engines sample with older weights than "
-            "the learner's, and nothing would correct for it; set algo.old_logprobs=sampler"
+            f"algo.old_logprobs=learner with weights.sync_every={config.weights.sync_every}: engines sample with older weights "
+            "than the learner's, and nothing would correct for it; set algo.old_logprobs=sampler"
         )
     shown = wanted if wanted is not None else f"{prompts * samples / steps:g}"
     if prompts % steps == 0 and wanted in (None, prompts * samples // steps):

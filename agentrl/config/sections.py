@@ -85,13 +85,13 @@ class SamplerConfig(Section):
     """Seconds an engine may take to become healthy."""
     max_running: PositiveInt | None = None
     """Requests that an engine is given at a time; further ones wait in the run. Without a number it gets all."""
-    router: Literal["own", "sglang"] = "own"
-    """Who says which engine samples: ``own`` is the run itself; ``sglang`` puts the program ``sglang-router`` before the
+    router: Literal["builtin", "sglang"] = "builtin"
+    """Who says which engine samples: ``builtin`` is the run itself; ``sglang`` puts the program ``sglang-router`` before the
     engines (``pip install 'agentrl[router]'``), where ``max_running`` is a mean over them. With both, all turns of an
     episode go to one engine, and a new episode to the engine with the fewest requests."""
-    health_every_s: PositiveFloat = 2.0
+    health_interval_s: PositiveFloat = 2.0
     """Seconds between two looks at an engine's health."""
-    hang_s: PositiveFloat = 60.0
+    stall_timeout_s: PositiveFloat = 60.0
     """An engine that does not answer for so many seconds is taken for hung: one that the run started is started again."""
     max_restarts: int = Field(default=3, ge=0)
     """How often an engine that died or hung is started again; after that the run goes on with the others."""
@@ -201,7 +201,7 @@ class WeightsConfig(Section):
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """What weights are cast to before they are sent, such as to what the engines hold; by default they go as the learner
     holds them."""
-    every: PositiveInt = 1
+    sync_every: PositiveInt = 1
     """Steps between two updates of the engines; an evaluation always has the newest weights. Tokens carry the version that
     sampled them, and the ratio to its log-probabilities (``algo.old_logprobs=sampler``) corrects for its age."""
     check: Literal["none", "version", "checksum"] = "version"
@@ -273,7 +273,7 @@ class ObsConfig(Section):
     """Rollouts of each step to show in the trackers' sample tables."""
     progress: Literal["auto", "live", "plain"] = "auto"
     """A live table, plain lines, or whichever fits the output."""
-    stuck_s: float = Field(default=120.0, ge=0)
+    stall_warning_s: float = Field(default=120.0, ge=0)
     """Seconds without progress before the run says what it waits for; it says so again after twice and four times as
     long. On SIGUSR1 it says so at once. 0 leaves it at that."""
 

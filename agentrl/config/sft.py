@@ -36,13 +36,13 @@ class SftConfig(Section):
     """The learning rate falls linearly to this share of ``learner.optimizer.lr``."""
     curriculum: list[SftStage] = Field(default_factory=list)
     """Stages that come first, in order; after them the options are as they stand."""
-    fresh: str | None = None
+    reseed_option: str | None = None
     """Name of an integer option of the taskset that gets a new number with every world, such as ``seed``; without it,
     all demonstrations come from one world."""
     steps_per_world: PositiveInt = 4
-    """Steps on one world before the next, where ``fresh`` is set."""
+    """Steps on one world before the next, where ``reseed_option`` is set."""
     seed: int = Field(default=1_000_000, ge=0)
-    """Seed of the demonstrations; with ``fresh``, worlds are numbered from here on."""
+    """Seed of the demonstrations; with ``reseed_option``, worlds are numbered from here on."""
     workers: int = Field(default=1, ge=0)
     """Processes that make demonstrations; 0 makes them in the driver. The data do not depend on it."""
     out: Path | None = None

@@ -19,11 +19,11 @@ class ServerConfig(Section):
     max_running: PositiveInt | None = None
     """Calls that use sandboxes at the same time; further ones wait, and their own time does not begin before. Without it
     eight a core: with many more, code is cut off for want of a processor that it had no part in."""
-    queue_s: NonNegativeFloat = 120.0
+    queue_timeout_s: NonNegativeFloat = 120.0
     """Seconds a session may wait to be opened before it is refused."""
-    idle_s: PositiveFloat = 900.0
+    idle_timeout_s: PositiveFloat = 900.0
     """Seconds without a call after which a session is closed."""
-    drain_s: NonNegativeFloat = 10.0
+    drain_timeout_s: NonNegativeFloat = 10.0
     """Seconds that running calls get when the server is told to stop."""
     token: str | None = None
     """Bearer token that requests must bring; without one, that of ``AGENTRL_TOOLS_TOKEN``. Required off the loopback."""

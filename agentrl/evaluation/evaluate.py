@@ -90,7 +90,7 @@ async def evaluate(sets: Sequence[TaskChoice], runner: EpisodeRunner, on_done: O
             temperature=plan.temperature, top_p=plan.top_p, top_k=plan.top_k, max_new_tokens=plan.max_new_tokens
         )
         rollouts = await sampling.run_many(jobs_of(choice), on_done)
-        return SetResult(choice, figures_of(rollouts, pass_reward=plan.pass_reward, by=plan.by), rollouts)
+        return SetResult(choice, figures_of(rollouts, pass_reward=plan.pass_reward, by=plan.group_by), rollouts)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -128,7 +128,7 @@ async def evaluate_policy(config: Config, console: Console, samples: Path | None
 
         async with open_stack(config, tasks, model, Path(folder), config.run.seed) as stack:
             count.begin()
-            with Interrupt() as interrupt, Watchdog(config.obs.stuck_s, count.say):
+            with Interrupt() as interrupt, Watchdog(config.obs.stall_warning_s, count.say):
                 results = await evaluate_watched(sets, stack, interrupt, done)
     if file is not None:
         file.finish()

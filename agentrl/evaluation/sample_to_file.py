@@ -91,7 +91,7 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
             async with open_stack(config, tasks, model, Path(folder), config.run.seed) as stack:
                 count.begin()
                 runner = stack.runner()
-                with Interrupt() as interrupt, Watchdog(config.obs.stuck_s, count.say):
+                with Interrupt() as interrupt, Watchdog(config.obs.stall_warning_s, count.say):
                     for number, (start, some) in enumerate(steps, 1):
                         jobs = step_jobs(config, order, number, start, some)
                         await sample_watched(runner, jobs, stack, interrupt, write)

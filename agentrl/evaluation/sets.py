@@ -78,13 +78,14 @@ def _choose(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> TaskCho
     if plan.size is not None and plan.size > len(found) and "size" in given:
         raise ConfigError(f"{key}.size={plan.size}, but {source} has {len(found)} tasks; lower {key}.size")
     chosen = [found[index] for index in range(min(plan.size or len(found), len(found)))]
-    if plan.by is not None and not any(plan.by in task.metadata for task in chosen):
-        if "by" in given:
+    if plan.group_by is not None and not any(plan.group_by in task.metadata for task in chosen):
+        if "group_by" in given:
             keys = sorted({each for task in chosen for each in task.metadata})
             raise ConfigError(
-                f"{key}.by={plan.by}: no task of {source} has this in its metadata, which has: {', '.join(keys) or 'nothing'}"
+                f"{key}.group_by={plan.group_by}: no task of {source} has this in its metadata, "
+                f"which has: {', '.join(keys) or 'nothing'}"
             )
-        plan = plan.model_copy(update={"by": None})
+        plan = plan.model_copy(update={"group_by": None})
     return TaskChoice(name, plan, chosen, source)
 
 

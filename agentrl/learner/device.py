@@ -32,7 +32,7 @@ def pick_device(config: LearnerConfig, *, local_rank: int) -> torch.device:
             # The head's float32 products have factors that are bfloat16 numbers: TensorFloat-32 holds them exactly.
             torch.set_float32_matmul_precision("high")
         return torch.device("cuda", local_rank)
-    torch.set_num_threads(config.threads or max(1, _cores() // config.workers))
+    torch.set_num_threads(config.threads or max(1, _cores() // config.ranks))
     return torch.device("cpu")
 
 

@@ -28,20 +28,20 @@ AFTER_S = 1.0
 
 
 class Watchdog:
-    """While entered, reports what is waited for once nothing has ended for ``stuck_s`` seconds, and on SIGUSR1 at once.
+    """While entered, reports what is waited for once nothing has ended for ``stall_warning_s`` seconds, and on SIGUSR1 at once.
 
     It reports again after twice, four times, … as long without progress. A thread of its own does it, so that a blocked
     event loop is reported too. Enter it in the main thread (signals), inside the event loop that it is to watch.
 
     Args:
-        stuck_s: seconds; 0 reports on SIGUSR1 only.
+        stall_warning_s: seconds; 0 reports on SIGUSR1 only.
         say: prints a report; called in the watchdog's thread.
         log: gets every report in full, with where each thread of this process stands.
 
     """
 
-    def __init__(self, stuck_s: float, say: Callable[[str], None], log: Path | None = None) -> None:
-        self._stuck_s = stuck_s
+    def __init__(self, stall_warning_s: float, say: Callable[[str], None], log: Path | None = None) -> None:
+        self._stall_warning_s = stall_warning_s
         self._say = say
         self._log = log
         self._waits = Waits()
@@ -72,7 +72,7 @@ class Watchdog:
     def _watch(self) -> None:
         seen, reports = self._waits.moved, 0
         while True:
-            due = seen + self._stuck_s * 2**reports
+            due = seen + self._stall_warning_s * 2**reports
             left = due - time.monotonic()
             try:
                 order = self._orders.get(timeout=self._patience(left, reports))
@@ -87,14 +87,14 @@ class Watchdog:
                 if reports:
                     self._say(f"watchdog: the run goes on, after {_age(moved - seen)}")
                 seen, reports = moved, 0
-            elif self._stuck_s and time.monotonic() >= due:
+            elif self._stall_warning_s and time.monotonic() >= due:
                 self._report(f"nothing has ended for {_age(time.monotonic() - seen)}")
                 reports += 1
 
     def _patience(self, left: float, reports: int) -> float | None:
-        if not self._stuck_s:
+        if not self._stall_warning_s:
             return None
-        return max(0.0, min(left, AFTER_S, self._stuck_s / 4) if reports else left)
+        return max(0.0, min(left, AFTER_S, self._stall_warning_s / 4) if reports else left)
 
     def _report(self, why: str) -> None:
         waits = self._waits.now()

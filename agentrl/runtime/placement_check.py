@@ -17,12 +17,12 @@ def check_placement(config: Config) -> None:
         MissingError: there are too few GPUs here.
 
     """
-    mode, workers = config.placement.mode, config.learner.workers
-    if config.learner.device == "cuda" and running_address() is None and workers > gpus_here():
+    mode, ranks = config.placement.mode, config.learner.ranks
+    if config.learner.device == "cuda" and running_address() is None and ranks > gpus_here():
         raise MissingError(
-            f"learner.device=cuda with learner.workers={workers} wants as many GPUs; there are {gpus_here()} here"
+            f"learner.device=cuda with learner.ranks={ranks} wants as many GPUs; there are {gpus_here()} here"
         )
-    if mode == "beside":
+    if mode == "separate":
         return
     if config.sampler.urls:
         raise ConfigError(
@@ -35,7 +35,7 @@ def check_placement(config: Config) -> None:
     gpus = lay_out(config, device).total.get("GPU", 0)
     if gpus > gpus_here() and running_address() is None:
         raise MissingError(
-            f"placement.mode={mode} wants {gpus} GPUs for learner.workers={workers} and sampler.engines="
+            f"placement.mode={mode} wants {gpus} GPUs for learner.ranks={ranks} and sampler.engines="
             f"{config.sampler.engines} of {engine_ranks(config.sampler)} each; there are {gpus_here()} here, and no Ray runs "
             "that has more (`ray start`, or RAY_ADDRESS)"
         )
@@ -43,36 +43,36 @@ def check_placement(config: Config) -> None:
 
 def describe_placement(config: Config) -> str:
     """Return who gets how many GPUs, for people."""
-    workers, engines, each = config.learner.workers, config.sampler.engines, engine_ranks(config.sampler)
+    ranks, engines, each = config.learner.ranks, config.sampler.engines, engine_ranks(config.sampler)
     of_each = f"{engines} engine{'s' if engines > 1 else ''} of {each}"
     if config.placement.mode == "colocate":
-        return f"colocate: {workers} for the learner, in turns with {of_each}"
-    return f"disaggregate: {workers} for the learner, and {of_each}"
+        return f"colocate: {ranks} for the learner, in turns with {of_each}"
+    return f"disaggregate: {ranks} for the learner, and {of_each}"
 
 
 def _check_shared(config: Config, device: str) -> None:
     """Refuse engines that cannot have the learner's GPUs in turns."""
-    sampler, workers = config.sampler, config.learner.workers
+    sampler, ranks = config.sampler, config.learner.ranks
     each = engine_ranks(sampler)
     if sampler_device(sampler) != device:
         raise ConfigError(
             f"placement.mode=colocate: the learner is on {device}, the engines are on {sampler_device(sampler)}; set "
-            "learner.device, or sampler.sglang.device, or placement.mode=beside"
+            "learner.device, or sampler.sglang.device, or placement.mode=separate"
         )
-    if sampler.engines * each > workers:
+    if sampler.engines * each > ranks:
         raise ConfigError(
             f"placement.mode=colocate: sampler.engines={sampler.engines} of {each} GPUs each do not fit on those of "
-            f"learner.workers={workers}; set sampler.engines={max(1, workers // each)}"
+            f"learner.ranks={ranks}; set sampler.engines={max(1, ranks // each)}"
             + (
                 " and a smaller sampler.sglang.tp_size"
-                if each > workers
-                else f", or learner.workers={sampler.engines * each}"
+                if each > ranks
+                else f", or learner.ranks={sampler.engines * each}"
             )
         )
-    if config.weights.every > 1:
+    if config.weights.sync_every > 1:
         raise ConfigError(
-            f"placement.mode=colocate with weights.every={config.weights.every}: engines that have given their memory back "
-            "need new weights after each step; leave out weights.every"
+            f"placement.mode=colocate with weights.sync_every={config.weights.sync_every}: engines that have released their "
+            "memory need new weights after each step; leave out weights.sync_every"
         )
     if device == "cuda" and sampler.sglang_options.get("enable_memory_saver") is False:
         raise ConfigError(

@@ -129,11 +129,11 @@ class Demonstrations:
         )
 
     def _enter(self, index: int, stage: SftStage | None) -> _Scene:
-        """Return the scene of an item; the last one is kept, as without ``sft.fresh`` many items share it."""
+        """Return the scene of an item; the last one is kept, as without ``sft.reseed_option`` many items share it."""
         config = self._config
         options = {**config.tasks.options, **(stage.tasks if stage else {})}
-        if self._sft.fresh is not None:
-            options[self._sft.fresh] = self._sft.seed + index
+        if self._sft.reseed_option is not None:
+            options[self._sft.reseed_option] = self._sft.seed + index
         env_options = {**config.env.options, **(stage.env if stage else {})}
         key = (options, env_options)
         if self._scene is None or self._scene[0] != key:

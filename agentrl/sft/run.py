@@ -71,7 +71,7 @@ def sft(config: Config, *, console: Console) -> Path:
 
 def _start_learner(config: Config, model: Path, folder: Path) -> LearnerGroup:
     """One rank learns in this process, where nothing else has to be done meanwhile; several are Ray's."""
-    if config.learner.workers == 1:
+    if config.learner.ranks == 1:
         return LocalLearnerGroup(model, config.learner, config.algo, seed=config.run.seed)
     return start_learners(model, config.learner, config.algo, seed=config.run.seed, run_dir=folder)
 
@@ -168,7 +168,7 @@ class Packer:
     def _pack(self, step: Demonstrated) -> GlobalBatch:
         batch = pack(
             step.rows,
-            ranks=self.config.learner.workers,
+            ranks=self.config.learner.ranks,
             tokens_per_bin=self.config.batch.tokens_per_bin,
             tokens_per_micro=self.config.batch.tokens_per_micro,
             pad_id=self.pad_id,

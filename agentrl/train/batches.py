@@ -62,7 +62,7 @@ def _pack(config: Config, rows: Sequence[Row], advantages: Mapping[str, float], 
     return pack(
         rows,
         advantages,
-        ranks=config.learner.workers,
+        ranks=config.learner.ranks,
         tokens_per_bin=config.batch.tokens_per_bin,
         tokens_per_micro=config.batch.tokens_per_micro,
         pad_id=pad_id,

@@ -65,7 +65,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     with _listed(missing):
         check_tools(config)
     with _listed(missing):
-        check_engine(config, on_cluster=config.placement.mode != "beside" and running_address() is not None)
+        check_engine(config, on_cluster=config.placement.mode != "separate" and running_address() is not None)
     with _listed(missing):
         check_placement(config)
     model = _check_model(config, missing, fetch=fetch and not missing)  # no gigabytes for a run that is refused
@@ -134,12 +134,12 @@ def _describe(
         + (", behind sglang-router" if sampler.router == "sglang" else ""),
         "step": f"{rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
         f"{rollout.batch_size * rollout.n_samples_per_prompt} episodes",
-        "learner": f"{config.learner.backend}, {config.learner.workers} worker(s), {config.algo.name}",
+        "learner": f"{config.learner.backend}, {config.learner.ranks} rank(s), {config.algo.name}",
         "length": f"{plan.steps} steps",
     }
     if template:
         lines["template"] = template
-    if config.placement.mode != "beside":
+    if config.placement.mode != "separate":
         lines["placement"] = describe_placement(config)
     if rollout.generate is not None:
         lines["generate"] = rollout.generate

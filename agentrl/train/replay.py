@@ -224,7 +224,7 @@ def check_replay(config: Config, path: Path) -> list[str]:
         f"and {len(rollouts)} rollouts",
         f"model        {config.model.path} ({model})",
         "engine       none: nothing is sampled, no weights are sent, nothing is evaluated",
-        f"learner      {config.learner.backend}, {config.learner.workers} worker(s), {config.algo.name}",
+        f"learner      {config.learner.backend}, {config.learner.ranks} rank(s), {config.algo.name}",
         f"length       {min(config.train.steps, len(samples))} steps of {config.train.steps_per_rollout} optimizer "
         "step(s)",
     ]

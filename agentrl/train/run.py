@@ -119,7 +119,7 @@ async def _run(session: Session, interrupt: Interrupt) -> Trainer:
     async with AsyncExitStack() as exits:
         view = exits.enter_context(ProgressView(session.console, config.train.steps, config.obs.progress))
         view.phase("starting")
-        exits.enter_context(Watchdog(config.obs.stuck_s, view.say, folder / "logs" / "watchdog.log"))
+        exits.enter_context(Watchdog(config.obs.stall_warning_s, view.say, folder / "logs" / "watchdog.log"))
         with waiting(PHASE, "start"):
             source, learner = await _open(session, interrupt, exits)
         view.total = source.steps
@@ -230,7 +230,7 @@ def _open_metrics(session: Session, view: ProgressView) -> MetricsLog:
 async def _reserve(session: Session, exits: AsyncExitStack) -> Room | None:
     """Reserve what ``placement.mode`` wants from Ray; None: nothing."""
     config = session.config
-    if config.placement.mode == "beside" or session.replay:
+    if config.placement.mode == "separate" or session.replay:
         return None
     layout = lay_out(config, learner_device(config.learner))
     runtime = RayRuntime(cpus=layout.total["CPU"], store_bytes=store_bytes(session.model))

@@ -137,7 +137,7 @@ class Sampling:
         return self.stack.renderer.pad_token_id
 
     async def follow(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
-        """Send the weights to all engines, unless ``weights.every`` lets these wait.
+        """Send the weights to all engines, unless ``weights.sync_every`` lets these wait.
 
         Raises:
             EngineError: an engine that lives did not take them.
@@ -146,7 +146,7 @@ class Sampling:
         self._learner, self._version = learner, version
         if self._turns is not None:
             await self._turns.to_engines(learner, self._send, watch)
-        elif self._sent is None or version - self._sent >= self.config.weights.every:
+        elif self._sent is None or version - self._sent >= self.config.weights.sync_every:
             with watch("sync"):
                 await self._send()
 

@@ -29,7 +29,7 @@ class IpcSync(BucketwiseSync):
             if first + ranks > len(handles):
                 raise EngineError(
                     f"it has {ranks} GPUs from the learner's rank {first} on, which has {len(handles)}: weights.transport="
-                    "ipc wants placement.mode=colocate with at least as many learner.workers as the engines have GPUs"
+                    "ipc wants placement.mode=colocate with at least as many learner.ranks as the engines have GPUs"
                 )
             await engine.update_from_handles(handles[first : first + ranks], version, last=bucket.last)
 

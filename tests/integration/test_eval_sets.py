@@ -16,7 +16,7 @@ SETS = [
     "eval.n_samples=2",
     "eval.sets.sampled={size: 12}",
     "eval.sets.greedy={split: validation, size: 6, n_samples: 1, temperature: 0}",
-    "eval.sets.file={path: questions.jsonl, max_new_tokens: 24, by: hops}",
+    "eval.sets.file={path: questions.jsonl, max_new_tokens: 24, group_by: hops}",
 ]
 
 

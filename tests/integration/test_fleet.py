@@ -32,13 +32,13 @@ SETTINGS = [
     "sampler.embedded.slots=16",
     "sampler.embedded.context=512",
     "sampler.embedded.threads=1",
-    "sampler.health_every_s=0.2",
-    "sampler.hang_s=2",
+    "sampler.health_interval_s=0.2",
+    "sampler.stall_timeout_s=2",
     "sampler.request_timeout_s=60",
 ]
 
 ROUTERS = [
-    "own",
+    "builtin",
     pytest.param(
         "sglang",
         marks=pytest.mark.skipif(find_spec("sglang_router") is None, reason="sglang-router is not installed"),
@@ -288,7 +288,7 @@ def test_attached_engines_and_the_end_of_the_last_one(tmp_path: Path, models: tu
                 fleet.check()
 
     async def run() -> None:
-        config = configured("sampler.engines=2", "sampler.hang_s=60", "sampler.max_restarts=0")
+        config = configured("sampler.engines=2", "sampler.stall_timeout_s=60", "sampler.max_restarts=0")
         async with opened(config, first, tmp_path) as others:
             urls = [client.url for client in others.live]
             with pytest.raises(ConfigError, match=r"sampler\.url=http://127.0.0.1:1: no healthy engine"):

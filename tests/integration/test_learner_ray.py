@@ -50,7 +50,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def group(model: Path, reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayLearnerGroup]:
-    config = LearnerConfig(workers=2, device="cpu", threads=1, optimizer=ADAMW, step_timeout_s=60)
+    config = LearnerConfig(ranks=2, device="cpu", threads=1, optimizer=ADAMW, step_timeout_s=60)
     run = tmp_path_factory.mktemp("run")
     group = start_learners(model, config, WITH_KL, seed=0, run_dir=run, reference=reference)
     yield group
@@ -258,7 +258,7 @@ def test_ray_ends_with_a_killed_driver(model, tmp_path):
 
 @pytest.mark.parametrize("local", [MUON], ids=["muon"], indirect=True)
 def test_muon_on_sharded_matrices_takes_the_step_of_whole_ones(model, local, tmp_path):
-    config = LearnerConfig(workers=2, device="cpu", threads=1, optimizer=MUON)
+    config = LearnerConfig(ranks=2, device="cpu", threads=1, optimizer=MUON)
     group = start_learners(model, config, GrpoConfig(), seed=0, run_dir=tmp_path)
     try:
         before = weights(local)

@@ -103,7 +103,7 @@ def until(true: Callable[[], bool], seconds: float = 30) -> None:
 
 def test_an_engine_is_started_again_where_it_belongs(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     """After it was killed, and after the actor that holds it was; it ends with its room."""
-    settings = ["placement.mode=disaggregate", "learner.workers=2", "sampler.engines=1", *EMBEDDED]
+    settings = ["placement.mode=disaggregate", "learner.ranks=2", "sampler.engines=1", *EMBEDDED]
     config, room = reserve(settings, "cpu")
     try:
         launcher = RayLauncher(EngineSpec(config.sampler, model, tmp_path, 0), room, seats(room))
@@ -183,14 +183,14 @@ def test_engines_get_the_gpus_of_their_ranks_or_their_own(cluster: Cluster, mode
     engine = ["sampler.backend=sglang", "sampler.sglang.tp_size=2", python]
     address = {node["NodeID"]: node["NodeManagerAddress"] for node in cluster_nodes()}
     ranks, told = launched(
-        [*engine, "sampler.engines=2", "learner.workers=4", "placement.mode=colocate"], tmp_path, model
+        [*engine, "sampler.engines=2", "learner.ranks=4", "placement.mode=colocate"], tmp_path, model
     )
     for number, own in enumerate(told):
         first, second = ranks[2 * number : 2 * number + 2]
         assert first.node == second.node
         assert own == {"gpus": f"{first.gpus[0]},{second.gpus[0]}", "host": address[first.node], "saver": True}
     assert {own["host"] for own in told} == set(MACHINES)
-    ranks, [own] = launched([*engine, "learner.workers=2", "placement.mode=disaggregate"], tmp_path, model)
+    ranks, [own] = launched([*engine, "learner.ranks=2", "placement.mode=disaggregate"], tmp_path, model)
     assert (own["gpus"], own["saver"]) == ("0,1", False)
     assert own["host"] not in {address[rank.node] for rank in ranks}
 
@@ -206,11 +206,11 @@ def cluster_nodes() -> list[dict[str, Any]]:
 
 def test_what_a_cluster_cannot_hold_is_refused_and_what_others_hold_is_waited_for(cluster: Cluster) -> None:
     apart = ["placement.mode=disaggregate", "sampler.backend=sglang"]
-    with pytest.raises(ConfigError, match=r"wants 5 GPUs, and Ray has 4 GPUs: lower learner\.workers"):
-        reserve([*apart, "learner.workers=4"], "cuda")
+    with pytest.raises(ConfigError, match=r"wants 5 GPUs, and Ray has 4 GPUs: lower learner\.ranks"):
+        reserve([*apart, "learner.ranks=4"], "cuda")
     with pytest.raises(ConfigError, match=r"an engine wants 3 GPUs of one machine, and Ray has none with more than 2"):
         reserve([*apart, "sampler.sglang.tp_size=3"], "cuda")
-    _, room = reserve([*apart, "learner.workers=3"], "cuda")
+    _, room = reserve([*apart, "learner.ranks=3"], "cuda")
     try:
         with pytest.raises(
             LearnerError, match=r"1 GPU and 1 CPU after learner\.start_timeout_s=1 s; free now: 0 GPUs and 1 CPU"
@@ -233,12 +233,12 @@ def engines_of(folder: Path) -> list[psutil.Process]:
 
 
 def test_a_run_on_a_cluster_and_nothing_left_of_it_when_it_is_killed(cluster: Cluster, tmp_path: Path) -> None:
-    settings = ["placement.mode=disaggregate", "sampler.engines=2", "learner.device=cpu", "learner.workers=2", *SMALL]
+    settings = ["placement.mode=disaggregate", "sampler.engines=2", "learner.device=cpu", "learner.ranks=2", *SMALL]
     rest = [
         "train.steps=100",
         "train.eval_first=false",
         "run.dir=run",
-        "sampler.health_every_s=0.2",
+        "sampler.health_interval_s=0.2",
         "weights.transport=distributed",
     ]
     run = Running("train", "--env", "search_r1", *settings, *rest, cwd=tmp_path)
@@ -262,5 +262,5 @@ def test_a_run_on_a_cluster_and_nothing_left_of_it_when_it_is_killed(cluster: Cl
         run.process.kill()
         run.process.wait()
     until(lambda: all(gone(engine.pid) for engine in last))
-    _, room = reserve(["placement.mode=disaggregate", "learner.workers=3"], "cpu")
+    _, room = reserve(["placement.mode=disaggregate", "learner.ranks=3"], "cpu")
     room.close()

@@ -51,7 +51,7 @@ def test_training_on_published_rows(folder: Path) -> None:
         *(
             "tasks.options.train=train.parquet",
             "tasks.options.eval=[test.jsonl]",
-            "eval.by=data_source",
+            "eval.group_by=data_source",
             "eval.size=24",
         ),
         *(
@@ -80,7 +80,7 @@ def test_bad_rows_and_missing_files_are_the_users_to_mend(folder: Path) -> None:
     good, bad = rows(2, "test")
     bad |= {"golden_answers": None, "reward_model": None}
     (folder / "test.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(bad))
-    train = ["train", "--env", "search_r1", *SEARCH_QA, "eval.size=2", "eval.by=data_source"]
+    train = ["train", "--env", "search_r1", *SEARCH_QA, "eval.size=2", "eval.group_by=data_source"]
     files = ["tasks.options.train=train.parquet", "tasks.options.eval=test.jsonl"]
     done = here(*train, *files, cwd=folder)
     assert done.returncode == 2, done.stdout + done.stderr

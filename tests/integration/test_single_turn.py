@@ -57,7 +57,7 @@ def test_train_on_a_file_with_a_reward_of_a_group(folder: Path) -> None:
     done = agentrl(
         "train", "--env", "single_turn", "data.path=train.jsonl", "data.input_key=prompt", "data.label_key=label",
         "data.eval_path=eval.jsonl", "data.metadata_key=meta", "reward.key=score", "reward=my_rewards.py:of_a_group",
-        "train.steps=2", "train.eval_first=false", "eval.by=odd", "run.dir=run", "obs.progress=plain",
+        "train.steps=2", "train.eval_first=false", "eval.group_by=odd", "run.dir=run", "obs.progress=plain",
         "obs.tensorboard=false", *TINY, cwd=folder,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -178,10 +178,10 @@ def test_a_dry_run_lists_what_this_machine_lacks_and_a_run_is_refused(
 ) -> None:
     monkeypatch.setattr("agentrl.train.preflight.find_spec", lambda name: None)
     words = [*GOOD, "sampler.backend=sglang", "model.path=somebody/some-model", "learner.device=cuda"]
-    words += ["learner.workers=64"]
+    words += ["learner.ranks=64"]
     assert main([*words, "--dry-run"]) == 0
     said = capsys.readouterr().err
-    for lack in ("SGLang is not installed", "learner.workers=64 wants as many GPUs", "model.path=somebody/some-model"):
+    for lack in ("SGLang is not installed", "learner.ranks=64 wants as many GPUs", "model.path=somebody/some-model"):
         assert lack in said
     assert main(words) == 2
     assert "SGLang is not installed" in capsys.readouterr().err

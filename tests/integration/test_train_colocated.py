@@ -17,8 +17,8 @@ def test_an_engine_killed_and_stopped_while_the_learner_sleeps(tmp_path: Path) -
         "placement.mode": "colocate",
         "weights.transport": "disk",
         "sampler.max_running": 16,
-        "sampler.hang_s": 2,
-        "sampler.health_every_s": 0.5,
+        "sampler.stall_timeout_s": 2,
+        "sampler.health_interval_s": 0.5,
     }
     rows = whole_run(tmp_path, settings, steps=3, prompts=8, strikes={1: signal.SIGKILL, 2: signal.SIGSTOP})
     assert all(row[key] > 0 for row in rows for key in TURNS)

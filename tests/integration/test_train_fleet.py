@@ -11,6 +11,11 @@ pytestmark = pytest.mark.timeout(300)
 
 def test_engines_killed_and_stopped_in_mid_rollout(tmp_path: Path) -> None:
     """The run ends with the same number of steps, every sample is there once, and the tokens say who sampled them."""
-    settings = {"sampler.engines": 2, "sampler.max_running": 16, "sampler.hang_s": 2, "sampler.health_every_s": 0.5}
+    settings = {
+        "sampler.engines": 2,
+        "sampler.max_running": 16,
+        "sampler.stall_timeout_s": 2,
+        "sampler.health_interval_s": 0.5,
+    }
     rows = whole_run(tmp_path, settings, steps=3, prompts=16, strikes={1: signal.SIGKILL, 2: signal.SIGSTOP})
     assert all(0.2 < row["rollout/cache_hit"] < 1 for row in rows)

@@ -39,7 +39,7 @@ class Engine:
     live: bool = True
     """It samples, with the current weights."""
     gone: bool = False
-    """It will not come back, or, of an engine that is not ours, has not for ``sampler.hang_s``."""
+    """It will not come back, or, of an engine that is not ours, has not for ``sampler.stall_timeout_s``."""
     unreachable: asyncio.Event = field(default_factory=asyncio.Event)
     """A request could not reach it."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -173,7 +173,7 @@ class Monitor:
         return why
 
     async def _until_hung(self, engine: Engine) -> str:
-        limit, every = self._config.hang_s, self._config.health_every_s
+        limit, every = self._config.stall_timeout_s, self._config.health_interval_s
         now = asyncio.get_running_loop().time
         answered = now()
         while True:
@@ -184,7 +184,7 @@ class Monitor:
                 # It may be this process that was busy for so long: one more chance.
                 if not await self._answers(engine, min(every, limit)):
                     tail = await asyncio.to_thread(_tail, engine)
-                    return f"it has not answered at {engine.client.url} for sampler.hang_s={limit:g} s{tail}"
+                    return f"it has not answered at {engine.client.url} for sampler.stall_timeout_s={limit:g} s{tail}"
                 answered = now()
 
     async def _until_unreachable(self, engine: Engine) -> str:
@@ -192,7 +192,7 @@ class Monitor:
         while True:
             await engine.unreachable.wait()
             engine.unreachable.clear()
-            if not await self._answers(engine, self._config.hang_s):
+            if not await self._answers(engine, self._config.stall_timeout_s):
                 return f"it cannot be reached at {engine.client.url}"
 
     async def _answers(self, engine: Engine, seconds: float) -> bool:
@@ -235,14 +235,14 @@ class Monitor:
         begun = asyncio.get_running_loop().time()
         while True:
             with contextlib.suppress(AgentrlError):  # it went again meanwhile
-                if await self._answers(engine, self._config.hang_s):
+                if await self._answers(engine, self._config.stall_timeout_s):
                     await self._admit(engine)
                     _log.warning("%s is back", engine.name)
                     return
-            if not engine.gone and asyncio.get_running_loop().time() - begun >= self._config.hang_s:
+            if not engine.gone and asyncio.get_running_loop().time() - begun >= self._config.stall_timeout_s:
                 engine.gone = True
                 self._check_left(f"{engine.name}: {why}")
-            await asyncio.sleep(self._config.health_every_s)
+            await asyncio.sleep(self._config.health_interval_s)
 
     async def _admit(self, engine: Engine) -> None:
         """Bring the current weights into an engine, then let it sample.

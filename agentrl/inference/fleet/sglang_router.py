@@ -55,7 +55,7 @@ class Gateway:
         self._log = log
         # Its port is known once it runs.
         self._transport = Transport(f"http://{LOOPBACK}", config.request_timeout_s)
-        self._control = Transport(self._transport.url, config.hang_s)
+        self._control = Transport(self._transport.url, config.stall_timeout_s)
         self._workers = Workers(self._control)
         self.flights = Flights(self._transport, self)
         """The requests that any of the engines may have."""
@@ -178,7 +178,7 @@ class Gateway:
         Raises:
             EngineError: it dies too often, or does not take an engine in.
         """
-        every, limit = self._config.health_every_s, self._config.hang_s
+        every, limit = self._config.health_interval_s, self._config.stall_timeout_s
         while True:
             changed, until = self._changed, time.monotonic() + every
             why = None
@@ -188,7 +188,7 @@ class Gateway:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(changed.wait(), min(_LOOK_S, every))
             except httpx.TimeoutException:
-                why = f"sglang-router has not answered for sampler.hang_s={limit:g} s. {self._tail()}"
+                why = f"sglang-router has not answered for sampler.stall_timeout_s={limit:g} s. {self._tail()}"
             except (Refused, httpx.HTTPError) as error:
                 _log.warning("sglang-router at %s: %s %s", self._transport.url, type(error).__name__, error)
                 await asyncio.sleep(_LOOK_S)

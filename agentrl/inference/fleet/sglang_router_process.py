@@ -34,7 +34,7 @@ def require_router() -> None:
     if importlib.util.find_spec("sglang_router") is None:
         raise MissingError(
             "sampler.router=sglang: sglang-router is not installed; install it with `pip install 'agentrl[router]'`, or set "
-            "sampler.router=own"
+            "sampler.router=builtin"
         )
 
 

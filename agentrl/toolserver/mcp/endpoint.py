@@ -1,7 +1,7 @@
 """A server's tools over the Model Context Protocol (streamable HTTP), at ``/mcp``: for clients that speak only that.
 
 A session of the protocol is a session of the server, with its sandbox: opened by the first call, closed by the
-protocol's DELETE, or when nobody has called for ``server.idle_s``. A result's status is in its ``_meta``.
+protocol's DELETE, or when nobody has called for ``server.idle_timeout_s``. A result's status is in its ``_meta``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def mcp_routes(sessions: Sessions) -> AsyncIterator[list[BaseRoute]]:
         "agentrl", version=version("agentrl"), on_list_tools=bridge.list_tools, on_call_tool=bridge.call_tool
     )
     manager = StreamableHTTPSessionManager(
-        server, json_response=True, session_idle_timeout=sessions.config.idle_s, max_request_body_size=MAX_BODY
+        server, json_response=True, session_idle_timeout=sessions.config.idle_timeout_s, max_request_body_size=MAX_BODY
     )
     async with manager.run():
         yield [Route(PATH, _Endpoint(manager, bridge))]

@@ -103,7 +103,7 @@ async def open_sessions(
 def serve_tools(
     tools: Sequence[HostedTool], config: ToolServerConfig, *, host: str, port: int, sandboxed: bool
 ) -> None:
-    """Serve until told to stop by SIGTERM or SIGINT; calls that run then get ``server.drain_s``, a second signal cuts them.
+    """Serve until SIGTERM or SIGINT; running calls then get ``server.drain_timeout_s``, a second signal cuts them.
 
     Args:
         tools: not started yet.
@@ -145,7 +145,7 @@ async def _serve(
             signals.starting = None
             print(_announcement(sessions, config, listener, sandboxed=sandboxed), flush=True)
             await _first(serving, signals.stop.wait())
-            await _first(serving, signals.hurry.wait(), sessions.drain(config.server.drain_s))
+            await _first(serving, signals.hurry.wait(), sessions.drain(config.server.drain_timeout_s))
             await sessions.stop()  # answers who still waits for a call, before their connections are closed
             server.should_exit = True
             await serving

@@ -108,7 +108,7 @@ class Sessions:
         self._reaper = asyncio.create_task(self._reap_forever(), name="reap-sessions")
 
     async def open(self, episode_id: str = "") -> HostedSession:
-        """Return a new session, or the one that the episode has. Waits for room up to ``server.queue_s``, first come first.
+        """Return the episode's session, opened if need be; waits up to ``server.queue_timeout_s``, first come first served.
 
         Raises:
             Full: there was none in time.
@@ -149,14 +149,14 @@ class Sessions:
         waiter = self._queue.setdefault(key, _Waiter(episode_id))
         waiter.listeners += 1
         try:
-            async with asyncio.timeout(self.config.queue_s):
+            async with asyncio.timeout(self.config.queue_timeout_s):
                 session = await asyncio.shield(waiter.granted)
             waiter.taken = True
             return session
         except TimeoutError:
             raise Full(
                 f"all {self.config.max_sessions} sessions (server.max_sessions) are taken, and none became free in "
-                f"{self.config.queue_s:g} s (server.queue_s)"
+                f"{self.config.queue_timeout_s:g} s (server.queue_timeout_s)"
             ) from None
         finally:
             waiter.listeners -= 1
@@ -240,8 +240,8 @@ class Sessions:
         self._admit()
 
     async def reap(self) -> int:
-        """Close the sessions that nobody has called for ``server.idle_s`` and return how many those were."""
-        limit = self.config.idle_s
+        """Close the sessions that nobody has called for ``server.idle_timeout_s`` and return how many those were."""
+        limit = self.config.idle_timeout_s
         idle = [session for session in self._open.values() if session.idle_seconds() >= limit]
         tasks = [self._begin_close(session, f"was closed after {limit:g} s without a call") for session in idle]
         self.metrics.sessions_reaped.inc(len(idle))
@@ -250,10 +250,10 @@ class Sessions:
 
     async def _reap_forever(self) -> None:
         while True:
-            await asyncio.sleep(min(REAP_EVERY_S, self.config.idle_s / 4))
+            await asyncio.sleep(min(REAP_EVERY_S, self.config.idle_timeout_s / 4))
             reaped = await self.reap()
             if reaped:
-                _log.info("closed %d sessions that nobody called for %g s", reaped, self.config.idle_s)
+                _log.info("closed %d sessions that nobody called for %g s", reaped, self.config.idle_timeout_s)
 
     async def drain(self, seconds: float) -> None:
         """Take no more sessions and calls, and wait up to so many seconds for the calls that run."""

@@ -39,7 +39,7 @@ def resolved(*words: str) -> tuple[Config, str]:
 @pytest.mark.parametrize("inner", ["", "checkpoints/step_000007", "checkpoints/step_000007/model"])
 def test_a_run_brings_its_configuration(run_folder: Path, inner: str) -> None:
     config, said = resolved("--checkpoint", str(run_folder / inner), "eval.temperature=0")
-    assert (config.eval.size, config.eval.by, config.env.options["topk"]) == (7, "hops", 2)
+    assert (config.eval.size, config.eval.group_by, config.env.options["topk"]) == (7, "hops", 2)
     assert config.eval.named_sets()["a"].temperature == 0, "a set without a temperature still follows eval's"
     assert Path(config.model.path) == run_folder / "checkpoints/step_000007/model"
     assert (config.sampler.url, config.sampler.port, config.tools["search"].port) == (None, 0, 0), (
@@ -72,7 +72,7 @@ def test_a_model_folder_is_no_run(run_folder: Path, tmp_path: Path) -> None:
         (("eval.sets.a.path=none.jsonl",), "none.jsonl"),
         (("eval.sets.a.split=evla",), "validation"),
         (("eval.sets.a.size=100000",), "eval.sets.a.size=100000"),
-        (("eval.by=depth",), "eval.by=depth"),
+        (("eval.group_by=depth",), "eval.group_by=depth"),
     ],
 )
 def test_mistakes_exit_with_two_before_anything_starts(

@@ -57,5 +57,5 @@ def test_the_learners_own_logprobs_go_with_one_optimizer_step_only() -> None:
     load_config(None, ["algo.old_logprobs=learner"])
     with pytest.raises(ConfigError, match=r"train\.steps_per_rollout=2.*algo\.old_logprobs=sampler"):
         load_config(None, ["algo.old_logprobs=learner", "train.steps_per_rollout=2"])
-    with pytest.raises(ConfigError, match=r"weights\.every=3.*algo\.old_logprobs=sampler"):
-        load_config(None, ["algo.old_logprobs=learner", "weights.every=3"])
+    with pytest.raises(ConfigError, match=r"weights\.sync_every=3.*algo\.old_logprobs=sampler"):
+        load_config(None, ["algo.old_logprobs=learner", "weights.sync_every=3"])

@@ -15,7 +15,7 @@ SEND = ["weights.transport=distributed"]
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        (["weights.transport=ipc", *GPU], "placement.mode=colocate, not beside"),
+        (["weights.transport=ipc", *GPU], "placement.mode=colocate, not separate"),
         ([*IPC], "weights.transport=ipc is for GPUs"),
         ([*IPC, *GPU, "sampler.sglang={device: cpu}"], "weights.transport=ipc is for GPUs"),
         ([*IPC, *GPU, "learner.device=cpu"], "weights.transport=ipc is for GPUs"),
@@ -35,7 +35,7 @@ def test_ways_that_lead_nowhere(settings: list[str], why: str) -> None:
     "settings",
     [
         [*IPC, *GPU],
-        [*IPC, *GPU, "sampler.sglang={tensor-parallel-size: 2}", "learner.workers=2"],
+        [*IPC, *GPU, "sampler.sglang={tensor-parallel-size: 2}", "learner.ranks=2"],
         [*SEND],
         [*SEND, "placement.mode=colocate"],
         [*SEND, *GPU, "placement.mode=disaggregate"],

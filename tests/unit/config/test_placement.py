@@ -38,7 +38,7 @@ def test_a_size_that_is_no_number_is_refused() -> None:
 
 def test_engines_in_turns_with_the_learner_lie_in_its_bundles() -> None:
     """Two engines of two ranks on five ranks of the learner: the last has a bundle of its own."""
-    settings = [SGLANG, TP2, "sampler.engines=2", "learner.workers=5", "placement.mode=colocate"]
+    settings = [SGLANG, TP2, "sampler.engines=2", "learner.ranks=5", "placement.mode=colocate"]
     layout = lay_out(load_config(None, settings), "cuda")
     pair, single = {"CPU": 2, "GPU": 2}, {"CPU": 1, "GPU": 1}
     assert layout.bundles == (pair, pair, single)
@@ -51,7 +51,7 @@ def test_engines_in_turns_with_the_learner_lie_in_its_bundles() -> None:
 
 
 def test_engines_apart_from_the_learner_have_bundles_of_their_own() -> None:
-    settings = [SGLANG, TP2, "sampler.engines=2", "learner.workers=3", "placement.mode=disaggregate"]
+    settings = [SGLANG, TP2, "sampler.engines=2", "learner.ranks=3", "placement.mode=disaggregate"]
     layout = lay_out(load_config(None, settings), "cuda")
     assert layout.bundles == ({"CPU": 1, "GPU": 1},) * 3 + ({"GPU": 2},) * 2
     assert (layout.ranks, layout.engines) == ((0, 1, 2), (3, 4))
@@ -65,9 +65,9 @@ def test_engines_apart_from_the_learner_have_bundles_of_their_own() -> None:
     ("settings", "words"),
     [
         (["sampler.url=http://10.0.0.1:30000"], r"placement\.mode=colocate with sampler\.url=http://10.*leave out"),
-        (["sampler.engines=3", "learner.workers=2"], r"sampler\.engines=3 of 1 .*learner\.workers=2; set sampler\.engines=2"),
+        (["sampler.engines=3", "learner.ranks=2"], r"sampler\.engines=3 of 1 .*learner\.ranks=2; set sampler\.engines=2"),
         ([SGLANG, "sampler.sglang.device=cpu", "sampler.sglang.tp_size=2"],
-         r"sampler\.engines=1 of 2 .*learner\.workers=1; set sampler\.engines=1 and a smaller sampler\.sglang\.tp_size"),
+         r"sampler\.engines=1 of 2 .*learner\.ranks=1; set sampler\.engines=1 and a smaller sampler\.sglang\.tp_size"),
         ([SGLANG], r"the learner is on cpu, the engines are on cuda; set learner\.device"),
     ],
 )  # fmt: skip
@@ -89,14 +89,14 @@ def test_too_few_gpus_are_named_unless_a_cluster_may_have_them(monkeypatch: pyte
     monkeypatch.setattr(placing, "gpus_here", lambda: 4)
     monkeypatch.setattr(placing, "running_address", lambda: None)
     monkeypatch.setattr(placing, "learner_device", lambda learner: "cuda")
-    settings = [SGLANG, TP2, "learner.workers=2", "placement.mode=disaggregate"]
+    settings = [SGLANG, TP2, "learner.ranks=2", "placement.mode=disaggregate"]
     check_placement(load_config(None, settings))
     with pytest.raises(
-        MissingError, match=r"wants 6 GPUs .*workers=2 .*engines=2 of 2 each; there are 4 here, and no Ray"
+        MissingError, match=r"wants 6 GPUs .*ranks=2 .*engines=2 of 2 each; there are 4 here, and no Ray"
     ):
         check_placement(load_config(None, [*settings, "sampler.engines=2"]))
-    with pytest.raises(MissingError, match=r"learner\.workers=5 wants as many GPUs; there are 4 here"):
-        check_placement(load_config(None, ["learner.workers=5", "learner.device=cuda"]))
+    with pytest.raises(MissingError, match=r"learner\.ranks=5 wants as many GPUs; there are 4 here"):
+        check_placement(load_config(None, ["learner.ranks=5", "learner.device=cuda"]))
     monkeypatch.setattr(placing, "running_address", lambda: "10.0.0.1:6379")
     check_placement(load_config(None, [*settings, "sampler.engines=2"]))
-    check_placement(load_config(None, ["learner.workers=5", "learner.device=cuda"]))
+    check_placement(load_config(None, ["learner.ranks=5", "learner.device=cuda"]))

@@ -117,7 +117,7 @@ def test_seeds_depend_on_set_task_and_sample_alone() -> None:
 
 
 def test_two_evaluations_of_one_policy_are_the_same() -> None:
-    sets = [choice("x", list("abcdef"), n_samples=4, by="kind"), choice("y", list("abc"))]
+    sets = [choice("x", list("abcdef"), n_samples=4, group_by="kind"), choice("y", list("abc"))]
     (first, _), (second, _) = play(*sets), play(*sets, concurrency=1)
     assert flat_figures(first) == flat_figures(second)
     assert 0 < flat_figures(first)["eval/x/reward"] < 1

@@ -81,7 +81,7 @@ def test_values_stand_in_the_order_of_numbers() -> None:
 
 def choice(name: str) -> TaskChoice:
     tasks = [Task(each, (Message("user", "?"),)) for each in ("a", "b", "c")]
-    return TaskChoice(name, EvalSet(n_samples=4, temperature=0.7, by="hops"), tasks, "the split 'eval'")
+    return TaskChoice(name, EvalSet(n_samples=4, temperature=0.7, group_by="hops"), tasks, "the split 'eval'")
 
 
 def test_reports_are_whole_and_json() -> None:
@@ -92,7 +92,7 @@ def test_reports_are_whole_and_json() -> None:
     data = json.loads(json.dumps(report(results), allow_nan=False))
     assert data["x"]["sampling"] == {
         "n_samples": 4, "temperature": 0.7, "top_p": 1.0, "top_k": -1, "max_new_tokens": None, "pass_reward": 1.0,
-        "by": "hops",
+        "group_by": "hops",
     }  # fmt: skip
     mean = data["x"]["means"]["pass@2"]
     assert mean["low"] < mean["value"] < mean["high"]

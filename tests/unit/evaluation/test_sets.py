@@ -43,12 +43,12 @@ def test_without_sets_there_is_one_without_a_name() -> None:
 
 def test_what_a_set_leaves_out_is_taken_from_eval() -> None:
     made = config(
-        "eval.size=2", "eval.temperature=0.5", "eval.n_samples=4", "eval.by=hops",
+        "eval.size=2", "eval.temperature=0.5", "eval.n_samples=4", "eval.group_by=hops",
         "eval.sets.a.n_samples=1", "eval.sets.b={split: hard, temperature: 1.0, top_p: 0.9, top_k: 20, size: null}",
     )  # fmt: skip
     a, b = choose_tasks(made, Splits())
-    assert (a.plan.n_samples, a.plan.temperature, len(a.tasks), a.plan.by) == (1, 0.5, 2, "hops")
-    assert (b.plan.n_samples, b.plan.temperature, len(b.tasks), b.plan.by) == (4, 1.0, 3, None)
+    assert (a.plan.n_samples, a.plan.temperature, len(a.tasks), a.plan.group_by) == (1, 0.5, 2, "hops")
+    assert (b.plan.n_samples, b.plan.temperature, len(b.tasks), b.plan.group_by) == (4, 1.0, 3, None)
     assert (a.prefix, b.prefix) == ("eval/a/", "eval/b/")
     assert b.decoding == "temperature 1, top-p 0.9, top-k 20"
     assert "3 tasks of the split 'hard' x 4" in b.described
@@ -81,8 +81,11 @@ def test_sets_stay_open_to_eval_when_written_and_read_back() -> None:
         (["eval.size=6"], "eval.size=6, but the split 'eval' has 5 tasks"),
         (["eval.sets.a={split: hard, size: 4}"], "eval.sets.a.size=4"),
         (["eval.sets.a.split=none"], "eval.sets.a: the split 'none' has no tasks"),
-        (["eval.by=depth"], "eval.by=depth: no task of the split 'eval' has this in its metadata, which has: hops"),
-        (["eval.sets.a={split: hard, by: hops}"], "eval.sets.a.by=hops"),
+        (
+            ["eval.group_by=depth"],
+            "eval.group_by=depth: no task of the split 'eval' has this in its metadata, which has: hops",
+        ),
+        (["eval.sets.a={split: hard, group_by: hops}"], "eval.sets.a.group_by=hops"),
         (["eval.split=hrad"], "'hard'"),
     ],
 )
@@ -109,8 +112,8 @@ def test_sets_that_cannot_be_are_refused_as_they_are_read(override: str, message
 
 
 def test_a_size_or_by_of_eval_goes_as_far_as_a_set_does() -> None:
-    [choice] = choose_tasks(config("eval.size=4", "eval.by=hops", "eval.sets.a.split=hard"), Splits())
-    assert (len(choice.tasks), choice.plan.by) == (3, None)
+    [choice] = choose_tasks(config("eval.size=4", "eval.group_by=hops", "eval.sets.a.split=hard"), Splits())
+    assert (len(choice.tasks), choice.plan.group_by) == (3, None)
 
 
 def test_nothing_to_evaluate_on() -> None:

@@ -187,5 +187,5 @@ def test_a_lost_request_makes_all_engines_suspects() -> None:
 
 def test_without_the_package_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_process.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingError, match=r"pip install 'agentrl\[router\]'.*sampler\.router=own"):
+    with pytest.raises(MissingError, match=r"pip install 'agentrl\[router\]'.*sampler\.router=builtin"):
         gateway_process.require_router()

@@ -121,9 +121,9 @@ def shuffled(rollouts: Sequence[Rollout], rng: np.random.Generator) -> list[Roll
 
 
 def make_config(algo: dict[str, object], aggregation: str, **batch: int) -> Config:
-    workers = batch.pop("workers", 1)
+    ranks = batch.pop("ranks", 1)
     sizes = {"tokens_per_bin": 512, "tokens_per_micro": 1024} | batch
-    return validate({"algo": algo, "batch": {"aggregation": aggregation, **sizes}, "learner": {"workers": workers}})
+    return validate({"algo": algo, "batch": {"aggregation": aggregation, **sizes}, "learner": {"ranks": ranks}})
 
 
 def gradient(
@@ -175,7 +175,7 @@ def test_the_gradient_stays(algo, aggregation, dtype, learners, folders):
         assert sum(len(each.rows) for each in cut) > 1.5 * len(scripts)
         wanted = gradient(learner, config, whole, dtype)
         small = make_config(algo, aggregation, tokens_per_bin=8, tokens_per_micro=8)
-        ranks = make_config(algo, aggregation, tokens_per_bin=32, tokens_per_micro=64, workers=2)
+        ranks = make_config(algo, aggregation, tokens_per_bin=32, tokens_per_micro=64, ranks=2)
         found = {
             "cut": gradient(learner, config, cut, dtype),
             "prefix": gradient(learner, config, [first_prompt_again(script, rng) for script in scripts], dtype),

@@ -26,12 +26,12 @@ def texts(waits):
     return [(one.phase, one.text) for one in waits.now()]
 
 
-def watch(stuck_s, play, log=None):
+def watch(stall_warning_s, play, log=None):
     """Run ``play(said)`` under a watchdog and return its reports."""
     said = []
 
     async def watched():
-        with Watchdog(stuck_s, said.append, log):
+        with Watchdog(stall_warning_s, said.append, log):
             await play(said)
 
     asyncio.run(watched())

@@ -165,7 +165,7 @@ async def test_failures_of_tools_are_results_and_not_errors_of_http() -> None:
 @in_loop
 async def test_idle_sessions_are_gone() -> None:
     clock = Clock()
-    sessions = make_sessions(FakeTool(echo), clock=clock, idle_s=5)
+    sessions = make_sessions(FakeTool(echo), clock=clock, idle_timeout_s=5)
     async with app_client(make_app(sessions)) as client:
         session = await opened(client)
         clock.now += 5
@@ -176,7 +176,7 @@ async def test_idle_sessions_are_gone() -> None:
 
 @in_loop
 async def test_a_full_server_says_when_to_come_again() -> None:
-    sessions = make_sessions(max_sessions=1, queue_s=0.02)
+    sessions = make_sessions(max_sessions=1, queue_timeout_s=0.02)
     async with app_client(make_app(sessions)) as client:
         await opened(client)
         reply = await client.post("/sessions", json={"episode_id": "b"})
@@ -189,7 +189,7 @@ async def test_a_full_server_says_when_to_come_again() -> None:
 
 @in_loop
 async def test_who_hangs_up_while_waiting_gives_its_place_up() -> None:
-    sessions = make_sessions(max_sessions=1, queue_s=20)
+    sessions = make_sessions(max_sessions=1, queue_timeout_s=20)
     async with served(make_app(sessions)) as url, http(url) as client:
         first = await opened(client)
         async with http(url, 0.05) as hasty:

@@ -183,7 +183,7 @@ def test_calls_side_by_side_get_their_own_answers() -> None:
 
 def test_a_session_that_was_closed_for_idleness_is_not_opened_again_in_silence() -> None:
     async def main() -> None:
-        async with served(idle_s=0.4) as server, Client(server.url) as client:
+        async with served(idle_timeout_s=0.4) as server, Client(server.url) as client:
             await say(client, "a")
             await until(lambda: len(server.sessions) == 0)
             # Its connection is open still: the client listens.
@@ -196,7 +196,7 @@ def test_a_session_that_was_closed_for_idleness_is_not_opened_again_in_silence()
 
 def test_no_more_sessions_than_the_server_takes() -> None:
     async def main() -> None:
-        async with served(max_sessions=1, queue_s=0) as server:
+        async with served(max_sessions=1, queue_timeout_s=0) as server:
             async with Client(server.url) as one:
                 await say(one, "a")
                 async with Client(server.url) as other:

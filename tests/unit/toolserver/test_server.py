@@ -166,7 +166,7 @@ def test_a_server_of_ones_own_tool_drains_when_told_to_stop(tmp_path: Path) -> N
             assert "the server stops" in long["content"]
 
     name = f"{tmp_path / 'my_tools.py'}:nap"
-    with server(tmp_path, name, "server.drain_s=2", "server.max_sessions=7") as (child, url):
+    with server(tmp_path, name, "server.drain_timeout_s=2", "server.max_sessions=7") as (child, url):
         assert f"nap serve on {url} (up to 7 sessions)" in child.log_tail()
         asyncio.run(play(child, url))
         assert exit_code(child) == 0, child.log_tail()
@@ -174,7 +174,9 @@ def test_a_server_of_ones_own_tool_drains_when_told_to_stop(tmp_path: Path) -> N
 
 def test_a_server_with_code_ends_all_of_it_at_once_when_told_twice(tmp_path: Path) -> None:
     config = tmp_path / "tools.yaml"
-    config.write_text("tools: {python: {}, shell: {}}\nsandbox: {backend: unsafe_subprocess}\nserver: {drain_s: 60}\n")
+    config.write_text(
+        "tools: {python: {}, shell: {}}\nsandbox: {backend: unsafe_subprocess}\nserver: {drain_timeout_s: 60}\n"
+    )
 
     async def play(child: ChildProcess, url: str) -> None:
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=20) as client:

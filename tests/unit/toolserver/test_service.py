@@ -134,9 +134,9 @@ def test_a_server_file_and_settings(tmp_path, reference):
     file = tmp_path / "tools.yaml"
     file.write_text("server: {max_sessions: 3}\ntools:\n  test_cell: {shout: true}\n  test_triple:\n")
     config = make_server_config(
-        file, ["test_cell.shout=false", "sandbox.limits.wall_s=2", "server.idle_s=5"], [reference]
+        file, ["test_cell.shout=false", "sandbox.limits.wall_s=2", "server.idle_timeout_s=5"], [reference]
     )
-    assert (config.server.max_sessions, config.server.idle_s, config.sandbox.limits.wall_s) == (3, 5, 2)
+    assert (config.server.max_sessions, config.server.idle_timeout_s, config.sandbox.limits.wall_s) == (3, 5, 2)
     assert config.tools == {"test_cell": {"shout": False}, "test_triple": {}, reference: {}}
     assert [tool.spec.name for tool in make_tools(config)] == ["run_cell", "treble", "double"]
     assert needs_sandbox(config)

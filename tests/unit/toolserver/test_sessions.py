@@ -86,12 +86,12 @@ async def test_room_is_free_only_once_the_sandbox_is_gone() -> None:
 
 @in_loop
 async def test_waiting_ends_after_its_time() -> None:
-    sessions = make_sessions(max_sessions=1, queue_s=0.02)
+    sessions = make_sessions(max_sessions=1, queue_timeout_s=0.02)
     await sessions.open("a")
     with pytest.raises(Full, match=r"all 1 sessions \(server.max_sessions\).*0.02 s"):
         await sessions.open("b")
     assert sessions.waiting == 0
-    at_once = make_sessions(max_sessions=1, queue_s=0)
+    at_once = make_sessions(max_sessions=1, queue_timeout_s=0)
     await at_once.open("a")
     with pytest.raises(Full):
         await at_once.open("b")
@@ -137,7 +137,7 @@ STEPS = st.lists(
 def test_never_more_than_the_cap_and_nobody_is_lost(steps: list[tuple[str, int]]) -> None:
     async def play() -> None:
         clock = Clock()
-        sessions = make_sessions(max_sessions=3, clock=clock, idle_s=10)
+        sessions = make_sessions(max_sessions=3, clock=clock, idle_timeout_s=10)
         asking: list[asyncio.Task[object]] = []
         for what, number in steps:
             opened = list(sessions._open)
@@ -170,7 +170,7 @@ def test_never_more_than_the_cap_and_nobody_is_lost(steps: list[tuple[str, int]]
 async def test_idle_sessions_are_reaped_and_busy_ones_are_not() -> None:
     clock, gate, backend = Clock(), Gate(), FakeBackend()
     sessions = make_sessions(
-        FakeTool(gate, "slow"), FakeTool(in_sandbox, "python"), backend=backend, clock=clock, idle_s=100
+        FakeTool(gate, "slow"), FakeTool(in_sandbox, "python"), backend=backend, clock=clock, idle_timeout_s=100
     )
     idle, busy, late = [await sessions.open(name) for name in ("idle", "busy", "late")]
     await sessions.call(idle.id, ToolCall("1", "python", {}))
@@ -198,7 +198,7 @@ async def test_idle_sessions_are_reaped_and_busy_ones_are_not() -> None:
 
 @in_loop
 async def test_the_server_reaps_by_itself() -> None:
-    sessions = make_sessions(idle_s=0.02, max_sessions=1)
+    sessions = make_sessions(idle_timeout_s=0.02, max_sessions=1)
     sessions.start()
     session = await sessions.open()
     await sessions.open("waits for the first one's end")

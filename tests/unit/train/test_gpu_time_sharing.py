@@ -126,12 +126,12 @@ def test_the_order_of_steps() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("mode", ["beside", "disaggregate"])
+@pytest.mark.parametrize("mode", ["separate", "disaggregate"])
 def test_nobody_sleeps_where_each_has_its_own(mode: str) -> None:
     world = World()
 
     async def run() -> None:
-        source = world.sampling(mode, "weights.every=2")
+        source = world.sampling(mode, "weights.sync_every=2")
         await source.open()
         assert world.launch_in is None
         watch = Stopwatch()
