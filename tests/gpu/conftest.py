@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
 
 from conformance.engine import Engine, Traits, running
-from faults import whole_run
+from fault_injection import whole_run
 
 from agentrl.config.algo import GrpoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs import agentrl, here
+from shared_runs import Services, here
 
 from agentrl.obs.rollouts import read_rollouts
 
@@ -12,8 +12,9 @@ pytestmark = pytest.mark.timeout(300)
 TINY = ["rollout.batch_size=4", "rollout.n_samples_per_prompt=4"]
 
 
-def test_samples_pass_and_a_changed_id_is_found(tmp_path: Path) -> None:
-    done = agentrl("rollout", "--env", "search_r1", "--out", "samples.jsonl", "--tasks", "4", *TINY, cwd=tmp_path)
+def test_samples_pass_and_a_changed_id_is_found(tmp_path: Path, services: Services) -> None:
+    words = ["--env", "search_r1", "--out", "samples.jsonl", "--tasks", "4", *TINY]
+    done = services.agentrl("rollout", *words, cwd=tmp_path, search=True)
     assert done.returncode == 0, done.stdout + done.stderr
     done = here("audit", "samples.jsonl", "--tokenizer", "multihop-warm", cwd=tmp_path)
     out = " ".join(done.stdout.split())

@@ -9,7 +9,7 @@ import pytest
 from agentrl_envs.code_contest import CodeContestEnv
 from agentrl_tasks.contest import Contest
 from agentrl_tasks.contest.policies import WARM
-from runs import agentrl, metrics
+from shared_runs import IN_PROCESS_LEARNER, agentrl, metrics
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.child_process import held_port
@@ -119,6 +119,7 @@ def test_training(url: str, tmp_path: Path) -> None:
         *("tasks.options.hidden=2", "tasks.options.train_size=50"),
         *(f"tools.python.url={url}", "sampler.embedded.slots=16", "obs.progress=plain", "obs.tensorboard=false"),
         cwd=tmp_path,
+        target=IN_PROCESS_LEARNER,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [row for row in metrics(tmp_path / "run") if "train/reward" in row]

@@ -1,12 +1,10 @@
 """An environment of the user's own through the command line: the README's file, and a package with an entry point."""
 
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
-from runs import command, environment, metrics
+from shared_runs import Services, agentrl, metrics
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -23,18 +21,9 @@ def example() -> str:
     return match[1]
 
 
-def run(*words: str, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    variables = environment()
-    if path is not None:
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(path), variables.get("PYTHONPATH"))))
-    return subprocess.run(
-        command(*words), cwd=cwd, env=variables, capture_output=True, text=True, timeout=240, check=False
-    )
-
-
-def test_the_readmes_environment_trains(tmp_path: Path) -> None:
+def test_the_readmes_environment_trains(tmp_path: Path, services: Services) -> None:
     (tmp_path / "brief.py").write_text(example())
-    done = run("train", "--env", "brief.py:Brief", *TINY, cwd=tmp_path)
+    done = services.agentrl("train", "--env", "brief.py:Brief", *TINY, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [row for row in metrics(tmp_path / "run") if "train/reward" in row]
     assert [row["step"] for row in steps] == [1, 2]
@@ -50,12 +39,12 @@ def test_an_environment_from_somebodys_package(tmp_path: Path) -> None:
     (site / "brief_env.py").write_text(example().replace('@register_env("brief")\n', ""))
     (site / "brief_env-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: brief-env\nVersion: 1.0\n")
     (site / "brief_env-1.0.dist-info" / "entry_points.txt").write_text("[agentrl.envs]\nterse = brief_env:Brief\n")
-    listed = run("env", "list", cwd=cwd, path=site)
+    listed = agentrl("env", "list", cwd=cwd, PYTHONPATH=str(site))
     assert listed.returncode == 0, listed.stderr
     assert "terse" in listed.stdout
-    planned = run("train", "--env", "terse", "--dry-run", *TINY, cwd=cwd, path=site)
+    planned = agentrl("train", "--env", "terse", "--dry-run", *TINY, cwd=cwd, PYTHONPATH=str(site))
     assert planned.returncode == 0, planned.stderr
     assert "terse" in planned.stdout
-    unknown = run("train", "--env", "ters", "--dry-run", cwd=cwd, path=site)
+    unknown = agentrl("train", "--env", "ters", "--dry-run", cwd=cwd, PYTHONPATH=str(site))
     assert unknown.returncode == 2
     assert "Did you mean 'terse'?" in unknown.stderr.replace("\n", " ")

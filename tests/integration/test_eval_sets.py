@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from agentrl_tasks.multihop import Multihop
-from runs import agentrl
+from shared_runs import Services
 
 from agentrl.obs.rollouts import read_rollouts
 
@@ -21,7 +21,7 @@ SETS = [
 
 
 @pytest.fixture(scope="module")
-def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def evaluated(tmp_path_factory: pytest.TempPathFactory, services: Services) -> tuple[Path, str]:
     cwd = tmp_path_factory.mktemp("evaluated")
     tasks = list(Multihop().split("validation")[:5])
     rows = [
@@ -30,7 +30,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     ]
     (cwd / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = ["--json", "eval.json", "--rollouts", "samples.jsonl"]
-    done = agentrl("eval", "--env", "search_r1", *SETS, *DATA, *files, cwd=cwd, timeout=100)
+    done = services.agentrl("eval", "--env", "search_r1", *SETS, *DATA, *files, cwd=cwd, search=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return cwd, done.stdout
 

@@ -4,13 +4,10 @@ import math
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
-from runs import agentrl, metrics
+from shared_runs import Services, metrics
 
 from agentrl.core.registry import env_class
 from agentrl.testing import check_env
@@ -29,6 +26,9 @@ LOGS = {
     "05_own_documents": ("exact_match", "searches"),
 }
 """The figures that an example's own code gives, by its folder."""
+
+SEARCHES = ("04_own_generate",)
+"""Those that search the documents of the shipped taskset; all others run without a search server or start their own."""
 
 
 def readme(name: str) -> str:
@@ -60,28 +60,13 @@ def test_its_environment_keeps_the_contract(reference: str) -> None:
     check_env(env_class(str(EXAMPLES / reference)))
 
 
-@pytest.fixture(scope="module")
-def running(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], tuple[CompletedProcess[str], Path]]]:
-    """Runs the chosen examples, two at a time: most of such a small run is processes that wait for each other to start."""
-    cwd = tmp_path_factory.mktemp("examples")
-
-    def run(name: str) -> CompletedProcess[str]:
-        shutil.copytree(EXAMPLES / name, cwd / name, ignore=shutil.ignore_patterns("runs", "__pycache__"))
-        return agentrl(*command(name), *SMALL, cwd=cwd / name)
-
-    chosen = [name for name in LOGS if any(item.name == f"test_it_runs[{name}]" for item in request.session.items)]
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        runs = {name: pool.submit(run, name) for name in chosen}
-        yield lambda name: (runs[name].result(), cwd / name / "run")
-
-
 @pytest.mark.parametrize("name", LOGS)
-def test_it_runs(name: str, running: Callable[[str], tuple[CompletedProcess[str], Path]]) -> None:
-    done, folder = running(name)
+def test_it_runs(name: str, tmp_path: Path, services: Services) -> None:
+    cwd = tmp_path / name
+    shutil.copytree(EXAMPLES / name, cwd, ignore=shutil.ignore_patterns("runs", "__pycache__"))
+    done = services.agentrl(*command(name), *SMALL, cwd=cwd, search=name in SEARCHES)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = metrics(folder)
+    rows = metrics(cwd / "run")
     steps = [row for row in rows if "train/reward" in row]
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:

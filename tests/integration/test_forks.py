@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs import agentrl, here, metrics
+from shared_runs import Services, here, metrics
 
 from agentrl.core.types import ForkReason, MaskReason, Provenance
 from agentrl.obs.rollouts import read_rollouts, rollout_files
@@ -51,10 +51,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_rows_that_fork_are_trained_and_pass_the_audit(folder: Path) -> None:
+def test_rows_that_fork_are_trained_and_pass_the_audit(folder: Path, services: Services) -> None:
     """Every turn but the last that reasoned ends a row, and each sampled token is trained once."""
     steps = ["run.dir=run", "train.steps=2", "train.eval_first=false", "train.eval_every=0", "eval.size=2"]
-    done = agentrl("train", *RENDER, *TINY, *steps, "obs.progress=plain", cwd=folder)
+    done = services.agentrl("train", *RENDER, *TINY, *steps, "obs.progress=plain", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "a new row before user messages" in next(
         line for line in done.stdout.splitlines() if line.startswith("template")
@@ -76,8 +76,8 @@ def test_rows_that_fork_are_trained_and_pass_the_audit(folder: Path) -> None:
     assert f"thinking {len(forks)}" in " ".join(done.stdout.split()).replace(": ", " ")
 
 
-def test_reasoning_that_is_kept_stays_one_row(folder: Path) -> None:
-    done = agentrl(
+def test_reasoning_that_is_kept_stays_one_row(folder: Path, services: Services) -> None:
+    done = services.agentrl(
         "rollout", *RENDER, *TINY, "render.keep_thinking=true", "--out", "kept.jsonl", "--tasks", "4", cwd=folder
     )
     assert done.returncode == 0, done.stdout + done.stderr

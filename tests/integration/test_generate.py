@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from runs import agentrl, here, metrics
+from shared_runs import Services, here, metrics
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -18,12 +18,12 @@ def readme_loop() -> str:
     return match.group(1)
 
 
-def test_a_generate_function_trains(tmp_path: Path) -> None:
+def test_a_generate_function_trains(tmp_path: Path, services: Services) -> None:
     (tmp_path / "my_loop.py").write_text(readme_loop())
-    done = agentrl(
+    done = services.agentrl(
         "train", "--env", "search_r1", "rollout.generate=my_loop.py:generate", "run.dir=run", "train.steps=1",
         "rollout.batch_size=4", "rollout.n_samples_per_prompt=4", "train.eval_first=false", "train.eval_every=0",
-        "eval.size=8", "obs.progress=plain", "obs.tensorboard=false", cwd=tmp_path,
+        "eval.size=8", "obs.progress=plain", "obs.tensorboard=false", cwd=tmp_path, search=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["step"] for row in metrics(tmp_path / "run") if "train/reward" in row] == [1]

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import agentrl, environment, here, metrics
+from shared_runs import Services, agentrl, environment, here, metrics
 
 from agentrl.project_template import template_files
 
@@ -52,9 +52,10 @@ def test_its_environment_passes_the_check(project: Path) -> None:
     assert "passes" in done.stdout
 
 
-def test_it_trains(project: Path) -> None:
+def test_it_trains(project: Path, services: Services) -> None:
     small = ["train.steps=2", "rollout.batch_size=4", "rollout.n_samples_per_prompt=4", "eval.size=8"]
-    done = agentrl("train", "--config", "config.yaml", "run.dir=run", *small, "obs.tensorboard=false", cwd=project)
+    words = ["--config", "config.yaml", "run.dir=run", *small, "obs.tensorboard=false"]
+    done = services.agentrl("train", *words, cwd=project)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [row for row in metrics(project / "run") if "train/reward" in row]
     assert [row["step"] for row in rows] == [1, 2]

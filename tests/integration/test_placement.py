@@ -19,7 +19,7 @@ import pytest
 import ray
 from engine_tiny import save_model
 from ray.cluster_utils import Cluster
-from runs import SMALL, Running
+from shared_runs import SMALL, Running
 
 from agentrl.cluster.engine_actors import EngineHost, RayEngine, RayLauncher
 from agentrl.cluster.placement_group import Room, Seat, own_seat

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from agentrl_tasks.math_problems.policies import WARM
-from runs import agentrl, here, metrics
+from shared_runs import IN_PROCESS_LEARNER, agentrl, here, metrics
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.errors import MissingError
@@ -40,6 +40,7 @@ def trained(bubblewrap: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("rollout.batch_size=4", "rollout.n_samples_per_prompt=4", "eval.size=10", "obs.progress=plain"),
         *("obs.tensorboard=false", "sampler.embedded.slots=16"),
         cwd=cwd,
+        target=IN_PROCESS_LEARNER,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return cwd / "run"

@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import Running, agentrl, gone, here, metrics
+from shared_runs import IN_PROCESS_LEARNER, Running, Services, agentrl, gone, here, metrics
 
 from agentrl.obs.rollouts import read_rollouts
 
@@ -13,8 +13,9 @@ pytestmark = pytest.mark.timeout(300)
 TINY = ["rollout.batch_size=4", "rollout.n_samples_per_prompt=4"]
 
 
-def test_samples_in_parquet_are_trained_on(tmp_path: Path) -> None:
-    done = agentrl("rollout", "--env", "search_r1", "--out", "samples.parquet", "--tasks", "6", *TINY, cwd=tmp_path)
+def test_samples_in_parquet_are_trained_on(tmp_path: Path, services: Services) -> None:
+    sample = ["--env", "search_r1", "--out", "samples.parquet", "--tasks", "6", *TINY]
+    done = services.agentrl("rollout", *sample, cwd=tmp_path, search=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "reward" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["samples.parquet"]
@@ -24,7 +25,7 @@ def test_samples_in_parquet_are_trained_on(tmp_path: Path) -> None:
     assert len({rollout.rollout_id for rollout in rollouts}) == 24
     assert all(rollout.label and rollout.sampled_tokens for rollout in rollouts)
     words = ["--replay", "samples.parquet", *TINY, "run.dir=run", "train.steps=1", "obs.progress=plain"]
-    done = agentrl("train", *words, cwd=tmp_path)
+    done = agentrl("train", *words, cwd=tmp_path, target=IN_PROCESS_LEARNER)
     assert done.returncode == 0, done.stdout + done.stderr
     [row] = metrics(tmp_path / "run")
     assert row["train/trained_tokens"] > 0

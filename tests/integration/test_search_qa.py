@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from runs import agentrl, here, metrics
+from shared_runs import Services, here, metrics
 
 from agentrl.core.registry import make_env, make_tasks
 
@@ -45,8 +45,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_training_on_published_rows(folder: Path) -> None:
-    done = agentrl(
+def test_training_on_published_rows(folder: Path, services: Services) -> None:
+    done = services.agentrl(
         *("train", "--env", "search_r1", *SEARCH_QA, "run.dir=run"),
         *(
             "tasks.options.train=train.parquet",

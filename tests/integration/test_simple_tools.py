@@ -11,7 +11,7 @@ from agentrl_tools.calculator import CalculatorService
 from agentrl_tools.python import PythonService
 from agentrl_tools.shell import ShellService
 from mcp import Client
-from runs import command
+from shared_runs import command
 
 from agentrl import ToolCall, ToolResult, ToolStatus
 from agentrl.config.sandbox import SandboxConfig

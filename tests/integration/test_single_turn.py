@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from runs import agentrl, environment, metrics
+from shared_runs import Services, environment, metrics
 
 from agentrl.cli.main import main
 from agentrl.models.resolve import resolve_model
@@ -53,8 +53,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_train_on_a_file_with_a_reward_of_a_group(folder: Path) -> None:
-    done = agentrl(
+def test_train_on_a_file_with_a_reward_of_a_group(folder: Path, services: Services) -> None:
+    done = services.agentrl(
         "train", "--env", "single_turn", "data.path=train.jsonl", "data.input_key=prompt", "data.label_key=label",
         "data.eval_path=eval.jsonl", "data.metadata_key=meta", "reward.key=score", "reward=my_rewards.py:of_a_group",
         "train.steps=2", "train.eval_first=false", "eval.group_by=odd", "run.dir=run", "obs.progress=plain",
@@ -76,7 +76,7 @@ def test_train_on_a_file_with_a_reward_of_a_group(folder: Path) -> None:
         assert sum(row["mask"]) == rollout["sampled_tokens"] > 0
 
 
-def test_raw_prompts_of_parquet_for_a_model_without_a_chat_template(folder: Path) -> None:
+def test_raw_prompts_of_parquet_for_a_model_without_a_chat_template(folder: Path, services: Services) -> None:
     shutil.copytree(resolve_model("multihop-warm"), folder / "base")
     (folder / "base/chat_template.jinja").unlink(missing_ok=True)
     settings = json.loads((folder / "base/tokenizer_config.json").read_text())
@@ -85,13 +85,13 @@ def test_raw_prompts_of_parquet_for_a_model_without_a_chat_template(folder: Path
     parquet.write_table(pa.Table.from_pylist(ROWS), folder / "train.parquet")
     command = ["rollout", "--env", "single_turn", "--out", "out.jsonl", "model.path=base", "data.path=train.parquet"]
     command += ["data.apply_chat_template=false", "data.label_key=label", *TINY]
-    done = agentrl(*command, "reward=my_rewards:score", cwd=folder)
+    done = services.agentrl(*command, "reward=my_rewards:score", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     rollouts = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
     assert len(rollouts) == 8
     assert {rollout["prompt"] for rollout in rollouts} <= {row["prompt"] for row in ROWS}
 
-    stopped = agentrl(*command[:4], "failed.jsonl", *command[5:], "reward=my_rewards:raises", cwd=folder)
+    stopped = services.agentrl(*command[:4], "failed.jsonl", *command[5:], "reward=my_rewards:raises", cwd=folder)
     assert stopped.returncode == 1
     said = stopped.stderr
     for part in ("my_rewards:raises failed: KeyError: '", "(my_rewards.py:", "of task train.parquet:", "What is ",

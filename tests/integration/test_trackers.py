@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import Running, agentrl, gone, metrics
+from shared_runs import IN_PROCESS_LEARNER, Running, agentrl, gone, metrics
 
 from agentrl.core.types import FinishReason, MaskReason, Provenance, Rollout, Row, RowKey, StopReason, Turn
 from agentrl.models.load import load_tokenizer
@@ -55,7 +55,7 @@ def test_a_resumed_run_is_the_same_run_at_wandb(tmp_path: Path, monkeypatch: pyt
     write_samples(tmp_path / "samples.jsonl", 40)
     words = ["train", "--replay", "samples.jsonl", "run.dir=run", "rollout.batch_size=1", "train.steps=40"]
     words += ["rollout.n_samples_per_prompt=2", "obs.wandb=offline", "obs.progress=plain", "train.save_every=0"]
-    run = Running(*words, cwd=tmp_path)
+    run = Running(*words, cwd=tmp_path, target=IN_PROCESS_LEARNER)
     try:
         run.wait_for(lambda: len(metrics(tmp_path / "run")) >= 2)
         children = run.descendants()
@@ -67,7 +67,7 @@ def test_a_resumed_run_is_the_same_run_at_wandb(tmp_path: Path, monkeypatch: pyt
     done = len(metrics(tmp_path / "run"))
     [first] = wandb_runs(tmp_path / "run")
     assert "wandb" in run_output(tmp_path)
-    again = agentrl(*words, f"train.steps={done + 1}", "--resume", cwd=tmp_path)
+    again = agentrl(*words, f"train.steps={done + 1}", "--resume", cwd=tmp_path, target=IN_PROCESS_LEARNER)
     assert again.returncode == 0, again.stdout + again.stderr
     assert wandb_runs(tmp_path / "run") == [first, first]
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, done + 2))

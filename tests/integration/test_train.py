@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from runs import SMALL, Running, agentrl, gone, here, metrics
+from shared_runs import IN_PROCESS_LEARNER, SMALL, Running, Services, agentrl, gone, here, metrics
 
 from agentrl.config.load import load_config
 from agentrl.learner.checkpoints import random_states, read_state
@@ -163,8 +163,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert state["step"] == max(row["step"] for row in metrics(tmp_path / "run"))
 
 
-def test_a_tool_server_that_dies_stops_the_run_with_nothing_lost(tmp_path: Path) -> None:
-    run = Running(*ENDLESS, cwd=tmp_path)
+def test_a_tool_server_that_dies_stops_the_run_with_nothing_lost(tmp_path: Path, services: Services) -> None:
+    engine = f"sampler.url={services.engine()}"
+    run = Running(*ENDLESS, engine, cwd=tmp_path, target=IN_PROCESS_LEARNER)
     try:
         run.wait_for(lambda: len([row for row in metrics(tmp_path / "run") if "train/reward" in row]) >= 1)
         [server] = [child for child in run.descendants() if {"tools", "serve", "search"} <= set(child.cmdline())]

@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from faults import whole_run
+from fault_injection import whole_run
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from runs import here
+from shared_runs import here
 from tokenizers import Tokenizer
 
 from agentrl.bench.viewer import find_browser, synthetic_entries, synthetic_texts

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
-from runs import Running, agentrl, metrics
+from shared_runs import Running, agentrl, metrics
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -31,7 +31,7 @@ def pss(root: psutil.Process) -> int:
 def train(cwd: Path, *words: str) -> tuple[float, int]:
     """Run to the end; return seconds from the command to the last line of ``metrics.jsonl``, and the peak of summed PSS."""
     start, peak = time.time(), 0
-    run = Running("train", *words, "run.dir=run", "obs.progress=plain", cwd=cwd)
+    run = Running("train", *words, "run.dir=run", "obs.progress=plain", cwd=cwd, fresh=True)
     try:
         while run.process.poll() is None:
             peak = max(peak, pss(psutil.Process(run.process.pid)))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
-from runs import Running, gone, metrics
+from shared_runs import Running, gone, metrics
 
 SAMPLES = 4
 """Rollouts of a task."""

@@ -1,0 +1,201 @@
+"""Starts the command line as a user would, in a fresh directory, and ends what it started."""
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import preloaded
+import psutil
+
+from agentrl.cli.main import main
+from agentrl.models.resolve import resolve_model
+from agentrl.registry import make_tasks, tool_service
+from agentrl.sampler.client import SGLangClient
+from agentrl.sampler.launch import EngineProcess, launch_embedded
+from agentrl.toolserver.launch import ToolServerProcess, launch_tool
+
+COMMAND_LINE = "agentrl.cli.main:main"
+IN_PROCESS_LEARNER = "in_process_learner:main"
+SMALL = ["rollout.batch_size=16", "eval.size=48", "obs.progress=plain", "obs.tensorboard=false"]
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "agentrl.cli.main", *words]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
+
+
+def agentrl(
+    *words: str, cwd: Path, timeout: float = 240, target: str = COMMAND_LINE, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own, which has imported everything before it starts.
+
+    Args:
+        words: of its command line.
+        cwd: where it runs.
+        timeout: seconds it may take.
+        target: `IN_PROCESS_LEARNER` for a run that starts engine and tool servers, and does without Ray.
+        env: variables that are added.
+
+    """
+    return preloaded.run(target, words, cwd=cwd, env=environment() | env, timeout=timeout)
+
+
+class Services:
+    """An engine and a search server that many runs join, one after the other; started by the first that needs them.
+
+    Runs that join them are about what a run computes and writes. How it starts, watches and ends its own processes is
+    tested with runs of their own (`agentrl`, `Running`).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._exits = contextlib.ExitStack()
+        self._engine: EngineProcess | None = None
+        self._search: ToolServerProcess | None = None
+
+    def engine(self) -> str:
+        """Return the address of an idle engine with the weights of the shipped search policy, version 0."""
+        model = resolve_model("multihop-warm")
+        if self._engine is None:
+            self._engine = launch_embedded(model, log=self._folder / "engine.log", threads=1)
+            self._exits.callback(self._engine.stop)
+        asyncio.run(_reset(self._engine, model))
+        return self._engine.url
+
+    def search(self) -> str:
+        """Return the address of a search server with the documents of the taskset ``multihop``."""
+        if self._search is None:
+            service = tool_service("search")
+            arguments = service.launch_arguments({}, make_tasks("multihop"), self._folder / "search")
+            self._search = launch_tool("search", arguments, log=self._folder / "search.log")
+            self._exits.callback(self._search.stop)
+        return self._search.url
+
+    def agentrl(
+        self, command: str, *words: str, cwd: Path, search: bool = False, timeout: float = 240
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command that samples with the shared engine and, with ``search``, the shared search server.
+
+        A learner is in the run's own process.
+        """
+        joined = [f"sampler.url={self.engine()}", *([f"tools.search.url={self.search()}"] if search else [])]
+        arguments = (command, *words, *joined)
+        return preloaded.run(IN_PROCESS_LEARNER, arguments, cwd=cwd, env=environment(), timeout=timeout)
+
+    def close(self) -> None:
+        """End both."""
+        self._exits.close()
+
+
+async def _reset(engine: EngineProcess, model: Path) -> None:
+    """Have an engine that other runs used be as it was started."""
+    engine.check()
+    client = SGLangClient(engine.url, timeout_s=60)
+    try:
+        for part in ("weights", "kv_cache"):
+            await client.take_back_memory(part)
+        await client.resume()
+        await client.update_from_disk(model, 0)
+    finally:
+        await client.aclose()
+
+
+def here(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Do the same in this process, which has imported everything: for what only reads files, or is refused."""
+    out, errors, columns = io.StringIO(), io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = environment()["COLUMNS"]
+    try:
+        with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            code = main(words)
+    finally:
+        os.environ.pop("COLUMNS")
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
+    return subprocess.CompletedProcess(words, code, out.getvalue(), errors.getvalue())
+
+
+class Running:
+    """A run in the background, in a process group of its own.
+
+    Args:
+        words: of its command line.
+        cwd: where it runs; ``output.txt`` there gets what it prints.
+        target: as of `agentrl`.
+        fresh: start an interpreter, as a user does, where the seconds and the memory of the imports matter.
+
+    """
+
+    def __init__(self, *words: str, cwd: Path, target: str = COMMAND_LINE, fresh: bool = False) -> None:
+        self._log = (cwd / "output.txt").open("a+")
+        self.process: subprocess.Popen[bytes] | preloaded.Forked
+        if fresh:
+            self.process = subprocess.Popen(
+                command(*words),
+                cwd=cwd,
+                env=environment(),
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        else:
+            log = self._log.fileno()
+            self.process = preloaded.Forked(target, words, cwd=cwd, env=environment(), stdout=log, stderr=log)
+
+    def output(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float = 180) -> None:
+        end = time.monotonic() + timeout
+        while not condition():
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < end, self.output()
+            time.sleep(0.05)
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def finish(self, timeout: float = 240) -> int:
+        return self.process.wait(timeout)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self._log.close()
+
+
+def gone(processes: list[psutil.Process], timeout: float = 30) -> list[psutil.Process]:
+    """Wait for processes to end and return those that have not.
+
+    Ray's two agents are left out: after a kill of their driver they end by themselves, but only after a minute.
+    """
+    agents = {process.pid for process in processes if _is_ray_agent(process)}
+    _, alive = psutil.wait_procs([process for process in processes if process.pid not in agents], timeout=timeout)
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def _is_ray_agent(process: psutil.Process) -> bool:
+    try:
+        return any(word.endswith("Agent") for word in process.cmdline()[:1])
+    except psutil.Error:
+        return False
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
