@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from agentrl import session
 from agentrl.cli.main import main as command_line
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
-from agentrl.learner.local import LocalLearnerGroup
+from agentrl.learner.in_process import LocalLearnerGroup
+from agentrl.train import run as training_run
 
 
 class InProcessLearner(LocalLearnerGroup):
-    """What `agentrl.session` expects of a learner whose ranks start beside the engines."""
+    """What `agentrl.train.run` expects of a learner whose ranks start beside the engines."""
 
     def ready(self) -> None:
         """Return at once: it is loaded since it was made."""
@@ -29,12 +29,12 @@ def start_learners(
     reference: Path | None = None,
     room: Any = None,
 ) -> InProcessLearner:
-    """Load the learner; takes the place of `agentrl.cluster.learners.start_learners`."""
+    """Load the learner; takes the place of `agentrl.cluster.learner_group.start_learners`."""
     assert room is None, "a placement group is Ray's"
     return InProcessLearner(model, learner, algo, seed=seed, reference=reference)
 
 
 def main() -> int:
     """Run the command line."""
-    session.start_learners = start_learners  # type: ignore[assignment]
+    training_run.start_learners = start_learners  # type: ignore[assignment]
     return command_line()

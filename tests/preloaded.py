@@ -41,11 +41,11 @@ MODULES = (
     "agentrl.cli.rollout",
     "agentrl.cli.train",
     "agentrl.learner.fsdp.rank",
-    "agentrl.learner.local",
-    "agentrl.preflight",
-    "agentrl.sampler.embedded.app",
-    "agentrl.sampler.embedded.scheduler",
-    "agentrl.session",
+    "agentrl.learner.in_process",
+    "agentrl.train.preflight",
+    "agentrl.inference.embedded.app",
+    "agentrl.inference.embedded.scheduler",
+    "agentrl.train.run",
 )
 _LENGTH = 4
 

@@ -16,10 +16,10 @@ import preloaded
 import psutil
 
 from agentrl.cli.main import main
+from agentrl.core.registry import make_tasks, tool_service
+from agentrl.inference.client.sglang_client import SGLangClient
+from agentrl.inference.launch.processes import EngineProcess, launch_embedded
 from agentrl.models.resolve import resolve_model
-from agentrl.registry import make_tasks, tool_service
-from agentrl.sampler.client import SGLangClient
-from agentrl.sampler.launch import EngineProcess, launch_embedded
 from agentrl.toolserver.launch import ToolServerProcess, launch_tool
 
 COMMAND_LINE = "agentrl.cli.main:main"
