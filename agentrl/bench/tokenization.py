@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl.core.env import Env
 from agentrl.core.types import FinishReason, Generation, Message, Prompt, Row, SamplingParams
-from agentrl.episode.context import Services
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.conversation import Conversation
 from agentrl.episode.limits import Limits
 from agentrl.episode.state import EpisodeState
@@ -59,7 +59,7 @@ async def converse(renderer: Renderer, episode: LongEpisode) -> list[Row]:
     """Hold the conversation as a run does, with an engine that takes no time, and return its rows."""
     room = 1 << 30
     with ThreadPoolExecutor(1) as pool:  # starts no thread until an environment wants one
-        services = Services(
+        context = EpisodeContext(
             env_factory=Env,
             renderer=renderer,
             sampler=_Recorded(episode),
@@ -69,12 +69,12 @@ async def converse(renderer: Renderer, episode: LongEpisode) -> list[Row]:
             pool=pool,
         )
         state = EpisodeState("bench", seed=0)
-        talk = Conversation(services, state)
-        talk.begin([Message("user", episode.observed[0])], "bench")
+        conversation = Conversation(context, state)
+        conversation.begin([Message("user", episode.observed[0])], "bench")
         for text in (*episode.observed[1:], None):
-            said = await talk.sample()
+            said = await conversation.sample()
             assert said is not None, "the limits leave room for all turns"
-            talk.answer(said, () if text is None else (Message("user", text),), over=text is None)
+            conversation.answer(said, () if text is None else (Message("user", text),), over=text is None)
         return state.trajectory.rows("bench", "bench")
 
 

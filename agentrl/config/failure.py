@@ -15,8 +15,6 @@ FailureAction = Literal["train", "drop", "retry", "stop"]
 class FailureConfig(Section):
     """What follows when an episode fails, by where the error arose: train, drop, retry or stop."""
 
-    policy: FailureAction = "train"
-    """The policy did something that no environment could accept."""
     sampler: FailureAction = "retry"
     """The engine, or the way to it, failed."""
     environment: FailureAction = "drop"

@@ -41,7 +41,7 @@ class Env(gymnasium.Env[Observation, Action]):
     """Tools that the runner offers to the policy and runs on its behalf."""
     tool_names: ClassVar[tuple[str, ...]] = ()
     """Registered tools (``agentrl.tools``) that ``ToolCalls`` of this environment may name, beside its own ``tools``."""
-    hears_calls: ClassVar[bool] = False
+    handles_tool_calls: ClassVar[bool] = False
     """Whether `step` is given what the policy says in calls of `tools` too, and answers it (mostly with `ToolCalls` of
     them); without it the runner runs them, and the environment hears only what the policy says without a call."""
     needs_reward: ClassVar[bool] = False

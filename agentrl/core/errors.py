@@ -10,7 +10,6 @@
     │   ├── MissingError           what this machine lacks: a file, a model, a package, a GPU; a dry run only lists it
     │   └── PortInUseError         a port that something else holds
     ├── EpisodeError               ends an episode; ``kind`` says where it arose
-    │   ├── PolicyError
     │   ├── SamplerError
     │   │   └── EngineLostError    an engine that cannot be reached; another may serve the request
     │   ├── EnvironmentFailure
@@ -77,12 +76,6 @@ class EpisodeError(AgentrlError):
     def as_failure(self) -> Failure:
         """Return this error as data."""
         return Failure(self.kind, type(self).__name__, str(self))
-
-
-class PolicyError(EpisodeError):
-    """The policy did something that no environment could accept."""
-
-    kind = FailureKind.POLICY
 
 
 class SamplerError(EpisodeError):

@@ -226,17 +226,11 @@ class MaskReason(IntEnum):
     """It was sampled, and another row of the rollout trains it."""
     STALE = 3
     """It was sampled by a policy version too old to train on."""
-    TRUNCATED = 4
-    """The failure or length policy leaves the end of the episode out."""
-    FILTERED = 5
-    """Its group was filtered out."""
 
 
 class FailureKind(StrEnum):
     """Where a failure arose. The run's failure policy says for each kind what happens to the episode."""
 
-    POLICY = "policy"
-    """The policy did something that no environment could accept."""
     SAMPLER = "sampler"
     """The engine or the way to it failed."""
     ENVIRONMENT = "environment"

@@ -15,7 +15,7 @@ from gymnasium.utils import seeding
 from agentrl.core.task import Task
 from agentrl.core.tool import Tool
 from agentrl.core.types import Failure, ForkReason, Message, Rollout, StopReason, ToolCall, ToolResult
-from agentrl.episode.context import Services
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.conversation import Conversation
 from agentrl.episode.result import as_rollout
 from agentrl.episode.state import EpisodeState
@@ -37,7 +37,7 @@ class Agent:
             return chat.rollout(reward=float(task.answer in said.content if said else False))
     """
 
-    def __init__(self, services: Services, task: Task, *, seed: int, rollout_id: str, attempt: int = 0) -> None:
+    def __init__(self, context: EpisodeContext, task: Task, *, seed: int, rollout_id: str, attempt: int = 0) -> None:
         """Begin an attempt at an episode; the runner does that."""
         self.task = task
         """The problem."""
@@ -47,13 +47,13 @@ class Agent:
         """Seeded with it, as ``Env.np_random`` is: all randomness of an episode should come from here."""
         self.chats: list[Chat] = []
         """All that were begun, in order."""
-        self._services = services
+        self._context = context
         self._state = EpisodeState(rollout_id, seed, attempt)
-        self.tools = ToolRunner(services.tool_clients, self._state.episode_id, services.served)
+        self.tools = ToolRunner(context.tool_clients, self._state.episode_id, context.served)
         """Runs its calls. Its sessions outlive the attempt, for whoever scores it."""
         self._calls: Counter[str] = Counter()
         self._began = time.monotonic()
-        self._deadline = asyncio.get_running_loop().time() + services.limits.max_seconds
+        self._deadline = asyncio.get_running_loop().time() + context.limits.max_seconds
 
     def chat(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> Chat:
         """Begin a conversation; each becomes a rollout of its own.
@@ -64,7 +64,7 @@ class Agent:
         """
         first, number = self._state, len(self.chats)
         state = EpisodeState(f"{first.rollout_id}.{number}", first.seed, first.attempt) if number else first
-        chat = Chat(self, Conversation(self._services, state, self._services.offered(tools)), messages)
+        chat = Chat(self, Conversation(self._context, state, self._context.offered(tools)), messages)
         self.chats.append(chat)
         return chat
 
@@ -82,7 +82,7 @@ class Agent:
 
     def offered(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
         """Return ``tools`` as this run offers them to the policy: those of servers with the run's options."""
-        return self._services.offered(tools)
+        return self._context.offered(tools)
 
     @property
     def episode_id(self) -> str:
@@ -123,12 +123,12 @@ class Chat:
     they come, and no text is ever encoded again. Branches may sample at the same time.
     """
 
-    def __init__(self, agent: Agent, talk: Conversation, messages: Sequence[Message]) -> None:
+    def __init__(self, agent: Agent, conversation: Conversation, messages: Sequence[Message]) -> None:
         """Begin with ``messages``; `Agent.chat` does that."""
         self.branches: list[Chat] = []
         """Those that were begun by `branch`, in order."""
         self._agent = agent
-        self._talk = talk
+        self._conversation = conversation
         self._said: Message | None = None
         self._new: list[Message] = []
         self._begun = self._sampling = False
@@ -138,29 +138,29 @@ class Chat:
     @property
     def rollout_id(self) -> str:
         """The id that this chat's rollout has, and its branches'."""
-        return self._talk.state.rollout_id
+        return self._conversation.state.rollout_id
 
     @property
     def turns(self) -> int:
         """Turns that the policy has begun in this chat and its branches."""
-        return self._talk.state.shared.turns
+        return self._conversation.state.shared.turns
 
     @property
     def tools(self) -> Sequence[Tool]:
         """Those that the policy is told of."""
-        return self._talk.tools
+        return self._conversation.tools
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation so far."""
-        before = () if self._anew else tuple(self._talk.state.messages)
+        before = () if self._anew else tuple(self._conversation.state.messages)
         said = () if self._said is None else (self._said,)
         return (*before, *said, *self._new)
 
     @property
     def stop_reason(self) -> StopReason | None:
         """Why `sample` returned None: the limit of turns, tokens or time, or an abort. None before that."""
-        return self._talk.stop_reason
+        return self._conversation.stop_reason
 
     def add(self, *messages: Message) -> None:
         """Add what the policy reads before it speaks again; ``inline`` messages continue its own turn.
@@ -191,7 +191,7 @@ class Chat:
         tools = None if tools is None else self._agent.offered(tools)
         if messages is None and tools is not None and tuple(tools) != tuple(self.tools):
             messages = self.messages  # every prompt lists the tools, so the conversation is rendered anew
-        chat = Chat(self._agent, self._talk.branch(tools), self._new if messages is None else messages)
+        chat = Chat(self._agent, self._conversation.branch(tools), self._new if messages is None else messages)
         if messages is None:
             chat._said, chat._begun, chat._anew = self._said, self._begun, self._anew
         else:
@@ -220,12 +220,12 @@ class Chat:
             self._new = old
             raise
         if self._said is not None:
-            self._talk.record(self._said, self._new)
+            self._conversation.record(self._said, self._new)
         self._said = None
         if self._begun and self._anew is None:
             self._anew = ForkReason.CONTEXT
         if self.stop_reason is StopReason.MAX_TOKENS:
-            self._talk.stop_reason = None
+            self._conversation.stop_reason = None
 
     def all_chats(self) -> Iterator[Chat]:
         """Iterate over this chat and all branches of it and of them."""
@@ -256,36 +256,36 @@ class Chat:
             self._sampling = False
 
     async def _sample(self, stop: Sequence[str]) -> Message | None:
-        talk, deadline = self._talk, self._agent.deadline
-        if talk.stop_reason is None and asyncio.get_running_loop().time() >= deadline:
-            talk.stop_reason = StopReason.MAX_TIME
-        if talk.stop_reason is not None:
+        conversation, deadline = self._conversation, self._agent.deadline
+        if conversation.stop_reason is None and asyncio.get_running_loop().time() >= deadline:
+            conversation.stop_reason = StopReason.MAX_TIME
+        if conversation.stop_reason is not None:
             return None
         self._take_turn()
         clock = asyncio.timeout_at(deadline)
         try:
             async with clock:
-                self._said = await talk.sample(stop)
+                self._said = await conversation.sample(stop)
         except TimeoutError:
             if not clock.expired():
                 raise
-            talk.stop_reason = StopReason.MAX_TIME
+            conversation.stop_reason = StopReason.MAX_TIME
         return self._said
 
     def _take_turn(self) -> None:
         """Prepare the prompt of the next turn from what was added."""
         if not self._new and not self._begun:
             raise ValueError("a chat needs a message before the policy can speak: agent.chat([Message('user', …)])")
-        if not self._new and self._talk.ended_its_turn:
+        if not self._new and self._conversation.ended_its_turn:
             raise ValueError("the policy has ended its turn: chat.add(Message('user', …)) before it speaks again")
         said, new = self._said, tuple(self._new)
         if self._anew is not None:
-            self._talk.rewrite(new, self._anew)
+            self._conversation.rewrite(new, self._anew)
         elif said is not None:
-            self._talk.answer(said, new)
+            self._conversation.answer(said, new)
         else:
             assert not self._begun, "a turn that was not sampled has a stop reason"
-            self._talk.begin(new, self._agent.task.id)
+            self._conversation.begin(new, self._agent.task.id)
         self._begun, self._said, self._anew = True, None, None
         self._new.clear()
 
@@ -306,7 +306,7 @@ class Chat:
         Raises:
             ValueError: the reward or a figure is no finite number, or this is a branch.
         """
-        if self._talk.state.trajectory.branch_name:
+        if self._conversation.state.trajectory.branch_name:
             raise ValueError(
                 "a branch has no rollout of its own: call rollout() on the chat that agent.chat(...) returned"
             )
@@ -315,7 +315,7 @@ class Chat:
             if not math.isfinite(value):
                 raise ValueError(f"chat.rollout: {name} is {value}; it must be a finite number")
         self._last_turns()
-        state = self._talk.state
+        state = self._conversation.state
         state.reward = figures["reward"]
         state.metrics = {name: figures[name] for name in metrics or {}}
         if state.turns:
@@ -330,16 +330,16 @@ class Chat:
         self._last_turns()
         reason = self.stop_reason or reason if failure is None else reason
         return as_rollout(
-            self._agent.task, self._talk.state, reason, self._agent.seconds, self._agent.tools.seconds, failure
+            self._agent.task, self._conversation.state, reason, self._agent.seconds, self._agent.tools.seconds, failure
         )
 
     def _last_turns(self) -> None:
         for chat in self.all_chats():
             if chat._said is not None:
-                chat._talk.answer(chat._said, chat._new, over=True)
+                chat._conversation.answer(chat._said, chat._new, over=True)
                 chat._said = None
                 chat._new.clear()
 
     async def close(self) -> None:
         """Say that no further turn comes, of its branches neither: they are of the same session."""
-        await self._talk.close()
+        await self._conversation.close()

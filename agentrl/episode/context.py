@@ -16,7 +16,7 @@ from agentrl.render.base import Renderer
 
 
 @dataclass(frozen=True, slots=True)
-class Services:
+class EpisodeContext:
     """What episodes run on; one for all of them."""
 
     env_factory: Callable[[], Env]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from agentrl.core.errors import AgentrlError, TaskError
 from agentrl.core.tool import Tool
 from agentrl.core.types import FinishReason, Fork, ForkReason, Generation, Message, Prompt, StopReason, ToolCall, Turn
-from agentrl.episode.context import Services
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.state import EpisodeState
 from agentrl.obs.waiting import waiting
 
@@ -25,20 +25,20 @@ class Conversation:
     whole conversation anew where the template changes earlier turns, and the trajectory forks there.
 
     Args:
-        services: what it runs on.
+        context: what it runs on.
         state: where it is recorded; changes only here, at whole turns, but for tokens that an unfinished turn sampled.
         tools: those that the policy may call; part of every prompt.
     """
 
-    def __init__(self, services: Services, state: EpisodeState, tools: Sequence[Tool] = ()) -> None:
+    def __init__(self, context: EpisodeContext, state: EpisodeState, tools: Sequence[Tool] = ()) -> None:
         self.state = state
         self.tools = tools
         self.stop_reason: StopReason | None = None
         """Why `sample` returned None; None while the policy may speak."""
-        self._services = services
+        self._context = context
         self._said: Generation | None = None
         self._recorded = False  # whether that is in the turns
-        self._ends = {(token,) for token in services.renderer.end_token_ids}
+        self._ends = {(token,) for token in context.renderer.end_token_ids}
 
     @property
     def ended_its_turn(self) -> bool:
@@ -51,8 +51,8 @@ class Conversation:
         Raises:
             TaskError: it leaves the policy no room to answer.
         """
-        state, limits = self.state, self._services.limits
-        prompt = self._services.renderer.render(messages, self.tools)
+        state, limits = self.state, self._context.limits
+        prompt = self._context.renderer.render(messages, self.tools)
         if limits.room(len(prompt.token_ids)) < 1:
             raise TaskError(
                 f"task {task_id!r}: its prompt of {len(prompt.token_ids)} tokens leaves no room to answer within "
@@ -60,11 +60,11 @@ class Conversation:
             )
         state.messages.extend(messages)
         state.prompt_ids, state.added = prompt.token_ids, None
-        state.prompt = self._services.renderer.decode(prompt.token_ids)
+        state.prompt = self._context.renderer.decode(prompt.token_ids)
 
     def branch(self, tools: Sequence[Tool] | None = None) -> Conversation:
         """Return another conversation of the same episode that goes on from here; it may go on at the same time."""
-        other = Conversation(self._services, self.state.branch(), self.tools if tools is None else tools)
+        other = Conversation(self._context, self.state.branch(), self.tools if tools is None else tools)
         other._said, other._recorded, other.stop_reason = self._said, True, self.stop_reason
         return other
 
@@ -75,7 +75,7 @@ class Conversation:
         """
         state = self.state
         state.messages = list(messages)
-        prompt = self._services.renderer.render(messages, self.tools)
+        prompt = self._context.renderer.render(messages, self.tools)
         state.prompt_ids, state.added, state.fork = prompt.token_ids, None, reason
         self._said = None
         if self.stop_reason is StopReason.MAX_TOKENS:
@@ -90,13 +90,13 @@ class Conversation:
         Raises:
             SamplerError: the engine failed, or returned what does not belong together.
         """
-        state, limits = self.state, self._services.limits
+        state, limits = self.state, self._context.limits
         room = limits.room(len(state.prompt_ids))
         if state.shared.turns >= limits.max_turns or room < 1:
             self.stop_reason = StopReason.MAX_TURNS if state.shared.turns >= limits.max_turns else StopReason.MAX_TOKENS
             return None
         state.trajectory.extend_to(state.prompt_ids, added=state.added, fork=state.fork)
-        state.trajectory.temperature = self._services.sampling.temperature
+        state.trajectory.temperature = self._context.sampling.temperature
         state.added, state.fork = 0, None
         state.shared.turns += 1
         try:
@@ -109,14 +109,14 @@ class Conversation:
             self.stop_reason = StopReason.ABORTED
             return None
         self._said, self._recorded = generation, False
-        said = self._services.renderer.parse(generation.token_ids, self.tools, prompt_ids=state.prompt_ids)
+        said = self._context.renderer.parse(generation.token_ids, self.tools, prompt_ids=state.prompt_ids)
         return replace(said, tool_calls=self._named(said.tool_calls) if self.tools else ())
 
     def answer(self, said: Message, new: Sequence[Message], *, reward: float = 0.0, over: bool = False) -> None:
         """Record the turn that ``said`` was and the messages that answer it; prepare the next, unless it is ``over``."""
         self.record(said, new, reward=reward)
         assert self._said is not None, "record checks it"
-        state, renderer = self.state, self._services.renderer
+        state, renderer = self.state, self._context.renderer
         generation, new = self._said, tuple(new)
         state.messages.extend((said, *new))
         if over:
@@ -151,29 +151,29 @@ class Conversation:
     async def close(self) -> None:
         """Tell the sampler that nothing more comes. Where it cannot be told that is only logged: the episode is over."""
         try:
-            await self._services.sampler.close_session(self.state.episode_id)
+            await self._context.sampler.close_session(self.state.episode_id)
         except AgentrlError as error:
             _log.warning("session %s was not closed: %s", self.state.episode_id, error)
 
     async def _generate(self, room: int, stop: Sequence[str]) -> Generation:
-        services, state, turn = self._services, self.state, len(self.state.turns)
+        context, state, turn = self._context, self.state, len(self.state.turns)
         request_id = f"{state.name}/{turn}"
-        sampling = services.sampling
+        sampling = context.sampling
         params = replace(
             sampling,
             max_new_tokens=min(room, sampling.max_new_tokens),
             stop=tuple(dict.fromkeys((*sampling.stop, *stop))),
-            stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *services.renderer.end_token_ids))),
+            stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *context.renderer.end_token_ids))),
             seed=None if sampling.seed is None else _request_seed(sampling.seed, state.seed, request_id),
         )
         try:
             with waiting("sampling", request_id):
-                return await services.sampler.generate(
+                return await context.sampler.generate(
                     Prompt(state.prompt_ids),
                     params,
                     session_id=state.episode_id,
                     request_id=request_id,
-                    policy=services.policy,
+                    policy=context.policy,
                 )
         except asyncio.CancelledError:
             await self._abort(request_id)
@@ -181,7 +181,7 @@ class Conversation:
 
     async def _abort(self, request_id: str) -> None:
         try:
-            await self._services.sampler.abort(request_id)
+            await self._context.sampler.abort(request_id)
         except AgentrlError as error:
             _log.warning("request %s was not aborted: %s", request_id, error)
 

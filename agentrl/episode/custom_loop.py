@@ -13,7 +13,7 @@ from agentrl.core.imports import load_object
 from agentrl.core.task import Task
 from agentrl.core.types import Rollout, StopReason
 from agentrl.episode.chat import Agent
-from agentrl.episode.context import Services
+from agentrl.episode.context import EpisodeContext
 from agentrl.obs.waiting import waiting
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -67,7 +67,7 @@ def needed_tools(reference: str | None, env: type[Env]) -> tuple[str, ...]:
     return tuple(named) if named is not None else env.tool_names
 
 
-async def play_generate(generate: Generate, services: Services, agent: Agent) -> list[Rollout]:
+async def play_generate(generate: Generate, context: EpisodeContext, agent: Agent) -> list[Rollout]:
     """Run an agent's attempt at an episode and return its rollouts; a failure is in them.
 
     When ``rollout.max_seconds`` are over, `Chat.sample` returns None. A function that has not returned a tenth of that
@@ -76,7 +76,7 @@ async def play_generate(generate: Generate, services: Services, agent: Agent) ->
     Raises:
         ConfigError: the function returned something else than its chats' rollouts.
     """
-    clock = asyncio.timeout((1 + GRACE) * services.limits.max_seconds)
+    clock = asyncio.timeout((1 + GRACE) * context.limits.max_seconds)
     try:
         async with clock:
             returned = await _run(generate, agent.task, agent)

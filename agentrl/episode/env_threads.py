@@ -18,7 +18,7 @@ from agentrl.obs.waiting import waiting
 T = TypeVar("T")
 
 
-class EnvCalls:
+class ThreadedEnv:
     """One episode's environment, built by ``factory`` at the first `reset`; its plain methods run in ``pool``."""
 
     def __init__(self, factory: Callable[[], Env], pool: Executor) -> None:

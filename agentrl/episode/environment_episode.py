@@ -11,9 +11,9 @@ from agentrl.core.env import Step
 from agentrl.core.errors import AgentrlError, EnvironmentFailure
 from agentrl.core.task import Task
 from agentrl.core.types import Info, Message, Observation, Rewrite, StopReason, ToolCalls, ToolResults
-from agentrl.episode.context import Services
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.conversation import Conversation
-from agentrl.episode.env_threads import EnvCalls
+from agentrl.episode.env_threads import ThreadedEnv
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.tool_calls import ToolRunner
 from agentrl.obs.waiting import waiting
@@ -25,22 +25,22 @@ class Episode:
     """Plays a task to its end, or goes on with one from its state. ``state`` is always that of the last finished turn.
 
     Args:
-        services: what it runs on.
+        context: what it runs on.
         task: the problem.
         state: a fresh one, or one from `EpisodeState.from_dict`.
         env_state: the environment's, where the episode is gone on with.
     """
 
     def __init__(
-        self, services: Services, task: Task, state: EpisodeState, env_state: dict[str, object] | None = None
+        self, context: EpisodeContext, task: Task, state: EpisodeState, env_state: dict[str, object] | None = None
     ) -> None:
         self.state = state
-        self._services = services
+        self._context = context
         self._task = task
         self._env_state = env_state
-        self._env = EnvCalls(services.env_factory, services.pool)
-        self._talk = Conversation(services, state)
-        self.tools = ToolRunner(services.tool_clients, state.episode_id, services.served)
+        self._env = ThreadedEnv(context.env_factory, context.pool)
+        self._conversation = Conversation(context, state)
+        self.tools = ToolRunner(context.tool_clients, state.episode_id, context.served)
         """Its sessions outlive `play`, for whoever scores the episode; ``tools.close()`` ends them."""
         self._began = time.monotonic()
 
@@ -56,7 +56,7 @@ class Episode:
             EpisodeError: something failed; ``state`` holds what there was before.
         """
         self._began = time.monotonic()
-        clock = asyncio.timeout(self._services.limits.max_seconds - self.state.seconds)
+        clock = asyncio.timeout(self._context.limits.max_seconds - self.state.seconds)
         with waiting("rollout", self.state.episode_id, lambda: f"turn {self.state.shared.turns}"):
             try:
                 async with clock:
@@ -76,7 +76,7 @@ class Episode:
 
     async def _begin(self) -> None:
         observation, info = await self._env.reset(self._task, self.state.seed)
-        self._talk.tools = self._services.offered(self._env.env.tools)
+        self._conversation.tools = self._context.offered(self._env.env.tools)
         if self._env_state is not None:
             await self._env.set_state(self._env_state)
             return
@@ -85,28 +85,28 @@ class Episode:
             raise EnvironmentFailure(
                 f"{type(self._env.env).__name__} begins an episode with a Rewrite; only step may give one"
             )
-        self._talk.begin(_messages(step[0]), self._task.id)
+        self._conversation.begin(_messages(step[0]), self._task.id)
 
     async def _turns(self) -> StopReason:
-        talk, env = self._talk, self._env.env
-        while (said := await talk.sample(env.stop)) is not None:
+        conversation, env = self._conversation, self._env.env
+        while (said := await conversation.sample(env.stop)) is not None:
             observation, reward, terminated, truncated, _ = await self._hear(said)
             over = terminated or truncated
             if isinstance(observation, Rewrite) and not over:
-                talk.record(said, observation.messages, reward=reward)
-                talk.rewrite(observation.messages)
+                conversation.record(said, observation.messages, reward=reward)
+                conversation.rewrite(observation.messages)
                 continue
-            talk.answer(said, _messages(observation), reward=reward, over=over)
+            conversation.answer(said, _messages(observation), reward=reward, over=over)
             if over:
                 return StopReason.TERMINATED if terminated else StopReason.TRUNCATED
-        assert talk.stop_reason is not None, "sample says why it returned nothing"
-        return talk.stop_reason
+        assert conversation.stop_reason is not None, "sample says why it returned nothing"
+        return conversation.stop_reason
 
     async def _hear(self, said: Message) -> Step:
         """Give the environment, or the tools that the policy calls, what it said."""
-        if not said.tool_calls or self._env.env.hears_calls:
+        if not said.tool_calls or self._env.env.handles_tool_calls:
             return await self._settle(await self._env.step(said))
-        results = await self.tools.local(said.tool_calls, self._talk.tools)
+        results = await self.tools.local(said.tool_calls, self._conversation.tools)
         answers = tuple(Message("tool", result.content, tool_call_id=result.call_id) for result in results)
         return answers, 0.0, False, False, {}
 
@@ -115,7 +115,7 @@ class Episode:
         observation, reward, terminated, truncated, info = step
         total = self._count(reward, info)
         while isinstance(observation, ToolCalls) and not (terminated or truncated):
-            results = await self.tools.asked(observation.calls, self._talk.tools)
+            results = await self.tools.asked(observation.calls, self._conversation.tools)
             observation, reward, terminated, truncated, info = await self._env.step(ToolResults(results))
             total += self._count(reward, info)
         return observation, total, terminated, truncated, info
@@ -129,7 +129,7 @@ class Episode:
 
     async def _close(self) -> None:
         """End the sampler's session and the environment. What cannot be told is only logged: the episode is over."""
-        await self._talk.close()
+        await self._conversation.close()
         try:
             await self._env.close()
         except AgentrlError as error:

@@ -17,7 +17,7 @@ from agentrl.core.task import Task
 from agentrl.core.tool import Tool, ToolClient
 from agentrl.core.types import Failure, Rollout, SamplingParams, StopReason
 from agentrl.episode.chat import Agent
-from agentrl.episode.context import Services
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.custom_loop import Generate, play_generate
 from agentrl.episode.environment_episode import Episode
 from agentrl.episode.failure_policy import FailurePolicy
@@ -76,7 +76,7 @@ class EpisodeRunner:
     ) -> None:
         # Threads are started as they are needed and end with the runner.
         pool = ThreadPoolExecutor(max_concurrency, thread_name_prefix="env")
-        self._services = Services(
+        self._context = EpisodeContext(
             env_factory, renderer, sampler, tool_clients, limits, sampling, pool, served=served or {}
         )
         self._failure = failure
@@ -97,14 +97,14 @@ class EpisodeRunner:
 
         Without ``max_new_tokens`` a turn may have as many tokens as here.
         """
-        services = self._services
-        tokens = max_new_tokens or services.limits.max_new_tokens
+        context = self._context
+        tokens = max_new_tokens or context.limits.max_new_tokens
         other = copy.copy(self)
-        other._services = replace(
-            services,
-            limits=replace(services.limits, max_new_tokens=tokens),
+        other._context = replace(
+            context,
+            limits=replace(context.limits, max_new_tokens=tokens),
             sampling=replace(
-                services.sampling,
+                context.sampling,
                 temperature=temperature,
                 top_p=top_p,
                 top_k=top_k,
@@ -176,10 +176,10 @@ class EpisodeRunner:
 
     async def _attempt(self, task: Task, seed: int, rollout_id: str, attempt: int) -> Played:
         if self._generate is not None:
-            agent = Agent(self._services, task, seed=seed, rollout_id=rollout_id, attempt=attempt)
+            agent = Agent(self._context, task, seed=seed, rollout_id=rollout_id, attempt=attempt)
             async with _closed_if_cut(agent.tools):
-                return Played(await play_generate(self._generate, self._services, agent), agent.tools)
-        episode = Episode(self._services, task, EpisodeState(rollout_id, seed, attempt))
+                return Played(await play_generate(self._generate, self._context, agent), agent.tools)
+        episode = Episode(self._context, task, EpisodeState(rollout_id, seed, attempt))
         failure: Failure | None = None
         try:
             async with _closed_if_cut(episode.tools):

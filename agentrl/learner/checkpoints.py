@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentrl.core.atomic_files import PARTIAL, partial_path, publish
+from agentrl.core.atomic_files import partial_path, publish
 from agentrl.core.errors import CheckpointError
 from agentrl.learner.base import LearnerGroup
 
@@ -88,12 +88,6 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """Return the newest whole checkpoint in ``folder``, or None."""
     found = whole_checkpoints(folder)
     return found[-1] if found else None
-
-
-def clear_partial(folder: Path) -> None:
-    """Delete what a kill left half written. Call it when no other process writes there."""
-    for path in folder.glob(f"*{PARTIAL}"):
-        shutil.rmtree(path)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def _said(
 
 def _answer(env: Env, said: Message, tools: Mapping[str, LocalTool]) -> tuple[tuple[Message, ...], float, bool]:
     """Give the environment, or the tools that the expert calls, what it said."""
-    if not said.tool_calls or env.hears_calls:
+    if not said.tool_calls or env.handles_tool_calls:
         return _step(env, said, tools)
     results = [_call(call, tools) for call in said.tool_calls]
     return tuple(Message("tool", result.content, tool_call_id=result.call_id) for result in results), 0.0, False

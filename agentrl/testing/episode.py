@@ -51,7 +51,7 @@ def play_episode(
     from agentrl.render.registry import make_renderer
 
     renderer = make_renderer(load_tokenizer(resolve_model(model)))
-    stop = dict.fromkeys(("policy", "sampler", "environment", "tool", "sandbox", "task"), "stop")
+    stop = dict.fromkeys(("sampler", "environment", "tool", "sandbox", "task"), "stop")
     runner = EpisodeRunner(
         env_factory=env_factory,
         renderer=renderer,

@@ -33,7 +33,7 @@ class CodeContestEnv(Env):
     """
 
     tool_names: ClassVar[tuple[str, ...]] = ("python", "judge")
-    hears_calls: ClassVar[bool] = True
+    handles_tool_calls: ClassVar[bool] = True
 
     def __init__(self, *, max_tries: int = 4, scoring: Scoring = "share", prompt: str = PROMPT) -> None:
         """Set how the policy works and what its work is worth.

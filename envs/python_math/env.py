@@ -33,7 +33,7 @@ class PythonMathEnv(Env):
     """
 
     tool_names: ClassVar[tuple[str, ...]] = ("python",)
-    hears_calls: ClassVar[bool] = True
+    handles_tool_calls: ClassVar[bool] = True
 
     def __init__(
         self,

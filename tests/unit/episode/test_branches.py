@@ -378,12 +378,12 @@ def test_an_episode_that_was_rewritten_goes_on_from_its_state(renderer):
 
     async def run(turns):
         runner, _ = build(renderer, script[:turns], env=Summing)
-        first = Episode(runner._services, TASK, EpisodeState("e", 1))
+        first = Episode(runner._context, TASK, EpisodeState("e", 1))
         with pytest.raises(AssertionError, match="wants more"):
             await first.play()
         state, env_state = EpisodeState.from_dict(json.loads(json.dumps(await first.snapshot())))
         rest, _ = build(renderer, lambda asked: script[turns + asked.turn], env=Summing)
-        await Episode(rest._services, TASK, state, env_state).play()
+        await Episode(rest._context, TASK, state, env_state).play()
         return state
 
     for turns in range(1, 5):

@@ -48,7 +48,7 @@ class Coding(Env):
 class Hearing(Coding):
     """Hears the calls, and passes them on."""
 
-    hears_calls = True
+    handles_tool_calls = True
 
     def step(self, action):
         if isinstance(action, ToolResults):

@@ -23,8 +23,7 @@ const GROUPS = INDEX.groups;
 const COUNT = R.id.length;
 const SAMPLED = 1;
 const WHO = ['observed', 'sampled', 'demonstrated'];
-const REASONS = ['', 'it was not sampled by the policy', 'another row trains it', 'its policy version is too old',
-  'the end of the episode is left out', 'its group was filtered out'];
+const REASONS = ['', 'it was not sampled by the policy', 'another row trains it', 'its policy version is too old'];
 
 R.step = R.group.map((group) => GROUPS[group].step);
 GROUPS.forEach((group) => { group.members = []; });
