@@ -9,13 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentrl.config.load import Tree, merge, parse_override
-from agentrl.config.sandbox import Backend, SandboxConfig
+from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ToolServerConfig
 from agentrl.core.errors import UserError
-from agentrl.core.registry import TOOLS, names
-
-_SURVEYED: tuple[Backend, ...] = ("bubblewrap", "docker")
-"""Backends that hold something back; in any other the attempts would do harm."""
+from agentrl.core.registry import SANDBOXES, TOOLS, names
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,12 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     serve.add_argument("--port", type=int, default=8300, help="port to listen on; 0 takes a free one")
     serve.set_defaults(act=_serve)
-    sandbox = actions.add_parser("sandbox", help="try what sandboxes hold back on this machine, and show it")
+    sandbox = actions.add_parser(
+        "sandbox", help="attempt what sandboxes must prevent on this machine, and show the result"
+    )
     sandbox.add_argument(
         "--backend",
         action="append",
-        choices=_SURVEYED,
-        help=f"repeat it for several; default {' and '.join(_SURVEYED)}",
+        metavar="NAME",
+        help=f"registered name ({', '.join(names(SANDBOXES))}) or file.py:Class; repeat it for several; default: all "
+        "registered ones that isolate",
     )
     sandbox.add_argument("overrides", nargs="*", metavar="key=value", help="such as sandbox.image=NAME")
     sandbox.set_defaults(act=_sandbox)
@@ -99,11 +99,11 @@ def _sandbox(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     from agentrl.sandbox.canary.check import survey
-    from agentrl.sandbox.registry import make_backend
+    from agentrl.sandbox.registry import backend_class
 
     config = _sandbox_config(arguments.overrides)
-    chosen = arguments.backend or _SURVEYED
-    backends = [make_backend(config.model_copy(update={"backend": backend})) for backend in chosen]
+    chosen = arguments.backend or [name for name in names(SANDBOXES) if backend_class(name).isolated]
+    backends = [backend_class(name)(config.model_copy(update={"backend": name})) for name in chosen]
     Console().print(asyncio.run(survey(backends)))
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from agentrl.config.base import Section
-
-Backend = Literal["bubblewrap", "docker", "unsafe_subprocess"]
 
 
 class SandboxLimits(Section):
@@ -40,9 +37,9 @@ class SandboxLimits(Section):
 class SandboxConfig(Section):
     """The sandbox that tools run code in."""
 
-    backend: Backend = "bubblewrap"
-    """``bubblewrap`` needs no daemon, ``docker`` a running one; ``unsafe_subprocess`` is no sandbox at all: the policy's
-    code can do whatever this user can."""
+    backend: str = "bubblewrap"
+    """Registered name (entry points ``agentrl.sandboxes``), ``file.py:Class`` or ``module:Class``. ``bubblewrap`` needs no
+    daemon, ``docker`` a running one; ``unsafe_subprocess`` is no sandbox at all: the policy's code has this user's rights."""
     limits: SandboxLimits = Field(default_factory=SandboxLimits)
     """What one sandbox may use."""
     hosts: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
-"""Names for environments, tools, tasksets, models and rewards, from entry points or from the process itself.
+"""Registries of environments, tools, tasksets, models, rewards and sandbox backends.
 
-agentrl imports none of them by itself: its own environments register through the same entry points as anybody's.
+Names come from entry points, or are registered in the process itself. agentrl's own register like those of any other
+package: nothing is imported before it is looked up.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ TOOLS = "agentrl.tools"
 TASKS = "agentrl.tasks"
 MODELS = "agentrl.models"
 REWARDS = "agentrl.rewards"
+SANDBOXES = "agentrl.sandboxes"
 
-_registered: dict[str, dict[str, Any]] = {ENVS: {}, TOOLS: {}, TASKS: {}, MODELS: {}, REWARDS: {}}
+_registered: dict[str, dict[str, Any]] = {ENVS: {}, TOOLS: {}, TASKS: {}, MODELS: {}, REWARDS: {}, SANDBOXES: {}}
 
 
 def register_env(name: str) -> Callable[[E], E]:
@@ -77,12 +79,33 @@ def names(group: str) -> list[str]:
     return sorted({*_registered[group], *_points(group)})
 
 
-def _lookup(group: str, name: str, what: str, key: str) -> Any:
+def lookup(group: str, name: str, what: str, key: str) -> Any:
+    """Return the object of a registered name, of ``path/to/file.py:name`` or ``module:name``.
+
+    Args:
+        group: such as ``agentrl.envs``.
+        name: registered, or a reference.
+        what: the kind of object, for the message.
+        key: the configuration key that holds ``name``, for the message.
+
+    Raises:
+        UnknownNameError: nothing has that name.
+        ConfigError: the file or module, or the name in it, does not exist.
+
+    """
+    return load_object(name, key) if is_reference(name) else _registered_object(group, name, what, key)
+
+
+def _registered_object(group: str, name: str, what: str, key: str) -> Any:
     if name in _registered[group]:
         return _registered[group][name]
     point = _points(group).get(name)
     if point is None:
-        raise unknown_name(what, name, names(group), key)
+        known = names(group)
+        error = unknown_name(what, name, known, key)
+        if not known:  # agentrl registers some in every group
+            raise UnknownNameError(f"{error} The installation is older than the code: install agentrl again.")
+        raise error
     return point.load()
 
 
@@ -105,7 +128,7 @@ def env_class(name: str, key: str = "--env") -> type[Env]:
         if not (inspect.isclass(cls) and issubclass(cls, Env)):
             raise ConfigError(f"{name} ({key}) is no subclass of agentrl.Env")
         return cls
-    cls = _lookup(ENVS, name, "environment", key)
+    cls = _registered_object(ENVS, name, "environment", key)
     assert inspect.isclass(cls), f"entry point {name!r} is no class"
     assert issubclass(cls, Env), f"entry point {name!r} is no subclass of agentrl.Env"
     return cls
@@ -146,7 +169,7 @@ def registered_tool(name: str) -> ToolService | Tool:
 
     """
     key = f"tools.{name}"
-    found = load_object(name, key) if is_reference(name) else _lookup(TOOLS, name, "tool", key)
+    found = lookup(TOOLS, name, "tool", key)
     built = found() if inspect.isclass(found) and issubclass(found, ToolService) else found
     if not isinstance(built, ToolService | Tool):
         raise ConfigError(f"{key}: {name} is {built!r:.100}, and neither an agentrl.Tool nor an agentrl.ToolService")
@@ -174,7 +197,7 @@ def served_tools(name: str, options: Mapping[str, Any] | None = None) -> tuple[T
 
 def make_tasks(name: str, options: Mapping[str, Any] | None = None) -> TaskSet:
     """Build a taskset by its registered name (or ``file.py:Class``) with ``tasks.options``."""
-    cls = load_object(name, "tasks.name") if is_reference(name) else _lookup(TASKS, name, "taskset", "tasks.name")
+    cls = lookup(TASKS, name, "taskset", "tasks.name")
     tasks = _build(cls, options, "tasks.options")
     assert isinstance(tasks, TaskSet), f"{name} is no agentrl.TaskSet"
     return tasks
@@ -183,7 +206,7 @@ def make_tasks(name: str, options: Mapping[str, Any] | None = None) -> TaskSet:
 def model_folder(name: str) -> Path | None:
     """Return the folder of a shipped model, or None where no model is registered under ``name``."""
     try:
-        return Path(_lookup(MODELS, name, "model", "model.path"))
+        return Path(_registered_object(MODELS, name, "model", "model.path"))
     except UnknownNameError:
         return None
 
@@ -198,7 +221,7 @@ def reward_function(name: str) -> Callable[..., Any]:
     """
     key = "reward.function"
     try:
-        function = load_object(name, key) if is_reference(name) else _lookup(REWARDS, name, "reward function", key)
+        function = lookup(REWARDS, name, "reward function", key)
     except UnknownNameError as error:
         raise UnknownNameError(f"{error} A function of your own is file.py:function or module:function.") from None
     if not callable(function):

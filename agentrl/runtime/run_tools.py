@@ -11,7 +11,8 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.registry import env_class
 from agentrl.core.tool import Tool, ToolService
 from agentrl.episode.custom_loop import needed_tools
-from agentrl.sandbox.base import UNSAFE_WARNING
+from agentrl.sandbox.base import unsafe_warning
+from agentrl.sandbox.registry import backend_class
 from agentrl.toolserver.service import find_service
 
 _log = logging.getLogger(__name__)
@@ -62,10 +63,10 @@ def check_tools(config: Config) -> None:
 
 
 def warn_unsandboxed(config: Config, services: Mapping[str, ToolService]) -> None:
-    """Say in red what it means where tools that the run starts would run code in no sandbox."""
+    """Log a warning in red if tools that the run starts would run code without isolation."""
     bare = [name for name, service in services.items() if service.sandboxed and tool_url(config, name) is None]
-    if bare and config.sandbox.backend == "unsafe_subprocess":
-        _log.critical("\033[31m%s (%s)\033[0m", UNSAFE_WARNING, ", ".join(bare))
+    if bare and not backend_class(config.sandbox.backend).isolated:
+        _log.critical("\033[31m%s (%s)\033[0m", unsafe_warning(config.sandbox.backend), ", ".join(bare))
 
 
 def service_options(config: Config, name: str, service: ToolService) -> dict[str, Any]:

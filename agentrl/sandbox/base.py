@@ -1,7 +1,26 @@
-"""What a sandbox is, whichever backend makes it."""
+"""Contracts of sandboxes: `Job` and `Outcome`, `Sandbox`, and `SandboxBackend`, which creates sandboxes.
+
+To add a backend, subclass `SandboxBackend` and `Sandbox` and register the backend in the entry-point group
+``agentrl.sandboxes``, or name it as ``sandbox.backend=file.py:Class``. ``agentrl tools sandbox --backend NAME`` starts it,
+attempts everything that a sandbox must prevent, and prints which defence stopped each attempt. Every tool server makes
+the same attempts before it serves, and refuses to start if one succeeds.
+
+Example::
+
+    class FirecrackerBackend(SandboxBackend):
+        name = "firecracker"
+
+        async def start(self) -> None: ...          # raise MissingError if this machine cannot run it
+        async def open(self, session_id: str) -> Sandbox: ...   # apply self.config.limits
+        async def close(self) -> None: ...
+
+A backend that can start a Python process and talk to it over a stream needs only little code:
+`agentrl.sandbox.runner_sandbox.RunnerSandbox` implements `Sandbox` over such a stream, limits included.
+"""
 
 from __future__ import annotations
 
+import logging
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,44 +32,46 @@ from typing import ClassVar, Self
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.types import ToolStatus
 
-WORK = "/work"
-"""The folder in a sandbox where code starts and files stay."""
+_log = logging.getLogger(__name__)
 
-UNSAFE_WARNING = (
-    "sandbox.backend=unsafe_subprocess: NOTHING is sandboxed; code of the policy can read, change and send whatever "
-    "this user can"
-)
+WORK = "/work"
+"""Working directory of code in a sandbox; its files stay from call to call."""
+
+
+def unsafe_warning(name: str) -> str:
+    """Return the warning for a backend without isolation."""
+    return f"sandbox.backend={name}: NOTHING is sandboxed; code of the policy can read, change and send whatever this user can"
 
 
 class Defence(StrEnum):
-    """What stands between code and the machine. All of them stand; a test takes one away to show what it is for."""
+    """Mechanisms that separate code from the machine. All are on; tests turn one off to show what it prevents."""
 
     SECCOMP = "seccomp"
     """Refuses system calls that no program of a policy needs: vsock, netlink, io_uring, ptrace, mounts, keyrings, bpf …"""
     MEMORY = "memory"
-    """Bounds the memory of all processes together (cgroup)."""
+    """Limits the memory of all processes together (cgroup)."""
     PROCESSES = "processes"
-    """Bounds processes and threads (cgroup)."""
+    """Limits the number of processes and threads (cgroup)."""
     CPU = "cpu"
-    """Bounds CPU: cores by cgroup, seconds a process by rlimit."""
+    """Limits CPU: cores by cgroup, seconds per process by rlimit."""
     WALL = "wall"
-    """Ends a call that takes too long."""
+    """Ends a call that exceeds its wall time."""
     FILE_SIZE = "file_size"
-    """Bounds one file (rlimit)."""
+    """Limits the size of one file (rlimit)."""
     OPEN_FILES = "open_files"
-    """Bounds open files a process (rlimit)."""
+    """Limits open files per process (rlimit)."""
     DISK = "disk"
-    """Bounds all files together (size of the tmpfs)."""
+    """Limits the size of all files together (size of the tmpfs)."""
     INODES = "inodes"
-    """Bounds the number of files (inodes of the tmpfs)."""
+    """Limits the number of files (inodes of the tmpfs)."""
     OUTPUT = "output"
-    """Cuts what a call prints."""
+    """Cuts the output of a call."""
     NETWORK = "network"
-    """No interface but a loopback of its own (network namespace)."""
+    """No network interface but a private loopback (network namespace)."""
     PROCESS_NAMESPACE = "process_namespace"
-    """No sight of, and no signal to, other processes (PID and IPC namespaces)."""
+    """Other processes are invisible and cannot be signalled (PID and IPC namespaces)."""
     FILES = "files"
-    """Nothing of the machine's files but its programs, read-only (mount namespace)."""
+    """Of the machine's files only its programs are visible, read-only (mount namespace)."""
     ENVIRONMENT = "environment"
     """None of the server's environment variables."""
     PRIVILEGES = "privileges"
@@ -58,7 +79,7 @@ class Defence(StrEnum):
     RUNNER = "runner"
     """The runner's memory and files cannot be opened: it is not dumpable."""
     SWEEP = "sweep"
-    """Processes that a call leaves behind are killed."""
+    """Kills processes that a call leaves behind."""
 
 
 ALL_DEFENCES = frozenset(Defence)
@@ -66,31 +87,31 @@ ALL_DEFENCES = frozenset(Defence)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One thing to run in a sandbox: Python ``code``, or the program ``argv``."""
+    """One execution in a sandbox: Python ``code``, or the program ``argv``."""
 
     call_id: str
     """Unique in the sandbox."""
     code: str | None = None
-    """Python, run as ``__main__`` in a process of its own."""
+    """Python, run as ``__main__`` in a separate process."""
     argv: tuple[str, ...] = ()
-    """A program and its arguments, where there is no code."""
+    """A program and its arguments, if there is no code."""
     stdin: bytes = b""
-    """What it can read."""
+    """Content of standard input."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables added to the sandbox's own few."""
+    """Environment variables in addition to the sandbox's few."""
     cwd: str = ""
-    """Where it starts, relative to `WORK` or absolute."""
+    """Working directory, absolute or relative to `WORK`."""
     wall_s: float | None = None
-    """Seconds; None takes the sandbox's limit."""
+    """Limit of wall time, seconds; None takes the sandbox's limit."""
     cpu_s: int | None = None
-    """Seconds of CPU a process; None takes the sandbox's limit."""
+    """Limit of CPU time per process, seconds; None takes the sandbox's limit."""
     output_bytes: int | None = None
-    """Bytes of standard output and error together; None takes the sandbox's limit."""
+    """Limit of standard output and error together, bytes; None takes the sandbox's limit."""
     stateful: bool = False
-    """Run ``code`` in the one process of the sandbox that keeps variables from call to call."""
+    """Run ``code`` in the sandbox's one long-lived process, which keeps variables from call to call."""
 
     def __post_init__(self) -> None:
-        """Refuse a job that is neither code nor a program, or has what no stateful one can have."""
+        """Raise ValueError for a job with both or neither of code and program, or a stateful one with stdin."""
         if (self.code is None) == (not self.argv):
             raise ValueError("a job is either code or argv")
         if self.stateful and (self.argv or self.stdin):
@@ -98,31 +119,31 @@ class Job:
 
     @property
     def described(self) -> str:
-        """The job in a few words, for messages."""
+        """Short description for messages."""
         return shlex.join(self.argv)[:80] if self.argv else "Python code"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended."""
+    """Result of a job."""
 
     status: ToolStatus
     """``OK``, ``ERROR`` (exit status not 0), ``TIMEOUT``, ``OUT_OF_MEMORY``, ``OUTPUT_CUT`` or ``KILLED``. Failures of the
     sandbox itself are raised as `agentrl.core.errors.SandboxFailure` and never are an outcome."""
     stdout: str
-    """Standard output, as far as it was kept; bytes that are no UTF-8 are replaced."""
+    """Standard output up to the limit; bytes that are not UTF-8 are replaced."""
     stderr: str
     """Standard error, a traceback included."""
     exit_code: int | None
-    """Exit status; negative is the signal that ended it; None where it was ended for a limit."""
+    """Exit status; negative: the signal that ended it; None: ended by a limit."""
     seconds: float
     """Wall time in the sandbox."""
     detail: str = ""
-    """What ended it, in words for the policy; empty where it ended by itself."""
+    """Why it was ended, in words for the policy; empty if it ended by itself."""
 
 
 class Sandbox(ABC):
-    """One sandbox. Calls wait for each other; files under `WORK` stay from call to call."""
+    """An open sandbox. Concurrent calls run one after the other; files under `WORK` stay from call to call."""
 
     id: str
     """Unique on this machine."""
@@ -134,19 +155,22 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def run(self, job: Job) -> Outcome:
-        """Run a job.
+        """Run a job within its limits.
+
+        What the code does, a limit it exceeds included, is an `Outcome`. Processes that the job leaves behind are killed
+        before this returns. If a call is cancelled, the sandbox may end: `alive` is False then.
 
         Raises:
-            SandboxFailure: the sandbox failed for reasons of its own, or is no longer `alive`.
+            SandboxFailure: the sandbox itself failed, or is no longer `alive`.
 
         """
 
     @abstractmethod
     async def write_file(self, path: str, content: bytes) -> None:
-        """Write a file, relative to `WORK` or absolute; folders on the way are made.
+        """Write a file, absolute or relative to `WORK`; missing parent folders are created.
 
         Raises:
-            OSError: the sandbox's own word why it cannot be written.
+            OSError: the file cannot be written in the sandbox; with errno.
             SandboxFailure: see `run`.
 
         """
@@ -172,27 +196,45 @@ class Sandbox(ABC):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
+        """Close the sandbox."""
         await self.close()
 
 
 class SandboxBackend(ABC):
-    """Makes sandboxes of one kind.
+    """Creates sandboxes of one kind. A tool server has one backend, and opens a sandbox per session.
+
+    The constructor is called with the configuration alone and must not start anything. `start`, `open` and `close` run in
+    one event loop and must not block it; `open` is called concurrently.
 
     Args:
-        config: the sandbox section.
-        defences: those that stand. Anything but all of them is for tests that show what a defence is for.
+        config: the ``sandbox`` section; ``config.limits`` are those of every sandbox.
+        defences: those that are on. A subset of all is for tests that show what a defence prevents; a backend may
+            ignore it.
     """
 
     name: ClassVar[str]
+    """Name in messages; by convention the registered one."""
+    isolated: ClassVar[bool] = True
+    """Whether code is separated from the machine. If False, the server says so in red at its start and makes no attempts
+    against the backend: they would succeed, and harm this machine."""
 
     def __init__(self, config: SandboxConfig, defences: frozenset[Defence] = ALL_DEFENCES) -> None:
         self.config = config
         self.defences = defences
 
+    @classmethod  # noqa: B027 - optional
+    def check(cls, config: SandboxConfig) -> None:
+        """Check what is cheap to know before a run: programs, packages, sockets. Starts nothing; the default does nothing.
+
+        Raises:
+            MissingError: this machine lacks something; the message says what to install or to set.
+            ConfigError: a value of the ``sandbox`` section does not fit this backend.
+
+        """
+
     @abstractmethod
     async def start(self) -> None:
-        """Remove what servers that died have left, and get ready.
+        """Remove what servers that died have left, and prepare to open sandboxes. Called once.
 
         Raises:
             MissingError: this machine lacks something; the message says what to install or to allow.
@@ -201,7 +243,7 @@ class SandboxBackend(ABC):
 
     @abstractmethod
     async def open(self, session_id: str) -> Sandbox:
-        """Return a new sandbox that is ready for its first call.
+        """Return a new sandbox that is ready for its first call. A cancelled call leaves nothing behind.
 
         Raises:
             SandboxFailure: it could not be made.
@@ -210,15 +252,17 @@ class SandboxBackend(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Close all sandboxes that are open, and what `start` made."""
+        """Close all sandboxes that are open or being opened, and what `start` made."""
 
     async def __aenter__(self) -> Self:
-        """Start."""
+        """Start the backend; log a warning in red if it does not isolate."""
+        if not self.isolated:
+            _log.critical("\033[31m%s\033[0m", unsafe_warning(self.name))
         await self.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
+        """Close the backend."""
         await self.close()

@@ -20,6 +20,8 @@ from agentrl.config.sandbox import SandboxLimits
 from agentrl.sandbox.base import Defence
 
 CONTROLLERS = ("memory", "pids", "cpu")
+CGROUP_VARIABLE = "AGENTRL_CGROUP"
+"""Environment variable with the parent of all sandboxes' cgroups, relative to the mount; for a delegated cgroup."""
 PERIOD_US = 100_000
 OWN_PROCESSES = 2
 """The runner, and bubblewrap's process that waits for it."""

@@ -1,23 +1,39 @@
-"""From the configuration's name of a backend to the backend."""
+"""Sandbox backends by name: entry points of the group ``agentrl.sandboxes``, ``file.py:Class`` and ``module:Class``."""
 
 from __future__ import annotations
 
+import inspect
+
 from agentrl.config.sandbox import SandboxConfig
+from agentrl.core.errors import ConfigError
+from agentrl.core.registry import SANDBOXES, lookup
 from agentrl.sandbox.base import SandboxBackend
+
+KEY = "sandbox.backend"
+
+
+def backend_class(name: str) -> type[SandboxBackend]:
+    """Return the backend class of a registered name, of ``path/to/file.py:Class`` or ``module:Class``.
+
+    Raises:
+        UnknownNameError: nothing has that name.
+        ConfigError: the file, or the class in it, does not exist or is no `SandboxBackend`.
+
+    """
+    cls = lookup(SANDBOXES, name, "sandbox backend", KEY)
+    if not (inspect.isclass(cls) and issubclass(cls, SandboxBackend)):
+        raise ConfigError(f"{KEY}={name}: {cls!r:.100} is no subclass of agentrl.sandbox.base.SandboxBackend")
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        raise ConfigError(f"{KEY}={name}: {cls.__name__} does not implement {missing}")
+    return cls
 
 
 def make_backend(config: SandboxConfig) -> SandboxBackend:
-    """Return the backend that ``sandbox.backend`` names, not started yet. Never another one in its place."""
-    # Imported where they are wanted: docker's client takes a tenth of a second, and bubblewrap is Linux only.
-    if config.backend == "bubblewrap":
-        from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
+    """Return the backend that ``sandbox.backend`` names, not started yet. There is no fallback to another backend.
 
-        return BubblewrapBackend(config)
-    if config.backend == "docker":
-        from agentrl.sandbox.docker.backend import DockerBackend
+    Raises:
+        UnknownNameError, ConfigError: see `backend_class`.
 
-        return DockerBackend(config)
-    from agentrl.sandbox.unsafe import UnsafeBackend
-
-    assert config.backend == "unsafe_subprocess", config.backend
-    return UnsafeBackend(config)
+    """
+    return backend_class(config.backend)(config)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import stat
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,11 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import yaml
 
 from agentrl.config.base import Section
-from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ToolServerConfig
-from agentrl.core.errors import ConfigError, MissingError
+from agentrl.core.errors import ConfigError
 from agentrl.core.registry import registered_tool
 from agentrl.core.tool import Tool, ToolService
+from agentrl.sandbox.registry import backend_class
 from agentrl.toolserver.hosted_tool import HostedTool, PlainTool
 from agentrl.toolserver.options import RunOptions, make_server_config, read_options, read_section
 
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
     from agentrl.toolserver.in_process import LocalTools
 
 _LOCAL: dict[tuple[type[HostedService], str, str], LocalTools] = {}
-_DOCKER_SOCKET = "unix:///var/run/docker.sock"
 
 
 class HostedService(ToolService):
@@ -95,7 +91,7 @@ class HostedService(ToolService):
         parsed = self._read(options)
         self.hosted(parsed.own)
         if self.needs_sandbox:
-            check_backend(parsed.sandbox)
+            backend_class(parsed.sandbox.backend).check(parsed.sandbox)
 
     def launch_arguments(self, options: Mapping[str, Any], tasks: TaskSet, folder: Path) -> Sequence[str]:
         """Write the server's configuration to ``folder/server.yaml``."""
@@ -225,34 +221,3 @@ def serve(config: ToolServerConfig, *, host: str, port: int) -> None:
 
     tools = make_tools(config)
     serve_tools(tools, config, host=host, port=port, sandboxed=needs_sandbox(config))
-
-
-def check_backend(config: SandboxConfig) -> None:
-    """Check what is cheap to know of the sandbox's backend.
-
-    Raises:
-        MissingError: its program, package or daemon is not there; the message says what to install or set.
-
-    """
-    if config.backend == "bubblewrap":
-        if shutil.which("bwrap") is None:
-            raise MissingError(
-                "sandbox.backend=bubblewrap, but there is no bwrap here: install the system's package 'bubblewrap', or set "
-                "sandbox.backend=docker, or tools.NAME.url to a server elsewhere"
-            )
-        if shutil.which(config.python) is None:
-            raise MissingError(f"sandbox.python={config.python}: there is no such program here")
-    if config.backend == "docker":
-        _check_docker(config)
-
-
-def _check_docker(config: SandboxConfig) -> None:
-    url = config.docker_url or os.environ.get("DOCKER_HOST") or _DOCKER_SOCKET
-    if not url.startswith("unix://"):
-        return  # only asking it would tell
-    path = Path(url.removeprefix("unix://"))
-    if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
-        raise MissingError(
-            f"sandbox.backend=docker, but no daemon listens at {path}: start dockerd, or set sandbox.docker_url or "
-            "DOCKER_HOST to where one does"
-        )

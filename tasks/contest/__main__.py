@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import get_args
 
-from agentrl.config.sandbox import Backend, SandboxConfig
+from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.errors import UserError
-from agentrl.core.registry import tool_service
+from agentrl.core.registry import SANDBOXES, names, tool_service
 from agentrl.toolserver.in_process import LocalTools
 
 from .data import FAMILIES, Contest
@@ -22,7 +21,7 @@ def main() -> None:
     )
     parser.add_argument("--size", type=int, default=120, help="problems to draw, of all families in turn")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--backend", choices=get_args(Backend), default="bubblewrap")
+    parser.add_argument("--backend", choices=names(SANDBOXES), default="bubblewrap")
     arguments = parser.parse_args()
     sandbox = SandboxConfig(backend=arguments.backend).model_dump(mode="json")
     try:

@@ -2,16 +2,19 @@
 
 import asyncio
 import logging
+from pathlib import Path
 
 import pytest
 from dockerd import DockerHost
 
+from agentrl.cli.main import main
 from agentrl.config.sandbox import SandboxConfig, SandboxLimits
-from agentrl.core.errors import MissingError
+from agentrl.core.errors import ConfigError, MissingError
 from agentrl.sandbox.base import ALL_DEFENCES, Defence, SandboxBackend
 from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
 from agentrl.sandbox.canary.check import check_backend, survey, try_backend
 from agentrl.sandbox.docker.backend import DockerBackend
+from agentrl.sandbox.registry import make_backend
 
 LIMITS = SandboxLimits(memory_mb=64, processes=24, disk_mb=8, file_mb=4, inodes=256, output_kb=64)
 HARMLESS = (Defence.SECCOMP, Defence.INODES, Defence.RUNNER, Defence.ENVIRONMENT, Defence.FILE_SIZE)
@@ -82,15 +85,15 @@ def test_survey_says_why_a_backend_does_not_start(config: SandboxConfig) -> None
 
 def test_no_sandbox_is_not_tried(config: SandboxConfig) -> None:
     """Its attempts would be made on this machine."""
-    from agentrl.sandbox.unsafe import UnsafeBackend
+    from agentrl.sandbox.unsafe_subprocess import UnsafeBackend
 
     asyncio.run(check(UnsafeBackend(SandboxConfig(backend="unsafe_subprocess"))))
 
 
 def test_attempts_are_never_made_on_the_machine_itself() -> None:
-    from agentrl.sandbox.unsafe import UnsafeBackend
+    from agentrl.sandbox.unsafe_subprocess import UnsafeBackend
 
-    with pytest.raises(ValueError, match="would harm this machine"):
+    with pytest.raises(ConfigError, match="would harm this machine"):
         asyncio.run(try_backend(UnsafeBackend(SandboxConfig(backend="unsafe_subprocess"))))
 
 
@@ -98,3 +101,30 @@ def test_files_may_be_bounded_by_memory_alone(config: SandboxConfig) -> None:
     """A disk that is larger than the memory is filled until memory runs out, and the canary goes on."""
     limits = LIMITS.model_copy(update={"disk_mb": 128})
     asyncio.run(check(BubblewrapBackend(config.model_copy(update={"limits": limits}))))
+
+
+LEAKY = """
+from agentrl.sandbox.base import ALL_DEFENCES, Defence
+from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
+
+
+class Leaky(BubblewrapBackend):
+    name = "leaky"
+
+    def __init__(self, config):
+        super().__init__(config, ALL_DEFENCES - {Defence.INODES})
+"""
+
+
+def test_an_authors_backend_is_tried_as_ours_are(
+    config: SandboxConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "leaky.py").write_text(LEAKY)
+    limits = [f"sandbox.limits.{name}={value}" for name, value in LIMITS.model_dump(exclude_unset=True).items()]
+    assert main(("tools", "sandbox", "--backend", f"{tmp_path / 'leaky.py'}:Leaky", *limits)) == 0
+    (possible,) = [line for line in capsys.readouterr().out.splitlines() if "POSSIBLE" in line]
+    assert "make files without end" in possible
+    leaky = make_backend(config.model_copy(update={"backend": f"{tmp_path / 'leaky.py'}:Leaky"}))
+    with pytest.raises(MissingError, match=r"sandbox\.backend=leaky does not hold here"):
+        asyncio.run(check(leaky))

@@ -10,6 +10,7 @@ import logging
 import os
 import resource
 import secrets
+import shutil
 import socket
 import subprocess
 import uuid
@@ -29,16 +30,14 @@ from agentrl.sandbox.bubblewrap.options import (
     outside_user,
     server_environment,
 )
-from agentrl.sandbox.cgroup import Cgroup, CgroupError, CgroupTree, find_tree
+from agentrl.sandbox.cgroup import CGROUP_VARIABLE, Cgroup, CgroupError, CgroupTree, find_tree
 from agentrl.sandbox.egress import EgressProxy, receive_listener
 from agentrl.sandbox.runner_link import pipe_link
+from agentrl.sandbox.runner_sandbox import RunnerSandbox
 from agentrl.sandbox.seccomp import bpf_program
-from agentrl.sandbox.warm_sandbox import WarmSandbox
 
 _log = logging.getLogger(__name__)
 
-CGROUP_VARIABLE = "AGENTRL_CGROUP"
-"""Names the cgroup below which sandboxes' groups are made, relative to the mount; for a delegated one."""
 AUTOPSY_BYTES = 2048
 GONE_S = 10.0
 """How long killed processes may take to be gone; a large memory takes the kernel a while."""
@@ -48,7 +47,7 @@ HINT = (
 )
 
 
-class BubblewrapSandbox(WarmSandbox):
+class BubblewrapSandbox(RunnerSandbox):
     """A process of bubblewrap, its cgroup, and what it said."""
 
     process: subprocess.Popen[bytes]
@@ -134,6 +133,17 @@ class BubblewrapBackend(SandboxBackend):
         self._closing = False
         self._data: dict[str, int] = {}
         self._numbers = itertools.count(secrets.randbits(24))
+
+    @classmethod
+    def check(cls, config: SandboxConfig) -> None:
+        """Check that bubblewrap and the interpreter are installed."""
+        if shutil.which("bwrap") is None:
+            raise MissingError(
+                "sandbox.backend=bubblewrap, but there is no bwrap here: install the system's package 'bubblewrap', or set "
+                "sandbox.backend=docker, or tools.NAME.url to a server elsewhere"
+            )
+        if shutil.which(config.python) is None:
+            raise MissingError(f"sandbox.python={config.python}: there is no such program here")
 
     async def start(self) -> None:
         """Reap what servers that died have left, and open a first sandbox to see that it works."""

@@ -20,10 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.config.sandbox import SandboxConfig
-from agentrl.core.errors import MissingError, SandboxFailure
+from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
 from agentrl.core.types import ToolStatus
 from agentrl.sandbox.base import Defence, Job, Outcome, Sandbox, SandboxBackend
-from agentrl.sandbox.canary.reach import REACH
+from agentrl.sandbox.canary.isolation_probe import ISOLATION_PROBE
 
 _log = logging.getLogger(__name__)
 
@@ -170,11 +170,11 @@ async def try_backend(backend: SandboxBackend) -> list[Finding]:
 
     Raises:
         SandboxFailure: no sandbox could be opened, or it fell apart.
-        ValueError: the backend is none: the attempts would be made on this machine.
+        ConfigError: the backend does not isolate: the attempts would be made on this machine.
 
     """
-    if backend.config.backend == "unsafe_subprocess" or backend.name == "unsafe_subprocess":
-        raise ValueError("sandbox.backend=unsafe_subprocess holds nothing back: attempts in it would harm this machine")
+    if not backend.isolated:
+        raise ConfigError(f"sandbox.backend={backend.name} isolates nothing: attempts in it would harm this machine")
     async with await backend.open("canary") as sandbox:
         findings = await _reach(sandbox)
     for excesses in (_EXCESSES, _FILLING):
@@ -202,7 +202,9 @@ async def _reach(sandbox: Sandbox) -> list[Finding]:
             "server_pid": os.getpid(),
             "home": os.path.expanduser("~"),
         }
-        outcome = await sandbox.run(Job("reach", code=REACH.replace("@TARGETS@", json.dumps(targets)), wall_s=20.0))
+        outcome = await sandbox.run(
+            Job("reach", code=ISOLATION_PROBE.replace("@TARGETS@", json.dumps(targets)), wall_s=20.0)
+        )
     try:
         rows = json.loads(outcome.stdout)
         return [Finding(Defence(row[0]), row[1], row[2], row[3]) for row in rows]
@@ -232,8 +234,8 @@ async def check_backend(backend: SandboxBackend) -> None:
         MissingError: something forbidden is possible, or no sandbox opens; with what to do.
 
     """
-    if backend.config.backend == "unsafe_subprocess":
-        return  # there is nothing to hold; the backend has said so
+    if not backend.isolated:
+        return  # nothing to test; its start has logged the warning
     try:
         findings = await try_backend(backend)
     except SandboxFailure as error:

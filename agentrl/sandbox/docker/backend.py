@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import socket
+import stat
 import tempfile
 import time
 import uuid
@@ -24,18 +25,17 @@ from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.child_process import raise_file_limit
 from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
 from agentrl.sandbox.base import ALL_DEFENCES, Defence, Sandbox, SandboxBackend
-from agentrl.sandbox.bubblewrap.backend import CGROUP_VARIABLE
-from agentrl.sandbox.cgroup import Mounts, parse_count, parse_mounts, server_gone, server_name
+from agentrl.sandbox.cgroup import CGROUP_VARIABLE, Mounts, parse_count, parse_mounts, server_gone, server_name
 from agentrl.sandbox.docker.options import WAY_OUT_SOCKET, container_options, with_way_out
 from agentrl.sandbox.docker.stream import ContainerReader, attach, open_stream
 from agentrl.sandbox.egress import EgressProxy, receive_listener
 from agentrl.sandbox.runner_link import RunnerLink
-from agentrl.sandbox.warm_sandbox import READY_S, WarmSandbox
+from agentrl.sandbox.runner_sandbox import READY_S, RunnerSandbox
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-USUAL_SOCKET = "unix:///var/run/docker.sock"
+DEFAULT_SOCKET = "unix:///var/run/docker.sock"
 ID_LABEL, SERVER_LABEL, HOST_LABEL, BOOT_LABEL, SESSION_LABEL = (
     f"agentrl.{name}" for name in ("sandbox", "server", "host", "boot", "session")
 )
@@ -49,7 +49,7 @@ END_S = 5.0
 """Seconds within which the daemon notices the end of a container whose stream has ended."""
 
 
-class DockerSandbox(WarmSandbox):
+class DockerSandbox(RunnerSandbox):
     """A container, by the same name as the sandbox."""
 
     backend: DockerBackend
@@ -113,7 +113,7 @@ class DockerBackend(SandboxBackend):
         self, config: SandboxConfig, defences: frozenset[Defence] = ALL_DEFENCES, cgroup: str | None = None
     ) -> None:
         super().__init__(config, defences)
-        self.url = config.docker_url or os.environ.get("DOCKER_HOST") or USUAL_SOCKET
+        self.url = _daemon_url(config)
         self._cgroup = cgroup if cgroup is not None else os.environ.get(CGROUP_VARIABLE)
         self._api: Any = None
         self._options: dict[str, Any] = {}
@@ -121,6 +121,19 @@ class DockerBackend(SandboxBackend):
         self._starting: set[asyncio.Task[DockerSandbox]] = set()
         self._lost: set[str] = set()
         self._closing = False
+
+    @classmethod
+    def check(cls, config: SandboxConfig) -> None:
+        """Check that a daemon's socket is there. A daemon on another machine is only checked by `start`."""
+        url = _daemon_url(config)
+        if not url.startswith("unix://"):
+            return
+        path = Path(url.removeprefix("unix://"))
+        if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
+            raise MissingError(
+                f"sandbox.backend=docker, but no daemon listens at {path}: start dockerd, or set sandbox.docker_url or "
+                "DOCKER_HOST to where one does"
+            )
 
     async def start(self) -> None:
         """Reap what servers that died have left, and open a first sandbox to see that it works."""
@@ -304,6 +317,10 @@ class DockerBackend(SandboxBackend):
         await asyncio.to_thread(self._threads.shutdown)
         if self._api is not None:
             self._api.close()
+
+
+def _daemon_url(config: SandboxConfig) -> str:
+    return config.docker_url or os.environ.get("DOCKER_HOST") or DEFAULT_SOCKET
 
 
 def _check(config: SandboxConfig, url: str) -> None:

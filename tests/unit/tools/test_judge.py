@@ -13,7 +13,7 @@ from agentrl.core.errors import ConfigError, SandboxFailure
 from agentrl.core.registry import tool_service
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.sandbox.base import Job, Outcome, Sandbox
-from agentrl.sandbox.unsafe import UnsafeBackend
+from agentrl.sandbox.unsafe_subprocess import UnsafeBackend
 from agentrl.toolserver.hosted_tool import ToolSession
 
 SECRET = "expected-and-nobody-else's-business"

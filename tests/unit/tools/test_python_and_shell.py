@@ -11,7 +11,7 @@ from agentrl_tools.shell import ShellService, ShellTool
 from agentrl.config.sandbox import SandboxConfig, SandboxLimits
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
-from agentrl.sandbox.unsafe import UnsafeBackend
+from agentrl.sandbox.unsafe_subprocess import UnsafeBackend
 from agentrl.toolserver.hosted_tool import HostedTool
 from agentrl.toolserver.sandbox_results import REPLACED
 from tests.unit.toolserver.tool_sessions import LoneSession

@@ -21,7 +21,7 @@ from agentrl.core.child_process import ChildProcess, held_port
 from agentrl.core.errors import ConfigError, MissingError, PortInUseError, ToolServerError
 from agentrl.core.types import ToolCall, ToolStatus
 from agentrl.sandbox.registry import make_backend
-from agentrl.sandbox.unsafe import UnsafeBackend
+from agentrl.sandbox.unsafe_subprocess import UnsafeBackend
 from agentrl.toolserver.server.auth import TOKEN_VARIABLE
 from agentrl.toolserver.server.server import listen, open_sessions, serve_tools
 from tests.unit.toolserver.hosts import FakeTool, echo, in_loop, in_sandbox

@@ -22,9 +22,10 @@ from agentrl.core.types import ToolResult
 from agentrl.runtime.run_tools import check_tools
 from agentrl.runtime.run_tools import served_tools as served_in_run
 from agentrl.sandbox.base import Job
+from agentrl.sandbox.registry import backend_class
 from agentrl.toolserver.hosted_tool import HostedTool
 from agentrl.toolserver.options import make_server_config
-from agentrl.toolserver.service import HostedService, check_backend, find_service, make_tools, needs_sandbox
+from agentrl.toolserver.service import HostedService, find_service, make_tools, needs_sandbox
 
 FILE = '''
 from agentrl import tool
@@ -197,24 +198,28 @@ def test_a_run_starts_its_server_with_what_it_was_given(tmp_path):
     assert yaml.safe_load(parsed.config.read_text()).keys() == {"server", "sandbox", "tools"}
 
 
+def check_sandbox(config: SandboxConfig) -> None:
+    backend_class(config.backend).check(config)
+
+
 def test_what_this_machine_lacks(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MissingError, match=r"no bwrap here: install.*'bubblewrap'"):
-        check_backend(SandboxConfig())
+        check_sandbox(SandboxConfig())
     (tmp_path / "bwrap").write_text("")
     (tmp_path / "bwrap").chmod(0o755)
     with pytest.raises(MissingError, match=r"sandbox\.python=python3"):
-        check_backend(SandboxConfig())
-    check_backend(SandboxConfig(python="/bin/sh"))
+        check_sandbox(SandboxConfig())
+    check_sandbox(SandboxConfig(python="/bin/sh"))
     path = tmp_path / "docker.sock"
     for address, env in ((f"unix://{path}", ""), (None, f"unix://{path}")):
         monkeypatch.setenv("DOCKER_HOST", env)
         with pytest.raises(MissingError, match=rf"no daemon listens at {path}.*sandbox\.docker_url"):
-            check_backend(SandboxConfig(backend="docker", docker_url=address))
+            check_sandbox(SandboxConfig(backend="docker", docker_url=address))
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
-        check_backend(SandboxConfig(backend="docker"))
-    check_backend(SandboxConfig(backend="unsafe_subprocess"))
+        check_sandbox(SandboxConfig(backend="docker"))
+    check_sandbox(SandboxConfig(backend="unsafe_subprocess"))
 
 
 def test_a_run_is_checked_before_anything_starts(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """What the canary tries to reach from inside a sandbox; the text runs there, so it imports nothing of ours."""
 
-REACH = r'''
+ISOLATION_PROBE = r'''
 import ctypes, errno, json, os, platform, socket
 targets = json.loads(r"""@TARGETS@""")
 libc = ctypes.CDLL(None, use_errno=True)

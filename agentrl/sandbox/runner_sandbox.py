@@ -84,7 +84,7 @@ def python_command(
     return [python, "-I", "-X", "utf8", "-c", runner_source(), argument]
 
 
-class WarmSandbox(Sandbox):
+class RunnerSandbox(Sandbox):
     """Implements `Sandbox` over a link to a runner. A backend says how it is ended and how often memory ran out.
 
     Args:

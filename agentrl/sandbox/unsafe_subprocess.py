@@ -1,10 +1,9 @@
-"""No sandbox: the runner as a plain process of this user. Only on explicit request, and loudly."""
+"""The backend ``unsafe_subprocess``: the runner as a plain process of this user, without isolation."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import shutil
 import signal
@@ -15,15 +14,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from agentrl.core.errors import SandboxFailure
-from agentrl.sandbox.base import UNSAFE_WARNING, Sandbox, SandboxBackend
+from agentrl.sandbox.base import Sandbox, SandboxBackend
 from agentrl.sandbox.runner_link import RunnerLink, pipe_link
-from agentrl.sandbox.warm_sandbox import WarmSandbox, python_command
-
-_log = logging.getLogger(__name__)
+from agentrl.sandbox.runner_sandbox import RunnerSandbox, python_command
 
 
-class UnsafeSandbox(WarmSandbox):
-    """A process group and a folder."""
+class UnsafeSandbox(RunnerSandbox):
+    """A runner in a process group and folder of the host, not isolated."""
 
     process: subprocess.Popen[bytes]
     folder: Path
@@ -44,17 +41,17 @@ class UnsafeSandbox(WarmSandbox):
 
 
 class UnsafeBackend(SandboxBackend):
-    """Runs code as this user, with this user's rights."""
+    """Runs code with the rights of this user; only wall time, output and per-process limits hold."""
 
     name: ClassVar[str] = "unsafe_subprocess"
+    isolated: ClassVar[bool] = False
 
     async def start(self) -> None:
-        """Say in red what this means."""
-        _log.critical("\033[31m%s\033[0m", UNSAFE_WARNING)
+        """Prepare to open sandboxes."""
         self._open: set[UnsafeSandbox] = set()
 
     async def open(self, session_id: str) -> Sandbox:
-        """Start a runner in a folder of its own."""
+        """Start a runner in a new temporary folder."""
         folder = Path(tempfile.mkdtemp(prefix="agentrl-unsafe-"))
         command = python_command(self.config.python, self.config.limits, self.defences, str(folder))
         try:
@@ -90,6 +87,6 @@ class UnsafeBackend(SandboxBackend):
         return process, await pipe_link(our_in, our_out)
 
     async def close(self) -> None:
-        """End all of them."""
+        """Close all open sandboxes."""
         await asyncio.gather(*(sandbox.close() for sandbox in self._open))
         self._open.clear()
