@@ -1,5 +1,5 @@
 # make train   set up .venv and train the shipped policy to search
-# make test    set up .venv and run the tests; with -j2 in two processes at once
+# make test    set up .venv and run the tests, on all cores
 # make test-sglang  build .venv-sglang, SGLang on a CPU, and run the tests that need it
 # make sandbox install bubblewrap, and what the tests of Docker need (Debian, as root)
 
@@ -15,7 +15,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 export HF_HUB_OFFLINE ?= 1
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 
-.PHONY: install install-sglang sandbox train test test-integration test-rest test-long test-sglang lint policies docs clean
+.PHONY: install install-sglang sandbox train test test-long test-sglang lint policies docs clean
 
 install: $(VENV)/.installed
 install-sglang: $(SGLANG_VENV)/.installed
@@ -49,19 +49,17 @@ sandbox:
 train: install
 	$(BIN)/agentrl train --env search_r1
 
-test: test-integration test-rest
-
+# Files of tests go to one process a core, and one more; the longest first.
 PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not gpu"
+PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-# Much of their time passes waiting for processes to start: with -j2 the rest runs meanwhile.
-test-integration: install
-	$(PYTEST) tests/integration
+test: install
+	$(PYTEST) $(PARALLEL) tests
 
-test-rest: install
-	$(PYTEST) tests --ignore=tests/integration
-
-# Long learning runs: three seeds of the main job with their controls, and the hard case.
+# Long learning runs: three seeds of the main job with their controls, and the hard case. Before them the property tests,
+# with many more examples than `make test` tries.
 test-long: install
+	$(PYTEST) $(PARALLEL) tests/unit --hypothesis-profile thorough
 	$(BIN)/python -m pytest tests -m long -s
 
 # Stock SGLang on a CPU, in an environment of its own; agentrl/inference/cpu_sglang says how that can be.

@@ -1,8 +1,10 @@
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -13,11 +15,59 @@ from preloaded import preloaded_process
 # The bodies of tests that several engines pass.
 pytest.register_assert_rewrite("conformance")
 
+# Few examples, the same ones in every run; `make test-long` tries many others. No test sets its own number, save those
+# whose single example takes long.
+hypothesis.settings.register_profile(
+    "lean",
+    derandomize=True,
+    deadline=None,
+    max_examples=25,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+hypothesis.settings.register_profile(
+    "thorough", deadline=None, max_examples=400, suppress_health_check=list(hypothesis.HealthCheck)
+)
+hypothesis.settings.load_profile("lean")
+
+TESTS = Path(__file__).parent
+LONGEST = (
+    "attacks/test_attacks.py",
+    "integration/test_train.py",
+    "integration/test_fleet.py",
+    "integration/test_placement.py",
+    "integration/test_learner_ray.py",
+    "integration/test_train_colocated.py",
+    "integration/test_train_fleet.py",
+    "integration/test_warm_start.py",
+    "integration/test_weight_sync.py",
+    "integration/test_docker_sandbox.py",
+    "integration/test_judge_tampering.py",
+)
+"""Where several processes share the tests, these begin; then come the other integration tests, and the rest."""
+
 _SESSION = ExitStack()
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return how many processes `-n auto` starts: one a core, and one more, since many tests wait for other processes."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take longest first; within a file the order stays."""
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        name = item.path.relative_to(TESTS).as_posix()
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST), not name.startswith("integration/")
+
+    items.sort(key=place)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # the workers of pytest-xdist use that of their session
+        if config.getoption("numprocesses", None):
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is a process for every core
         _SESSION.enter_context(preloaded_process())
 
 

@@ -1,9 +1,11 @@
-"""Every registered environment keeps the contract, whether its tools answer or fail."""
+"""Every installed environment keeps the contract, whether its tools answer or fail."""
+
+from importlib.metadata import entry_points
 
 import pytest
 from agentrl_tools.search import SearchService
 
-from agentrl.core.registry import ENVS, env_class, names
+from agentrl.core.registry import env_class
 from agentrl.testing import check_env
 
 CORPUS = [
@@ -11,7 +13,7 @@ CORPUS = [
 ]
 
 
-@pytest.mark.parametrize("name", names(ENVS))
+@pytest.mark.parametrize("name", sorted(point.name for point in entry_points(group="agentrl.envs")))
 def test_environment(name: str) -> None:
     check_env(env_class(name))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -228,7 +228,6 @@ CHANGEABLE = (
 )
 
 
-@settings(max_examples=60)
 @given(st.data())
 def test_no_change_of_what_was_written_goes_unseen(tmp_path_factory, data):
     saved = json.loads(encode_rollout(good()))
@@ -250,13 +249,11 @@ LINE = encode_rollout(good())
 DIGITS = [place for place in range(LINE.index(b'"token_ids"'), len(LINE)) if LINE[place : place + 1].isdigit()]
 
 
-@settings(max_examples=100)
 @given(place=st.integers(0, len(LINE) - 2), byte=st.integers(0, 255))
 def test_no_damage_stops_the_audit(tmp_path_factory, place, byte):
     audit_damaged(tmp_path_factory, place, byte)
 
 
-@settings(max_examples=100)
 @given(place=st.sampled_from(DIGITS), byte=st.sampled_from(b"0123456789"))
 def test_no_other_digit_in_a_row_goes_unseen(tmp_path_factory, place, byte):
     assert audit_damaged(tmp_path_factory, place, byte).violations or LINE[place] == byte

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl import Message, Rewrite, Rollout, StopReason, Task, ToolCall, ToolCalls, ToolResults, tool
@@ -438,7 +438,6 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=60)
 @given(actions=ACTIONS, forgets=st.booleans(), beside=st.booleans())
 def test_whatever_is_branched_and_rewritten_each_token_is_trained_once(renderer, forgetful, actions, forgets, beside):
     """Random conversations in one rollout, one after the other or beside each other; few words, so that much is shared."""

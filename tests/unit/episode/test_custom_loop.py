@@ -9,7 +9,7 @@ import pytest
 from agentrl_envs.search_r1 import SearchR1Env
 from agentrl_envs.search_r1.protocol import INVALID_ACTION, PROMPT, STOP, documents, information, parse
 from agentrl_tools.search import SearchService
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import agentrl
@@ -173,7 +173,6 @@ LIMITS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150)
 @given(script=st.lists(SAID, min_size=6, max_size=6), options=OPTIONS, limits=LIMITS, seed=st.integers(0, 2**31 - 1))
 def test_a_search_loop_gives_the_environments_samples_token_for_token(renderer, script, options, limits, seed):
     """Ids, masks, provenance, log-probabilities, versions, request ids, rewards, metrics, turns, calls: all of it."""

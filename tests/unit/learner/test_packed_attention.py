@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
@@ -24,7 +24,6 @@ def qkv(*lead: int, heads: int = 4, shared: int = 2, size: int = 8) -> list[torc
 
 
 @given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=5), min_size=1, max_size=3), st.integers(0, 3))
-@settings(deadline=None, max_examples=40)
 def test_packed_attention_equals_each_row_alone(bins, padding):
     length = max(sum(rows) for rows in bins) + padding
     positions = torch.zeros(len(bins), length, dtype=torch.int64)

@@ -3,7 +3,7 @@ import re
 from itertools import groupby
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from agentrl.config.render import RenderConfig
@@ -29,8 +29,6 @@ ASK, MORE = Message("user", "Where is Tamo Rilek?"), Message("user", "And when?"
 FOUND = (Message("tool", "in Oslo", tool_call_id="a"), Message("tool", "or not", tool_call_id="b"))
 FENCED = f'{CALL}function{SEP}look_up\n```json\n{{"word": "Tamo"}}\n```{CALL_END}'
 BEGIN, EOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
-
-few = settings(max_examples=40, deadline=None)
 
 
 def renderer_of(name, **config):
@@ -68,7 +66,6 @@ def sensible(messages):
 
 
 @pytest.mark.parametrize(("name", "text"), [("deepseek-v3", V3_TEMPLATE), ("deepseek-r1", R1_TEMPLATE)])
-@few
 @given(data=st.data())
 def test_it_writes_what_the_template_writes(name, text, data):
     messages, _ = data.draw(well_formed(reasoning=True, text=contents).filter(lambda drawn: sensible(drawn[0])))
@@ -78,7 +75,6 @@ def test_it_writes_what_the_template_writes(name, text, data):
         assert format.text(messages, (), opener=opener) == TemplateFormat(made).text(messages, (), opener=opener)
 
 
-@few
 @given(st.lists(st.builds(Message, st.sampled_from(["user", "assistant"]), contents), min_size=1, max_size=4), words)
 def test_the_distilled_models_template_agrees_where_there_are_no_tools(messages, system):
     given = (Message("system", system), *messages)
@@ -87,7 +83,6 @@ def test_the_distilled_models_template_agrees_where_there_are_no_tools(messages,
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-r1"])
-@few
 @given(drawn=well_formed())
 def test_another_implementation_renders_the_same_ids(name, drawn):
     """It agrees on all but two: the newline between calls, and R1's ``<think>`` after a tool has answered."""
@@ -142,7 +137,6 @@ def test_auto_recognises_the_templates(family, text, name):
 
 @pytest.mark.parametrize("new", [(MORE,), FOUND, (*FOUND, MORE), FOUND[:1]])
 @pytest.mark.parametrize("renderer", [V3, KEEPS], ids=["v3", "keeps"])
-@few
 @given(first=contents, then=contents)
 def test_a_bridge_is_what_rendering_the_whole_says(renderer, new, first, then):
     """Text by text over two exchanges, where no reasoning is left out."""
@@ -222,7 +216,6 @@ def test_calls_of_r1_count_where_it_does_not_reason():
     assert len(said(R1, f"<think>{call}</think>{call}", prompt_ids=answered)) == 1
 
 
-@few
 @given(st.lists(calls().filter(without_thought), min_size=1, max_size=3), words)
 def test_calls_come_back_as_they_were_made(made, before):
     text = f"{CALLS}{chr(10).join(map(text_of, made))}{CALLS_END}"
@@ -233,7 +226,6 @@ def test_calls_come_back_as_they_were_made(made, before):
     ]
 
 
-@few
 @given(st.lists(calls(wild=False), min_size=1, max_size=3), st.data())
 def test_a_turn_that_is_cut_off_makes_no_other_call(made, data):
     ids = ids_of(V3, f"Hm.{CALLS}{chr(10).join(map(text_of, made))}{CALLS_END}")
@@ -248,7 +240,6 @@ def test_a_turn_that_is_cut_off_makes_no_other_call(made, data):
     assert bool(found) == (cut > start), "an attempt has a status as soon as it is begun"
 
 
-@few
 @given(
     contents,
     st.lists(st.sampled_from([*V3.parser.markers, "function", "\n```json\n", "\n```", "{", "}", '"']), max_size=9),
@@ -261,7 +252,6 @@ def test_parsing_never_raises_and_ok_calls_are_objects(text, markup):
                 assert isinstance(call.arguments, dict)
 
 
-@few
 @given(st.lists(calls(), min_size=1, max_size=2))
 def test_markers_spelt_letter_by_letter_are_no_call(made):
     ids = V3.encode(f"{CALLS}{''.join(map(text_of, made))}{CALLS_END}")

@@ -26,14 +26,6 @@ from tests.unit.render.conversations import Script, scripts, turns_of, well_form
 from tests.unit.render.oracles import TEMPLATES, template
 from tests.unit.render.tokenizers import MARKERS, family_tokenizer
 
-few = hypothesis.settings(
-    max_examples=20,
-    deadline=None,
-    derandomize=True,
-    phases=[hypothesis.Phase.generate],
-    suppress_health_check=list(hypothesis.HealthCheck),
-)
-
 THINKERS = ("qwen3", "qwen3-thinking", "glm-4.5", "deepseek-r1")
 SWITCHED = ("qwen3", "glm-4.5")  # reasoning can be switched off
 CASES = {
@@ -82,7 +74,6 @@ def start(renderer, script):
 
 
 @every_case
-@few
 @given(script=scripts())
 def test_whatever_is_said_is_kept(case, script: Script):
     """Bridges append to the very ids; content stays text; nothing the policy says is refused."""
@@ -114,7 +105,6 @@ def test_whatever_is_said_is_kept(case, script: Script):
 
 
 @every_case
-@few
 @given(conversation=well_formed(reasoning=True))
 def test_a_bridge_says_what_the_whole_conversation_says(case, conversation):
     """Of turns in the format's own words: bridged ids are those of a full render, and a fork is one."""
@@ -178,7 +168,7 @@ class Says(Env):
 
 
 @every_case
-@hypothesis.settings(few, max_examples=8)
+@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 3)  # each plays an episode
 @given(script=scripts())
 def test_an_episode_trains_exactly_what_was_sampled(case, script: Script):
     renderer, tokenizer = renderer_of(case), family(case)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from agentrl.config.render import RenderConfig
@@ -22,7 +22,6 @@ ASK = Message("user", "What is the capital of France?")
 FOUND = Message("tool", "Paris", tool_call_id="c1")
 MORE = Message("user", "And of Spain?")
 CALL = "<tool_call>look_up\n<arg_key>word</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>"
-settled = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def renderer_of(name="glm-4.5", **config):
@@ -48,7 +47,6 @@ def bridged(renderer, history, text, end, new, tools=()):
 # GLM-4.5: text
 
 
-@settled
 @given(well_formed(reasoning=True, text=contents), st.booleans(), st.booleans())
 def test_text_is_what_the_template_writes(conversation, thinking, opener):
     messages, tools = conversation
@@ -56,7 +54,6 @@ def test_text_is_what_the_template_writes(conversation, thinking, opener):
     assert written == template_text(GLM45, "glm-4.5", messages, tools, opener=opener, enable_thinking=thinking)
 
 
-@settled
 @given(well_formed(reasoning=True), st.booleans())
 def test_tokens_are_those_of_another_renderer(conversation, thinking):
     messages, _ = conversation  # whose JSON schemas the other renderer takes in another form
@@ -91,7 +88,6 @@ def new_of(kind):
     return {"user": (MORE,), "tool": (FOUND, FOUND), "both": (FOUND, MORE)}[kind]
 
 
-@settled
 @given(st.lists(turns, min_size=1, max_size=4), st.booleans())
 def test_a_bridge_says_what_the_template_says_and_forks_only_where_it_must(played, thinking):
     renderer, tools = renderer_of(thinking=thinking), (look_up,)
@@ -116,7 +112,6 @@ def test_a_bridge_says_what_the_template_says_and_forks_only_where_it_must(playe
         assert renderer.decode(prompt) == whole
 
 
-@settled
 @given(st.lists(turns, min_size=1, max_size=4), st.booleans())
 def test_kept_thinking_stays_one_row(played, thinking):
     renderer, tools = renderer_of(thinking=thinking, keep_thinking=True), (look_up,)
@@ -133,7 +128,6 @@ def test_kept_thinking_stays_one_row(played, thinking):
         assert renderer.render(messages, tools).token_ids == prompt
 
 
-@settled
 @given(words, words, st.sampled_from([(FOUND,), (FOUND, FOUND)]))
 def test_bridges_are_those_of_another_renderer(thought, answer, new):
     renderer, other = renderer_of(), Other(GLM45, "glm-4.5")
@@ -234,7 +228,6 @@ def test_glm4_text():
     )
 
 
-@settled
 @given(st.lists(st.tuples(contents, st.sampled_from(["user", "tool", "both"]), st.booleans()), min_size=1, max_size=4))
 def test_glm4_goes_on_by_appending_alone(played):
     renderer, tools = renderer_of("glm-4"), (find,)

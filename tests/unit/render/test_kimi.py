@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.config.render import RenderConfig
@@ -22,7 +22,6 @@ ASK, MORE = Message("user", "What is the capital of France?"), Message("user", "
 BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 OPEN, ARGUMENTS, CLOSE = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 CALL = f'{BEGIN}{OPEN}functions.look_up:0{ARGUMENTS}{{"word": "Paris"}}{CLOSE}{END}'
-settled = settings(max_examples=50, deadline=None, derandomize=True)
 
 
 @cache
@@ -49,7 +48,6 @@ class Wrapped(Other):
 # text
 
 
-@settled
 @given(well_formed(reasoning=True), st.booleans())
 def test_tokens_are_those_of_another_renderer(conversation, keep):
     messages, tools = conversation
@@ -88,7 +86,6 @@ def test_a_call_without_an_id_gets_its_number():
 # turns that follow
 
 
-@settled
 @given(
     st.lists(
         st.tuples(contents, st.booleans(), st.sampled_from(["user", "tool", "both"]), st.booleans()),
@@ -163,7 +160,6 @@ def written(calls):
     return text[text.index(BEGIN) : text.index(END) + len(END)]
 
 
-@settled
 @given(_calls, words)
 def test_calls_are_read_as_they_were_meant(calls, before):
     said = renderer_of().parse(ids_of(before + written(calls)))
@@ -172,7 +168,6 @@ def test_calls_are_read_as_they_were_meant(calls, before):
     assert {call.status for call in said.tool_calls} == {CallStatus.OK}
 
 
-@settled
 @given(_calls, st.data())
 def test_calls_that_are_cut_off_are_never_others(calls, data):
     ids = ids_of(written(calls))
@@ -184,7 +179,6 @@ def test_calls_that_are_cut_off_are_never_others(calls, data):
     assert [call.status for call in read[whole:]] == [CallStatus.TRUNCATED] * begun
 
 
-@settled
 @given(st.lists(st.one_of(contents, st.sampled_from([CALL, *MARKERS])), max_size=6).map("".join), st.booleans())
 def test_whatever_is_said_can_be_read(text, letters):
     ids = KIMI.encode(text, add_special_tokens=False, split_special_tokens=letters)

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 
@@ -45,7 +45,6 @@ def on_one_day(made):
     ("name", "format"),
     [("llama3", Llama3()), ("llama3.1", Llama31(date=DATE)), ("llama3.2", Llama31("llama3.2", date=DATE))],
 )
-@settings(max_examples=60, deadline=None)
 @given(conversation=well_formed(text=contents), opener=st.booleans())
 def test_text_is_what_the_published_template_says(name, format, conversation, opener):
     """With its refusals, such as of two calls in one message."""
@@ -192,7 +191,6 @@ def test_half_a_character_in_what_a_tool_says_is_replaced():
         assert '"\ufffd"<|eot_id|>' in renderer.decode(ids)
 
 
-@settings(max_examples=40, deadline=None)
 @given(conversation=well_formed())
 def test_ids_are_those_of_another_renderer(conversation):
     messages, _ = conversation
@@ -201,7 +199,6 @@ def test_ids_are_those_of_another_renderer(conversation):
     assert renderer_of().render(messages).token_ids == expected.render(messages)
 
 
-@settings(max_examples=40, deadline=None)
 @given(sample=samples, new=answers(True, inline=False, text=words), end=st.sampled_from(["<|eot_id|>", "<|eom_id|>"]))
 def test_bridges_are_those_of_another_renderer(sample, new, end):
     renderer, tokenizer = renderer_of(), family_tokenizer("llama3.1")

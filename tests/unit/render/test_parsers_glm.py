@@ -4,7 +4,7 @@ import json
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.config.render import RenderConfig
@@ -15,7 +15,6 @@ from tests.unit.render.conversations import contents, look_up, words
 from tests.unit.render.tokenizers import MARKERS, family_tokenizer
 
 CALL = "<tool_call>look_up\n<arg_key>word</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>"
-settled = settings(max_examples=50, deadline=None, derandomize=True)
 
 
 @cache
@@ -70,7 +69,6 @@ def written(name, call):
     return text.partition("<|assistant|>" if name == "glm-4" else "</think>")[2]
 
 
-@settled
 @given(arguments, st.lists(words, max_size=1))
 def test_calls_are_read_as_they_were_meant(given_arguments, before):
     renderer = renderer_of()
@@ -80,7 +78,6 @@ def test_calls_are_read_as_they_were_meant(given_arguments, before):
     assert [(one.name, one.arguments, one.fault) for one in read] == [("typed", given_arguments, "")] * 2
 
 
-@settled
 @given(_objects)
 def test_glm4_calls_are_read_as_they_were_meant(given_arguments):
     renderer = renderer_of("glm-4")
@@ -90,7 +87,6 @@ def test_glm4_calls_are_read_as_they_were_meant(given_arguments):
         assert (call.name, call.arguments, call.status) == ("find", given_arguments, CallStatus.OK)
 
 
-@settled
 @given(arguments, st.data())
 def test_a_call_that_is_cut_off_is_never_another_call(given_arguments, data):
     renderer = renderer_of()
@@ -101,7 +97,6 @@ def test_a_call_that_is_cut_off_is_never_another_call(given_arguments, data):
     assert statuses == ([CallStatus.TRUNCATED] if begun else [])
 
 
-@settled
 @given(_objects, st.data())
 def test_a_glm4_call_that_is_cut_off_is_never_another_call(given_arguments, data):
     renderer = renderer_of("glm-4")
@@ -112,7 +107,6 @@ def test_a_glm4_call_that_is_cut_off_is_never_another_call(given_arguments, data
     assert bool(calls) == (cut.partition("\n")[0] == "find")
 
 
-@settled
 @given(
     st.lists(st.one_of(contents, st.sampled_from([CALL, "find\n{", *MARKERS])), max_size=6).map("".join), st.booleans()
 )

@@ -2,7 +2,7 @@ import json
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.core.types import CallStatus, ToolCall
@@ -50,7 +50,6 @@ def turns(draw, style):
 
 
 @pytest.mark.parametrize(("parser", "style"), [(PARSERS[0], "json"), (PARSERS[1], "python")])
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_calls_come_back_as_they_were_made(parser, style, data):
     made, text = data.draw(turns(style))
@@ -58,7 +57,6 @@ def test_calls_come_back_as_they_were_made(parser, style, data):
 
 
 @pytest.mark.parametrize(("parser", "style"), [(PARSERS[0], "json"), (PARSERS[1], "python")])
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_turn_that_is_cut_off_makes_no_other_calls(parser, style, data):
     """The calls that were whole before the cut, then at most one, which says that it is cut off."""
@@ -95,7 +93,6 @@ def test_a_call_is_seen_to_be_cut_off_wherever_that_is(parser, text):
 
 
 @pytest.mark.parametrize("parser", PARSERS)
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), offered=st.sampled_from([(), TOOLS]))
 def test_anything_can_be_read(parser, data, offered):
     """Text and markers in any order."""

@@ -3,7 +3,7 @@
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.config.render import RenderConfig
@@ -13,7 +13,6 @@ from tests.unit.render.oracles import template
 from tests.unit.render.test_parsers_glm import typed
 from tests.unit.render.tokenizers import qwen_tokenizer
 
-settled = settings(max_examples=50, deadline=None, derandomize=True)
 _free = st.text("ab c019é你.-+\n\t\\/{}[]\":,'", max_size=12)
 _items = st.lists(st.integers() | _free, max_size=3)
 arguments = st.fixed_dictionaries({}, optional={
@@ -32,7 +31,6 @@ def read(text, tools=(typed,)):
 
 
 @given(arguments=arguments)
-@settled
 def test_calls_that_the_template_writes_are_read_again(arguments):
     """Values keep every character but the newlines that the template puts around them."""
     call = ToolCall("", "typed", {key: value for key, value in arguments.items() if value != ""})
@@ -61,7 +59,6 @@ parts = st.sampled_from(
 
 
 @given(text=st.lists(parts, max_size=14).map("".join))
-@settled
 def test_whatever_is_said_is_read(text):
     assert all(call.status in CallStatus for call in read(text))
 

@@ -2,7 +2,6 @@
 
 from functools import cache
 
-import hypothesis
 import pytest
 import tiktoken
 from hypothesis import assume, given
@@ -16,9 +15,6 @@ from tests.unit.render.conversations import TOOLS, contents, hermes, thought, tu
 from tests.unit.render.oracles import Other, template, template_text
 from tests.unit.render.tokenizers import family_tokenizer, qwen_tokenizer
 
-some = hypothesis.settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
-)
 ASK, MORE, FOUND = Message("user", "Why?"), Message("user", "And?"), Message("tool", "4", tool_call_id="c")
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "x"}}\n</tool_call>'
 
@@ -54,7 +50,6 @@ def drive(renderer, first, *turns, tools=()):
 
 
 @given(text=st.text())
-@some
 def test_the_tokenizer_is_qwens(text):
     """Encodes as ``tiktoken`` does with the published ranks, where no added token stands in the text."""
     made = qwen_tokenizer()
@@ -85,7 +80,6 @@ def test_added_tokens_have_the_published_ids():
     ],
 )
 @given(conversation=well_formed(reasoning=True, text=st.one_of(words, contents)))
-@some
 def test_text_is_that_of_the_published_template(name, options, conversation):
     messages, tools = conversation
     format = FORMATS[name](RenderConfig(**options))
@@ -98,14 +92,12 @@ def test_text_is_that_of_the_published_template(name, options, conversation):
 
 
 @given(conversation=well_formed(reasoning=True))
-@some
 def test_ids_are_those_of_another_renderer(conversation):
     messages, tools = conversation
     assert make(format="qwen3").render(messages, tools).token_ids == other().render(messages, tools)
 
 
 @given(conversation=well_formed(reasoning=True), end=st.booleans())
-@some
 def test_bridges_are_those_of_another_renderer(conversation, end):
     """Where it bridges at all; it renders every turn of a user anew."""
     messages, tools = conversation

@@ -3,7 +3,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.config.render import RenderConfig
@@ -152,7 +152,6 @@ ALPHABET = ["<", ">", "</", "search", "query", "add", "a", "{", "}", '"a": 1', "
 SOUP = st.lists(st.sampled_from(ALPHABET), max_size=30).map("".join)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.one_of(SOUP, st.text(max_size=40)), st.sampled_from(["", "<search>", "<add>", "<add><a>", "<book>"]))
 def test_parsing_never_raises_and_every_opening_is_an_attempt(text: str, start: str) -> None:
     calls = parse(start + text)
@@ -166,7 +165,6 @@ def test_depth_is_no_way_out() -> None:
     assert only(f"<add><a>{nested}</a></add>").status is CallStatus.INVALID_JSON
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.text(max_size=30), st.integers(), st.lists(st.text(max_size=5), max_size=3))
 def test_values_come_back_as_they_were_given(name: str, guests: int, tags: list[str]) -> None:
     given_name = name.replace("<", "")

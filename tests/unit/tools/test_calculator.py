@@ -8,7 +8,7 @@ import pytest
 from agentrl_tools.calculator import CalculatorError, CalculatorService, CalculatorTool, evaluate
 from agentrl_tools.calculator.functions import FUNCTIONS
 from agentrl_tools.calculator.numbers import exact_root, shown
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
@@ -51,7 +51,6 @@ TREES = st.recursive(
 
 
 @given(TREES)
-@settings(deadline=None)
 def test_arithmetic_is_that_of_fractions(tree: tuple[str, Fraction]) -> None:
     text, value = tree
     result = evaluate(text)
@@ -60,7 +59,6 @@ def test_arithmetic_is_that_of_fractions(tree: tuple[str, Fraction]) -> None:
 
 
 @given(st.fractions(), st.integers(1, 9))
-@settings(deadline=None)
 def test_a_root_is_exact_where_it_is_rational(root: Fraction, degree: int) -> None:
     root = abs(root)
     assert exact_root(root**degree, degree) == root
@@ -96,7 +94,6 @@ WILD = st.recursive(
 
 
 @given(st.one_of(st.text(max_size=60), WILD))
-@settings(deadline=None, max_examples=400)
 def test_any_text_has_a_value_or_a_fault(text: str) -> None:
     with contextlib.suppress(CalculatorError):  # and nothing else is raised
         value = evaluate(text)

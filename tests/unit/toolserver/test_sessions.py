@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.core.errors import ConfigError
@@ -132,7 +132,6 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(STEPS)
 def test_never_more_than_the_cap_and_nobody_is_lost(steps: list[tuple[str, int]]) -> None:
     async def play() -> None:

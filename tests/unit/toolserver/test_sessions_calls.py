@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.core.errors import SandboxFailure, ToolFailure
@@ -80,7 +80,6 @@ CALLS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans()),
 """(session, call, whether the caller gives up)"""
 
 
-@settings(max_examples=40, deadline=None)
 @given(CALLS)
 def test_whatever_the_order_each_call_runs_once_and_gets_its_own_answer(asked: Sequence[tuple[int, int, bool]]) -> None:
     async def check() -> None:
