@@ -1,0 +1,83 @@
+"""The pages of docs/: links lead somewhere, named files and commands exist, and examples run."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli.main import COMMANDS
+from tests.test_readme import example
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path
+    for path in ROOT.rglob("*.md")
+    if not any(part.startswith(".") or part in {"runs", "template"} for part in path.relative_to(ROOT).parts)
+)
+HOW_TO = sorted((ROOT / "docs" / "how_to").glob("*.md"))
+TOP_FOLDERS = "agentrl|configs|docs|envs|examples|tasks|tests|tools"
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in link:
+            continue
+        target, _, anchor = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), link
+        if anchor and path.suffix == ".md":
+            assert anchor in anchors(path), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_named_modules_and_files_exist(page: Path) -> None:
+    text = page.read_text()
+    added = {Path(file).stem for file in re.findall(r"<!-- example: (\S+) -->", text)}  # by the reader of the page
+    for path in set(re.findall(rf"`((?:{TOP_FOLDERS})/[\w./]+)`", text)):
+        assert (ROOT / path).exists() or added & {*Path(path).parts, Path(path).stem}, path
+    for dotted in set(re.findall(r"`(agentrl(?:\.\w+)+)`", text)):
+        assert exists(dotted), dotted
+
+
+def exists(dotted: str) -> bool:
+    """Whether a dotted name is a module of agentrl, an entry-point group, or a name that a module of it defines."""
+    if f'entry-points."{dotted}"' in (ROOT / "pyproject.toml").read_text():
+        return True
+    path = ROOT.joinpath(*dotted.split("."))
+    if path.with_suffix(".py").exists() or (path / "__init__.py").exists():
+        return True
+    module, last = path.parent, path.name
+    files = [module.with_suffix(".py"), module / "__init__.py"]
+    return any(file.exists() and re.search(rf"\b{last}\b", file.read_text()) for file in files)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_exist(page: Path) -> None:
+    blocks = "\n".join(re.findall(r"```(?:bash|)\n(.*?)```", page.read_text(), re.DOTALL))
+    assert set(re.findall(r"^\s*(?:\S*/)?agentrl (\w+)", blocks, re.MULTILINE)) <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", HOW_TO, ids=name)
+def test_examples_of_how_to_pages_run(page: Path, tmp_path: Path) -> None:
+    """All files of a page are put into one folder, and its tests are run there."""
+    files = re.findall(r"<!-- example: (\S+) -->", page.read_text())
+    assert any(file.startswith("test_") for file in files), "a how-to page shows a test"
+    for file in files:
+        (tmp_path / file).write_text(example(file, page))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir=.", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
