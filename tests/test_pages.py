@@ -71,13 +71,13 @@ def test_commands_exist(page: Path) -> None:
     assert set(re.findall(r"^\s*(?:\S*/)?agentrl (\w+)", blocks, re.MULTILINE)) <= set(COMMANDS)
 
 
-@pytest.mark.parametrize("page", HOW_TO, ids=name)
-def test_examples_of_how_to_pages_run(page: Path, tmp_path: Path) -> None:
-    """All files of a page are put into one folder, and its tests are run there."""
-    files = re.findall(r"<!-- example: (\S+) -->", page.read_text())
-    assert any(file.startswith("test_") for file in files), "a how-to page shows a test"
-    for file in files:
+def test_examples_of_how_to_pages_run(tmp_path: Path) -> None:
+    """The files of all pages are put into one folder, where one pytest runs their tests."""
+    examples = [(file, page) for page in HOW_TO for file in re.findall(r"<!-- example: (\S+) -->", page.read_text())]
+    for file, page in examples:
+        assert not (tmp_path / file).exists(), f"{file} is on two pages"
         (tmp_path / file).write_text(example(file, page))
+    assert {page for file, page in examples if file.startswith("test_")} == {*HOW_TO}, "each page shows a test"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir=.", "."]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
