@@ -14,8 +14,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from agentrl import Env, Message, Task, tool  # noqa: E402
-from agentrl.config.failure import FailureConfig  # noqa: E402
 from agentrl.config.render import RenderConfig  # noqa: E402
+from agentrl.config.rollout import FailureConfig  # noqa: E402
 from agentrl.core.types import MaskReason, Provenance, Row, SamplingParams  # noqa: E402
 from agentrl.episode.failure_policy import FailurePolicy  # noqa: E402
 from agentrl.episode.limits import Limits  # noqa: E402

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config.load import dump, known_keys, load_config, read_yaml, validate
-from agentrl.config.placement import engine_ranks
+from agentrl.config.load import dump, load_config, read_yaml, validate
 from agentrl.config.reference import reference
+from agentrl.config.schema import Config
 from agentrl.config.shipped import default_config, find_config, shipped_folder
+from agentrl.config.validation import known_keys
 from agentrl.core.errors import ConfigError
 from agentrl.train.preflight import plan_run
 from agentrl.train.warm_start import warm_start_config
@@ -66,7 +67,7 @@ def test_a_language_model_on_two_gpus_is_trained_as_on_one() -> None:
 @pytest.mark.parametrize(("name", "gpus"), [("qwen2.5_7b_8gpu", 8), ("qwen2.5_32b_4nodes", 4 * 8)])
 def test_at_scale_every_gpu_has_work(name: str, gpus: int) -> None:
     config = load_config(find_config(f"scale/{name}"))
-    learner, engines = config.learner.ranks, config.sampler.engines * engine_ranks(config.sampler)
+    learner, engines = config.learner.ranks, config.sampler.engines * config.sampler.engine_ranks
     together = [learner, engines] if config.placement.mode == "colocate" else [learner + engines]
     assert set(together) == {gpus}
 
@@ -133,4 +134,4 @@ def test_reference_is_current_and_documents_every_key() -> None:
     for line in text.splitlines():
         if line.startswith("| `"):
             assert not line.rstrip().endswith("|  |"), f"no sentence: {line}"
-    assert len(list(known_keys())) > 60
+    assert len(list(known_keys(Config))) > 60

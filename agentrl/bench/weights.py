@@ -15,9 +15,8 @@ from typing import cast
 import torch
 
 from agentrl.bench.copy_rate import Broadcast, copy_rate, synchronize
-from agentrl.config.placement import sampler_device
+from agentrl.config.sampler import SamplerConfig
 from agentrl.config.schema import Config
-from agentrl.config.sections import SamplerConfig
 from agentrl.core.errors import ConfigError
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.launcher import EngineSpec, visible_gpus
@@ -120,7 +119,7 @@ class _Place:
             ConfigError: a transport wants GPUs that are not there.
 
         """
-        gpus = visible_gpus() if sampler_device(sampler) == "cuda" else []
+        gpus = visible_gpus() if sampler.device == "cuda" else []
         if "ipc" in transports and not gpus:
             raise ConfigError("--transports=ipc: it is for engines on a GPU; leave it out")
         if "distributed" in transports and len(gpus) == 1:
@@ -135,7 +134,7 @@ class _Place:
 
 def transports_here(sampler: SamplerConfig) -> tuple[str, ...]:
     """Return the transports that can be measured on this machine."""
-    gpus = len(visible_gpus()) if sampler_device(sampler) == "cuda" else 0
+    gpus = len(visible_gpus()) if sampler.device == "cuda" else 0
     if not gpus:
         return ("distributed", "tensor", "disk")
     return ("ipc", "distributed", "disk") if gpus > 1 else ("ipc", "disk")

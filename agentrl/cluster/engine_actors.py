@@ -12,7 +12,6 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from agentrl.cluster.placement_group import LOOPBACK, Room, Seat, own_seat
-from agentrl.config.placement import sampler_device
 from agentrl.core.errors import AgentrlError, EngineError
 from agentrl.inference.launch.launcher import EngineSpec
 from agentrl.inference.launch.processes import EngineProcess
@@ -182,7 +181,7 @@ def _carried(spec: EngineSpec, *, in_turns: bool) -> EngineSpec:
     options = dict(config.sglang)
     if config.python is not None:
         options["python"] = str(config.python.absolute())
-    if in_turns and sampler_device(config) == "cuda":
+    if in_turns and config.device == "cuda":
         options["enable_memory_saver"] = True  # without it SGLang gives no memory back
     config = config.model_copy(update={"sglang": options})
     return replace(spec, config=config, model=spec.model.absolute(), logs=spec.logs.absolute())

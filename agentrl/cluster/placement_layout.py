@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from agentrl.config.placement import engine_ranks, sampler_device
 from agentrl.config.schema import Config
 
 Resources = Mapping[str, int]
@@ -48,7 +47,7 @@ def lay_out(config: Config, device: str) -> Layout:
         device: of the learner, ``cpu`` or ``cuda``.
 
     """
-    workers, engines, each = config.learner.ranks, config.sampler.engines, engine_ranks(config.sampler)
+    workers, engines, each = config.learner.ranks, config.sampler.engines, config.sampler.engine_ranks
     rank = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
     if config.placement.mode == "colocate":
         shared = engines * each
@@ -56,6 +55,6 @@ def lay_out(config: Config, device: str) -> Layout:
         bundles = [{name: count * each for name, count in rank.items()}] * engines + [rank] * (workers - shared)
         ranks = [index // each if index < shared else engines + index - shared for index in range(workers)]
         return Layout(tuple(bundles), tuple(ranks), tuple(range(engines)), rank, {})
-    engine = {"GPU": each} if sampler_device(config.sampler) == "cuda" else {"CPU": each}
+    engine = {"GPU": each} if config.sampler.device == "cuda" else {"CPU": each}
     bundles = [rank] * workers + [engine] * engines
     return Layout(tuple(bundles), tuple(range(workers)), tuple(range(workers, workers + engines)), rank, engine)

@@ -1,48 +1,227 @@
-"""Whether ``weights.transport`` can reach the engines from where the learner is."""
+"""All rules between keys: what a configuration can get wrong although every value fits its own key.
+
+`check` holds for every command. `check_placement` and `check_context` are for commands that start engines, so that a
+configuration for training can be used for an evaluation elsewhere.
+"""
 
 from __future__ import annotations
 
-from agentrl.config.learner import LearnerConfig
-from agentrl.config.placement import PlacementConfig, engine_ranks, sampler_device
-from agentrl.config.sections import SamplerConfig, WeightsConfig
+from collections.abc import Iterator
+
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError
 
 
-def transport_fault(
-    weights: WeightsConfig, placement: PlacementConfig, learner: LearnerConfig, sampler: SamplerConfig
-) -> str | None:
-    """Return why new weights cannot take the way that is set, or cannot be checked then, or None."""
-    kind, mode = weights.transport, placement.mode
-    on_gpus = sampler_device(sampler) == "cuda"
-    if weights.check == "checksum" and engine_ranks(sampler) > 1:
-        return "weights.check=checksum: an engine of several ranks gives checksums of parts; set weights.check=version"
-    if kind not in ("ipc", "distributed"):
-        return None
-    if kind == "ipc":
-        if mode != "colocate":
-            return f"weights.transport=ipc wants learner and engines on the same GPUs: set placement.mode=colocate, not {mode}"
-        if not on_gpus or learner.device == "cpu":
-            return (
-                "weights.transport=ipc is for GPUs, and engines or learner are on the CPU: set weights.transport=tensor"
-            )
-    elif mode == "colocate" and on_gpus:
-        return (
-            "weights.transport=distributed: NCCL wants a GPU of its own for the learner and for each engine, and "
+def check(config: Config) -> None:
+    """Check the rules that hold for every command.
+
+    Raises:
+        ConfigError: one line for each violated rule, with the keys and a setting that fits.
+
+    """
+    rules = (
+        _engine_addresses,
+        _sampling,
+        _task_source,
+        _eval_sets,
+        _reward,
+        _warm_start,
+        _curriculum,
+        _batches,
+        _weights,
+    )
+    faults = [fault for rule in rules for fault in rule(config)]
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _engine_addresses(config: Config) -> Iterator[str]:
+    sampler = config.sampler
+    if sampler.url is not None and not sampler.urls:
+        yield f"sampler.url={sampler.url!r} holds no address; set sampler.url=http://HOST:PORT, several with commas"
+    if len(set(sampler.urls)) < len(sampler.urls):
+        yield f"sampler.url={sampler.url} names an engine twice; it takes each address once"
+    if sampler.urls and sampler.engines > 1:
+        yield (
+            f"sampler.url={sampler.url} with sampler.engines={sampler.engines}: running engines are not started; leave out "
+            "sampler.engines (all addresses in sampler.url are used), or sampler.url"
+        )
+    if sampler.port and sampler.port + sampler.engines - 1 > 65535:
+        yield (
+            f"sampler.port={sampler.port} with sampler.engines={sampler.engines}: there is no port above 65535; lower "
+            "sampler.port"
+        )
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    """Sampling in training needs log-probabilities of the distribution that was sampled from, and different samples."""
+    sampler = config.sampler
+    if (sampler.top_p < 1 or sampler.top_k > 0) and not sampler.allow_unnormalised:
+        yield (
+            f"sampler.top_p={sampler.top_p:g}, sampler.top_k={sampler.top_k}: the engine's log-probabilities are not "
+            "renormalised, so the policy gradient would be wrong; set sampler.top_p=1 sampler.top_k=-1, or accept it with "
+            "sampler.allow_unnormalised=true"
+        )
+
+
+def _task_source(config: Config) -> Iterator[str]:
+    files = {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
+    named = [f"{key}={path}" for key, path in files.items() if path is not None]
+    if named and config.tasks.name is not None:
+        yield (
+            f"{' and '.join(named)} and tasks.name={config.tasks.name} both say where tasks are; to use the files, set "
+            "tasks.name=null"
+        )
+
+
+def _eval_sets(config: Config) -> Iterator[str]:
+    sets = {"eval": config.eval, **{f"eval.sets.{name}": each for name, each in config.eval.sets.items()}}
+    for key, each in sets.items():
+        if each.split is not None and each.path is not None:
+            yield f"{key}.split={each.split} and {key}.path={each.path}: a set has one source of tasks; leave one out"
+
+
+def _reward(config: Config) -> Iterator[str]:
+    if config.reward.key is not None and config.reward.function is None:
+        yield f"reward.key={config.reward.key} is set, but no reward.function to return a mapping"
+
+
+def _warm_start(config: Config) -> Iterator[str]:
+    if config.model.warm_start_options and config.model.warm_start is None:
+        yield "model.warm_start_options is set without model.warm_start, the configuration that it changes"
+
+
+def _curriculum(config: Config) -> Iterator[str]:
+    steps = sum(stage.steps for stage in config.sft.curriculum)
+    if steps > config.sft.steps:
+        yield f"sft.steps={config.sft.steps}, but the stages of sft.curriculum have {steps} steps"
+
+
+def _batches(config: Config) -> Iterator[str]:
+    """As in slime, ``rollout.batch_size`` x ``rollout.n_samples_per_prompt`` must equal ``batch.global_batch_size`` x
+    ``train.steps_per_rollout``; and an optimizer step takes whole groups.
+    """
+    prompts, samples = config.rollout.batch_size, config.rollout.n_samples_per_prompt
+    wanted, steps = config.batch.global_batch_size, config.train.steps_per_rollout
+    if steps > 1 and config.algo.old_logprobs == "learner":
+        yield (
+            f"algo.old_logprobs=learner with train.steps_per_rollout={steps}: the ratio would be 1 in every optimizer "
+            "step and nothing would keep the policy near the one that sampled; set algo.old_logprobs=sampler"
+        )
+    if prompts % steps == 0 and wanted in (None, prompts * samples // steps):
+        return
+    if prompts * samples == (wanted or 0) * steps or wanted is None:
+        why = f"an optimizer step takes whole groups, and {prompts} prompts cannot be divided into {steps} parts"
+    else:
+        why = f"{prompts} x {samples} = {prompts * samples} rollouts a step, but {wanted} x {steps} = {wanted * steps}"
+    shown = wanted if wanted is not None else f"{prompts * samples / steps:g}"
+    yield (
+        f"rollout.batch_size={prompts} x rollout.n_samples_per_prompt={samples} must be "
+        f"batch.global_batch_size={shown} x train.steps_per_rollout={steps}: {why}; set for example {_fitting(config)}"
+    )
+
+
+def _fitting(config: Config) -> str:
+    """Return batch sizes near the configured ones that fit together, as settings."""
+    prompts, samples = config.rollout.batch_size, config.rollout.n_samples_per_prompt
+    wanted, steps = config.batch.global_batch_size, config.train.steps_per_rollout
+    if prompts % steps == 0:
+        return f"batch.global_batch_size={prompts // steps * samples}"
+    if wanted is not None and wanted % samples == 0:
+        return f"rollout.batch_size={wanted // samples * steps}"
+    more = -(-prompts // steps) * steps
+    return f"rollout.batch_size={more}" + (f" batch.global_batch_size={more // steps * samples}" if wanted else "")
+
+
+def _weights(config: Config) -> Iterator[str]:
+    """Whether ``weights.transport`` reaches the engines from the learner, and what may be checked afterwards."""
+    sampler, weights, mode = config.sampler, config.weights, config.placement.mode
+    kind, on_gpus = weights.transport, sampler.device == "cuda"
+    if weights.sync_every > 1 and config.algo.old_logprobs == "learner":
+        yield (
+            f"algo.old_logprobs=learner with weights.sync_every={weights.sync_every}: engines sample with older weights "
+            "than the learner's, and nothing would correct for it; set algo.old_logprobs=sampler"
+        )
+    if weights.check == "checksum" and sampler.engine_ranks > 1:
+        yield (
+            "weights.check=checksum: an engine with several ranks has checksums of shards only; set weights.check=version"
+        )
+    if kind == "ipc" and mode != "colocate":
+        yield (
+            f"weights.transport=ipc needs learner and engines on the same GPUs: set placement.mode=colocate, not {mode}"
+        )
+    elif kind == "ipc" and (not on_gpus or config.learner.device == "cpu"):
+        yield "weights.transport=ipc is for GPUs, and engines or learner are on the CPU: set weights.transport=tensor"
+    elif kind == "distributed" and mode == "colocate" and on_gpus:
+        yield (
+            "weights.transport=distributed: NCCL needs separate GPUs for the learner and each engine, and "
             "placement.mode=colocate shares them; set weights.transport=ipc"
         )
-    elif on_gpus and learner.device == "cpu":
-        return (
-            "weights.transport=distributed with learner.device=cpu: engines on GPUs get weights from a GPU only; set "
+    elif kind == "distributed" and on_gpus and config.learner.device == "cpu":
+        yield (
+            "weights.transport=distributed with learner.device=cpu: engines on GPUs receive weights from a GPU only; set "
             "weights.transport=tensor or disk"
         )
-    # Pipeline stages and data parallel replicas have tensor parallel ranks from 0 on again.
-    if engine_ranks(sampler) != _tensor_ranks(sampler):
-        return f"weights.transport={kind} reaches SGLang's tensor parallel ranks only; set weights.transport=disk"
-    return None
+    # Pipeline stages and data parallel replicas number their tensor parallel ranks from 0 again.
+    elif kind in ("ipc", "distributed") and sampler.engine_ranks != sampler.tensor_ranks:
+        yield f"weights.transport={kind} reaches SGLang's tensor parallel ranks only; set weights.transport=disk"
 
 
-def _tensor_ranks(sampler: SamplerConfig) -> object:
-    options = {name.replace("-", "_"): value for name, value in sampler.sglang_options.items()}
-    if sampler.backend != "sglang":
-        return 1
-    names = ("tp", "tp_size", "tensor_parallel_size")
-    return next((options[name] for name in names if options.get(name) is not None), 1)
+def check_context(config: Config) -> None:
+    """Check that an episode fits the embedded engine.
+
+    Raises:
+        ConfigError: the engine holds fewer tokens than an episode may have.
+
+    """
+    sampler = config.sampler
+    if sampler.backend == "embedded" and config.rollout.max_tokens > sampler.embedded.context:
+        raise ConfigError(
+            f"rollout.max_tokens={config.rollout.max_tokens} is more than the engine holds: raise "
+            f"sampler.embedded.context={sampler.embedded.context}"
+        )
+
+
+def check_placement(config: Config, learner_device: str) -> None:
+    """Check that ``placement.mode`` fits the engines and the learner.
+
+    Args:
+        config: of a training run.
+        learner_device: ``cpu`` or ``cuda``.
+
+    Raises:
+        ConfigError: it does not; the message says what to set.
+
+    """
+    mode, sampler = config.placement.mode, config.sampler
+    if mode == "separate":
+        return
+    if sampler.urls:
+        raise ConfigError(
+            f"placement.mode={mode} with sampler.url={sampler.url}: running engines cannot be placed; leave out "
+            "placement.mode, or sampler.url"
+        )
+    if mode == "disaggregate":
+        return
+    if sampler.device != learner_device:
+        raise ConfigError(
+            f"placement.mode=colocate: the learner is on {learner_device}, the engines are on {sampler.device}; set "
+            "learner.device, or sampler.sglang.device, or placement.mode=separate"
+        )
+    ranks, each = config.learner.ranks, sampler.engine_ranks
+    if sampler.engines * each > ranks:
+        more = "and a smaller sampler.sglang.tp_size" if each > ranks else f"or learner.ranks={sampler.engines * each}"
+        raise ConfigError(
+            f"placement.mode=colocate: sampler.engines={sampler.engines} of {each} GPUs each do not fit on those of "
+            f"learner.ranks={ranks}; set sampler.engines={max(1, ranks // each)}, {more}"
+        )
+    if config.weights.sync_every > 1:
+        raise ConfigError(
+            f"placement.mode=colocate with weights.sync_every={config.weights.sync_every}: engines that have released their "
+            "memory need new weights after each step; leave out weights.sync_every"
+        )
+    if learner_device == "cuda" and sampler.sglang_options.get("enable_memory_saver") is False:
+        raise ConfigError(
+            "placement.mode=colocate with sampler.sglang.enable_memory_saver=false: without it SGLang does not release "
+            "memory; leave it out"
+        )

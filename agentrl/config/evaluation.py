@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, SerializationInfo, field_serializer, field_validator, model_validator
+from pydantic import Field, PositiveInt, SerializationInfo, field_serializer, field_validator
 
 from agentrl.config.base import Section
 
@@ -41,12 +41,6 @@ class EvalSet(Section):
         if top_k != -1 and top_k < 1:
             raise ValueError("-1 keeps all tokens, 1 and more keep so many")
         return top_k
-
-    @model_validator(mode="after")
-    def _one_source(self) -> EvalSet:
-        if self.split is not None and self.path is not None:
-            raise ValueError(f"split={self.split} and path={self.path}: a set has tasks of one of them; leave one out")
-        return self
 
 
 class EvalConfig(EvalSet):

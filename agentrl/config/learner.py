@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
 from agentrl.config.base import Section
 
@@ -29,11 +29,12 @@ class OptimizerConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients with a larger norm over all weights are scaled down to this one."""
 
-    @model_validator(mode="after")
-    def _betas_below_one(self) -> OptimizerConfig:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas={self.betas}: set learner.optimizer.betas to two numbers from 0 to below 1")
-        return self
+    @field_validator("betas")
+    @classmethod
+    def _below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("both are from 0 to below 1")
+        return betas
 
 
 class LearnerConfig(Section):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
 
+from agentrl.config.checks import check
 from agentrl.config.schema import Config
+from agentrl.config.validation import parse_section
 from agentrl.core.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -100,57 +100,15 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
 
 
 def validate(tree: Mapping[str, Any]) -> Config:
-    """Return the tree as a `Config`.
+    """Return the tree as a `Config` that passes `agentrl.config.checks.check`.
 
     Raises:
         ConfigError: one line for every fault, each with its key.
 
     """
-    try:
-        return Config.model_validate(dict(tree))
-    except ValidationError as error:
-        raise ConfigError("\n".join(_describe(fault) for fault in error.errors())) from None
-
-
-def _describe(fault: Mapping[str, Any]) -> str:
-    key = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        close = nearest_key(key)
-        return f"unknown key {key!r}." + (f" Did you mean {close!r}?" if close else "")
-    message = str(fault["msg"]).removeprefix("Value error, ")
-    value = fault["input"]
-    shown = f"={value!r}" if not isinstance(value, dict | BaseModel) else ""
-    return f"{key}{shown}: {message}" if key else message  # without one several sections are at odds
-
-
-def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key of the configuration, sections included."""
-    for name, info in model.model_fields.items():
-        yield prefix + name
-        for section in _sections(info.annotation):
-            inner = "NAME." if info.annotation is not section and _is_mapping(info.annotation) else ""
-            yield from known_keys(section, f"{prefix}{name}.{inner}")
-
-
-def _is_mapping(annotation: Any) -> bool:
-    return getattr(annotation, "__origin__", None) is dict
-
-
-def _sections(annotation: Any) -> Iterable[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [arg for arg in get_args(annotation) if isinstance(arg, type) and issubclass(arg, BaseModel)]
-
-
-def nearest_key(key: str) -> str | None:
-    """Return the known key most like ``key``, or None where none is like it."""
-    keys = list(known_keys())
-    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
-    if close:
-        return close[0]
-    last = key.rsplit(".", 1)[-1]
-    same_name = [known for known in keys if known.rsplit(".", 1)[-1] == last]
-    return same_name[0] if same_name else None
+    config = parse_section(Config, tree)
+    check(config)
+    return config
 
 
 def dump(config: Config) -> str:

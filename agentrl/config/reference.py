@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from agentrl.config.load import _sections
 from agentrl.config.schema import Config
+from agentrl.config.validation import subsections
 
 
 def reference() -> str:
@@ -20,7 +20,7 @@ def reference() -> str:
         "Every key, as `key=value` on the command line or nested in a YAML file. Made by `python -m agentrl.config.reference`.",
     ]
     for title, model in _walk("", Config):
-        rows = [(name, info) for name, info in model.model_fields.items() if not list(_sections(info.annotation))]
+        rows = [(name, info) for name, info in model.model_fields.items() if not list(subsections(info.annotation))]
         if rows:
             lines += [
                 "",
@@ -37,7 +37,7 @@ def reference() -> str:
 
 def _walk(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
     for name, info in model.model_fields.items():
-        for section in _sections(info.annotation):
+        for section in subsections(info.annotation):
             many = "" if info.annotation is section else (".NAME" if "dict" in str(info.annotation) else "")
             title = f"{prefix}{name}{many}"
             yield title, section

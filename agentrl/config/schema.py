@@ -1,36 +1,29 @@
-"""The configuration of a run, whole."""
+"""A run's configuration, one field a section."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.base import Section
-from agentrl.config.checks import transport_fault
-from agentrl.config.data import DataConfig
+from agentrl.config.batch import BatchConfig
+from agentrl.config.env import EnvConfig
 from agentrl.config.evaluation import EvalConfig
 from agentrl.config.learner import LearnerConfig
+from agentrl.config.model import ModelConfig
+from agentrl.config.obs import ObsConfig
 from agentrl.config.placement import PlacementConfig
 from agentrl.config.render import RenderConfig
 from agentrl.config.reward import RewardConfig
+from agentrl.config.rollout import RolloutConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sampler import SamplerConfig
 from agentrl.config.sandbox import SandboxConfig
-from agentrl.config.sections import (
-    BatchConfig,
-    EnvConfig,
-    ModelConfig,
-    ObsConfig,
-    RolloutConfig,
-    RunConfig,
-    SamplerConfig,
-    TasksConfig,
-    ToolConfig,
-    TrainConfig,
-    WeightsConfig,
-)
 from agentrl.config.sft import SftConfig
-from agentrl.core.errors import ConfigError
+from agentrl.config.tasks import DataConfig, TasksConfig
+from agentrl.config.tools import ToolConfig
+from agentrl.config.train import TrainConfig
+from agentrl.config.weights import WeightsConfig
 
 
 class Config(Section):
@@ -76,76 +69,3 @@ class Config(Section):
     """Supervised fine-tuning, for ``agentrl sft``."""
     obs: ObsConfig = Field(default_factory=ObsConfig)
     """What is shown and recorded."""
-
-    def tool_options(self, name: str, *, sandboxed: bool = False) -> dict[str, Any]:
-        """Return ``tools.NAME.options``, for a tool that runs code with the ``sandbox`` section as ``sandbox``.
-
-        Raises:
-            ConfigError: the options have such a section of their own.
-
-        """
-        options = dict(self.tools[name].options) if name in self.tools else {}
-        if not sandboxed:
-            return options
-        if "sandbox" in options:
-            raise ConfigError(
-                f"tools.{name}.options.sandbox: all tools share the section sandbox; set sandbox.backend=… there"
-            )
-        return {**options, "sandbox": self.sandbox.model_dump(mode="json")}
-
-    @model_validator(mode="after")
-    def _batches(self) -> Config:
-        fault = batch_fault(self)
-        if fault is not None:
-            raise ValueError(fault)
-        return self
-
-    @model_validator(mode="after")
-    def _transport(self) -> Config:
-        fault = transport_fault(self.weights, self.placement, self.learner, self.sampler)
-        if fault is not None:
-            raise ValueError(fault)
-        return self
-
-
-def batch_fault(config: Config) -> str | None:
-    """Return what is wrong with how a step's rollouts are divided into optimizer steps, or how old they are, or None.
-
-    As in slime, ``rollout.batch_size`` x ``rollout.n_samples_per_prompt`` must be ``batch.global_batch_size`` x
-    ``train.steps_per_rollout``; and an optimizer step takes whole groups.
-    """
-    prompts, samples = config.rollout.batch_size, config.rollout.n_samples_per_prompt
-    wanted, steps = config.batch.global_batch_size, config.train.steps_per_rollout
-    if steps > 1 and config.algo.old_logprobs == "learner":
-        return (
-            f"algo.old_logprobs=learner with train.steps_per_rollout={steps}: the ratio would be 1 in every optimizer "
-            "step and nothing would keep the policy near the one that sampled; set algo.old_logprobs=sampler"
-        )
-    if config.weights.sync_every > 1 and config.algo.old_logprobs == "learner":
-        return (
-            f"algo.old_logprobs=learner with weights.sync_every={config.weights.sync_every}: engines sample with older weights "
-            "than the learner's, and nothing would correct for it; set algo.old_logprobs=sampler"
-        )
-    shown = wanted if wanted is not None else f"{prompts * samples / steps:g}"
-    if prompts % steps == 0 and wanted in (None, prompts * samples // steps):
-        return None
-    if prompts * samples == (wanted or 0) * steps or wanted is None:
-        why = f"an optimizer step takes whole groups, and {prompts} prompts cannot be divided into {steps} parts"
-    else:
-        why = f"{prompts} x {samples} = {prompts * samples} rollouts a step, but {wanted} x {steps} = {(wanted or 0) * steps}"
-    return (
-        f"rollout.batch_size={prompts} x rollout.n_samples_per_prompt={samples} must be "
-        f"batch.global_batch_size={shown} x train.steps_per_rollout={steps}: {why}; set for example {_fitting(config)}"
-    )
-
-
-def _fitting(config: Config) -> str:
-    """Return settings near the given ones that fit together."""
-    prompts, samples = config.rollout.batch_size, config.rollout.n_samples_per_prompt
-    wanted, steps = config.batch.global_batch_size, config.train.steps_per_rollout
-    if prompts % steps == 0:
-        return f"batch.global_batch_size={prompts // steps * samples}"
-    if wanted is not None and wanted % samples == 0:
-        return f"rollout.batch_size={wanted // samples * steps}"
-    more = -(-prompts // steps) * steps
-    return f"rollout.batch_size={more}" + (f" batch.global_batch_size={more // steps * samples}" if wanted else "")

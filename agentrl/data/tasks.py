@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from agentrl.config.data import DataConfig
+from agentrl.config.tasks import DataConfig
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.task import Task, TaskSet
 from agentrl.core.types import Message, Role

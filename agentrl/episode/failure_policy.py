@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agentrl.config.failure import FailureAction, FailureConfig
+from agentrl.config.rollout import FailureAction, FailureConfig
 from agentrl.core.types import Failure
 
 

@@ -136,8 +136,6 @@ def check_reward(config: Config, *, needs_reward: bool) -> None:
                 f"env.name={config.env.name} gives no reward of its own: set reward.function to my_rewards.py:score, "
                 f"module:function, or one that is built in: {', '.join(names(REWARDS))}"
             )
-        if reward.key is not None:
-            raise ConfigError(f"reward.key={reward.key} is set, but no reward.function to return a mapping")
         return
     make_grader(reward)
     from_files = data.path is not None or data.eval_path is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from agentrl.config.placement import sampler_device
+from agentrl.config.checks import check_context
 from agentrl.config.schema import Config
 from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError, MissingError
@@ -28,13 +28,7 @@ def open_tasks(config: Config) -> TaskSet:
 
     """
     data, tasks = config.data, config.tasks
-    files = {"data.path": data.path, "data.eval_path": data.eval_path}
-    named = [f"{key}={path}" for key, path in files.items() if path is not None]
-    if named and tasks.name is not None:
-        raise ConfigError(
-            f"{' and '.join(named)} and tasks.name={tasks.name} both say where tasks are; for the file's set tasks.name=null"
-        )
-    if named:
+    if data.path is not None or data.eval_path is not None:
         return FileTasks(data)
     if tasks.name is not None:
         return make_tasks(tasks.name, tasks.options)
@@ -75,7 +69,7 @@ def check_engine(config: Config, *, on_cluster: bool = False) -> None:
     sampler = config.sampler
     if sampler.backend == "sglang" and sampler.url is None:
         lacks = _lacks_sglang(sampler.python)
-        gpu = sampler_device(sampler) == "cpu" or on_cluster or gpus_here() > 0
+        gpu = sampler.device == "cpu" or on_cluster or gpus_here() > 0
         lacks += [] if gpu else ["there is no GPU here"]
         if lacks:
             raise MissingError(
@@ -84,11 +78,7 @@ def check_engine(config: Config, *, on_cluster: bool = False) -> None:
             )
     if sampler.router == "sglang":
         require_router()
-    if config.sampler.backend == "embedded" and config.rollout.max_tokens > config.sampler.embedded.context:
-        raise ConfigError(
-            f"rollout.max_tokens={config.rollout.max_tokens} is more than the engine holds: "
-            f"raise sampler.embedded.context={config.sampler.embedded.context}"
-        )
+    check_context(config)
 
 
 def _lacks_sglang(python: Path | None) -> list[str]:

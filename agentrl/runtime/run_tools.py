@@ -70,13 +70,20 @@ def warn_unsandboxed(config: Config, services: Mapping[str, ToolService]) -> Non
 
 
 def service_options(config: Config, name: str, service: ToolService) -> dict[str, Any]:
-    """Return the options of a tool as its service takes them.
+    """Return ``tools.NAME.options``; for a tool that runs code, with the run's ``sandbox`` section as ``sandbox``.
 
     Raises:
-        ConfigError: they hold a ``sandbox`` section of their own.
+        ConfigError: the options of such a tool have another ``sandbox`` section.
 
     """
-    return config.tool_options(name, sandboxed=service.sandboxed)
+    options = dict(config.tools[name].options) if name in config.tools else {}
+    if not service.sandboxed:
+        return options
+    if "sandbox" in options:
+        raise ConfigError(
+            f"tools.{name}.options.sandbox: all tools share the section sandbox; set sandbox.backend=… there"
+        )
+    return {**options, "sandbox": config.sandbox.model_dump(mode="json")}
 
 
 def tool_url(config: Config, name: str) -> str | None:

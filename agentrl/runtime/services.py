@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from agentrl.config.schema import Config
-from agentrl.config.sections import ToolConfig
+from agentrl.config.tools import ToolConfig
 from agentrl.core.child_process import raise_file_limit
 from agentrl.core.env import Env
 from agentrl.core.registry import make_env

@@ -18,6 +18,7 @@ from agentrl.core.task import Task, TaskSet
 from agentrl.core.tool import Tool
 from agentrl.core.types import Row, ToolCall, ToolResult
 from agentrl.render.renderer import ChatRenderer
+from agentrl.runtime.run_tools import service_options
 from agentrl.sft.demonstrate import LocalTool, demonstrate
 
 
@@ -53,7 +54,7 @@ class Demonstrations:
         make_renderer: builds the renderer, once in each process.
 
     Raises:
-        ConfigError: no taskset is named, or the curriculum is longer than the run.
+        ConfigError: no taskset is named.
         UnknownNameError: the environment, one of its tools or the taskset is not registered.
 
     """
@@ -61,9 +62,6 @@ class Demonstrations:
     def __init__(self, config: Config, make_renderer: Callable[[], ChatRenderer]) -> None:
         if config.tasks.name is None:
             raise ConfigError("tasks.name is not set: demonstrations come from a taskset's demonstrator()")
-        staged = sum(stage.steps for stage in config.sft.curriculum)
-        if staged > config.sft.steps:
-            raise ConfigError(f"sft.steps={config.sft.steps}, but the stages of sft.curriculum take {staged}")
         self._config = config
         self._make_renderer = make_renderer
         self._renderer: ChatRenderer | None = None
@@ -153,7 +151,7 @@ class Demonstrations:
             if isinstance(found, Tool):
                 tools[found.name] = _in_process(found)
                 continue
-            options = self._config.tool_options(name, sandboxed=found.sandboxed)
+            options = service_options(self._config, name, found)
             served = {tool.name: tool for tool in found.tools(options)}
             local = found.local(taskset.corpora(), options)
             offered |= served

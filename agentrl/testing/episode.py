@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from agentrl.config.failure import FailureConfig
+from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
 from agentrl.core.task import Task
 from agentrl.core.tool import ToolClient

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ValidationError
-
 from agentrl.config.base import Section
 from agentrl.config.load import Tree, merge, parse_override, read_yaml
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ClientConfig, ServerConfig, ToolServerConfig
+from agentrl.config.validation import parse_section
 from agentrl.core.errors import ConfigError
 from agentrl.core.registry import TOOLS, names
 
@@ -55,31 +53,15 @@ def read_options(section: type[S], options: Mapping[str, Any], name: str) -> Run
 
 
 def read_section(section: type[S], values: Mapping[str, Any] | None, key: str, others: Sequence[str] = ()) -> S:
-    """Return ``values`` as a section; ``key`` stands before each key in messages, ``others`` are known beside its own.
+    """Return ``values`` as a section, see `parse_section`; None is an empty one.
 
     Raises:
-        ConfigError: one line for every fault, each with its key.
+        ConfigError: no mapping, or one line for every fault, each with its key.
 
     """
     if values is not None and not isinstance(values, Mapping):
         raise ConfigError(f"{key.rstrip('.')}={values!r}: this is a section, with keys of its own")
-    try:
-        return section.model_validate(dict(values or {}))
-    except ValidationError as error:
-        known = [*section.model_fields, *others]
-        raise ConfigError("\n".join(_describe(fault, key, known) for fault in error.errors())) from None
-
-
-def _describe(fault: Mapping[str, Any], prefix: str, known: Sequence[str]) -> str:
-    key = prefix + ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
-        hint = f" Did you mean {prefix + close[0]!r}?" if close else ""
-        top = f" Known: {', '.join(known) or 'none'}." if len(fault["loc"]) == 1 else ""
-        return f"unknown key {key!r}.{hint}{top}"
-    value = fault["input"]
-    shown = f"={value!r}" if not isinstance(value, dict | BaseModel) else ""
-    return f"{key}{shown}: {str(fault['msg']).removeprefix('Value error, ')}"
+    return parse_section(section, values or {}, key, others)
 
 
 def make_server_config(file: Path | None, overrides: Sequence[str], tools: Sequence[str] = ()) -> ToolServerConfig:

@@ -19,7 +19,6 @@ from agentrl.cluster.placement_layout import lay_out
 from agentrl.cluster.ray_address import learner_device
 from agentrl.cluster.ray_runtime import RayRuntime, store_bytes
 from agentrl.config.load import dump
-from agentrl.config.placement import sampler_device
 from agentrl.config.schema import Config
 from agentrl.core.errors import RunStopped
 from agentrl.evaluation.sets import choose_tasks
@@ -209,7 +208,7 @@ async def _open_replay(session: Session, replay: Path, interrupt: Interrupt) -> 
 
 def group_backend(config: Config) -> str:
     """Return what ``weights.transport=distributed`` sends through: NCCL where learner and engines have GPUs."""
-    return "nccl" if sampler_device(config.sampler) == learner_device(config.learner) == "cuda" else "gloo"
+    return "nccl" if config.sampler.device == learner_device(config.learner) == "cuda" else "gloo"
 
 
 def _open_metrics(session: Session, view: ProgressView) -> MetricsLog:

@@ -34,8 +34,6 @@ def warm_start_config(config: Config, folder: Path) -> Config | None:
     """
     name = config.model.warm_start
     if name is None:
-        if config.model.warm_start_options:
-            raise ConfigError("model.warm_start_options is set without model.warm_start, which names what it changes")
         return None
     place = folder / FOLDER
     of_the_run: Tree = {

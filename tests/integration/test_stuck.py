@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.failure import FailureConfig
+from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
 from agentrl.core.task import Task
 from agentrl.core.types import Message, SamplingParams

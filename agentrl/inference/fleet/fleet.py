@@ -7,7 +7,7 @@ import contextlib
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from agentrl.config.sections import SamplerConfig
+from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import AgentrlError, ConfigError
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.health import Engine, Monitor, Resend

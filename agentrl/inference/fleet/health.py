@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
-from agentrl.config.sections import SamplerConfig
+from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import AgentrlError, EngineError
 from agentrl.inference.base import EngineControl
 from agentrl.inference.client.sglang_client import SGLangClient

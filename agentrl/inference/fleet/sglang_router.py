@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from agentrl.config.sections import SamplerConfig
+from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import AgentrlError, EngineError
 from agentrl.core.types import Generation, Prompt, SamplingParams
 from agentrl.inference.client.http import Refused, Transport

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from agentrl.config.placement import engine_ranks, sampler_device
-from agentrl.config.sections import SamplerConfig
+from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError
 from agentrl.inference.launch.processes import LOOPBACK, EngineProcess, launch_embedded, launch_sglang
 
@@ -120,8 +119,8 @@ class LocalLauncher:
     def launch(self, number: int) -> EngineProcess:
         """Start an engine; see `Launcher.launch`."""
         config = self._spec.config
-        gpus = visible_gpus() if sampler_device(config) == "cuda" else []
-        return self._spec.start(number, gpus=gpus_of(number, engine_ranks(config), gpus) if gpus else ())
+        gpus = visible_gpus() if config.device == "cuda" else []
+        return self._spec.start(number, gpus=gpus_of(number, config.engine_ranks, gpus) if gpus else ())
 
 
 def visible_gpus() -> list[str]:

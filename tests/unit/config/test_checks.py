@@ -20,7 +20,7 @@ SEND = ["weights.transport=distributed"]
         ([*IPC, *GPU, "sampler.sglang={device: cpu}"], "weights.transport=ipc is for GPUs"),
         ([*IPC, *GPU, "learner.device=cpu"], "weights.transport=ipc is for GPUs"),
         ([*SEND, *GPU, "placement.mode=colocate"], "set weights.transport=ipc"),
-        ([*SEND, *GPU, "learner.device=cpu"], "engines on GPUs get weights from a GPU only"),
+        ([*SEND, *GPU, "learner.device=cpu"], "engines on GPUs receive weights from a GPU only"),
         ([*SEND, *GPU, "sampler.sglang={tp_size: 2, pp-size: 2}"], "tensor parallel ranks only"),
         ([*IPC, *GPU, "sampler.sglang={dp_size: 2}"], "tensor parallel ranks only"),
         (["weights.check=checksum", *GPU, "sampler.sglang={device: cpu, tp: 2}"], "set weights.check=version"),
@@ -46,3 +46,32 @@ def test_ways_that_lead_nowhere(settings: list[str], why: str) -> None:
 )
 def test_ways_that_are_open(settings: list[str]) -> None:
     load_config(None, settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (["sampler.url=','"], r"sampler\.url=',' holds no address"),
+        (["sampler.url='http://a:1,http://a:1'"], "names an engine twice"),
+        (["sampler.url=http://a:1", "sampler.engines=2"], r"leave out sampler\.engines"),
+        (["sampler.port=65535", "sampler.engines=2"], r"lower sampler\.port"),
+        (["sampler.top_p=0.9"], r"sampler\.allow_unnormalised=true"),
+        (["data.path=rows.jsonl", "tasks.name=multihop"], r"data\.path=rows\.jsonl and tasks\.name=multihop"),
+        (["eval.split=x", "eval.path=y"], r"eval\.split=x and eval\.path=y"),
+        (["reward.key=score"], r"reward\.key=score is set, but no reward\.function"),
+        (["sft.steps=2", "sft.curriculum=[{steps: 3}]"], r"sft\.steps=2, but .* 3 steps"),
+    ],
+)
+def test_keys_that_contradict_each_other(settings: list[str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load_config(None, settings)
+
+
+def test_every_violated_rule_has_a_line() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(None, ["sampler.top_p=0.9", "reward.key=score", "weights.transport=ipc"])
+    assert [line.split("=")[0] for line in str(refusal.value).splitlines()] == [
+        "sampler.top_p",
+        "reward.key",
+        "weights.transport",
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from agentrl.config.sections import ObsConfig
+from agentrl.config.obs import ObsConfig
 
 
 def test_a_bare_off_is_the_word() -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from agentrl.cluster.placement_layout import lay_out
 from agentrl.config.load import load_config
-from agentrl.config.placement import engine_ranks
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.runtime import placement_check as placing
 from agentrl.runtime.placement_check import check_placement, describe_placement
@@ -28,12 +27,12 @@ TP2 = "sampler.sglang.tp_size=2"
     ],
 )
 def test_the_gpus_of_an_engine(settings: list[str], ranks: int) -> None:
-    assert engine_ranks(load_config(None, settings).sampler) == ranks
+    assert load_config(None, settings).sampler.engine_ranks == ranks
 
 
 def test_a_size_that_is_no_number_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sampler\.sglang\.tp_size='two'"):
-        engine_ranks(load_config(None, [SGLANG, "sampler.sglang.tp_size=two"]).sampler)
+        load_config(None, [SGLANG, "sampler.sglang.tp_size=two"])
 
 
 def test_engines_in_turns_with_the_learner_lie_in_its_bundles() -> None:
@@ -67,7 +66,7 @@ def test_engines_apart_from_the_learner_have_bundles_of_their_own() -> None:
         (["sampler.url=http://10.0.0.1:30000"], r"placement\.mode=colocate with sampler\.url=http://10.*leave out"),
         (["sampler.engines=3", "learner.ranks=2"], r"sampler\.engines=3 of 1 .*learner\.ranks=2; set sampler\.engines=2"),
         ([SGLANG, "sampler.sglang.device=cpu", "sampler.sglang.tp_size=2"],
-         r"sampler\.engines=1 of 2 .*learner\.ranks=1; set sampler\.engines=1 and a smaller sampler\.sglang\.tp_size"),
+         r"sampler\.engines=1 of 2 .*learner\.ranks=1; set sampler\.engines=1, and a smaller sampler\.sglang\.tp_size"),
         ([SGLANG], r"the learner is on cpu, the engines are on cuda; set learner\.device"),
     ],
 )  # fmt: skip

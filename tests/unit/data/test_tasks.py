@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from agentrl import Message
-from agentrl.config.data import DataConfig
+from agentrl.config.tasks import DataConfig
 from agentrl.core.errors import ConfigError, UnknownNameError
 from agentrl.data.tasks import FileTasks, read_tasks
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agentrl import Message, Rewrite, Rollout, StopReason, Task, ToolCall, ToolCalls, ToolResults, tool
 from agentrl.audit.run import rollout_faults
 from agentrl.batch.provenance import check_rows
-from agentrl.config.failure import FailureConfig
+from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
 from agentrl.core.errors import EnvironmentFailure
 from agentrl.core.types import FinishReason, ForkReason, Generation, MaskReason, Provenance, SamplingParams

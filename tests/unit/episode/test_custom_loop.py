@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import agentrl
 from agentrl import Agent, Message, Rollout, StopReason, Task, ToolResult, ToolStatus, tool, uses_tools
 from agentrl.batch.provenance import check_rows
-from agentrl.config.failure import FailureConfig
+from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError, RunStopped, SamplerError, ToolFailure
 from agentrl.core.types import FailureKind, SamplingParams

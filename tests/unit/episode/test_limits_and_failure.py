@@ -1,6 +1,6 @@
 import pytest
 
-from agentrl.config.failure import FailureConfig
+from agentrl.config.rollout import FailureConfig
 from agentrl.core.types import Failure, FailureKind
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits

@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.batch.provenance import check_rows
 from agentrl.bench.episode_runner import bench_rollout
-from agentrl.config.failure import FailureConfig
+from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import AsyncEnv, Env
 from agentrl.core.errors import ConfigError, RunStopped, SamplerError, ToolFailure
 from agentrl.core.task import Task

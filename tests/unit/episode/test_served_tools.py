@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from agentrl.config.failure import FailureConfig
 from agentrl.config.reward import RewardConfig
+from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
 from agentrl.core.errors import EnvironmentFailure, RunStopped, SandboxFailure, ToolFailure
 from agentrl.core.imports import load_object

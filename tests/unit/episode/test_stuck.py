@@ -3,8 +3,8 @@
 import asyncio
 import threading
 
-from agentrl.config.failure import FailureConfig
 from agentrl.config.reward import RewardConfig
+from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
 from agentrl.core.task import Task
 from agentrl.core.types import Message, SamplingParams, ToolCall, ToolCalls, ToolResults

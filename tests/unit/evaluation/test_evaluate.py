@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentrl.config.evaluation import EvalSet
-from agentrl.config.failure import FailureConfig
+from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
 from agentrl.core.errors import RunStopped
 from agentrl.core.task import Task

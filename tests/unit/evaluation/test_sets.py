@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_named(overrides: list[str], message: str) -> None:
     ("override", "message"),
     [
         ("eval.sets={a/b: {}}", "a/b"),
-        ("eval.sets.a={split: x, path: y}", "split=x and path=y"),
+        ("eval.sets.a={split: x, path: y}", "eval.sets.a.split=x and eval.sets.a.path=y"),
         ("eval.sets.a.n_samples=0", "eval.sets.a.n_samples=0"),
         ("eval.top_k=0", "eval.top_k=0"),
         ("eval.sets.a.n_sample=3", "n_samples"),

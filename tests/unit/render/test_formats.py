@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 
 from agentrl.batch.provenance import check_rows
-from agentrl.config.failure import FailureConfig
 from agentrl.config.render import RenderConfig
+from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError
 from agentrl.core.task import Task

@@ -19,7 +19,7 @@ from agentrl.core.registry import register_tool, registered_tool, served_tools, 
 from agentrl.core.task import TaskSet
 from agentrl.core.tool import tool
 from agentrl.core.types import ToolResult
-from agentrl.runtime.run_tools import check_tools
+from agentrl.runtime.run_tools import check_tools, service_options
 from agentrl.runtime.run_tools import served_tools as served_in_run
 from agentrl.sandbox.base import Job
 from agentrl.sandbox.registry import backend_class
@@ -124,11 +124,11 @@ def test_only_sandboxed_services_get_the_section(reference):
     config = Config.model_validate(
         {"env": {"name": "x"}, "tools": {"test_cell": {"options": {"shout": True}}}, **UNSAFE}
     )
-    assert config.tool_options("test_triple") == {}
-    assert config.tool_options("test_cell", sandboxed=True)["sandbox"]["backend"] == "unsafe_subprocess"
+    assert service_options(config, "test_triple", find_service("test_triple")) == {}
+    assert service_options(config, "test_cell", find_service("test_cell"))["sandbox"]["backend"] == "unsafe_subprocess"
     config.tools["test_cell"].options["sandbox"] = {"backend": "docker"}
     with pytest.raises(ConfigError, match=r"tools\.test_cell\.options\.sandbox: all tools share"):
-        config.tool_options("test_cell", sandboxed=True)
+        service_options(config, "test_cell", find_service("test_cell"))
 
 
 def test_a_server_file_and_settings(tmp_path, reference):

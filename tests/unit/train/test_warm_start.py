@@ -80,8 +80,8 @@ def test_made_once_and_anew_for_another_configuration(config: Config, tmp_path: 
     assert asyncio.run(warmed(config, tmp_path, console)) == model
     assert "made before" in console.export_text()
     assert (model / "model.safetensors").stat().st_mtime_ns == stamp
-    mistaken = changed(config, sft={"curriculum": [{"steps": 3}]})
-    with pytest.raises(UserError, match=r"model\.warm_start(.|\n)*sft\.steps=2"):
+    mistaken = changed(config, sft={"curriculum": [{"steps": 1, "tasks": {"hopps": [1]}}]})
+    with pytest.raises(UserError, match=r"model\.warm_start(.|\n)*hopps"):
         asyncio.run(warmed(mistaken, tmp_path, console))
     assert not model.exists(), "it was made by another configuration"
     assert not (tmp_path / "warm_start" / "finished").exists()

@@ -1,0 +1,22 @@
+"""The ``batch`` section: how rollouts become training batches."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from agentrl.config.base import Section
+
+
+class BatchConfig(Section):
+    """How rollouts become batches."""
+
+    aggregation: Literal["token_mean", "rollout_mean"] = "token_mean"
+    """``token_mean``: every sampled token weighs the same (DAPO, arXiv:2503.14476); ``rollout_mean``: every rollout does."""
+    global_batch_size: PositiveInt | None = None
+    """Rollouts an optimizer step; without a number, all rollouts of a step divided by ``train.steps_per_rollout``."""
+    tokens_per_bin: PositiveInt = 2048
+    """Rows are packed into bins of this many tokens; a longer row gets a bin of its own."""
+    tokens_per_micro: PositiveInt = 4096
+    """Tokens a rank computes at the same time."""

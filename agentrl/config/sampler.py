@@ -1,0 +1,139 @@
+"""The ``sampler`` section: inference engines and sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+
+from agentrl.config.base import Section
+
+_TENSOR = ("tp", "tp_size", "tensor_parallel_size")
+_PIPELINE = ("pp", "pp_size", "pipeline_parallel_size")
+_DATA = ("dp", "dp_size", "data_parallel_size")
+"""Spellings of SGLang's options for the sizes of tensor, pipeline and data parallelism."""
+
+
+class EmbeddedConfig(Section):
+    """The engine that agentrl brings: a torch model behind SGLang's endpoints."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of weights and KV cache in the engine."""
+    slots: PositiveInt = 256
+    """Sequences whose KV cache is kept at the same time."""
+    context: PositiveInt = 1024
+    """Tokens a sequence may have in the engine."""
+    threads: PositiveInt = 2
+    """CPU threads of the engine."""
+
+
+class SamplerConfig(Section):
+    """Where tokens are sampled, and how."""
+
+    backend: Literal["embedded", "sglang"] = "embedded"
+    """``embedded`` runs anywhere; ``sglang`` wants SGLang and a GPU."""
+    engines: PositiveInt = 1
+    """Engines that the run starts; an episode's turns all go to the engine that has its prefix."""
+    url: str | None = None
+    """A running engine's address, or several separated by commas; without one the run starts its own."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the engine that the run starts, the next ones for further engines; 0 takes free ones."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature in training."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling in training; see ``allow_unnormalised``."""
+    top_k: int = -1
+    """Top-k sampling in training; see ``allow_unnormalised``."""
+    allow_unnormalised: bool = False
+    """Train with top-p or top-k although the engine's log-probabilities are then not those of what was sampled."""
+    max_new_tokens: PositiveInt = 64
+    """Tokens a turn may have."""
+    request_timeout_s: PositiveFloat = 300.0
+    """Seconds before a generation counts as lost."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Seconds an engine may take to become healthy."""
+    max_running: PositiveInt | None = None
+    """Requests that an engine is given at a time; further ones wait in the run. Without a number it gets all."""
+    router: Literal["builtin", "sglang"] = "builtin"
+    """Who says which engine samples: ``builtin`` is the run itself; ``sglang`` puts the program ``sglang-router`` before the
+    engines (``pip install 'agentrl[router]'``), where ``max_running`` is a mean over them. With both, all turns of an
+    episode go to one engine, and a new episode to the engine with the fewest requests."""
+    health_interval_s: PositiveFloat = 2.0
+    """Seconds between two looks at an engine's health."""
+    stall_timeout_s: PositiveFloat = 60.0
+    """An engine that does not answer for so many seconds is taken for hung: one that the run started is started again."""
+    max_restarts: int = Field(default=3, ge=0)
+    """How often an engine that died or hung is started again; after that the run goes on with the others."""
+    embedded: EmbeddedConfig = Field(default_factory=EmbeddedConfig)
+    """Options of the embedded engine."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """Options of ``sglang.launch_server``, passed through: ``mem_fraction_static: 0.5`` becomes ``--mem-fraction-static 0.5``.
+    All but ``python``, the Python interpreter that runs SGLang, of an environment of its own; without it that of the run."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_greedy(cls, temperature: float) -> float:
+        if temperature == 0:
+            raise ValueError("greedy samples of a group are all the same; set sampler.temperature above 0")
+        return temperature
+
+    @field_validator("sglang")
+    @classmethod
+    def _sglang_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(options.get("python"), str | None):
+            raise ValueError(f"python={options['python']!r} is not a path; set sampler.sglang.python=/…/bin/python")
+        for names in (_TENSOR, _PIPELINE, _DATA):
+            size = _size(options, names)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"sampler.sglang.{names[1]}={size!r}: SGLang takes a whole number from 1 on")
+        return options
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The addresses in ``url``."""
+        return tuple(part.strip().rstrip("/") for part in (self.url or "").split(",") if part.strip())
+
+    @property
+    def python(self) -> Path | None:
+        """The interpreter that runs SGLang; None: the run's own."""
+        return Path(self.sglang["python"]) if self.sglang.get("python") is not None else None
+
+    @property
+    def sglang_options(self) -> dict[str, Any]:
+        """What of ``sglang`` is for ``sglang.launch_server``."""
+        return {name: value for name, value in self.sglang.items() if name != "python"}
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """Where the engines that a run starts compute."""
+        gpu = self.backend == "sglang" and self.sglang_options.get("device", "cuda") != "cpu"
+        return "cuda" if gpu else "cpu"
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Tensor parallel ranks of an engine."""
+        return int(_size(self.sglang, _TENSOR)) if self.backend == "sglang" else 1
+
+    @property
+    def engine_ranks(self) -> int:
+        """Processes of one engine, each with its own GPU if it computes on GPUs.
+
+        The product of its tensor, pipeline and data parallel sizes. With ``enable_dp_attention`` SGLang divides the tensor
+        parallel ranks among the data parallel ones, which then add none.
+        """
+        if self.backend != "sglang":
+            return 1
+        data = 1 if _normalised(self.sglang).get("enable_dp_attention") else int(_size(self.sglang, _DATA))
+        return self.tensor_ranks * int(_size(self.sglang, _PIPELINE)) * data
+
+
+def _normalised(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.replace("-", "_"): value for name, value in options.items()}
+
+
+def _size(options: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    """Return the value set under one of ``names``, 1 if none is set."""
+    given = _normalised(options)
+    return next((given[name] for name in names if given.get(name) is not None), 1)

@@ -1,0 +1,22 @@
+"""The ``tools.NAME`` sections: tool servers of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, PositiveFloat
+
+from agentrl.config.base import Section
+
+
+class ToolConfig(Section):
+    """One tool server."""
+
+    url: str | None = None
+    """Address of a running server; without it, the run starts one."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the server that the run starts; 0 takes a free port."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Seconds until that server must answer, including loading or building an index."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the tool, see its README."""
