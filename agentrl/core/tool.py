@@ -97,10 +97,7 @@ class Tool:
         return ""
 
     async def run(self, call: ToolCall) -> ToolResult:
-        """Check the arguments and run. Whatever happens comes back as a result with a status; nothing is raised."""
-        fault = self.fault_of(call.arguments)
-        if fault:
-            return ToolResult(call.id, ToolStatus.INVALID, fault)
+        """Run the coroutine on arguments that were checked. Its errors are results with a status; nothing is raised."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 answer = await self.function(**call.arguments)
@@ -112,9 +109,7 @@ class Tool:
 
 
 def checked_call(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:
-    """Return a call that could be read with the status that it has among ``tools``: whether there is such a tool, and
-    whether the arguments fit its schema.
-    """
+    """Return a call that could be parsed with its status among ``tools``: ``OK``, ``UNKNOWN_TOOL`` or ``SCHEMA_VIOLATION``."""
     if call.status is not CallStatus.OK:
         return call
     known = {tool.name: tool for tool in tools}
@@ -125,7 +120,7 @@ def checked_call(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:
 
 
 def unknown_tool(name: str, known: Iterable[str]) -> str:
-    """Return what a policy is told that names no tool that there is."""
+    """Return the message for a call of a tool that does not exist."""
     return f"there is no tool {name!r}; there are: {', '.join(sorted(set(known))) or 'none'}"
 
 

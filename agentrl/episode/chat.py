@@ -77,7 +77,7 @@ class Agent:
         self._calls[name] += 1
         call = ToolCall(f"{name}-{self._calls[name]}", name, arguments or {})
         own = tuple(tool for chat in self.chats for one in chat.all_chats() for tool in one.tools)
-        (result,) = await self.tools.asked((call,), own)
+        (result,) = await self.tools.run_environment_calls((call,), own)
         return result
 
     def offered(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:

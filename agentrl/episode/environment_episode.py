@@ -106,7 +106,7 @@ class Episode:
         """Give the environment, or the tools that the policy calls, what it said."""
         if not said.tool_calls or self._env.env.handles_tool_calls:
             return await self._settle(await self._env.step(said))
-        results = await self.tools.local(said.tool_calls, self._conversation.tools)
+        results = await self.tools.run_policy_calls(said.tool_calls, self._conversation.tools)
         answers = tuple(Message("tool", result.content, tool_call_id=result.call_id) for result in results)
         return answers, 0.0, False, False, {}
 
@@ -115,7 +115,7 @@ class Episode:
         observation, reward, terminated, truncated, info = step
         total = self._count(reward, info)
         while isinstance(observation, ToolCalls) and not (terminated or truncated):
-            results = await self.tools.asked(observation.calls, self._conversation.tools)
+            results = await self.tools.run_environment_calls(observation.calls, self._conversation.tools)
             observation, reward, terminated, truncated, info = await self._env.step(ToolResults(results))
             total += self._count(reward, info)
         return observation, total, terminated, truncated, info

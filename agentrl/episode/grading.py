@@ -67,7 +67,7 @@ class Grading:
 
     async def _finish(self, episodes: Sequence[Played], *, together: bool) -> None:
         try:
-            tools = {rollout.rollout_id: one.tools.scoring for one in episodes for rollout in one.rollouts}
+            tools = {rollout.rollout_id: one.tools.run_scoring_call for one in episodes for rollout in one.rollouts}
             rollouts = [rollout for one in episodes for rollout in one.rollouts]
             for some in [rollouts] if together else [[rollout] for rollout in rollouts]:
                 await self._grade(some, tools)

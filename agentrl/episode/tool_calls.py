@@ -1,15 +1,15 @@
-"""Running the tools of one episode."""
+"""Running the tool calls of one episode: in this process or at tool servers, with one judgement of what failed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.core.errors import AgentrlError, EnvironmentFailure, SandboxFailure, ToolFailure
-from agentrl.core.tool import Tool, ToolClient, unknown_tool
+from agentrl.core.tool import Tool, ToolClient, checked_call, unknown_tool
 from agentrl.core.types import CallStatus, ToolCall, ToolResult, ToolStatus
 from agentrl.obs.waiting import waiting
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class ToolRunner:
-    """Runs calls, those of one turn at the same time, and remembers which servers hold a session.
+    """Runs calls, those of one turn concurrently, and remembers which servers hold a session.
 
     Args:
         clients: by the registered name.
@@ -32,81 +32,85 @@ class ToolRunner:
         self._episode_id = episode_id
         self._served = served or {}
         self._sessions: dict[str, ToolClient] = {}
-        self._scored = 0
+        self._scoring_calls = 0
         self._closed = False
         self.seconds = 0.0
-        """Spent in calls so far; those of one turn run at the same time, and count once."""
+        """Wall time spent in calls so far; concurrent calls of a turn count once."""
 
-    async def asked(self, calls: Sequence[ToolCall], tools: Sequence[Tool] = ()) -> tuple[ToolResult, ...]:
-        """Run calls that an environment (or a generate function) asked for: by the tool of that name in ``tools``,
-        else by the registered one. Unknown names are answered as invalid.
+    async def run_policy_calls(self, calls: Sequence[ToolCall], tools: Sequence[Tool]) -> tuple[ToolResult, ...]:
+        """Run calls of the policy by the tools that it was offered alone. `Renderer.parse` has checked the arguments.
 
         Raises:
-            ToolFailure, SandboxFailure: a server failed, or a tool says that it did.
+            ToolFailure, SandboxFailure: see `run_environment_calls`.
         """
-        known = {tool.name: tool for tool in tools}
+        return await self._run_all(calls, {tool.name: tool for tool in tools})
 
-        async def run(call: ToolCall) -> ToolResult:
-            tool = known.get(call.name) or self._served.get(call.name)
-            if tool is not None:
-                return await self._run(tool, call)
-            if call.name in self._clients:
-                return await self._remote(call.name, call)
-            return _unknown(call, (*known, *self._served, *self._clients))
+    async def run_environment_calls(
+        self, calls: Sequence[ToolCall], tools: Sequence[Tool] = ()
+    ) -> tuple[ToolResult, ...]:
+        """Run calls of an environment, a generate function or a reward function: by the tool of that name in ``tools``,
+        otherwise by the registered one. Arguments of tools in this process are checked here, those of others by their server.
 
-        return await self._timed(run, calls)
+        Raises:
+            ToolFailure, SandboxFailure: the infrastructure failed, not the call.
+        """
+        registered = {name: Tool(name, "", {}, server=name) for name in self._clients}
+        known = {**registered, **self._served, **{tool.name: tool for tool in tools}}
+        own = {name: tool for name, tool in known.items() if not tool.server}
+        checked = [checked_call(call, [own[call.name]]) if call.name in own else call for call in calls]
+        return await self._run_all(checked, known)
 
-    async def local(self, calls: Sequence[ToolCall], tools: Sequence[Tool]) -> tuple[ToolResult, ...]:
-        """Run calls that the policy made, by the tools that it was offered alone."""
-        known = {tool.name: tool for tool in tools}
-
-        async def run(call: ToolCall) -> ToolResult:
-            if call.status is not CallStatus.OK:
-                return ToolResult(call.id, ToolStatus.INVALID, call.fault)
-            if call.name not in known:
-                return _unknown(call, known)
-            return await self._run(known[call.name], call)
-
-        return await self._timed(run, calls)
-
-    async def scoring(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Run a call of whoever scores the episode, in its sessions."""
-        self._scored += 1
-        (result,) = await self.asked((ToolCall(f"scoring-{self._scored}", name, arguments),))
+    async def run_scoring_call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Run a call of the reward function in the episode's sessions."""
+        self._scoring_calls += 1
+        (result,) = await self.run_environment_calls((ToolCall(f"scoring-{self._scoring_calls}", name, arguments),))
         return result
 
-    async def _timed(
-        self, run: Callable[[ToolCall], Awaitable[ToolResult]], calls: Sequence[ToolCall]
-    ) -> tuple[ToolResult, ...]:
-        begun = time.monotonic()
+    async def _run_all(self, calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> tuple[ToolResult, ...]:
+        started = time.monotonic()
         try:
-            return await _all(run, calls)
+            if len(calls) == 1:
+                return (await self._run_one(calls[0], tools),)
+            # All of them end before the first error is raised: no call of the episode outlives its turn.
+            results = await asyncio.gather(*(self._run_one(call, tools) for call in calls), return_exceptions=True)
         finally:
-            self.seconds += time.monotonic() - begun
+            self.seconds += time.monotonic() - started
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return tuple(result for result in results if isinstance(result, ToolResult))
 
-    async def _run(self, tool: Tool, call: ToolCall) -> ToolResult:
-        return await (self._remote(tool.server, call) if tool.server else self._own(tool, call))
-
-    async def _own(self, tool: Tool, call: ToolCall) -> ToolResult:
-        with waiting("tool", call.name, f"call {call.id}", "in this process"):
-            return _available(call, await tool.run(call))
-
-    async def _remote(self, server: str, call: ToolCall) -> ToolResult:
-        if self._closed:
+    async def _run_one(self, call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult:
+        """Run a call. This is the one place that tells failures of the infrastructure from results, whoever made them."""
+        if call.status is not CallStatus.OK:
+            return ToolResult(call.id, ToolStatus.INVALID, call.fault)
+        if call.name not in tools:
+            return ToolResult(call.id, ToolStatus.INVALID, unknown_tool(call.name, tools))
+        tool = tools[call.name]
+        if not tool.server:
+            with waiting("tool", call.name, f"call {call.id}", "in this process"):
+                result = await tool.run(call)
+        elif self._closed:
             raise ToolFailure(f"tool {call.name!r}: the sessions of episode {self._episode_id} are closed")
-        client = self._sessions[server] = client_of(self._clients, server, call.name)
-        with waiting("tool", call.name, f"call {call.id}", f"server {server}"):
-            return _available(call, await client.call(call, episode_id=self._episode_id))
+        else:
+            client = self._sessions[tool.server] = client_of(self._clients, tool.server, call.name)
+            with waiting("tool", call.name, f"call {call.id}", f"server {tool.server}"):
+                result = await client.call(call, episode_id=self._episode_id)
+        if result.status is ToolStatus.UNAVAILABLE:
+            raise ToolFailure(f"tool {call.name!r} is unavailable: {result.content}")
+        if result.status is ToolStatus.SANDBOX_FAILURE:
+            raise SandboxFailure(f"tool {call.name!r}: {result.content}")
+        return result
 
     async def close(self) -> None:
-        """End the episode's sessions. A server that cannot be told is only logged: the episode is over."""
+        """Close the episode's sessions. Errors are only logged: the episode is over."""
         self._closed = True
         sessions, self._sessions = self._sessions, {}
-        await asyncio.gather(*(self._end(name, client) for name, client in sessions.items()))
+        await asyncio.gather(*(self._close_session(name, client) for name, client in sessions.items()))
 
-    async def _end(self, name: str, client: ToolClient) -> None:
+    async def _close_session(self, name: str, client: ToolClient) -> None:
         try:
-            with waiting("end of the session", self._episode_id, f"server {name}"):
+            with waiting("close of the session", self._episode_id, f"server {name}"):
                 await client.close_session(self._episode_id)
         except AgentrlError as error:
             _log.warning("tool %s: session %s was not closed: %s", name, self._episode_id, error)
@@ -124,26 +128,3 @@ def client_of(clients: Mapping[str, ToolClient], server: str, tool: str) -> Tool
             f"tool_names of the environment (@uses_tools of a generate function); there are: {', '.join(clients) or 'none'}"
         )
     return clients[server]
-
-
-async def _all(run: Callable[[ToolCall], Awaitable[ToolResult]], calls: Sequence[ToolCall]) -> tuple[ToolResult, ...]:
-    if len(calls) == 1:
-        return (await run(calls[0]),)
-    results = await asyncio.gather(*(run(call) for call in calls), return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return tuple(result for result in results if isinstance(result, ToolResult))
-
-
-def _unknown(call: ToolCall, known: Iterable[str]) -> ToolResult:
-    return ToolResult(call.id, ToolStatus.INVALID, unknown_tool(call.name, known))
-
-
-def _available(call: ToolCall, result: ToolResult) -> ToolResult:
-    """Raise what is a failure of the infrastructure, whoever made the result: the policy has no part in it."""
-    if result.status is ToolStatus.UNAVAILABLE:
-        raise ToolFailure(f"tool {call.name!r} is unavailable: {result.content}")
-    if result.status is ToolStatus.SANDBOX_FAILURE:
-        raise SandboxFailure(f"tool {call.name!r}: {result.content}")
-    return result

@@ -7,6 +7,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jsonschema
@@ -54,7 +55,7 @@ def check_tool(
     require(bool(tool.name), f"{type(tool).__name__} must have a name")
     if isinstance(tool, Tool):
         _check_description(tool)
-        asyncio.run(_check_answers(tool.name, tool.run, arguments))
+        asyncio.run(_check_answers(tool.name, partial(_run_checked, tool), arguments))
         return
     options = dict(options or {})
     _check_options(tool)
@@ -71,6 +72,11 @@ def check_tool(
         return
     require(url is not None, f"the tool service {tool.name!r} needs a running server to be checked: pass url=")
     asyncio.run(_check_service(tool, called, arguments, str(url), options))
+
+
+async def _run_checked(tool: Tool, call: ToolCall) -> ToolResult:
+    fault = tool.fault_of(call.arguments)
+    return ToolResult(call.id, ToolStatus.INVALID, fault) if fault else await tool.run(call)
 
 
 def _check_options(service: ToolService) -> None:

@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import orjson
 
 from agentrl.config.toolserver import ClientConfig
-from agentrl.core.errors import AgentrlError, ConfigError, SandboxFailure, ToolFailure
+from agentrl.core.errors import AgentrlError, ConfigError, EnvironmentFailure, SandboxFailure, ToolFailure
 from agentrl.core.tool import Tool
-from agentrl.core.types import ToolCall, ToolResult
+from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.obs.waiting import waiting
+from agentrl.toolserver.client import pool as pool_module
+from agentrl.toolserver.client import server as server_module
 from agentrl.toolserver.client.pool import ServerPool
-from agentrl.toolserver.client.server import RemoteServer, RemoteSession, Silent
+from agentrl.toolserver.client.server import Reply, ServerDown, ToolServer
 
 _log = logging.getLogger(__name__)
 
 WAIT_S = 2.0
-"""How long the end of an episode waits for its session's; what takes longer goes on beside the next episodes."""
+"""How long the end of an episode waits until its session is closed; what takes longer goes on in the background."""
 LAST_S = 5.0
-"""How long `ToolServerClient.aclose` waits for sessions to end."""
+"""How long `ToolServerClient.aclose` waits for sessions to be closed."""
+END_S = 10.0
+"""Seconds that closing a session may take: a sandbox is torn down in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """An episode's session at a server."""
+
+    server: ToolServer
+    id: str
+    """The server's id of it."""
+    instance: str
+    """The server process that opened it: another one does not know this session."""
+
+    @property
+    def path(self) -> str:
+        """Below the server's address."""
+        return f"/sessions/{self.id}"
 
 
 class ToolServerClient:
@@ -30,11 +54,11 @@ class ToolServerClient:
     Args:
         urls: addresses separated by commas.
         config: timeouts, retries and token.
-        key: what the configuration calls the addresses, for messages.
-        tools: those that a policy may call there.
+        key: the configuration key of the addresses, for messages.
+        tools: the tools that a policy may call there.
 
     Raises:
-        ConfigError: an address is none.
+        ConfigError: an address is invalid.
 
     """
 
@@ -42,76 +66,162 @@ class ToolServerClient:
         addresses = dict.fromkeys(url.strip().rstrip("/") for url in urls.split(",") if url.strip())
         if not addresses:
             raise ConfigError(f"{key}={urls!r}: there is no address in it")
-        self._pool = ServerPool([RemoteServer(url, config, key, tools) for url in addresses], key, config.retries)
-        self._sessions: dict[str, asyncio.Task[RemoteSession]] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._config = config
+        self._pool = ServerPool([ToolServer(url, config, key, tools) for url in addresses], key)
+        self._sessions: dict[str, asyncio.Task[Session]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def call(self, call: ToolCall, *, episode_id: str) -> ToolResult:
-        """Run one call in the episode's session.
+        """Run one call in the episode's session; retries send the same call id, and the server runs it once.
 
         Raises:
-            SandboxFailure: the sandbox failed, or the session is lost with its server's process.
-            ToolFailure: the tool or its server failed, or no server answers.
+            SandboxFailure: the session is lost with its server's process, or was closed for idleness.
+            ToolFailure: its server did not answer, or no server does.
             EnvironmentFailure: the episode has used the call id before, for another call.
             ConfigError: a server refuses our token, or has other tools.
 
         """
-        session = await self._session(episode_id)
-        self._pool.check(session.server)
         try:
-            with waiting("tool server", session.server.url):
-                return await session.server.call(session, call)
-        except Silent as silent:
-            self._pool.take_out(session.server, str(silent))
-            raise ToolFailure(f"{session.server.named} does not answer: {silent}") from silent
+            # Not orjson: it refuses the numbers beyond 64 bits that a policy may write.
+            fields = {"call_id": call.id, "tool": call.name, "arguments": dict(call.arguments)}
+            body = json.dumps(fields, allow_nan=False).encode()
+        except (ValueError, TypeError, RecursionError) as error:  # NaN, or a depth that no parser takes
+            fault = f"{call.name}: the arguments cannot be sent as JSON: {error}"
+            return ToolResult(call.id, ToolStatus.INVALID, fault)
+        session = await self._session(episode_id)
+        server = session.server
+        self._pool.check_up(server)
+        try:
+            with waiting("tool server", server.url):
+                reply = await server.request(
+                    "POST",
+                    f"{session.path}/call",
+                    body,
+                    what=f"call {call.id!r} of {call.name!r}",
+                    instance=session.instance,
+                    retry_errors=True,
+                )
+        except ServerDown as down:
+            self._pool.mark_down(server, str(down))
+            raise ToolFailure(f"{server.name} does not answer: {down}") from down
+        return read_result(reply, call, server)
 
-    async def _session(self, episode_id: str) -> RemoteSession:
+    async def _session(self, episode_id: str) -> Session:
         """Return the episode's session; calls that come while it is opened wait for the same one."""
         opening = self._sessions.get(episode_id)
         if opening is None:
-            opening = asyncio.create_task(self._pool.open(episode_id), name=f"open {episode_id}")
+            opening = asyncio.create_task(self._open(episode_id), name=f"open {episode_id}")
             self._sessions[episode_id] = opening
         try:
             if opening.done():
                 return opening.result()
-            with waiting("tool session", "that a server opens"):
+            with waiting("tool session", "to be opened by a server"):
                 return await asyncio.shield(opening)
         except AgentrlError as error:
             if self._sessions.get(episode_id) is opening:
                 del self._sessions[episode_id]
-            raise type(error)(*error.args) from error  # each waiting call raises an error of its own
+            raise type(error)(*error.args) from error  # each waiting call raises its own instance
+
+    async def _open(self, episode_id: str) -> Session:
+        """Open a session at the least loaded server; if that one is full or down, at the next.
+
+        Raises:
+            ToolFailure: no server opens one; with the addresses and the key to change.
+            ConfigError: the token is refused, or a server has other tools.
+
+        """
+        full = ""
+        retry_after_s = 0.0
+        for attempt in range(self._config.retries + 1):
+            if attempt:
+                await asyncio.sleep(
+                    max(server_module.BACKOFF_S * 2 ** (attempt - 1), min(retry_after_s, pool_module.RETURN_S))
+                )
+                await self._pool.wait_until_up()
+            for server in self._pool.by_load():
+                server.load += 1  # before the request: sessions that are opened at the same time spread, too
+                opened: Session | None = None
+                try:
+                    reply = await self._request_session(server, episode_id)
+                    if reply.status == 503:
+                        full, retry_after_s = f"{server.url}: {reply.error}", reply.retry_after_s
+                        continue
+                    fields = server.fields(reply, "a session", {"session_id": str, "server": str})
+                    await server.check_tools(fields["server"])
+                    opened = Session(server, fields["session_id"], fields["server"])
+                    return opened
+                except ServerDown as down:
+                    self._pool.mark_down(server, str(down))
+                finally:
+                    server.load -= opened is None
+        self._pool.check_any_up()
+        raise ToolFailure(
+            f"no tool server opens another session ({full}); raise its server.max_sessions, or lower rollout.concurrency"
+        )
+
+    async def _request_session(self, server: ToolServer, episode_id: str) -> Reply:
+        body = orjson.dumps({"episode_id": f"{server_module.PROCESS}/{episode_id}"})
+        return await server.request("POST", "/sessions", body, what="the request for a session")
 
     async def close_session(self, episode_id: str) -> None:
-        """End the episode's session, if it has one. A server that is slow to do so is not waited for."""
+        """Close the episode's session, if it has one; returns after `WAIT_S` even if the server is slower."""
         opening = self._sessions.pop(episode_id, None)
         if opening is None:
             return
-        ending = asyncio.create_task(self._end(opening), name=f"end {episode_id}")
-        self._ending.add(ending)
-        ending.add_done_callback(self._ending.discard)
-        await asyncio.wait({ending}, timeout=WAIT_S)
+        closing = asyncio.create_task(self._close(opening), name=f"close {episode_id}")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        await asyncio.wait({closing}, timeout=WAIT_S)
 
-    async def _end(self, opening: asyncio.Task[RemoteSession]) -> None:
-        # One that is still being opened has its place in the server's queue and gives it up as soon as it is its turn.
+    async def _close(self, opening: asyncio.Task[Session]) -> None:
+        # A session that is still being opened has its place in the server's queue and is closed once it is open.
         try:
             session = await opening
         except AgentrlError:
-            return  # there is none; whoever wanted it was told
-        session.server.load -= 1
+            return  # it was never opened; the calls that needed it have raised the error
+        server = session.server
+        server.load -= 1
         try:
-            self._pool.check(session.server)
-            await session.server.end(session)
-        except (ToolFailure, SandboxFailure) as error:
+            self._pool.check_up(server)
+            # One retry, for the connection that the server had closed meanwhile.
+            reply = await server.request("DELETE", session.path, what="a DELETE", retries=1, timeout_s=END_S)
+            if reply.status >= 400 and reply.status not in (404, 410):
+                raise ToolFailure(f"{server.name} answered its DELETE with status {reply.status}: {reply.error}")
+        except (ToolFailure, SandboxFailure, ServerDown) as error:
             _log.warning("session %s was not closed: %s", session.id, error)
 
     async def aclose(self) -> None:
-        """End what sessions are left, and close all connections."""
+        """Close the remaining sessions and all connections."""
         for episode_id in list(self._sessions):
             opening = self._sessions.pop(episode_id)
-            self._ending.add(asyncio.create_task(self._end(opening)))
-        if self._ending:
-            _, late = await asyncio.wait(self._ending, timeout=LAST_S)
+            self._closing.add(asyncio.create_task(self._close(opening)))
+        if self._closing:
+            _, late = await asyncio.wait(self._closing, timeout=LAST_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         await self._pool.aclose()
+
+
+def read_result(reply: Reply, call: ToolCall, server: ToolServer) -> ToolResult:
+    """Return the result in a server's reply, whatever its status: `ToolRunner` decides what a status means.
+
+    Raises:
+        SandboxFailure, ToolFailure, EnvironmentFailure, ConfigError: there is no result in it; see `ToolServerClient.call`.
+
+    """
+    if reply.status in (404, 410):
+        raise SandboxFailure(f"{server.name} no longer has the session: {reply.error}")
+    if reply.status in (400, 413, 422):  # everything but the arguments is ours, and valid
+        return ToolResult(call.id, ToolStatus.INVALID, f"{call.name}: {reply.error}")
+    if reply.status == 409:
+        raise EnvironmentFailure(
+            f"call id {call.id!r} of tool {call.name!r} was used before in this episode; every ToolCall needs a unique "
+            f"id: {reply.error}"
+        )
+    fields = server.fields(reply, "a call", {"call_id": str, "status": str, "content": str})
+    if fields["call_id"] != call.id:
+        raise ToolFailure(f"{server.name} answered call {fields['call_id']!r} instead of {call.id!r}")
+    if fields["status"] not in {status.value for status in ToolStatus}:
+        raise ToolFailure(f"{server.name} gave a result of unknown status {fields['status']!r}")
+    return ToolResult(call.id, ToolStatus(fields["status"]), fields["content"], fields.get("data"))

@@ -11,7 +11,7 @@ from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.toolserver.client import client as client_module
 from agentrl.toolserver.client import pool
-from agentrl.toolserver.client import server as remote
+from agentrl.toolserver.client import server as server_module
 from agentrl.toolserver.client.client import ToolServerClient
 from tests.unit.toolserver.fake_server import fake_servers
 from tests.unit.toolserver.hosts import in_loop, until
@@ -21,8 +21,7 @@ KEY = "tools.python.url"
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(remote, "BACKOFF_S", 0.005)
-    monkeypatch.setattr(pool, "BACKOFF_S", 0.005)
+    monkeypatch.setattr(server_module, "BACKOFF_S", 0.005)
     monkeypatch.setattr(pool, "PROBE_EVERY_S", 0.02)
     monkeypatch.setattr(pool, "RETURN_S", 0.2)
 
@@ -45,7 +44,7 @@ async def test_an_episode_has_one_session_opened_at_its_first_calls():
         assert [result.call_id for result in results] == [str(n) for n in range(8)]
         assert server.count("POST", "/sessions") == 1
         assert list(server.sessions.values()) == ["e"]
-        assert list(server.processes.values()) == [remote.PROCESS], "ids come again from run to run"
+        assert list(server.processes.values()) == [server_module.PROCESS], "ids come again from run to run"
         for _ in range(2):
             await client.close_session("e")
         await client.close_session("never called")
@@ -86,7 +85,7 @@ async def test_a_dead_server_is_taken_out_at_once_and_back_when_it_answers():
         with pytest.raises(ToolFailure, match=rf"{dead.url} \({KEY}\) does not answer"):
             await client.call(call("2"), episode_id=lost[0])
         began = time.monotonic()
-        with pytest.raises(ToolFailure, match="was taken out"):  # without a try of its own
+        with pytest.raises(ToolFailure, match="is down: it does not answer"):  # without a try of its own
             await client.call(call("2"), episode_id=lost[1])
         await client.close_session(lost[1])
         assert time.monotonic() - began < client_module.WAIT_S / 2
@@ -180,7 +179,7 @@ async def test_a_call_is_never_sent_to_a_process_that_has_not_seen_it():
             return {"status": "ok", "content": "late"}
 
         server.work = restarts
-        with pytest.raises(SandboxFailure, match="started anew"):
+        with pytest.raises(SandboxFailure, match="was restarted"):
             await client.call(call("1"), episode_id="e")
         assert server.runs["e/1"] == 1
         await client.aclose()
@@ -203,17 +202,15 @@ def test_results_and_failures():
             assert (await client.call(call("2"), episode_id="other")).status is ToolStatus.OK
             await client.aclose()
 
-    for status in ("ok", "error", "invalid", "timeout", "out_of_memory", "output_cut", "killed"):
+    for status in ToolStatus:  # ToolRunner, not the client, raises those that are failures of the infrastructure
         said = {"call_id": "1", "status": status, "content": "text", "data": {"exit_code": 1}}
         ends((200, said), ToolResult("1", ToolStatus(status), "text", {"exit_code": 1}))
     failed = {"call_id": "1", "content": "why", "data": None}
     for answer, kind, words in (
-        ((200, failed | {"status": "sandbox_failure"}), SandboxFailure, "'python': why"),
-        ((200, failed | {"status": "unavailable"}), ToolFailure, "'python' is unavailable: why"),
         ((200, failed | {"status": "fine"}), ToolFailure, "unknown status 'fine'"),
-        ((200, failed | {"status": "ok", "call_id": "2"}), ToolFailure, "answered call '2' when asked for '1'"),
-        ((200, ["what"]), ToolFailure, "does not speak as a tool server"),
-        ((200, b"<html>"), ToolFailure, "does not speak as a tool server"),
+        ((200, failed | {"status": "ok", "call_id": "2"}), ToolFailure, "answered call '2' instead of '1'"),
+        ((200, ["what"]), ToolFailure, "is not a tool server"),
+        ((200, b"<html>"), ToolFailure, "is not a tool server"),
         ((404, {"error": "no session"}), SandboxFailure, "no longer has the session: no session"),
         ((410, {"error": "idle"}), SandboxFailure, "no longer has the session: idle"),
         ((409, {"error": "other content"}), EnvironmentFailure, "call id '1' of tool 'python' was used before"),
