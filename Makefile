@@ -20,9 +20,9 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 install: $(VENV)/.installed
 install-sglang: $(SGLANG_VENV)/.installed
 
-# $(call cpu_torch,PIP): the CPU build, plainly where a local wheel is configured, else from PyTorch's own index.
+# $(call cpu_torch,PIP): the CPU build, from pip's configured index if that has it, else from PyTorch's own.
 cpu_torch = $(1) install --quiet "$(TORCH_CPU)" 2>/dev/null \
-	|| $(1) install --quiet "$(TORCH_CPU)" --index-url $(TORCH_CPU_INDEX) --extra-index-url https://pypi.org/simple
+	|| $(1) install --quiet "$(TORCH_CPU)" --extra-index-url $(TORCH_CPU_INDEX)
 
 $(VENV)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "agentrl needs Python 3.11 or 3.12; set PYTHON=/path/to/python"; exit 2; }

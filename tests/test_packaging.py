@@ -24,6 +24,19 @@ def test_every_package_is_listed() -> None:
     assert setup["package-dir"] == MAPPED
 
 
+def test_every_data_file_is_package_data() -> None:
+    """Data lies in folders that setuptools takes for packages, unless ``package-data`` alone says what belongs to it."""
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert setup["include-package-data"] is False
+    for package, patterns in setup["package-data"].items():
+        top = ROOT / MAPPED.get(package, package)
+        listed = {file for pattern in patterns for file in top.glob(pattern) if file.is_file()}
+        modules = {file for name in setup["packages"] if name.split(".")[0] == package
+                   for file in top.joinpath(*name.split(".")[1:]).glob("*.py")}  # fmt: skip
+        files = {file for file in top.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
+        assert files <= listed | modules, sorted(files - listed - modules)[:5]
+
+
 def test_every_file_of_a_new_project_is_package_data() -> None:
     from agentrl.project_template import template_files
 
