@@ -1,4 +1,4 @@
-"""The algorithm contract, and what every loss takes and returns.
+"""The algorithm contract: advantages from rewards, and the input and metrics of every loss.
 
 Legend: ``N`` tokens at the loss mask, or rollouts where rewards are meant.
 """
@@ -10,17 +10,19 @@ from typing import Protocol
 
 import torch
 
+from agentrl.batch.groups import RolloutGroups
+
 
 @dataclass(frozen=True, slots=True)
-class Selected:
-    """The fields of a micro-batch at its loss mask; all float32 ``[N]``."""
+class LossInput:
+    """The fields of a micro-batch at its loss mask, on the device; all float32 ``[N]``."""
 
     weight_N: torch.Tensor
-    """Each token's share of the global batch; the driver has divided by the denominator already."""
+    """Each token's share of the global batch; the driver has already divided by the denominator."""
     advantages_N: torch.Tensor
     """0 in supervised batches."""
     logprobs_N: torch.Tensor
-    """The sampler's log-probabilities, at the temperature of the learner's; 0 in supervised batches."""
+    """The sampler's log-probabilities, at the learner's temperature; 0 in supervised batches."""
     reference_logprobs_N: torch.Tensor | None = None
     """The reference policy's, at the same temperature; None where the algorithm needs none."""
     entropy_N: torch.Tensor | None = None
@@ -29,18 +31,18 @@ class Selected:
 
 @dataclass(slots=True)
 class LossMetrics:
-    """Figures of one micro-batch as scalars without gradient, in a form that adds up over micro-batches and ranks."""
+    """Metrics of one micro-batch as scalars without gradient, in a form that adds up over micro-batches and ranks."""
 
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     """Sums over tokens; divided by the number of tokens of the global batch for the log."""
     totals: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Sums weighted as the loss is; logged as they are."""
+    """Sums weighted like the loss; logged as they are."""
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Largest values; present also where there is no token, as the least value that they can have."""
+    """Maxima; without any token they hold the smallest possible value."""
 
 
 class Algorithm(Protocol):
-    """Turns rewards into advantages (on the driver) and log-probabilities into a loss (on every rank)."""
+    """Computes advantages from rewards (on the driver) and a loss from log-probabilities (on every rank)."""
 
     @property
     def needs_reference(self) -> bool:
@@ -56,6 +58,13 @@ class Algorithm(Protocol):
         """Return one float32 advantage a rollout, ``[N]``; ``groups_N`` are int64 group numbers from 0."""
         ...
 
-    def loss(self, logprobs_N: torch.Tensor, selected: Selected) -> tuple[torch.Tensor, LossMetrics]:
-        """Return ``Σ weight · loss`` over the mask, a scalar, and what to log of it."""
+    def loss(self, logprobs_N: torch.Tensor, inputs: LossInput) -> tuple[torch.Tensor, LossMetrics]:
+        """Return ``Σ weight · loss`` over the mask, a scalar, and its metrics."""
         ...
+
+
+def rollout_advantages(algorithm: Algorithm, groups: RolloutGroups) -> dict[str, float]:
+    """Return the advantage of every rollout by its ``rollout_id``."""
+    advantages_N = algorithm.advantages(torch.from_numpy(groups.rewards_N), torch.from_numpy(groups.groups_N))
+    ids = (rollout.rollout_id for rollout in groups.rollouts_N)
+    return dict(zip(ids, advantages_N.tolist(), strict=True))

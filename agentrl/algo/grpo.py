@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from agentrl.algo.advantages.group_relative import group_relative
-from agentrl.algo.base import LossMetrics, Selected
+from agentrl.algo.base import LossInput, LossMetrics
 from agentrl.algo.kl import kl_estimate
 from agentrl.algo.losses.ppo_clip import clipped_policy_loss
 from agentrl.config.algo import GrpoConfig
@@ -34,7 +34,7 @@ class Grpo:
         """See `agentrl.algo.advantages.group_relative.group_relative`."""
         return group_relative(rewards_N, groups_N, std_normalise=self.config.std_normalise, eps=self.config.std_eps)
 
-    def loss(self, logprobs_N: torch.Tensor, selected: Selected) -> tuple[torch.Tensor, LossMetrics]:
+    def loss(self, logprobs_N: torch.Tensor, inputs: LossInput) -> tuple[torch.Tensor, LossMetrics]:
         """Return ``Σ weight · (clipped policy loss + kl_coef · KL estimate - entropy_coef · entropy)`` and its metrics.
 
         See `clipped_policy_loss` and `agentrl.algo.kl.kl_estimate`. The last two terms have a gradient also where the
@@ -42,33 +42,33 @@ class Grpo:
         ``kl_loss``, ``Σ weight · KL estimate`` before ``kl_coef``.
         """
         on_policy = self.config.old_logprobs == "learner"
-        old_N = logprobs_N.detach() if on_policy else selected.logprobs_N
+        old_N = logprobs_N.detach() if on_policy else inputs.logprobs_N
         loss_N, clipped_N = clipped_policy_loss(
-            logprobs_N, old_N, selected.advantages_N, self.config.clip_low, self.config.clip_high
+            logprobs_N, old_N, inputs.advantages_N, self.config.clip_low, self.config.clip_high
         )
-        metrics = _metrics(logprobs_N.detach(), old_N, clipped_N, selected)
+        metrics = _metrics(logprobs_N.detach(), old_N, clipped_N, inputs)
         if self.needs_reference:
-            reference_N = selected.reference_logprobs_N
+            reference_N = inputs.reference_logprobs_N
             assert reference_N is not None, "the learner gave no log-probabilities of the reference policy"
             kl_N = kl_estimate(logprobs_N, reference_N, self.config.kl_kind)
             loss_N = loss_N + self.config.kl_coef * kl_N
             metrics.sums["kl"] = kl_estimate(logprobs_N.detach(), reference_N, "k3").sum()
-            metrics.totals["kl_loss"] = (selected.weight_N * kl_N.detach()).sum()
+            metrics.totals["kl_loss"] = (inputs.weight_N * kl_N.detach()).sum()
         if self.needs_entropy:
-            assert selected.entropy_N is not None, "the learner gave no entropies"
-            loss_N = loss_N - self.config.entropy_coef * selected.entropy_N
-        return (selected.weight_N * loss_N).sum(), metrics
+            assert inputs.entropy_N is not None, "the learner gave no entropies"
+            loss_N = loss_N - self.config.entropy_coef * inputs.entropy_N
+        return (inputs.weight_N * loss_N).sum(), metrics
 
 
 @torch.no_grad()
-def _metrics(logprobs_N: torch.Tensor, old_N: torch.Tensor, clipped_N: torch.Tensor, selected: Selected) -> LossMetrics:
+def _metrics(logprobs_N: torch.Tensor, old_N: torch.Tensor, clipped_N: torch.Tensor, inputs: LossInput) -> LossMetrics:
     """Ratio and clipping, and how far the sampler's distribution lies from the learner's.
 
     ``sampler_kl`` is the estimator k3 of KL(sampler ‖ learner), ``r - 1 - log r`` with ``r`` learner over sampler
     (Schulman, "Approximating KL Divergence"): never negative, 0 where both agree on every token.
     """
     ratio_N = (logprobs_N - old_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    gap_N = (logprobs_N - selected.logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    gap_N = (logprobs_N - inputs.logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     zero = ratio_N.new_zeros(1)
     return LossMetrics(
         sums={

@@ -1,13 +1,13 @@
-"""What a learner is given. Legend: ``R`` packed bins, ``L`` tokens a bin.
+"""The learner's input. Legend: ``R`` packed bins, ``L`` tokens a bin.
 
-A token's mask, advantage and log-probability stand at the token's own position; it is predicted from the position
-before it. The driver has fixed every denominator already: a loss is the plain sum ``Σ weight · loss(token)``, so
+The mask, advantage and log-probability of a token stand at the token's own position; the token is predicted from the
+position before it. All denominators are already in the weights: the loss is the plain sum ``Σ weight · loss(token)``, so
 neither packing nor the number of ranks changes the gradient.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from agentrl.core.types import RowKey
 
 ProvenanceRule = Literal["strict", "warn"]
-"""What follows where a batch would train on a token that no engine sampled; ``train.provenance``."""
+"""What happens to a batch that would train on a token that no engine sampled; ``train.provenance``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,7 @@ class MicroBatch:
     token_ids_R_L: torch.Tensor
     """int64; padding holds the pad token."""
     position_ids_R_L: torch.Tensor
-    """int64; starts at 0 in every row. Padding counts as a row of its own, so attention never crosses into it."""
+    """int64; starts at 0 in every row. Padding counts as a separate row, so attention never crosses into it."""
     row_R_L: torch.Tensor
     """int32 index into ``keys``; -1 is padding."""
     mask_R_L: torch.Tensor
@@ -55,10 +55,16 @@ class GlobalBatch:
     kind: Literal["rl", "sft"] = "rl"
     """In ``rl`` mask 1 implies sampled; in ``sft`` the mask may hold demonstrated and observed tokens."""
     temperature: float = 1.0
-    """The sampling temperature; log-probabilities of the learner are taken at the same."""
+    """The sampling temperature; the learner computes log-probabilities at the same temperature."""
     lr_scale: float = 1.0
     """The schedule's factor on the learning rate for this step."""
     provenance: ProvenanceRule = "strict"
     """In ``rl``: ``strict`` refuses a token with mask 1 that was not sampled, ``warn`` leaves it out of the loss."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Figures of the batch, such as tokens and padding, to log with the step."""
+    """Metrics of the batch, such as tokens and padding, logged with the step."""
+
+    def for_rank(self, rank: int) -> GlobalBatch:
+        """Return the batch without the micro-batches of other ranks: what is sent to the process of ``rank``."""
+        assert len({len(micro) for micro in self.micro}) == 1, f"unequal shares: {[len(micro) for micro in self.micro]}"
+        own = tuple(micro if index == rank else () for index, micro in enumerate(self.micro))
+        return replace(self, micro=own, metrics={})

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agentrl.batch.microbatch import GlobalBatch, MicroBatch, ProvenanceRule
+from agentrl.batch.microbatch import GlobalBatch, MicroBatch
 from agentrl.core.errors import ProvenanceError
 from agentrl.core.types import MaskReason, Provenance, Row, RowKey
 
@@ -48,51 +48,49 @@ def check_temperature(rows: Iterable[Row], temperature: float) -> None:
             )
 
 
-def check_batch(batch: GlobalBatch) -> None:
-    """Check on the driver that every masked token of an ``rl`` batch was sampled, with a log-probability, a version and
-    a request. The ranks check again: see `admit`.
+def admit(batch: GlobalBatch) -> tuple[GlobalBatch, dict[str, float]]:
+    """Return what may be trained on of a batch, and the metric ``train/provenance_faults``: the masked tokens left out.
 
-    Under ``warn`` the first token that was not is logged, with how many there are.
+    Learner groups call this on the driver before any rank gets its share, so that the ranks stay usable after a refused
+    batch. Every masked token of an ``rl`` batch must be sampled, with a log-probability, a version and a request. Under
+    ``warn`` other tokens lose mask, weight and advantage, and the first is logged; the rest keep their shares of the
+    global batch. Batches of other kinds are returned unchanged, without a metric.
 
     Raises:
         ProvenanceError: under ``strict``, with the first row and token that breaks this, and what is wrong.
     """
     if batch.kind != "rl":
-        return
-    found = [_first(micro, faults) for rank in batch.micro for micro in rank if (faults := _micro_faults(micro))]
-    if not found:
-        return
-    if batch.provenance == "strict":
-        raise _refusal(found[0])
-    count = sum(admit(rank, batch.provenance)[1] for rank in batch.micro)
-    _log.warning("%d tokens are left out of the loss (train.provenance=warn). The first: %s", count, found[0])
-
-
-def admit(batches: Sequence[MicroBatch], rule: ProvenanceRule) -> tuple[tuple[MicroBatch, ...], int]:
-    """Return what may be trained on of a rank's ``rl`` micro-batches, and how many masked tokens may not.
-
-    Under ``warn`` those tokens lose mask, weight and advantage. The others keep their shares of the global batch.
-
-    Raises:
-        ProvenanceError: under ``strict``, where there is such a token.
-    """
-    admitted: list[MicroBatch] = []
+        return batch, {}
+    first: str | None = None
     count = 0
-    for batch in batches:
-        faults = _micro_faults(batch)
-        if faults and rule == "strict":
-            raise _refusal(_first(batch, faults))
-        if faults:
-            bad = torch.from_numpy(np.logical_or.reduce(list(faults.values())))
-            count += int(bad.sum())
-            batch = replace(
-                batch,
-                mask_R_L=batch.mask_R_L & ~bad,
-                weight_R_L=batch.weight_R_L.masked_fill(bad, 0),
-                advantages_R_L=batch.advantages_R_L.masked_fill(bad, 0),
-            )
-        admitted.append(batch)
-    return tuple(admitted), count
+    shares = []
+    for rank in batch.micro:
+        share = []
+        for micro in rank:
+            faults = _micro_faults(micro)
+            if faults:
+                first = first or _first(micro, faults)
+                if batch.provenance == "strict":
+                    raise ProvenanceError(f"{first}; train.provenance=warn would leave it out of the loss")
+                bad = torch.from_numpy(np.logical_or.reduce(list(faults.values())))
+                count += int(bad.sum())
+                micro = _without(micro, bad)
+            share.append(micro)
+        shares.append(tuple(share))
+    if count:
+        _log.warning("%d tokens are left out of the loss (train.provenance=warn). The first: %s", count, first)
+        batch = replace(batch, micro=tuple(shares))
+    return batch, {"train/provenance_faults": float(count)}
+
+
+def _without(micro: MicroBatch, bad_R_L: torch.Tensor) -> MicroBatch:
+    """Return the micro-batch with tokens taken out of the loss."""
+    return replace(
+        micro,
+        mask_R_L=micro.mask_R_L & ~bad_R_L,
+        weight_R_L=micro.weight_R_L.masked_fill(bad_R_L, 0),
+        advantages_R_L=micro.advantages_R_L.masked_fill(bad_R_L, 0),
+    )
 
 
 def _micro_faults(batch: MicroBatch) -> dict[str, NDArray[np.bool_]]:
@@ -131,10 +129,6 @@ def _faults(
         "it has no policy version": mask & (versions < 0),
         "it has no request": mask & (requests < 0),
     }
-
-
-def _refusal(words: str) -> ProvenanceError:
-    return ProvenanceError(f"{words}; train.provenance=warn would leave it out of the loss")
 
 
 def _words(key: RowKey | None, token: int, token_id: int, fault: str) -> str:

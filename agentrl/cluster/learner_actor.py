@@ -15,6 +15,7 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.distributed.base import TensorSpec, WeightGroup
 
 if TYPE_CHECKING:
+    from agentrl.batch.microbatch import GlobalBatch
     from agentrl.learner.base import LearnerRank, RowLogprobs
     from agentrl.learner.export.broadcaster import SendingPlace
     from agentrl.learner.export.bucket import RankBucket
@@ -92,17 +93,13 @@ class LearnerActor:
                 spec.folder, spec.learner, spec.algo, device=device, seed=spec.seed, reference=spec.reference
             )
 
-    def train_step(self, packed: dict[str, Any]) -> dict[str, float]:
+    def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """See `LearnerRank.train_step`."""
-        from agentrl.cluster.transfer import unpack_batch
+        return self._learner.train_step(batch)
 
-        return self._learner.train_step(unpack_batch(packed))
-
-    def logprobs(self, packed: dict[str, Any], policy: str) -> RowLogprobs:
+    def logprobs(self, batch: GlobalBatch, policy: str) -> RowLogprobs:
         """See `LearnerRank.logprobs`."""
-        from agentrl.cluster.transfer import unpack_batch
-
-        return self._learner.logprobs(unpack_batch(packed), policy)
+        return self._learner.logprobs(batch, policy)
 
     def first_bucket(self, bucket_bytes: int, dtype: str | None) -> BucketHead | None:
         """Begin to go through the weights; see `next_bucket`."""

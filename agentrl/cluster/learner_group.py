@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,17 +14,16 @@ import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.batch.provenance import check_batch
+from agentrl.batch.provenance import admit
 from agentrl.cluster.learner_actor import LearnerActor, RankSpec
 from agentrl.cluster.placement_group import Room, Seat, check_cluster, own_seat
 from agentrl.cluster.ray_address import learner_device
 from agentrl.cluster.ray_runtime import RayRuntime, store_bytes
-from agentrl.cluster.transfer import as_tensor, pack_batch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import AgentrlError, LearnerError
 from agentrl.distributed.base import TensorSpec, WeightGroup
-from agentrl.learner.base import HeldBucket, RowLogprobs, split
+from agentrl.learner.base import HeldBucket, RowLogprobs
 from agentrl.learner.export.bucket import views
 from agentrl.obs.waiting import waiting
 
@@ -140,15 +140,16 @@ class RayLearnerGroup:
         self._is_ready = True
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
-        """Take one optimizer step; see `LearnerGroup.train_step`. Ranks that a refused batch never reached stay usable."""
-        check_batch(batch)
-        figures: dict[str, float] = self._call("train_step", self._shares(batch))[0]
-        return figures
+        """Take one optimizer step; see `LearnerGroup.train_step`. The ranks stay usable after a refused batch."""
+        batch, metrics = admit(batch)
+        # Ray copies CPU tensors: 0.06 s for a batch of 512,000 tokens (22 MB), 0.04 s more than as NumPy arrays.
+        reduced: dict[str, float] = self._call("train_step", [(share,) for share in self._shares(batch)])[0]
+        return metrics | reduced
 
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
         """Return log-probabilities by row; see `LearnerGroup.logprobs`."""
         found: RowLogprobs = {}
-        for share in self._call("logprobs", [(*share, policy) for share in self._shares(batch)]):
+        for share in self._call("logprobs", [(share, policy) for share in self._shares(batch)]):
             found |= share
         return found
 
@@ -207,8 +208,10 @@ class RayLearnerGroup:
             if self._runtime is not None:
                 self._runtime.stop()
 
-    def _shares(self, batch: GlobalBatch) -> list[tuple[Any, ...]]:
-        return [(pack_batch(share),) for share in split(batch, len(self._actors))]
+    def _shares(self, batch: GlobalBatch) -> list[GlobalBatch]:
+        ranks = len(self._actors)
+        assert len(batch.micro) == ranks, f"a batch for {len(batch.micro)} ranks came to a learner of {ranks}"
+        return [batch.for_rank(rank) for rank in range(ranks)]
 
     def _call(
         self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, at_least_s: float = 0.0
@@ -281,7 +284,9 @@ class RayBucket:
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weights on the CPU; see `HeldBucket.tensors`."""
         [flat] = self._group.of_bucket(self._turn, "bucket_bytes", ranks=1)
-        return views(self.specs, as_tensor(flat))
+        with warnings.catch_warnings():  # Ray's memory is read-only, and nothing writes to it
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return views(self.specs, torch.from_numpy(flat))
 
     def save(self, file: Path) -> None:
         """Have rank 0 write them; see `HeldBucket.save`."""

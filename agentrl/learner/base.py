@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,34 +15,10 @@ from agentrl.distributed.base import TensorSpec, WeightGroup
 if TYPE_CHECKING:
     import torch
 
-    from agentrl.batch.microbatch import GlobalBatch, MicroBatch
+    from agentrl.batch.microbatch import GlobalBatch
 
 RowLogprobs = dict[RowKey, NDArray[np.float32]]
 """By row: float32 ``[T]``, each token's log-probability given those before it; 0 for the first."""
-
-
-@dataclass(slots=True, eq=False)
-class RankBatch:
-    """One data-parallel rank's share of a `GlobalBatch`; the fields mean what they mean there."""
-
-    micro: tuple[MicroBatch, ...]
-    """The micro-batches, equally many on every rank."""
-    kind: Literal["rl", "sft"] = "rl"
-    """What the mask may hold, and which loss is taken."""
-    temperature: float = 1.0
-    """Log-probabilities are those of the distribution at this temperature."""
-    lr_scale: float = 1.0
-    """The schedule's factor on the learning rate."""
-    provenance: Literal["strict", "warn"] = "strict"
-    """Whether a token with mask 1 that was not sampled is refused or left out."""
-
-
-def split(batch: GlobalBatch, ranks: int) -> list[RankBatch]:
-    """Return each rank's share of ``batch``."""
-    counts = {len(micro) for micro in batch.micro}
-    assert len(batch.micro) == ranks, f"a batch for {len(batch.micro)} ranks came to a learner of {ranks}"
-    assert len(counts) == 1, f"ranks have different numbers of micro-batches: {sorted(counts)}"
-    return [RankBatch(micro, batch.kind, batch.temperature, batch.lr_scale, batch.provenance) for micro in batch.micro]
 
 
 class WeightSource(Protocol):
@@ -64,19 +39,21 @@ class WeightSource(Protocol):
 
 
 class LearnerRank(WeightSource, Protocol):
-    """One rank. All ranks are called in the same order with the same arguments but for their share of the batch."""
+    """One rank of a learner. All ranks are called in the same order, with the same arguments or their `for_rank` share."""
 
-    def train_step(self, batch: RankBatch) -> dict[str, float]:
-        """Take one optimizer step; return metrics of the global batch, the same on every rank.
+    def train_step(self, batch: GlobalBatch) -> dict[str, float]:
+        """Take one optimizer step on ``batch.micro`` of this rank, which `admit` has checked.
+
+        Returns:
+            metrics of the global batch, the same on every rank.
 
         Raises:
-            ProvenanceError: the batch would train on a token that nobody sampled, and ``provenance`` is ``strict``.
             LearnerError: the gradient is not finite; weights and optimizer are as before.
 
         """
         ...
 
-    def logprobs(self, batch: RankBatch, policy: str = "main") -> RowLogprobs:
+    def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
         """Return the log-probabilities of this rank's rows.
 
         Raises:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from agentrl.batch.provenance import check_batch
+from agentrl.batch.provenance import admit
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
-from agentrl.learner.base import RowLogprobs, split
+from agentrl.learner.base import RowLogprobs
 from agentrl.learner.device import collectives, pick_device
 from agentrl.learner.export.single_process import Outgoing
 from agentrl.learner.registry import make_rank
@@ -39,12 +39,12 @@ class LocalLearnerGroup(Outgoing):
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step; see `LearnerGroup.train_step`."""
-        check_batch(batch)
-        return self.rank.train_step(split(batch, 1)[0])
+        batch, metrics = admit(batch)
+        return metrics | self.rank.train_step(batch)
 
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
         """Return log-probabilities by row; see `LearnerGroup.logprobs`."""
-        return self.rank.logprobs(split(batch, 1)[0], policy)
+        return self.rank.logprobs(batch, policy)
 
     def sleep(self) -> None:
         """Give the device's memory back; see `LearnerGroup.sleep`."""

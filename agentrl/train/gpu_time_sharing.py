@@ -1,4 +1,4 @@
-"""Learner and engines on the same GPUs, in turns: whoever does not work has given its memory back."""
+"""GPU time sharing of learner and engines (colocation): the idle side has released its GPU memory."""
 
 from __future__ import annotations
 
@@ -12,56 +12,59 @@ from agentrl.learner.base import LearnerGroup
 from agentrl.obs.progress import Stopwatch
 
 
-class Turns:
-    """Hands the GPUs over. At the beginning engines and learner may both hold memory, or the learner may be asleep."""
+class GpuTimeSharing:
+    """Switches the GPUs between learner and engines. Initially both may hold memory, or the learner may be offloaded."""
 
     def __init__(self, fleet: Fleet) -> None:
-        """Watch over the engines of ``fleet``, none of which may be started again while it is the learner's turn."""
+        """Share with the engines of ``fleet``, none of which may be restarted while the learner holds the GPUs."""
         self._fleet = fleet
-        self._learns = False
-        """It is the learner's turn."""
+        self._learner_active = False
 
-    async def to_learner(self, learner: LearnerGroup, watch: Stopwatch) -> None:
-        """Let the learner work; ``watch`` gets the seconds as ``wake``. Nothing where it is its turn already.
+    async def switch_to_learner(self, learner: LearnerGroup, watch: Stopwatch) -> None:
+        """Release the engines' memory and wake the learner; ``watch`` gets the seconds as ``wake``.
+
+        Returns at once if the learner is active already.
 
         Raises:
-            EngineError: an engine that lives keeps its memory.
+            EngineError: a live engine keeps its memory.
             LearnerError: there is not enough memory for the learner, or a rank failed.
 
         """
-        if self._learns:
+        if self._learner_active:
             return
         with watch("wake"):
             await self.on_live(lambda engine: engine.release_memory())
             await self._fleet.ended()
             await asyncio.to_thread(learner.wake)
-        self._learns = True
+        self._learner_active = True
 
-    async def to_engines(self, learner: LearnerGroup, send: Callable[[], Awaitable[None]], watch: Stopwatch) -> None:
-        """Let the engines sample with the weights that ``send`` brings them, which both hold meanwhile.
+    async def switch_to_engines(
+        self, learner: LearnerGroup, sync: Callable[[], Awaitable[None]], watch: Stopwatch
+    ) -> None:
+        """Sync the weights while learner and engines both hold theirs, offload the learner, and restore KV caches.
 
-        ``watch`` gets the seconds of sending as ``sync`` and all others as ``sleep``.
+        ``watch`` gets the seconds of ``sync`` as ``sync`` and all others as ``sleep``.
 
         Raises:
-            EngineError: an engine that lives does not take its memory or the weights.
+            EngineError: a live engine does not restore its memory or does not take the weights.
             LearnerError: a rank failed.
 
         """
-        await self.to_learner(learner, watch)
+        await self.switch_to_learner(learner, watch)
         with watch("sleep"):
             await self.on_live(lambda engine: engine.take_back_memory("weights"))
         with watch("sync"):
-            await send()
+            await sync()
         with watch("sleep"):
             await asyncio.to_thread(learner.sleep)
             await self.on_live(lambda engine: engine.take_back_memory("kv_cache"))
-        self._learns = False
+        self._learner_active = False
 
     async def on_live(self, call: Callable[[EngineControl], Awaitable[None]]) -> None:
-        """Make a call to every engine that lives, at the same time. One that turns out to be lost may fail it.
+        """Call all live engines concurrently. Errors of engines that turn out to be lost are ignored.
 
         Raises:
-            EngineError: of an engine that lives.
+            EngineError: of a live engine.
 
         """
         engines = self._fleet.live

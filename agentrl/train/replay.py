@@ -1,4 +1,4 @@
-"""Training on rollouts from disk: no engine, no tool server, no weights to send, nothing to evaluate with."""
+"""Training on recorded rollouts: without engines, tool servers, weight sync and evaluation."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentrl.algo.base import rollout_advantages
+from agentrl.algo.registry import make_algorithm
 from agentrl.batch.groups import group_rollouts
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, RunStopped
@@ -23,14 +25,13 @@ from agentrl.render.base import Renderer
 from agentrl.render.registry import make_renderer
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import OnDone
-from agentrl.train.batches import rollout_advantages
 
-LOOKED_AT = 8
-"""Rollouts of a step whose prompts must read the same with this model's tokenizer, one of them at least."""
+CHECKED_PROMPTS = 8
+"""Rollouts of a step whose prompts are decoded with this model's tokenizer; at least one must match its recorded text."""
 
 
-class Samples:
-    """Recorded rollouts by step: a file a step of a run, or the groups of one file by ``batch_size``.
+class RecordedRollouts:
+    """Recorded rollouts by step: the files of a run, one per step, or one file whose groups make steps of ``batch_size``.
 
     Raises:
         ConfigError: there is no such file or folder, or it holds no rollouts.
@@ -59,7 +60,7 @@ class Samples:
         return read_rollouts(self._files[index]) if self._files else self._steps[index]
 
     def name(self, index: int) -> str:
-        """Return what a step is called in messages."""
+        """Return the name of a step for messages."""
         return str(self._files[index]) if self._files else f"{self.path}, step {index + 1}"
 
 
@@ -79,37 +80,37 @@ class Replay:
     """Implements `agentrl.train.sampling.RolloutSource` with recorded rollouts."""
 
     config: Config
-    recorded: Samples
+    recorded: RecordedRollouts
     check: SampleCheck
     interrupt: Interrupt
 
     @property
     def steps(self) -> int:
-        """As many steps as were recorded, or ``train.steps`` where that is less."""
+        """Return the number of recorded steps, or ``train.steps`` if that is less."""
         return min(self.config.train.steps, len(self.recorded))
 
     @property
     def samples(self) -> bool:
-        """No."""
+        """Return False."""
         return False
 
     @property
     def pad_token_id(self) -> int:
-        """The tokenizer's."""
+        """Return the tokenizer's pad token."""
         return self.check.renderer.pad_token_id
 
     @property
-    def sets(self) -> Sequence[TaskChoice]:
-        """Nothing samples, so nothing is evaluated."""
+    def eval_sets(self) -> Sequence[TaskChoice]:
+        """Return no sets: there is no engine to evaluate with."""
         return ()
 
-    async def follow(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
-        """Nobody samples with the weights."""
+    async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
+        """Do nothing: there is no engine."""
 
-    async def make_way(self, learner: LearnerGroup, watch: Stopwatch) -> None:
-        """Nobody is in the way."""
+    async def release_gpus_for_training(self, learner: LearnerGroup, watch: Stopwatch) -> None:
+        """Do nothing: there is no engine."""
 
-    async def take(self, step: int, position: int) -> list[Rollout]:
+    async def get_rollouts(self, step: int, position: int) -> list[Rollout]:
         """Read the rollouts of a step."""
         if self.interrupt.requested.is_set():
             raise RunStopped("interrupted")
@@ -117,33 +118,33 @@ class Replay:
         self.check(rollouts, self.recorded.name(step - 1))
         return rollouts
 
-    async def trained(self, step: int, advantages: Mapping[str, float]) -> None:
-        """The rollouts lie elsewhere already."""
+    async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:
+        """Do nothing: the rollouts are already recorded."""
 
-    def figures(self) -> dict[str, float]:
-        """Return nothing: nobody samples."""
+    def metrics(self) -> dict[str, float]:
+        """Return no metrics: nothing is sampled."""
         return {}
 
     async def evaluate(self, on_done: OnDone) -> list[SetResult]:
-        """Return nothing."""
+        """Return no results."""
         return []
 
 
 @dataclass(frozen=True, slots=True)
 class SampleCheck:
-    """Refuses rollouts that this run's model cannot be trained on.
+    """Refuses recorded rollouts that this run's model cannot be trained on.
 
     Raises:
-        ConfigError: with where they lie and what is wrong.
+        ConfigError: with the file and the fault.
 
     """
 
     vocabulary: int
-    """Tokens that the model knows."""
+    """Number of tokens of the model."""
     renderer: Renderer
-    """Of the model's tokenizer."""
+    """With the model's tokenizer."""
     temperature: float
-    """``sampler.temperature``: the learner's log-probabilities are taken at it."""
+    """``sampler.temperature``, at which the learner computes log-probabilities."""
 
     def __call__(self, rollouts: Sequence[Rollout], where: str) -> None:
         """Check the rollouts of a step."""
@@ -172,7 +173,7 @@ class SampleCheck:
         self._check_prompts(rollouts, where)
 
     def _check_prompts(self, rollouts: Sequence[Rollout], where: str) -> None:
-        some = [rollout for rollout in rollouts if rollout.prompt and rollout.rows][:LOOKED_AT]
+        some = [rollout for rollout in rollouts if rollout.prompt and rollout.rows][:CHECKED_PROMPTS]
         read = [self._prompts(rollout) for rollout in some]
         if some and not any(rollout.prompt in prompts for rollout, prompts in zip(some, read, strict=True)):
             raise ConfigError(
@@ -181,7 +182,7 @@ class SampleCheck:
             )
 
     def _prompts(self, rollout: Rollout) -> list[str]:
-        """Return what stands in each row before the first sampled token."""
+        """Return the text of each row before its first sampled token."""
         starts = [int((row.provenance != Provenance.OBSERVED).argmax()) for row in rollout.rows]
         return [self.renderer.decode(row.token_ids[:at].tolist()) for row, at in zip(rollout.rows, starts, strict=True)]
 
@@ -194,7 +195,7 @@ def sample_check(model: Path, temperature: float) -> SampleCheck:
 
 
 def check_replay(config: Config, path: Path) -> list[str]:
-    """Check the first step of what is to be replayed, and return in a few lines what would run.
+    """Check the first recorded step, and describe the run in a few lines.
 
     Raises:
         UserError: with the value and the key to change.
@@ -208,12 +209,13 @@ def check_replay(config: Config, path: Path) -> list[str]:
             f"model.warm_start={config.model.warm_start} with --replay: a new warm start is not the policy that sampled; "
             "set model.warm_start=null model.warm_start_options={} and model.path=RUN/warm_start/model, of the recorded run"
         )
-    samples = Samples(path, config.rollout.batch_size)
+    samples = RecordedRollouts(path, config.rollout.batch_size)
     model = resolve_model(config.model.path)
     rollouts = samples[0]
     sample_check(model, config.sampler.temperature)(rollouts, samples.name(0))
     groups = group_rollouts(rollouts)
-    if len(samples) == 1 and not config.algo.trains_everything and not any(rollout_advantages(config, groups).values()):
+    advantages = rollout_advantages(make_algorithm(config.algo), groups)
+    if len(samples) == 1 and not config.algo.trains_everything and not any(advantages.values()):
         raise ConfigError(
             f"--replay {path}: there is nothing to learn: the rewards of every task's rollouts are all equal "
             f"({len(groups.prompt_ids_G)} tasks, {len(groups.rollouts_N)} rollouts); sample several a task with "

@@ -39,7 +39,7 @@ from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_dir import choose_folder
 from agentrl.runtime.services import open_stack
 from agentrl.runtime.task_order import TaskOrder
-from agentrl.train.replay import Replay, Samples, sample_check
+from agentrl.train.replay import RecordedRollouts, Replay, sample_check
 from agentrl.train.sampling import RolloutSource, Sampling
 from agentrl.train.trainer import Trainer
 from agentrl.train.warm_start import warmed_model
@@ -179,7 +179,7 @@ async def _open_sampling(
             after=session.state["step"] if session.resume else None,
         ),
         interrupt=interrupt,
-        sets=choose_tasks(config, tasks),
+        eval_sets=choose_tasks(config, tasks),
         # A learner that sleeps has nothing on a GPU that an engine could open.
         restart_sync=_make_sync(session, "tensor") if config.weights.transport == "ipc" else None,
     )
@@ -201,7 +201,7 @@ def _make_sync(session: Session, transport: str) -> WeightSync:
 
 
 async def _open_replay(session: Session, replay: Path, interrupt: Interrupt) -> RolloutSource:
-    samples = Samples(replay, session.config.rollout.batch_size)
+    samples = RecordedRollouts(replay, session.config.rollout.batch_size)
     check = sample_check(session.model, session.config.sampler.temperature)
     return Replay(session.config, samples, check, interrupt)
 
@@ -292,8 +292,8 @@ def _farewell(session: Session, trainer: Trainer, curve: Path | None) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    if trainer.figures:
-        shown = {key: round(value, 4) for key, value in trainer.figures.items() if _worth_a_look(key)}
+    if trainer.evaluation:
+        shown = {key: round(value, 4) for key, value in trainer.evaluation.items() if _worth_a_look(key)}
         session.console.print(json.dumps(shown), highlight=False)
 
 

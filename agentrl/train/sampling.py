@@ -1,4 +1,4 @@
-"""Where the rollouts of a step come from: sampled with the present policy here, or from disk (`agentrl.train.replay`)."""
+"""The rollouts of a training step: sampled with the current policy here, or read from disk (`agentrl.train.replay`)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import OnDone, sample_watched, step_jobs
 from agentrl.runtime.services import Stack
 from agentrl.runtime.task_order import TaskOrder
-from agentrl.train.gpu_time_sharing import Turns
+from agentrl.train.gpu_time_sharing import GpuTimeSharing
 from agentrl.weight_sync.base import WeightSync
 
 
 class RolloutSource(Protocol):
-    """Gives a trainer its rollouts."""
+    """Supplies the trainer with rollouts, and receives the weights that the learner trains on them."""
 
     @property
     def steps(self) -> int:
@@ -38,7 +38,7 @@ class RolloutSource(Protocol):
 
     @property
     def samples(self) -> bool:
-        """Whether rollouts are sampled as they are taken; otherwise the time that takes says nothing."""
+        """Whether `get_rollouts` samples them, so that its duration is a sampling time."""
         ...
 
     @property
@@ -47,37 +47,37 @@ class RolloutSource(Protocol):
         ...
 
     @property
-    def sets(self) -> Sequence[TaskChoice]:
-        """What to evaluate on; without any nothing is evaluated."""
+    def eval_sets(self) -> Sequence[TaskChoice]:
+        """The evaluation sets; without any nothing is evaluated."""
         ...
 
-    async def follow(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
-        """Bring the learner's weights, as policy ``version``, to whoever samples; ``watch`` gets the seconds."""
+    async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
+        """Sync the learner's weights, as policy ``version``, to the engines; ``watch`` gets the seconds."""
         ...
 
-    async def take(self, step: int, position: int) -> list[Rollout]:
-        """Return the rollouts of ``step`` (from 1); ``position`` tasks were taken before.
+    async def get_rollouts(self, step: int, position: int) -> list[Rollout]:
+        """Return the rollouts of ``step`` (from 1), of the tasks from ``position`` in the task order.
 
         Raises:
-            AgentrlError: they cannot be had; `RunStopped` where Ctrl-C or the failure policy ends the run.
+            AgentrlError: sampling or reading failed; `RunStopped` if Ctrl-C or the failure policy ends the run.
 
         """
         ...
 
-    async def make_way(self, learner: LearnerGroup, watch: Stopwatch) -> None:
-        """Leave what the learner needs to train to it, until `follow`; ``watch`` gets the seconds."""
+    async def release_gpus_for_training(self, learner: LearnerGroup, watch: Stopwatch) -> None:
+        """Release GPU memory that the learner needs to train, until `sync_weights`; ``watch`` gets the seconds."""
         ...
 
-    async def trained(self, step: int, advantages: Mapping[str, float]) -> None:
-        """Hear, by ``rollout_id``, with which advantages the rollouts of ``step`` are trained."""
+    async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:
+        """Record that ``step`` was trained, with the advantages of its rollouts by ``rollout_id``."""
         ...
 
-    def figures(self) -> dict[str, float]:
-        """Return what a step's row shows of whoever sampled, since the last call."""
+    def metrics(self) -> dict[str, float]:
+        """Return sampling metrics for the row of a step, collected since the last call."""
         ...
 
     async def evaluate(self, on_done: OnDone) -> list[SetResult]:
-        """Evaluate on `sets`; ``on_done`` gets every rollout."""
+        """Evaluate on `eval_sets`; ``on_done`` is called with every rollout."""
         ...
 
 
@@ -85,9 +85,8 @@ class RolloutSource(Protocol):
 class Sampling:
     """Implements `RolloutSource` with the engines and the tool servers of a run.
 
-    An engine that was started again gets the learner's weights while episodes are played: only then does nobody else use
-    the learner, and are its weights those of a whole step. Where engines and learner have the same GPUs in turns, it is
-    started only then, too.
+    A restarted engine gets the learner's weights while episodes run: only then is the learner idle and at the end of a
+    whole step. With GPU time sharing, the engine is also started only then.
     """
 
     config: Config
@@ -96,30 +95,30 @@ class Sampling:
     sync: WeightSync
     recorder: RolloutRecorder
     interrupt: Interrupt
-    sets: Sequence[TaskChoice] = ()
-    """What to evaluate on."""
+    eval_sets: Sequence[TaskChoice] = ()
+    """The evaluation sets."""
     restart_sync: WeightSync | None = None
-    """Brings the weights to an engine that was started again, where ``sync`` cannot while the learner sleeps."""
-    _turns: Turns | None = field(default=None, init=False)
-    """None: the engines keep their memory, and the learner its own."""
+    """Syncs weights to restarted engines, if ``sync`` cannot while the learner is offloaded."""
+    _gpu_sharing: GpuTimeSharing | None = field(default=None, init=False)
+    """None: engines and learner both keep their memory."""
     _runner: EpisodeRunner | None = field(default=None, init=False)
     _learner: LearnerGroup | None = field(default=None, init=False)
     _version: int = field(default=0, init=False)
-    """Of the learner's weights."""
-    _sent: int | None = field(default=None, init=False)
-    """The version that engines were sent last."""
-    _busy: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
-    """Held by whoever uses the learner; by the trainer wherever no episodes are played."""
+    """Policy version of the learner's weights."""
+    _synced: int | None = field(default=None, init=False)
+    """Policy version of the engines' weights."""
+    _learner_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """Held by the user of the learner: by the trainer, except while episodes run."""
 
     async def open(self) -> None:
-        """Begin: the learner is the trainer's."""
-        await self._busy.acquire()
+        """Connect to the fleet's restarts; the trainer has exclusive use of the learner from here on."""
+        await self._learner_lock.acquire()
         fleet = self.stack.fleet
         if self.config.placement.mode == "colocate":
-            self._turns = Turns(fleet)
-            fleet.resend_with(self._resend, launch_in=self._busy)
+            self._gpu_sharing = GpuTimeSharing(fleet)
+            fleet.resend_with(self._sync_restarted, launch_in=self._learner_lock)
         else:
-            fleet.resend_with(self._resend)
+            fleet.resend_with(self._sync_restarted)
 
     @property
     def steps(self) -> int:
@@ -128,41 +127,41 @@ class Sampling:
 
     @property
     def samples(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     @property
     def pad_token_id(self) -> int:
-        """The tokenizer's."""
+        """Return the tokenizer's pad token."""
         return self.stack.renderer.pad_token_id
 
-    async def follow(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
-        """Send the weights to all engines, unless ``weights.sync_every`` lets these wait.
+    async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
+        """Sync the weights to all engines, or only every ``weights.sync_every`` versions.
 
         Raises:
-            EngineError: an engine that lives did not take them.
+            EngineError: a live engine did not take them.
 
         """
         self._learner, self._version = learner, version
-        if self._turns is not None:
-            await self._turns.to_engines(learner, self._send, watch)
-        elif self._sent is None or version - self._sent >= self.config.weights.sync_every:
+        if self._gpu_sharing is not None:
+            await self._gpu_sharing.switch_to_engines(learner, self._push, watch)
+        elif self._synced is None or version - self._synced >= self.config.weights.sync_every:
             with watch("sync"):
-                await self._send()
+                await self._push()
 
-    async def make_way(self, learner: LearnerGroup, watch: Stopwatch) -> None:
-        """Take the engines' memory from them, where the learner needs it.
+    async def release_gpus_for_training(self, learner: LearnerGroup, watch: Stopwatch) -> None:
+        """Release the engines' memory if they share GPUs with the learner.
 
         Raises:
-            EngineError: an engine that lives keeps its memory.
+            EngineError: a live engine keeps its memory.
             LearnerError: there is not enough memory for the learner.
 
         """
-        if self._turns is not None:
-            await self._turns.to_learner(learner, watch)
+        if self._gpu_sharing is not None:
+            await self._gpu_sharing.switch_to_learner(learner, watch)
 
-    async def _send(self) -> None:
-        assert self._learner is not None, "follow comes first"
+    async def _push(self) -> None:
+        assert self._learner is not None, "sync_weights comes first"
         fleet = self.stack.fleet
         while engines := fleet.live:
             try:
@@ -172,45 +171,47 @@ class Sampling:
                 await fleet.look()
                 if set(engines) <= set(fleet.live):
                     raise
-                # One of them is lost. It gets the weights once it is back; the others get them from the beginning.
-        self._sent = self._version
+                # One engine is lost. It gets the weights after its restart; the others get them from the beginning.
+        self._synced = self._version
 
-    async def _resend(self, engine: EngineControl) -> int:
-        async with nullcontext() if self._turns is not None else self._busy:  # in turns, all of a restart is inside
-            assert self._learner is not None, "episodes are played with its weights"
+    async def _sync_restarted(self, engine: EngineControl) -> int:
+        """Sync the weights to a restarted engine and return their version."""
+        # With GPU time sharing the whole restart already runs under the lock.
+        async with nullcontext() if self._gpu_sharing is not None else self._learner_lock:
+            assert self._learner is not None, "episodes run only after the first sync"
             await (self.restart_sync or self.sync).push(self._learner, [engine], self._version)
             return self._version
 
     @asynccontextmanager
-    async def _playing(self) -> AsyncIterator[None]:
-        """Leave the learner to engines that were started again."""
-        self._busy.release()
+    async def _episodes_running(self) -> AsyncIterator[None]:
+        """Let restarted engines use the learner."""
+        self._learner_lock.release()
         try:
             yield
         finally:
-            await self._busy.acquire()
+            await self._learner_lock.acquire()
 
-    async def take(self, step: int, position: int) -> list[Rollout]:
-        """Play a step's episodes; each rollout is on disk once it has its reward."""
+    async def get_rollouts(self, step: int, position: int) -> list[Rollout]:
+        """Run a step's episodes; each rollout is written to disk as soon as it has its reward."""
         jobs = step_jobs(self.config, self.order, step, position, self.config.rollout.batch_size)
         self.recorder.begin(step, jobs[0].task.id)
         self._runner = self._runner or self.stack.runner()
         write = partial(self.recorder.write, step)
-        self.stack.fleet.figures()  # what came before, such as an evaluation, is not of this step
-        async with self._playing():
+        self.stack.fleet.figures()  # drops what was measured before the step, such as in an evaluation
+        async with self._episodes_running():
             return await sample_watched(self._runner, jobs, self.stack, self.interrupt, write)
 
-    def figures(self) -> dict[str, float]:
-        """Return the fleet's."""
+    def metrics(self) -> dict[str, float]:
+        """Return the fleet's metrics."""
         return self.stack.fleet.figures()
 
-    async def trained(self, step: int, advantages: Mapping[str, float]) -> None:
-        """Write the advantages beside the step's rollouts."""
+    async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:
+        """Write the advantages next to the step's rollouts."""
         await asyncio.to_thread(self.recorder.finish, step, advantages)
 
     async def evaluate(self, on_done: OnDone) -> list[SetResult]:
-        """Play the episodes of all sets, with the newest weights."""
-        if self._sent != self._version:
-            await self._send()
-        async with self._playing():
-            return await evaluate_watched(self.sets, self.stack, self.interrupt, on_done)
+        """Run the episodes of all evaluation sets, with the newest weights."""
+        if self._synced != self._version:
+            await self._push()
+        async with self._episodes_running():
+            return await evaluate_watched(self.eval_sets, self.stack, self.interrupt, on_done)

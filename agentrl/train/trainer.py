@@ -1,14 +1,16 @@
-"""The training loop: get rollouts, learn, send weights, measure, save."""
+"""The training loop: rollouts, optimizer steps, weight sync, metrics, evaluation, checkpoints."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.batch.groups import RolloutGroups, group_rollouts
+from agentrl.algo.base import rollout_advantages
+from agentrl.algo.registry import make_algorithm
+from agentrl.batch.groups import group_rollouts
 from agentrl.config.schema import Config
 from agentrl.core.errors import AgentrlError
 from agentrl.core.types import Rollout
@@ -21,13 +23,14 @@ from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.obs.rollout_panel import rollout_panel
 from agentrl.obs.waiting import PHASE, waiting
-from agentrl.train.batches import merge_figures, rollout_advantages, rollout_figures, train_batches
+from agentrl.train.batches import train_batches
 from agentrl.train.sampling import RolloutSource
+from agentrl.train.step_metrics import merge_metrics, rollout_metrics
 
 
 @dataclass(slots=True)
 class Trainer:
-    """One run in progress; `agentrl.train.run` builds it."""
+    """The state and the loop of one training run; built by `agentrl.train.run`."""
 
     config: Config
     source: RolloutSource
@@ -38,18 +41,18 @@ class Trainer:
     step: int = 0
     """Finished steps, each of one batch of rollouts; also the policy version."""
     position: int = 0
-    """Tasks taken from the order since the run's start."""
+    """Tasks taken from the task order since the start of the run."""
     saved: int = -1
     """The step of the newest checkpoint."""
     spent_s: float = 0.0
-    """Seconds in training steps, evaluations left out."""
-    figures: dict[str, float] = field(default_factory=dict)
-    """The newest evaluation."""
+    """Seconds in training steps, without evaluations."""
+    evaluation: dict[str, float] = field(default_factory=dict)
+    """Metrics of the newest evaluation."""
     _ahead: int = field(default=0, init=False)
-    """Optimizer steps that the learner has taken in a step that is not finished."""
+    """Optimizer steps that the learner has taken in the unfinished training step."""
 
     async def run(self) -> None:
-        """Train to the end. Whatever ends it earlier, the last finished step is saved first."""
+        """Train to the last step. If anything ends the run early, the last finished step is saved first."""
         try:
             await self._loop()
         except (Exception, asyncio.CancelledError) as error:
@@ -59,69 +62,74 @@ class Trainer:
 
     async def _loop(self) -> None:
         plan = self.config.train
-        await self._follow(Stopwatch())
+        await self._sync_weights(Stopwatch())
         if plan.eval_first and self.step == 0:
             await self._evaluate()
-        while not self._over():
+        while not self._finished():
             await self._step()
-            if self._over() or (plan.eval_every and self.step % plan.eval_every == 0):
+            if self._finished() or (plan.eval_every and self.step % plan.eval_every == 0):
                 await self._evaluate()
-                if reached(plan.stop_at, self.figures):
+                if reached(plan.stop_at, self.evaluation):
                     break
             if plan.save_every and self.step % plan.save_every == 0:
                 self._save()
 
-    def _over(self) -> bool:
+    async def _step(self) -> None:
+        """Take one training step: rollouts, optimizer steps, weight sync, metrics."""
+        watch, start, name = Stopwatch(), time.perf_counter(), f"step {self.step + 1}"
+        self.view.phase("rollout")
+        with watch("rollout"), waiting(PHASE, name, "rollout"):
+            rollouts = await self.source.get_rollouts(self.step + 1, self.position)
+        self._show_best(rollouts)
+
+        self.view.phase("learn")
+        groups = group_rollouts(rollouts)
+        advantages = rollout_advantages(make_algorithm(self.config.algo), groups)
+        batches = train_batches(self.config, rollouts, advantages, self.source.pad_token_id)
+        optimizer_steps: list[Mapping[str, float]] = []
+        if batches:
+            await self.source.release_gpus_for_training(self.learner, watch)
+            with watch("train"), waiting(PHASE, name, "train"):
+                for batch in batches:
+                    learned = await asyncio.to_thread(self.learner.train_step, batch)
+                    optimizer_steps.append(batch.metrics | learned)
+                    self._ahead += 1
+        self.step, self._ahead = self.step + 1, 0
+        self.position += self.config.rollout.batch_size
+        await self.source.on_step_trained(self.step, advantages)
+        await self._sync_weights(watch)
+
+        self.spent_s += time.perf_counter() - start
+        times = watch.figures() | {"time/step_s": time.perf_counter() - start}
+        sampled_s = times["time/rollout_s"] if self.source.samples else None
+        row = rollout_metrics(rollouts, groups, sampled_s) | self.source.metrics()
+        row |= merge_metrics(optimizer_steps) if optimizer_steps else {"train/skipped": 1.0}
+        row |= times | {"train/version": float(self.step)}
+        self.metrics.write(self.step, row)
+        self.view.step(self.step, row, self._seconds_left())
+        self.metrics.samples(self.step, rollouts)
+
+    async def _sync_weights(self, watch: Stopwatch) -> None:
+        self.view.phase("weights")
+        with waiting(PHASE, f"step {self.step}", "weights"):
+            await self.source.sync_weights(self.learner, self.step, watch)
+
+    def _finished(self) -> bool:
         left = self._seconds_left()
         return self.step >= self.source.steps or (left is not None and left <= 0)
 
     def _seconds_left(self) -> float | None:
-        """Return what ``train.minutes`` leaves, None where it is not set."""
+        """Return what is left of ``train.minutes``, or None without that limit."""
         minutes = self.config.train.minutes
         return None if minutes is None else 60 * minutes - self.spent_s
 
-    async def _step(self) -> None:
-        watch, start = Stopwatch(), time.perf_counter()
-        self.view.phase("rollout")
-        with watch("rollout"), waiting(PHASE, f"step {self.step + 1}", "rollout"):
-            rollouts = await self.source.take(self.step + 1, self.position)
+    def _show_best(self, rollouts: Sequence[Rollout]) -> None:
         if self.step == 0 and rollouts:
             best = max(rollouts, key=lambda rollout: (rollout.reward, len(rollout.turns)))
             self.view.note(rollout_panel(best, f"a rollout of step 1, task {best.prompt_id}"))
-        groups = group_rollouts(rollouts)
-        learned = await self._learn(groups, watch)
-        self.step += 1
-        self.position += self.config.rollout.batch_size
-        self._ahead = 0
-        await self._follow(watch)
-        self.spent_s += time.perf_counter() - start
-        times = watch.figures() | {"time/step_s": time.perf_counter() - start}
-        sampled_s = times["time/rollout_s"] if self.source.samples else None
-        self._log(rollout_figures(rollouts, groups, sampled_s) | self.source.figures() | learned | times)
-        self.metrics.samples(self.step, rollouts)
-
-    async def _learn(self, groups: RolloutGroups, watch: Stopwatch) -> dict[str, float]:
-        self.view.phase("learn")
-        advantages = rollout_advantages(self.config, groups)
-        await self.source.trained(self.step + 1, advantages)
-        batches = train_batches(self.config, groups, advantages, self.source.pad_token_id)
-        if not batches:
-            return {"train/skipped": 1.0}
-        figures = []
-        await self.source.make_way(self.learner, watch)
-        with watch("train"), waiting(PHASE, f"step {self.step + 1}", "train"):
-            for batch in batches:
-                figures.append(batch.metrics | await asyncio.to_thread(self.learner.train_step, batch))
-                self._ahead += 1
-        return merge_figures(figures)
-
-    async def _follow(self, watch: Stopwatch) -> None:
-        self.view.phase("weights")
-        with waiting(PHASE, f"step {self.step}", "weights"):
-            await self.source.follow(self.learner, self.step, watch)
 
     async def _evaluate(self) -> None:
-        sets = self.source.sets
+        sets = self.source.eval_sets
         if not sets:
             return
         start, done = time.perf_counter(), 0
@@ -135,18 +143,13 @@ class Trainer:
         self.view.phase(f"evaluate 0/{total}")
         with waiting(PHASE, f"step {self.step}", "evaluation"):
             results = await self.source.evaluate(count)
-        self.figures = flat_figures(results) | {"time/eval_s": time.perf_counter() - start}
-        self.metrics.write(self.step, self.figures)
+        self.evaluation = flat_figures(results) | {"time/eval_s": time.perf_counter() - start}
+        self.metrics.write(self.step, self.evaluation)
         for line in results_lines(results):
             self.view.note(f"evaluation after step {self.step}: {line}")
 
-    def _log(self, figures: Mapping[str, float]) -> None:
-        row = {**figures, "train/version": float(self.step)}
-        self.metrics.write(self.step, row)
-        self.view.step(self.step, row, self._seconds_left())
-
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside the learner's own state."""
+        """Return what a resumed run needs in addition to the learner's state."""
         return {"step": self.step, "position": self.position, "spent_s": self.spent_s, "seed": self.config.run.seed}
 
     def _save(self) -> None:
@@ -158,7 +161,7 @@ class Trainer:
         self.saved = self.step
 
     def _save_after(self, error: BaseException) -> None:
-        """Save on the way out; where the learner itself failed, the checkpoint before stands."""
+        """Save before the run ends with ``error``, unless the learner is inside a step: then the previous checkpoint stays."""
         if self._ahead:
             self.view.note(
                 f"step {self.step} is not saved after {type(error).__name__}: the learner is {self._ahead} optimizer "

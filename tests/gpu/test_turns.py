@@ -1,4 +1,4 @@
-"""SmolLM2: learner and engine have one GPU in turns. After the other tests, which use the GPU too."""
+"""SmolLM2: learner and engine have one GPU in sharing. After the other tests, which use the GPU too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.processes import EngineProcess
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.obs.progress import Stopwatch
-from agentrl.train.gpu_time_sharing import Turns
+from agentrl.train.gpu_time_sharing import GpuTimeSharing
 from agentrl.weight_sync.registry import make_sync
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +35,7 @@ def test_learner_and_engine_have_the_gpu_in_turns(
     async def run() -> None:
         client = SGLangClient(near_engine.url, timeout_s=120)
         fleet: Any = OneEngine(client)
-        turns, watch = Turns(fleet), Stopwatch()
+        sharing, watch = GpuTimeSharing(fleet), Stopwatch()
         ipc = make_sync("ipc", bucket_bytes=64 << 20, folder=tmp_path, dtype="bfloat16")
         tensor = make_sync("tensor", bucket_bytes=64 << 20, folder=tmp_path, dtype="bfloat16")
         try:
@@ -49,24 +49,26 @@ def test_learner_and_engine_have_the_gpu_in_turns(
             assert left < 200 << 20
             assert given > 1 << 30
             for version in (51, 52):
-                await turns.to_learner(learner, watch)
+                await sharing.switch_to_learner(learner, watch)
                 learner.train_step(batch_of(rows))
-                await turns.to_engines(learner, lambda version=version: ipc.push(learner, [client], version), watch)
+                await sharing.switch_to_engines(
+                    learner, lambda version=version: ipc.push(learner, [client], version), watch
+                )
                 rows = await sample_rows(client, prompts, tokens=TOKENS, version=version)
-                await turns.to_learner(learner, watch)
+                await sharing.switch_to_learner(learner, watch)
                 with in_float32(learner):
                     found = agreement(learner, rows)
                 figures.append(f"log-probabilities after turn {version}: {found}")
                 assert found.k3 < MOST_KL
-            await turns.to_engines(learner, lambda: ipc.push(learner, [client], 52), watch)
+            await sharing.switch_to_engines(learner, lambda: ipc.push(learner, [client], 52), watch)
             await tensor.push(learner, [client], 53)
             rows = await sample_rows(client, prompts, tokens=TOKENS, version=53)
-            await turns.to_learner(learner, watch)
+            await sharing.switch_to_learner(learner, watch)
             with in_float32(learner):
                 found = agreement(learner, rows)
             figures.append(f"log-probabilities after tensors of a sleeping learner: {found}")
             assert found.k3 < MOST_KL
-            await turns.to_engines(learner, lambda: ipc.push(learner, [client], 54), watch)
+            await sharing.switch_to_engines(learner, lambda: ipc.push(learner, [client], 54), watch)
             figures.append(f"seconds of 4 turns: {watch.figures()}")
         finally:
             learner.wake()

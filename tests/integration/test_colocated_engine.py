@@ -19,7 +19,7 @@ from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.processes import launch_embedded
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.obs.progress import Stopwatch
-from agentrl.train.gpu_time_sharing import Turns
+from agentrl.train.gpu_time_sharing import GpuTimeSharing
 from agentrl.weight_sync.registry import make_sync
 
 PROMPTS = [[random.Random(number // 2).randrange(2, 384) for _ in range(30)] for number in range(8)]
@@ -36,17 +36,19 @@ def test_engine_and_learner_agree_turn_by_turn(tmp_path: Path, transport: str) -
     async def run() -> None:
         client = SGLangClient(engine.url, timeout_s=60)
         fleet: Any = OneEngine(client)
-        turns, watch = Turns(fleet), Stopwatch()
+        sharing, watch = GpuTimeSharing(fleet), Stopwatch()
         sync = make_sync(transport, bucket_bytes=40_000, folder=tmp_path / "weights", check="checksum")
         rows = await sample_rows(client, PROMPTS, tokens=40, version=0)
         try:
             for version in (1, 2, 3):
-                await turns.to_learner(learner, watch)
+                await sharing.switch_to_learner(learner, watch)
                 late = asyncio.ensure_future(sample_rows(client, PROMPTS[:1], tokens=4, version=version))
                 await asyncio.sleep(0.1)
                 assert not late.done(), "an engine without memory samples nothing"
                 learner.train_step(batch_of(rows))
-                await turns.to_engines(learner, lambda version=version: sync.push(learner, [client], version), watch)
+                await sharing.switch_to_engines(
+                    learner, lambda version=version: sync.push(learner, [client], version), watch
+                )
                 await late
                 with pytest.raises(LearnerError, match="sleep"):
                     learner.train_step(batch_of(rows))

@@ -187,7 +187,7 @@ def test_an_engine_that_goes_during_the_push_gets_its_weights_later(tmp_path: Pa
             source = Sampling(config, stack, unused, sync, unused, unused)
             learner: Any = object()
             await source.open()
-            await source.follow(learner, 4, Stopwatch())
+            await source.sync_weights(learner, 4, Stopwatch())
             assert len(fleet.live) == 1, "it waits for its weights"
             assert await fleet.live[0].version() == 4
             async with source._playing():
@@ -199,7 +199,7 @@ def test_an_engine_that_goes_during_the_push_gets_its_weights_later(tmp_path: Pa
             assert fleet.figures()["rollout/engine_restarts"] == 2
             sync.folder = tmp_path / "nowhere"
             with pytest.raises(EngineError, match="is no folder"):
-                await source.follow(learner, 5, Stopwatch())
+                await source.sync_weights(learner, 5, Stopwatch())
 
     asyncio.run(run())
 
@@ -229,11 +229,11 @@ def test_an_engine_that_dies_in_the_learners_turn_waits_for_its_own(tmp_path: Pa
             source = Sampling(config, stack, unused, KillingSync(second, []), unused, unused)
             watch = Stopwatch()
             await source.open()
-            await source.follow(learner, 1, watch)
+            await source.sync_weights(learner, 1, watch)
             assert not learner.awake
             async with source._playing():
                 before = await play(fleet, sessions=4, turns=1, tokens=20)
-            await source.make_way(learner, watch)
+            await source.release_gpus_for_training(learner, watch)
             [lost] = pids(fleet)
             os.kill(lost, signal.SIGKILL)
             await until(lambda: not fleet.live)
@@ -241,7 +241,7 @@ def test_an_engine_that_dies_in_the_learners_turn_waits_for_its_own(tmp_path: Pa
             await asyncio.sleep(0.5)
             assert pids(fleet) == [lost], "nothing is started"
             assert learner.awake
-            await source.follow(learner, 2, watch)
+            await source.sync_weights(learner, 2, watch)
             async with source._playing():
                 after = await play(fleet, sessions=4, turns=1, tokens=20)
                 assert not learner.awake

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from agentrl.algo.base import LossMetrics, Selected
+from agentrl.algo.base import LossInput, LossMetrics
 
 
-def sft_loss(logprobs_N: torch.Tensor, selected: Selected) -> tuple[torch.Tensor, LossMetrics]:
+def sft_loss(logprobs_N: torch.Tensor, inputs: LossInput) -> tuple[torch.Tensor, LossMetrics]:
     """Return the weighted cross entropy ``-Σ weight · logprob``; its metric ``nll`` is the unweighted mean a token."""
-    return -(selected.weight_N * logprobs_N).sum(), LossMetrics(sums={"nll": -logprobs_N.detach().sum()})
+    return -(inputs.weight_N * logprobs_N).sum(), LossMetrics(sums={"nll": -logprobs_N.detach().sum()})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,21 +14,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from agentrl.algo.base import LossInput
 from agentrl.algo.losses.sft import sft_loss
 from agentrl.algo.registry import make_algorithm
-from agentrl.batch.microbatch import MicroBatch
-from agentrl.batch.provenance import admit
+from agentrl.batch.microbatch import GlobalBatch, MicroBatch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import LearnerError
 from agentrl.distributed.base import TensorSpec
-from agentrl.learner.base import RankBatch, RowLogprobs
+from agentrl.learner.base import RowLogprobs
 from agentrl.learner.export.bucket import spec_of
 from agentrl.learner.fsdp.attention import move, packed_rows
 from agentrl.learner.fsdp.model import PolicyModel, load_frozen, load_policy, shard
 from agentrl.learner.fsdp.optimizer import learning_rate, make_optimizers
 from agentrl.learner.fsdp.state import load_state, save_state
-from agentrl.learner.fsdp.step import StepFigures, at_mask, select
+from agentrl.learner.fsdp.step_metrics import StepMetrics
 from agentrl.learner.offload import Away
 from agentrl.models.reference_policy import check_reference
 
@@ -80,66 +79,39 @@ class FsdpRank:
         head = self.model.hf.get_output_embeddings()
         self.optimizers = make_optimizers(self.model, head, config.optimizer)
 
-    def train_step(self, batch: RankBatch) -> dict[str, float]:
-        """Take one optimizer step; see `LearnerRank.train_step`. A batch that trains no token takes none."""
+    def train_step(self, batch: GlobalBatch) -> dict[str, float]:
+        """Take one optimizer step; see `LearnerRank.train_step`. A batch without a token to train on takes none."""
         self._check_awake()
-        figures = StepFigures(self.device)
-        if batch.kind == "rl":
-            admitted, faults = admit(batch.micro, batch.provenance)
-            batch = replace(batch, micro=admitted)
-            figures.count("provenance_faults", faults)
-        # All at once before the policy's first pass: the weights of both models are never gathered at the same time.
+        micros = self._share(batch)
+        supervised = batch.kind == "sft"
+        entropy_loss = not supervised and self.algorithm.needs_entropy
+        # Before the policy's first pass, so that the weights of both models are never gathered at the same time.
         references = self._reference_logprobs(batch)
-        for index, micro in enumerate(batch.micro):
-            self._fsdp.set_requires_gradient_sync(index == len(batch.micro) - 1)
-            self._backward(micro, batch, references[index], figures)
-        result = figures.reduce()
+        metrics = StepMetrics(self.device)
+        for index, micro in enumerate(micros):
+            self._fsdp.set_requires_gradient_sync(index == len(micros) - 1)
+            at_N = _at_mask(micro)
+            logprobs_N, entropy_N = self._forward(self.model, micro, at_N, batch.temperature, entropy_loss)
+            weight_N, advantages_N, sampled_N = (
+                values_R_L.reshape(-1)[at_N].to(self.device)
+                for values_R_L in (micro.weight_R_L, micro.advantages_R_L, micro.logprobs_R_L)
+            )
+            inputs = LossInput(
+                weight_N, advantages_N, sampled_N, references[index], entropy_N if entropy_loss else None
+            )
+            loss, loss_metrics = (sft_loss if supervised else self.algorithm.loss)(logprobs_N, inputs)
+            torch.autograd.backward(loss)
+            metrics.add(loss, entropy_N.detach(), loss_metrics)
+        result = metrics.reduce()
         if result["train/trained_tokens"]:
             result |= self._update(batch.lr_scale)
         self._zero_grad()
         return result
 
-    @torch.no_grad()
-    def _reference_logprobs(self, batch: RankBatch) -> list[torch.Tensor | None]:
-        """Return the reference's log-probabilities at each micro-batch's mask, on the device."""
-        if batch.kind != "rl" or not self.algorithm.needs_reference:
-            return [None] * len(batch.micro)
-        model = self._policy("reference")
-        found: list[torch.Tensor | None] = [
-            self._score(model, micro, at_mask(micro), batch.temperature)[0] for micro in batch.micro
-        ]
-        _reshard(model)
-        return found
-
-    def _policy(self, name: str) -> PolicyModel:
-        if name not in self.policies:
-            hint = "; set algo.kl_coef above 0, or give the learner its folder" if name == "reference" else ""
-            raise LearnerError(f"the learner has no policy {name!r}, only {', '.join(self.policies)}{hint}")
-        return self.policies[name]
-
-    def _backward(
-        self, micro: MicroBatch, batch: RankBatch, reference_N: torch.Tensor | None, figures: StepFigures
-    ) -> None:
-        at_N = at_mask(micro)
-        selected = select(micro, at_N, self.device, reference_N)
-        wanted = batch.kind == "rl" and self.algorithm.needs_entropy
-        logprobs_N, entropy_N = self._score(self.model, micro, at_N, batch.temperature, entropy_gradient=wanted)
-        if wanted:
-            selected = replace(selected, entropy_N=entropy_N)
-        loss_of = self.algorithm.loss if batch.kind == "rl" else sft_loss
-        loss, metrics = loss_of(logprobs_N, selected)
-        torch.autograd.backward(loss)
-        figures.add(loss, entropy_N.detach(), metrics)
-
-    def _score(
-        self,
-        model: PolicyModel,
-        micro: MicroBatch,
-        at_N: torch.Tensor,
-        temperature: float,
-        *,
-        entropy_gradient: bool = False,
+    def _forward(
+        self, model: PolicyModel, micro: MicroBatch, at_N: torch.Tensor, temperature: float, entropy_loss: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probabilities of the tokens at the flat positions ``at_N``, and entropies; see `PolicyModel`."""
         packed = move(packed_rows(micro.position_ids_R_L, micro.row_R_L), self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.autocast == "bfloat16"):
             scored: tuple[torch.Tensor, torch.Tensor] = model(
@@ -148,9 +120,34 @@ class FsdpRank:
                 packed,
                 at_N.to(self.device),
                 temperature,
-                entropy_gradient,
+                entropy_loss,
             )
         return scored
+
+    @torch.no_grad()
+    def _reference_logprobs(self, batch: GlobalBatch) -> list[torch.Tensor | None]:
+        """Return the reference policy's log-probabilities at the mask of each micro-batch, on the device."""
+        micros = self._share(batch)
+        if batch.kind != "rl" or not self.algorithm.needs_reference:
+            return [None] * len(micros)
+        model = self._policy("reference")
+        found: list[torch.Tensor | None] = [
+            self._forward(model, micro, _at_mask(micro), batch.temperature)[0] for micro in micros
+        ]
+        _reshard(model)
+        return found
+
+    def _share(self, batch: GlobalBatch) -> tuple[MicroBatch, ...]:
+        """Return this rank's micro-batches."""
+        ranks = dist.get_world_size()
+        assert len(batch.micro) == ranks, f"a batch for {len(batch.micro)} ranks came to a learner of {ranks}"
+        return batch.micro[dist.get_rank()]
+
+    def _policy(self, name: str) -> PolicyModel:
+        if name not in self.policies:
+            hint = "; set algo.kl_coef above 0, or give the learner its folder" if name == "reference" else ""
+            raise LearnerError(f"the learner has no policy {name!r}, only {', '.join(self.policies)}{hint}")
+        return self.policies[name]
 
     def _update(self, lr_scale: float) -> dict[str, float]:
         """Clip the gradient and step; the learning rate is that of the step now taken."""
@@ -175,15 +172,15 @@ class FsdpRank:
             optimizer.zero_grad()
 
     @torch.no_grad()
-    def logprobs(self, batch: RankBatch, policy: str = "main") -> RowLogprobs:
+    def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
         """Return the log-probabilities of this rank's rows; see `LearnerRank.logprobs`."""
         self._check_awake()
         model = self._policy(policy)
         found: RowLogprobs = {}
-        for micro in batch.micro:
+        for micro in self._share(batch):
             row = micro.row_R_L.reshape(-1)
             at_N = ((row >= 0) & (micro.position_ids_R_L.reshape(-1) > 0)).nonzero()[:, 0]
-            scored_N, _ = self._score(model, micro, at_N, batch.temperature)
+            scored_N, _ = self._forward(model, micro, at_N, batch.temperature)
             _reshard(model)
             flat = torch.zeros(row.numel())
             flat[at_N] = scored_N.float().cpu()
@@ -262,6 +259,13 @@ class FsdpRank:
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
+
+
+def _at_mask(micro: MicroBatch) -> torch.Tensor:
+    """Return the flat positions at the loss mask, int64 ``[N]`` on the CPU."""
+    at_N = micro.mask_R_L.reshape(-1).nonzero()[:, 0]
+    assert bool((micro.position_ids_R_L.reshape(-1)[at_N] > 0).all()), "a row's first token cannot be trained on"
+    return at_N
 
 
 def _reshard(model: PolicyModel) -> None:

@@ -6,15 +6,15 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from agentrl.algo.base import Selected
+from agentrl.algo.base import LossInput
 from agentrl.algo.grpo import Grpo
 from agentrl.config.algo import GrpoConfig
 
 WEIGHT = torch.tensor([0.1, 0.2, 0.7])
 
 
-def batch(entropy: torch.Tensor | None) -> Selected:
-    return Selected(WEIGHT, torch.tensor([1.0, -1.0, 0.0]), torch.tensor([-1.0, -2.0, -3.0]), entropy_N=entropy)
+def batch(entropy: torch.Tensor | None) -> LossInput:
+    return LossInput(WEIGHT, torch.tensor([1.0, -1.0, 0.0]), torch.tensor([-1.0, -2.0, -3.0]), entropy_N=entropy)
 
 
 def test_the_bonus_is_taken_off_the_loss_and_pushes_every_entropy_up():

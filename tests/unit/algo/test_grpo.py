@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.algo.advantages.group_relative import group_relative
-from agentrl.algo.base import Selected
+from agentrl.algo.base import LossInput
 from agentrl.algo.grpo import Grpo
 from agentrl.algo.losses.ppo_clip import clipped_policy_loss
 from agentrl.algo.losses.sft import sft_loss
@@ -19,8 +19,8 @@ from agentrl.config.algo import GrpoConfig
 REWARDS = st.lists(st.lists(st.integers(-3, 3), min_size=1, max_size=6), min_size=1, max_size=5)
 
 
-def selected(weight: list[float], advantages: list[float], logprobs: list[float]) -> Selected:
-    return Selected(torch.tensor(weight), torch.tensor(advantages), torch.tensor(logprobs))
+def selected(weight: list[float], advantages: list[float], logprobs: list[float]) -> LossInput:
+    return LossInput(torch.tensor(weight), torch.tensor(advantages), torch.tensor(logprobs))
 
 
 @given(REWARDS, st.randoms(use_true_random=False), st.booleans())

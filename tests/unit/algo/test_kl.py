@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from agentrl.algo.base import Selected
+from agentrl.algo.base import LossInput
 from agentrl.algo.grpo import Grpo
 from agentrl.algo.kl import kl_estimate
 from agentrl.config.algo import GrpoConfig
@@ -95,10 +95,10 @@ def test_low_var_kl_is_k3_cut_off_at_10():
     assert logprobs.grad[1:].tolist() == [0.0, 0.0]
 
 
-def batch(reference: torch.Tensor | None) -> tuple[torch.Tensor, Selected]:
+def batch(reference: torch.Tensor | None) -> tuple[torch.Tensor, LossInput]:
     logprobs = torch.tensor([-1.0, -2.0, -0.5, -3.0], requires_grad=True)
     weight, advantages = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([1.0, -1.0, 0.0, 0.0])
-    return logprobs, Selected(weight, advantages, torch.tensor([-1.1, -1.9, -0.5, -2.0]), reference)
+    return logprobs, LossInput(weight, advantages, torch.tensor([-1.1, -1.9, -0.5, -2.0]), reference)
 
 
 REFERENCE = torch.tensor([-1.5, -1.0, -0.5, -2.5])
@@ -135,7 +135,7 @@ def test_without_a_coefficient_the_reference_is_not_looked_at():
 def test_a_micro_batch_without_a_token_has_no_kl():
     empty = torch.zeros(0)
     loss, metrics = Grpo(GrpoConfig(kl_coef=1.0)).loss(
-        torch.zeros(0, requires_grad=True), Selected(empty, empty, empty, empty)
+        torch.zeros(0, requires_grad=True), LossInput(empty, empty, empty, empty)
     )
     assert loss.item() == metrics.sums["kl"].item() == metrics.totals["kl_loss"].item() == 0
 

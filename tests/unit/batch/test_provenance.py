@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from agentrl.batch.packing import pack
-from agentrl.batch.provenance import admit, check_batch, check_rows
+from agentrl.batch.provenance import admit, check_rows
 from agentrl.bench.masks import bench_masks
 from agentrl.core.errors import ProvenanceError
 from agentrl.core.types import MaskReason, Provenance, Row, RowKey
@@ -50,7 +50,7 @@ def test_rows_and_batches_that_train_on_what_nobody_sampled_are_refused(field, v
     with pytest.raises(ProvenanceError, match=match):
         check_rows(made)
     with pytest.raises(ProvenanceError, match=f"{match}.*train.provenance=warn"):
-        check_batch(pack(made, {"r0": 1.0, "bad": 1.0}, ranks=1, tokens_per_bin=32, tokens_per_micro=32, pad_id=0))
+        admit(pack(made, {"r0": 1.0, "bad": 1.0}, ranks=1, tokens_per_bin=32, tokens_per_micro=32, pad_id=0))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_rows_that_contradict_themselves_are_refused(field, value, words):
 
 def test_good_rows_and_batches_pass():
     check_rows([row()])
-    check_batch(pack([row()], {"r0": 1.0}, ranks=2, tokens_per_bin=32, tokens_per_micro=32, pad_id=0))
+    admit(pack([row()], {"r0": 1.0}, ranks=2, tokens_per_bin=32, tokens_per_micro=32, pad_id=0))
 
 
 def test_padding_may_not_be_trained_on():
@@ -73,7 +73,7 @@ def test_padding_may_not_be_trained_on():
     for name, value in (("mask", True), ("provenance", 1), ("versions", 0), ("requests", 0)):
         getattr(micro, f"{name}_R_L")[0, 6] = value
     with pytest.raises(ProvenanceError, match="padded place may not be trained on: it is padding"):
-        check_batch(batch)
+        admit(batch)
 
 
 def test_a_warning_leaves_out_what_nobody_sampled_and_nothing_else(caplog):
@@ -85,30 +85,29 @@ def test_a_warning_leaves_out_what_nobody_sampled_and_nothing_else(caplog):
     batch = pack(made, {"r0": 1.0, "bad": 1.0}, **options, provenance="warn")
     given = batch.micro[0][0]
     before = given.weight_R_L.clone()
-    check_batch(batch)
+    checked, metrics = admit(batch)
     (record,) = caplog.records
     assert record.message == (
         "1 tokens are left out of the loss (train.provenance=warn). The first: token 3 (id 13) of row 0 of rollout 'bad', "
         "agent 'main' may not be trained on: no engine sampled it"
     )
-    (micro,), faults = admit(batch.micro[0], "warn")
-    assert faults == 1
+    assert metrics == {"train/provenance_faults": 1.0}
+    ((micro,),) = checked.micro
     changed = given.mask_R_L & ~micro.mask_R_L
     assert changed.sum() == 1
     assert micro.token_ids_R_L[changed].tolist() == [13]
     assert [key.rollout_id for key in [micro.keys[int(micro.row_R_L[changed])]]] == ["bad"]
     assert micro.weight_R_L[changed].item() == micro.advantages_R_L[changed].item() == 0
     assert micro.weight_R_L[~changed].equal(before[~changed])
-    assert given.weight_R_L.equal(before), "what came with the request is not written to"
+    assert given.weight_R_L.equal(before), "the given batch is not written to"
     with pytest.raises(ProvenanceError, match=r"train\.provenance=warn"):
-        admit(batch.micro[0], "strict")
+        admit(replace(batch, provenance="strict"))
 
 
-def test_a_good_batch_is_admitted_as_it_is(caplog):
+def test_a_good_batch_is_admitted_unchanged(caplog):
     batch = pack([row()], {"r0": 1.0}, ranks=1, tokens_per_bin=32, tokens_per_micro=32, pad_id=0, provenance="warn")
-    check_batch(batch)
+    assert admit(batch) == (batch, {"train/provenance_faults": 0.0})
     assert not caplog.records
-    assert admit(batch.micro[0], "warn") == (batch.micro[0], 0)
 
 
 def test_rows_of_another_temperature_are_refused():
@@ -126,10 +125,10 @@ def test_rows_of_another_temperature_are_refused():
 def test_supervised_batches_are_not_held_to_it():
     made = replace(row(), provenance=np.array([0, 0, 2, 2], np.uint8))
     batch = pack([made], ranks=1, tokens_per_bin=32, tokens_per_micro=32, pad_id=0, kind="sft")
-    check_batch(batch)
+    assert admit(batch) == (batch, {})
     batch.kind = "rl"
     with pytest.raises(ProvenanceError, match="no engine sampled it"):
-        check_batch(batch)
+        admit(batch)
 
 
 def test_the_benchmark_counts_every_token():

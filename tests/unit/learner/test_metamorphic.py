@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.algo.registry import ALGORITHMS
+from agentrl.algo.base import rollout_advantages
+from agentrl.algo.registry import ALGORITHMS, make_algorithm
 from agentrl.batch.groups import group_rollouts
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.load import validate
@@ -30,7 +31,7 @@ from agentrl.config.schema import Config
 from agentrl.core.types import FinishReason, Generation, MaskReason, Rollout, StopReason
 from agentrl.episode.trajectory import Trajectory
 from agentrl.learner.in_process import LocalLearnerGroup
-from agentrl.train.batches import rollout_advantages, train_batches
+from agentrl.train.batches import train_batches
 from tests.unit.learner.learners import VOCAB, Learners, gradients, make_model
 
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -131,7 +132,9 @@ def gradient(
 ) -> torch.Tensor:
     """Return the gradient of all parameters, summed over the ranks' shares, as one vector."""
     groups = group_rollouts(rollouts)
-    (batch,) = train_batches(config, groups, rollout_advantages(config, groups), pad_id=0)
+    (batch,) = train_batches(
+        config, groups.rollouts_N, rollout_advantages(make_algorithm(config.algo), groups), pad_id=0
+    )
     return batch_gradient(learner, batch, dtype)
 
 
@@ -205,12 +208,12 @@ def test_the_comparison_sees_a_token_that_is_trained_twice(dtype, learners, fold
 def test_a_rollout_of_many_rows_counts_once_in_its_group():
     scripts = make_scripts(3)
     config = make_config({"name": "grpo"}, "rollout_mean")
-    whole = rollout_advantages(config, group_rollouts(told(script) for script in scripts))
+    whole = rollout_advantages(make_algorithm(config.algo), group_rollouts(told(script) for script in scripts))
     many = [told(scripts[0], range(1, length(scripts[0]) + 1)), *map(told, scripts[1:])]
     assert len(many[0].rows) > 8
     groups = group_rollouts(many)
-    assert rollout_advantages(config, groups) == whole
-    (batch,) = train_batches(config, groups, whole, pad_id=0)
+    assert rollout_advantages(make_algorithm(config.algo), groups) == whole
+    (batch,) = train_batches(config, groups.rollouts_N, whole, pad_id=0)
     weights = dict.fromkeys(whole, 0.0)
     for micro in batch.micro[0]:
         for number, key in enumerate(micro.keys):

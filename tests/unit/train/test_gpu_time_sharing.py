@@ -111,16 +111,16 @@ def test_the_order_of_steps() -> None:
         source = world.sampling()
         await source.open()
         watch = Stopwatch()
-        await source.follow(world.learner, 0, watch)
+        await source.sync_weights(world.learner, 0, watch)
         assert world.said() == [*RELEASE, *BACK, "push 0 to e0 e1", "sleep", *KV]
         assert set(watch.figures()) == {"time/wake_s", "time/sync_s", "time/sleep_s"}
-        await source.make_way(world.learner, watch)
+        await source.release_gpus_for_training(world.learner, watch)
         assert world.said() == RELEASE
-        await source.make_way(world.learner, watch)
+        await source.release_gpus_for_training(world.learner, watch)
         assert world.said() == [], "a second optimizer step finds the way free"
-        await source.follow(world.learner, 1, watch)
+        await source.sync_weights(world.learner, 1, watch)
         assert world.said() == [*BACK, "push 1 to e0 e1", "sleep", *KV]
-        await source.follow(world.learner, 2, watch)  # nothing was trained in this step
+        await source.sync_weights(world.learner, 2, watch)  # nothing was trained in this step
         assert world.said() == [*RELEASE, *BACK, "push 2 to e0 e1", "sleep", *KV]
 
     asyncio.run(run())
@@ -136,8 +136,8 @@ def test_nobody_sleeps_where_each_has_its_own(mode: str) -> None:
         assert world.launch_in is None
         watch = Stopwatch()
         for version in range(4):
-            await source.make_way(world.learner, watch)
-            await source.follow(world.learner, version, watch)
+            await source.release_gpus_for_training(world.learner, watch)
+            await source.sync_weights(world.learner, version, watch)
         assert world.said() == ["push 0 to e0 e1", "push 2 to e0 e1"]
         assert set(watch.figures()) == {"time/sync_s"}
 
@@ -153,12 +153,12 @@ def test_an_engine_that_is_lost_holds_nobody_up() -> None:
             source = world.sampling()
             await source.open()
             watch = Stopwatch()
-            await source.follow(world.learner, 0, watch)
+            await source.sync_weights(world.learner, 0, watch)
             world.said()
             lost = world.engines[0]
             if phase == "release":
                 lost.dead = True
-            await source.make_way(world.learner, watch)
+            await source.release_gpus_for_training(world.learner, watch)
             if phase == "weights":
                 lost.dead = True
             whole = world.push
@@ -168,7 +168,7 @@ def test_an_engine_that_is_lost_holds_nobody_up() -> None:
                 lost.dead = True
 
             world.push = push  # type: ignore[method-assign]
-            await source.follow(world.learner, 1, watch)
+            await source.sync_weights(world.learner, 1, watch)
             engines = "e0 e1" if phase == "kv_cache" else "e1"
             wanted = ["e0 release"] * (phase != "release") + ["e1 release", "ended", "wake"]
             wanted += ["e0 weights"] * (phase == "kv_cache") + ["e1 weights", f"push 1 to {engines}", "sleep"]
@@ -185,11 +185,11 @@ def test_all_engines_are_lost_while_the_learner_works() -> None:
         source = world.sampling()
         await source.open()
         watch = Stopwatch()
-        await source.follow(world.learner, 0, watch)
-        await source.make_way(world.learner, watch)
+        await source.sync_weights(world.learner, 0, watch)
+        await source.release_gpus_for_training(world.learner, watch)
         world.said()
         world.lost = set(world.engines)
-        await source.follow(world.learner, 1, watch)
+        await source.sync_weights(world.learner, 1, watch)
         assert world.said() == ["sleep"]
 
     asyncio.run(run())
@@ -204,7 +204,7 @@ def test_an_engine_that_lives_and_refuses_ends_the_run(phase: str) -> None:
         await source.open()
         world.engines[1].refuses = phase
         with pytest.raises(EngineError, match=f"e1: no {phase}"):
-            await source.follow(world.learner, 0, Stopwatch())
+            await source.sync_weights(world.learner, 0, Stopwatch())
         assert ("wake" in world.log, "sleep" in world.log) == (phase != "release", phase == "kv_cache")
 
     asyncio.run(run())
@@ -222,7 +222,7 @@ def test_a_learner_that_finds_no_room_ends_the_run() -> None:
         source = world.sampling()
         await source.open()
         with pytest.raises(LearnerError, match="out of memory"):
-            await source.follow(world.learner, 0, Stopwatch())
+            await source.sync_weights(world.learner, 0, Stopwatch())
 
     asyncio.run(run())
 
@@ -245,12 +245,12 @@ def test_engines_are_started_again_while_episodes_are_played_alone() -> None:
         other.learner = world.learner
         await source.open()
         watch = Stopwatch()
-        await source.follow(world.learner, 3, watch)
+        await source.sync_weights(world.learner, 3, watch)
         world.said()
         restarting = asyncio.ensure_future(restart())
         await asyncio.sleep(0.05)
         assert world.said() == [], "the learner may be at work"
-        async with source._playing():
+        async with source._episodes_running():
             await asyncio.sleep(0.01)
             assert world.said() == ["launch"]
         assert world.said() == ["live"]

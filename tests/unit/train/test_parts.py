@@ -1,4 +1,4 @@
-"""The small parts around the loop: task order, figures, batches, interrupts."""
+"""The small parts around the loop: task order, metrics, batches, interrupts."""
 
 import asyncio
 import os
@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl import Message, Task
+from agentrl.algo.base import rollout_advantages
+from agentrl.algo.registry import make_algorithm
 from agentrl.batch.groups import group_rollouts
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.bench.episode_runner import synthetic_rows
@@ -18,7 +20,8 @@ from agentrl.core.errors import ProvenanceError, RunStopped
 from agentrl.core.types import Rollout, StopReason
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.task_order import TaskOrder, episode_seed
-from agentrl.train.batches import merge_figures, rollout_advantages, rollout_figures, train_batches
+from agentrl.train.batches import train_batches
+from agentrl.train.step_metrics import merge_metrics, rollout_metrics
 
 TASKS = [Task(f"t{index}", (Message("user", "?"),)) for index in range(7)]
 
@@ -59,61 +62,61 @@ def trained(batch: GlobalBatch) -> set[str]:
 
 def test_batches_take_the_temperature_and_the_provenance_rule_of_the_run() -> None:
     groups = group_rollouts([rollout("p", sample, float(sample)) for sample in range(2)])
-    advantages = rollout_advantages(load_config(None), groups)
-    (strict,) = train_batches(load_config(None), groups, advantages, 0)
-    (warn,) = train_batches(load_config(None, ["train.provenance=warn"]), groups, advantages, 0)
+    advantages = rollout_advantages(make_algorithm(load_config(None).algo), groups)
+    (strict,) = train_batches(load_config(None), groups.rollouts_N, advantages, 0)
+    (warn,) = train_batches(load_config(None, ["train.provenance=warn"]), groups.rollouts_N, advantages, 0)
     assert (strict.provenance, warn.provenance) == ("strict", "warn")
     with pytest.raises(ProvenanceError, match=r"temperature 1, .*sampler\.temperature=0\.7"):
-        train_batches(load_config(None, ["sampler.temperature=0.7"]), groups, advantages, 0)
+        train_batches(load_config(None, ["sampler.temperature=0.7"]), groups.rollouts_N, advantages, 0)
 
 
 def test_only_rollouts_with_an_advantage_are_trained_on() -> None:
     config = load_config(None)
     rollouts = [rollout("a", 0, 1.0), rollout("a", 1, 0.0), rollout("b", 0, 1.0), rollout("b", 1, 1.0)]
     groups = group_rollouts(rollouts)
-    advantages = rollout_advantages(config, groups)
+    advantages = rollout_advantages(make_algorithm(config.algo), groups)
     assert advantages == pytest.approx({"a/0": 1.0, "a/1": -1.0, "b/0": 0.0, "b/1": 0.0}, rel=1e-4)
-    [batch] = train_batches(config, groups, advantages, pad_id=0)
+    [batch] = train_batches(config, groups.rollouts_N, advantages, pad_id=0)
     assert trained(batch) == {"a/0", "a/1"}
     total = sum(float(micro.weight_R_L.sum()) for rank in batch.micro for micro in rank)
     assert total == pytest.approx(1.0)
-    assert train_batches(config, group_rollouts(rollouts[2:]), advantages, pad_id=0) == []
-    figures = rollout_figures(rollouts, groups, 2.0)
-    assert figures["train/reward"] == 0.75
-    assert figures["train/flat_groups"] == 0.5
-    assert figures["time/tokens_per_s"] == 20.0
-    assert figures["rollout/stop/terminated"] == 1.0
+    assert train_batches(config, rollouts[2:], advantages, pad_id=0) == []
+    metrics = rollout_metrics(rollouts, groups, 2.0)
+    assert metrics["train/reward"] == 0.75
+    assert metrics["train/flat_groups"] == 0.5
+    assert metrics["time/tokens_per_s"] == 20.0
+    assert metrics["rollout/stop/terminated"] == 1.0
 
 
 def test_seconds_in_tools_are_added_up_and_shared() -> None:
     rollouts = [rollout("a", sample, float(sample)) for sample in range(2)]
     rollouts[0].seconds, rollouts[0].tool_seconds = 3.0, 2.0
     rollouts[1].seconds, rollouts[1].tool_seconds = 5.0, 0.0
-    figures = rollout_figures(rollouts, group_rollouts(rollouts), 5.0)
-    assert figures["time/tools_s"] == 2.0
-    assert figures["time/tools_share"] == 0.25
-    assert not any(key.startswith("time/") for key in rollout_figures(rollouts, group_rollouts(rollouts), None))
+    metrics = rollout_metrics(rollouts, group_rollouts(rollouts), 5.0)
+    assert metrics["time/tools_s"] == 2.0
+    assert metrics["time/tools_share"] == 0.25
+    assert not any(key.startswith("time/") for key in rollout_metrics(rollouts, group_rollouts(rollouts), None))
 
 
 def test_optimizer_steps_share_whole_groups() -> None:
     config = load_config(None, ["rollout.batch_size=4", "train.steps_per_rollout=2"])
     rollouts = [rollout(prompt, sample, float(sample)) for sample in range(2) for prompt in "abcd"]
     groups = group_rollouts(rollouts)
-    batches = train_batches(config, groups, rollout_advantages(config, groups), pad_id=0)
+    batches = train_batches(config, rollouts, rollout_advantages(make_algorithm(config.algo), groups), pad_id=0)
     assert [trained(batch) for batch in batches] == [{"a/0", "a/1", "b/0", "b/1"}, {"c/0", "c/1", "d/0", "d/1"}]
 
 
-def test_figures_of_optimizer_steps_are_added_averaged_or_the_largest() -> None:
+def test_metrics_of_optimizer_steps_are_added_averaged_or_the_largest() -> None:
     first = {"batch/tokens": 100.0, "train/loss": 1.0, "train/ratio_max": 3.0, "train/lr": 0.1}
     second = {"batch/tokens": 50.0, "train/loss": 2.0, "train/ratio_max": 2.0, "train/lr": 0.2}
-    assert merge_figures([first, second]) == {
+    assert merge_metrics([first, second]) == {
         "batch/tokens": 150.0,
         "train/loss": 1.5,
         "train/ratio_max": 3.0,
         "train/lr": 0.2,
         "train/optimizer_steps": 2.0,
     }
-    assert merge_figures([first]) == first | {"train/optimizer_steps": 1.0}
+    assert merge_metrics([first]) == first | {"train/optimizer_steps": 1.0}
 
 
 def test_a_signal_cancels_what_is_guarded() -> None:

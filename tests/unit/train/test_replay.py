@@ -20,7 +20,7 @@ from agentrl.obs.progress import ProgressView
 from agentrl.obs.rollouts import RolloutFile, RolloutRecorder
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.testing import FakeLearner
-from agentrl.train.replay import Replay, SampleCheck, Samples, check_replay
+from agentrl.train.replay import RecordedRollouts, Replay, SampleCheck, check_replay
 from agentrl.train.trainer import Trainer
 
 VOCABULARY = 1000
@@ -70,7 +70,7 @@ async def train(
     ):
         source = Replay(
             given,
-            Samples(samples, given.rollout.batch_size),
+            RecordedRollouts(samples, given.rollout.batch_size),
             SampleCheck(VOCABULARY, Letters(), 1.0),  # type: ignore[arg-type]
             interrupt,
         )
@@ -82,7 +82,7 @@ async def train(
 
 
 def test_a_file_is_divided_into_steps_of_whole_groups(tmp_path: Path) -> None:
-    samples = Samples(samples_file(tmp_path, groups("a", "b", "c")), 2)
+    samples = RecordedRollouts(samples_file(tmp_path, groups("a", "b", "c")), 2)
     assert len(samples) == 2
     assert [{each.prompt_id for each in samples[index]} for index in range(2)] == [{"a", "b"}, {"c"}]
 
@@ -93,7 +93,7 @@ def test_a_run_is_replayed_by_its_steps(tmp_path: Path) -> None:
         recorder.write(step, groups(*prompts))
         recorder.finish(step, {})
     for path in (tmp_path, tmp_path / "rollouts"):
-        samples = Samples(path, 2)
+        samples = RecordedRollouts(path, 2)
         assert [len(samples[index]) for index in range(len(samples))] == [6, 2]
 
 
@@ -161,12 +161,12 @@ def test_samples_that_cannot_be_trained_on_are_refused() -> None:
 
 def test_a_source_without_rollouts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
-        Samples(tmp_path / "none.jsonl", 2)
+        RecordedRollouts(tmp_path / "none.jsonl", 2)
     with pytest.raises(ConfigError, match="holds no rollouts"):
-        Samples(samples_file(tmp_path, []), 2)
+        RecordedRollouts(samples_file(tmp_path, []), 2)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="holds no rollouts"):
-        Samples(tmp_path / "empty", 2)
+        RecordedRollouts(tmp_path / "empty", 2)
 
 
 def test_a_replay_is_checked_before_anything_starts(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.algo.base import rollout_advantages
+from agentrl.algo.registry import make_algorithm
 from agentrl.batch.groups import group_rollouts
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.types import MaskReason, Provenance, Rollout, Row, RowKey, StopReason
-from agentrl.train.batches import rollout_advantages, train_batches
+from agentrl.train.batches import train_batches
 
 PLAIN = load_config(None)
 WITH_KL = load_config(None, ["algo.kl_coef=0.001"])
@@ -37,14 +39,13 @@ def rollout(prompt: str, sample: int, reward: float, *, dropped: bool = False) -
 
 
 def advantages(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
-    return rollout_advantages(config, group_rollouts(rollouts))
+    return rollout_advantages(make_algorithm(config.algo), group_rollouts(rollouts))
 
 
 def in_batches(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
     """By rollout, the advantage that its trained tokens carry in the packed batches."""
-    groups = group_rollouts(rollouts)
     found: dict[str, float] = {}
-    for batch in train_batches(config, groups, rollout_advantages(config, groups), pad_id=0):
+    for batch in train_batches(config, rollouts, advantages(config, rollouts), pad_id=0):
         for micro in (micro for rank in batch.micro for micro in rank):
             for number, key in enumerate(micro.keys):
                 [value] = set(micro.advantages_R_L[(micro.row_R_L == number) & micro.mask_R_L].tolist())

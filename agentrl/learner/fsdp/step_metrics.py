@@ -1,0 +1,49 @@
+"""Metrics of an optimizer step, accumulated over micro-batches and reduced over ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from agentrl.algo.base import LossMetrics
+
+
+class StepMetrics:
+    """Accumulates the metrics of micro-batches on the device; only `reduce` synchronizes with it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[str, torch.Tensor] = {}
+        self._totals: dict[str, torch.Tensor] = {}
+        self._maxima: dict[str, torch.Tensor] = {}
+        self._tokens = 0
+
+    def add(self, loss: torch.Tensor, entropy_N: torch.Tensor, metrics: LossMetrics) -> None:
+        """Add one micro-batch: its summed loss, the entropy of each trained token's distribution, its metrics."""
+        self._tokens += len(entropy_N)
+        for into, values in (
+            (self._sums, {"entropy": entropy_N.sum(), **metrics.sums}),
+            (self._totals, {"loss": loss.detach(), **metrics.totals}),
+        ):
+            for name, value in values.items():
+                into[name] = into.get(name, torch.zeros_like(value)) + value
+        for name, value in metrics.maxima.items():
+            self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
+
+    def reduce(self) -> dict[str, float]:
+        """Return ``train/…`` metrics over all ranks: totals such as the loss as sums, else means per token, or maxima."""
+        added = self._sums | self._totals
+        names = sorted(added)
+        sums = torch.stack([added[name].double() for name in names])
+        sums = torch.cat([sums, torch.tensor([float(self._tokens)], dtype=torch.float64, device=self._device)])
+        dist.all_reduce(sums)
+        tokens = sums[-1].item()
+        reduced = {"train/trained_tokens": tokens}
+        for name, value in zip(names, sums.tolist(), strict=False):
+            reduced[f"train/{name}"] = value if name in self._totals else value / max(tokens, 1.0)
+        if self._maxima:
+            tops = sorted(self._maxima)
+            values = torch.stack([self._maxima[name].double() for name in tops])
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+            reduced |= {f"train/{name}": value for name, value in zip(tops, values.tolist(), strict=True)}
+        return reduced

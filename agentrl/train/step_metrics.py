@@ -1,0 +1,65 @@
+"""Metrics of a training step, from its rollouts and its optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from agentrl.batch.groups import RolloutGroups
+from agentrl.core.types import Rollout
+from agentrl.evaluation.intervals import mean
+from agentrl.evaluation.metrics import rollout_means
+
+COUNTS = {
+    "batch/rows",
+    "batch/tokens",
+    "batch/trained_tokens",
+    "batch/micro_batches",
+    "train/trained_tokens",
+    "train/provenance_faults",
+}
+"""Metrics of an optimizer step that are summed over the optimizer steps of a training step."""
+
+
+def rollout_metrics(rollouts: Sequence[Rollout], groups: RolloutGroups, sampled_s: float | None) -> dict[str, float]:
+    """Return a step's rollout metrics: reward, environment metrics, sizes, stop reasons.
+
+    ``sampled_s`` are the seconds that sampling all of them took; None if they were recorded earlier.
+    """
+    sampled = sum(rollout.sampled_tokens for rollout in rollouts)
+    metrics = {
+        "train/reward": mean([rollout.reward for rollout in groups.rollouts_N]),
+        "train/flat_groups": groups.flat_share,
+        "rollout/episodes": float(len(rollouts)),
+        "rollout/dropped": float(groups.dropped),
+        "rollout/turns": mean([float(len(rollout.turns)) for rollout in rollouts]),
+        "rollout/sampled_tokens": float(sampled),
+    }
+    if sampled_s is not None:
+        metrics |= {"time/tokens_per_s": sampled / max(sampled_s, 1e-6), **_tool_metrics(rollouts)}
+    for rollout in rollouts:
+        key = f"rollout/stop/{rollout.stop_reason.value}"
+        metrics[key] = metrics.get(key, 0.0) + 1 / len(rollouts)
+    return metrics | {f"rollout/{key}": value for key, value in rollout_means(rollouts).items()}
+
+
+def _tool_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the seconds in tool calls, summed over concurrent episodes, and their share of the episodes' seconds."""
+    tools_s = sum(rollout.tool_seconds for rollout in rollouts)
+    return {"time/tools_s": tools_s, "time/tools_share": tools_s / max(sum(one.seconds for one in rollouts), 1e-6)}
+
+
+def merge_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of one or several optimizer steps as those of one training step.
+
+    Counts are summed, of maxima the largest is taken, of the learning rate the last; the rest is averaged.
+    """
+    merged = {"train/optimizer_steps": float(len(steps))}
+    for key in dict.fromkeys(key for step in steps for key in step):
+        values = [step[key] for step in steps if key in step]
+        if key in COUNTS:
+            merged[key] = sum(values)
+        elif key.endswith("_max"):
+            merged[key] = max(values)
+        else:
+            merged[key] = values[-1] if key == "train/lr" else mean(values)
+    return merged
