@@ -1,4 +1,4 @@
-"""What the embedded engine holds in memory once it has given that back."""
+"""Memory release of the embedded engine: what is freed, and what is allocated again."""
 
 from __future__ import annotations
 
@@ -28,69 +28,69 @@ def scheduler(folder: Path) -> Scheduler:
     return Scheduler(model, StopMatcher(load_tokenizer(folder), model.vocabulary), slots=4, seed=0, version="0")
 
 
-def test_weights_and_cache_are_really_dropped(scheduler: Scheduler, folder: Path) -> None:
+def test_weights_and_cache_are_freed(scheduler: Scheduler, folder: Path) -> None:
     model = scheduler.model
 
-    def held() -> int:
+    def allocated_bytes() -> int:
         kept = [tensor for _, tensor in model.parameters()]
         cached = [*model.cache._keys.values(), *model.cache._values.values()]
         return sum(tensor.untyped_storage().nbytes() for tensor in (*kept, *cached))
 
-    async def play() -> None:
-        whole = held()
-        await scheduler.release(["kv_cache"])
-        assert 0 < held() < whole
-        await scheduler.release(["weights"])
-        assert held() == 0
+    async def run() -> None:
+        whole = allocated_bytes()
+        await scheduler.release_memory(["kv_cache"])
+        assert 0 < allocated_bytes() < whole
+        await scheduler.release_memory(["weights"])
+        assert allocated_bytes() == 0
         for use in (model.load_folder, model.load_weights):
-            with pytest.raises(BadRequestError, match="/resume_memory_occupation comes first"):
+            with pytest.raises(BadRequestError, match="call /resume_memory_occupation first"):
                 use(folder if use == model.load_folder else [])
-        scheduler.take_back(["weights", "kv_cache"])
+        scheduler.resume_memory(["weights", "kv_cache"])
         assert all(tensor.isnan().all() for _, tensor in model.parameters())
         model.load_folder(folder)
         wanted = dict(load_model(folder).named_parameters())
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.parameters())
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
-def test_what_runs_ends_first_and_what_comes_waits(scheduler: Scheduler, folder: Path) -> None:
-    async def play() -> None:
+def test_running_requests_end_first_and_new_ones_wait(scheduler: Scheduler, folder: Path) -> None:
+    async def run() -> None:
         loop = asyncio.create_task(scheduler.run())
-        asked, _ = parse_generate({"input_ids": [3, 4, 5], "sampling_params": {"max_new_tokens": 20}})
-        running = scheduler.submit(asked[0])
+        inputs, _ = parse_generate({"input_ids": [3, 4, 5], "sampling_params": {"max_new_tokens": 20}})
+        running = scheduler.submit(inputs[0])
         await asyncio.sleep(0.01)
-        giving = asyncio.create_task(scheduler.release(["weights", "kv_cache"]))
+        releasing = asyncio.create_task(scheduler.release_memory(["weights", "kv_cache"]))
         await asyncio.sleep(0)
-        late = scheduler.submit(asked[0])
-        await giving
+        late = scheduler.submit(inputs[0])
+        await releasing
         assert running.done.done()
         await asyncio.sleep(0.05)
-        scheduler.take_back(["kv_cache"])
+        scheduler.resume_memory(["kv_cache"])
         await asyncio.sleep(0.05)
         assert not late.output
-        scheduler.take_back(["weights"])
+        scheduler.resume_memory(["weights"])
         async with scheduler.update("1"):
             scheduler.model.load_folder(folder)
         await late.done
         assert [version for _, version in late.versions] == ["1"]
         loop.cancel()
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
-def test_what_sglang_would_end_of_is_refused(scheduler: Scheduler) -> None:
-    async def play() -> None:
-        with pytest.raises(BadRequestError, match="was not given back"):
-            scheduler.take_back(["weights"])
+def test_releases_that_would_kill_sglang_are_refused(scheduler: Scheduler) -> None:
+    async def run() -> None:
+        with pytest.raises(BadRequestError, match="was not released"):
+            scheduler.resume_memory(["weights"])
         with pytest.raises(BadRequestError, match=r"tags=\['disk'\]"):
-            await scheduler.release(["disk"])
+            await scheduler.release_memory(["disk"])
         scheduler.begin_update()
-        with pytest.raises(BadRequestError, match="update is under way"):
-            await scheduler.release(["weights"])
+        with pytest.raises(BadRequestError, match="update is in progress"):
+            await scheduler.release_memory(["weights"])
         scheduler.end_update()
-        await scheduler.release(["weights"])
-        with pytest.raises(BadRequestError, match=r"\['weights'\] was given back already"):
-            await scheduler.release(["weights", "kv_cache"])
+        await scheduler.release_memory(["weights"])
+        with pytest.raises(BadRequestError, match=r"\['weights'\] was released already"):
+            await scheduler.release_memory(["weights", "kv_cache"])
 
-    asyncio.run(play())
+    asyncio.run(run())

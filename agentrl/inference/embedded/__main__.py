@@ -1,4 +1,4 @@
-"""``python -m agentrl.inference.embedded --model DIR``: serve a model until told to end."""
+"""``python -m agentrl.inference.embedded --model DIR``: serve a model until the process is terminated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.core.child_process import exit_with_parent
 
 
 def main() -> int:
-    """Serve; the exit status is 1 where the engine failed."""
+    """Serve a model; return the exit status, 1 if the engine failed."""
     exit_with_parent()
     arguments = _parser().parse_args()
     listener = _bind(arguments.host, arguments.port, arguments.port_file)
@@ -51,9 +51,9 @@ def main() -> int:
 
 
 def _bind(host: str, port: int, port_file: Path | None) -> socket.socket:
-    """Take the port at once: loading a model lasts seconds, in which somebody else could take it.
+    """Bind the port before the model is loaded, which takes seconds in which another process could bind it.
 
-    Nobody can connect until the server listens, so whoever waits for it sees no half-ready engine.
+    Connections are refused until the server listens, so no client reaches an engine that is not ready.
     """
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -69,14 +69,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m agentrl.inference.embedded", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder of a causal model")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
-    parser.add_argument("--port-file", type=Path, help="file that the port is written to")
+    parser.add_argument("--port", type=int, default=0, help="0 chooses a free port")
+    parser.add_argument("--port-file", type=Path, help="file to which the port is written")
     parser.add_argument("--dtype", default="float32", help="of weights and KV cache: float32 or bfloat16")
-    parser.add_argument("--max-slots", type=int, default=256, help="sequences whose KV cache is kept")
-    parser.add_argument("--max-context", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--max-slots", type=int, default=256, help="sequences in the KV cache")
+    parser.add_argument("--max-context", type=int, default=2048, help="most tokens of a sequence")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling")
-    parser.add_argument("--weight-version", default="0", help="name of the weights in the folder")
+    parser.add_argument("--seed", type=int, default=0, help="seed of requests without sampling_seed")
+    parser.add_argument("--weight-version", default="0", help="version of the weights in the folder")
     return parser
 
 

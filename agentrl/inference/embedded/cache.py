@@ -1,7 +1,7 @@
-"""Keys and values of all slots, as a Hugging Face cache and the attention that reads it.
+"""KV cache of all slots, as a Hugging Face cache and an attention function that reads it in place.
 
 `SlotCache.update` writes the new tokens' keys and values into their slots; `slot_attention`, registered with
-transformers under `ATTENTION`, attends to the slots where they lie. Query heads that share a key-value head are folded
+transformers as `ATTENTION`, attends to the slots without copying them. Query heads that share a key-value head are folded
 into the query dimension, so keys and values are never repeated.
 """
 
@@ -18,17 +18,17 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from agentrl.core.errors import EngineError, ModelError
-from agentrl.inference.embedded.forward_batch import Step
+from agentrl.inference.embedded.forward_batch import ForwardBatch
 
 ATTENTION = "agentrl_slots"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 class SlotCache(Cache):
-    """``[slots, key-value heads, context, head size]`` of keys and values a layer, made when a layer first runs."""
+    """Keys and values ``[slots, key-value heads, context, head size]`` of each layer, allocated when it first runs."""
 
     def __init__(self, slots: int, context: int) -> None:
-        """Remember the size; no memory is taken yet."""
+        """Set the size; memory is allocated at the first forward pass."""
         super().__init__(layers=[])
         self._shape = (slots, context)
         self._keys: dict[int, Tensor] = {}
@@ -36,55 +36,55 @@ class SlotCache(Cache):
         self._thread = threading.local()
 
     @property
-    def step(self) -> Step:
-        """The step that this thread computes; threads that compute at the same time have different slots."""
-        step = self._thread.step
-        assert isinstance(step, Step)
-        return step
+    def batch(self) -> ForwardBatch:
+        """The batch that this thread computes; threads that compute at the same time use different slots."""
+        batch = self._thread.batch
+        assert isinstance(batch, ForwardBatch)
+        return batch
 
-    @step.setter
-    def step(self, step: Step) -> None:
-        self._thread.step = step
+    @batch.setter
+    def batch(self, batch: ForwardBatch) -> None:
+        self._thread.batch = batch
 
     def bind(self, model: nn.Module) -> None:
-        """Let every attention module of ``model`` find this cache."""
+        """Set this cache as ``slot_cache`` of every attention module of ``model``."""
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 object.__setattr__(module, "slot_cache", self)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: positions are always given, never counted from here."""
+        """Return 0: positions are always passed to the model, never derived from the cache."""
         return 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Write ``[1, heads, N, size]`` into the step's slots; returns its arguments, which the attention ignores."""
+        """Write ``[1, heads, N, size]`` into the batch's slots; return the arguments, which `slot_attention` ignores."""
         if layer_idx not in self._keys:
             self._keys[layer_idx] = self._allocate(key_states)
             self._values[layer_idx] = self._allocate(value_states)
-        step = self.step
-        where = (step.slots, slice(None), step.positions)
-        self._keys[layer_idx][where] = key_states[0].transpose(0, 1)
-        self._values[layer_idx][where] = value_states[0].transpose(0, 1)
+        batch = self.batch
+        index = (batch.slots, slice(None), batch.positions)
+        self._keys[layer_idx][index] = key_states[0].transpose(0, 1)
+        self._values[layer_idx][index] = value_states[0].transpose(0, 1)
         return key_states, value_states
 
     def _allocate(self, like: Tensor) -> Tensor:
         slots, context = self._shape
         shape = (slots, like.shape[1], context, like.shape[3])
-        # NumPy's zeros take no memory until they are written, and unwritten places must hold numbers: a masked NaN
-        # is still NaN.
+        # NumPy's zeros take no memory until they are written. Unwritten positions must hold finite numbers: a masked
+        # NaN is still NaN.
         try:
             raw = np.zeros((*shape, like.element_size()), np.uint8)
         except MemoryError as error:
             raise EngineError(
-                f"no memory for {slots} slots of {context} tokens: lower sampler.embedded.slots or "
+                f"out of memory for {slots} slots of {context} tokens: lower sampler.embedded.slots or "
                 "sampler.embedded.context"
             ) from error
-        # Outside inference mode: slots are copied between passes, which a tensor made inside would not allow.
+        # Outside inference mode: slots are copied between passes, and inference tensors do not allow that.
         with torch.inference_mode(False):
             return torch.from_numpy(raw).view(like.dtype).squeeze(-1)
 
-    def drop(self) -> None:
-        """Give all memory back; it is taken again as it is needed."""
+    def release(self) -> None:
+        """Free all memory; it is allocated again when it is needed."""
         self._keys.clear()
         self._values.clear()
 
@@ -95,48 +95,49 @@ class SlotCache(Cache):
 
     def attend(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
         """Return the attention of ``query [1, H, N, D]`` to its slots, ``[1, N, H, D]``."""
-        step = self.step
+        batch = self.batch
         keys, values = self._keys[layer], self._values[layer]
         heads, count = query.shape[1], query.shape[2]
         out = query.new_empty(count, heads, values.shape[3])
-        if step.decoding:
-            tokens = query[0, :, : step.decoding].transpose(0, 1)
-            out[: step.decoding] = self._decode(tokens * scale, keys, values, window)
-        runs = len(step.runs)
-        for index, block in enumerate(step.blocks, runs):
+        if batch.decoding:
+            tokens = query[0, :, : batch.decoding].transpose(0, 1)
+            out[: batch.decoding] = self._decode(tokens * scale, keys, values, window)
+        runs = len(batch.runs)
+        for index, block in enumerate(batch.blocks, runs):
             tokens = query[0, :, block.rows]
             grouped = tokens.reshape(keys.shape[1], -1, *tokens.shape[1:]).transpose(0, 1)
             groups = grouped.shape[0]
-            # Batch dimension: the query heads of a group. Expanding the keys over it copies nothing.
+            # Batch dimension: the query heads of a group. Expanding the keys over it does not copy them.
             attended = F.scaled_dot_product_attention(
                 grouped,
                 keys[block.slot, :, : block.end].expand(groups, -1, -1, -1),
                 values[block.slot, :, : block.end].expand(groups, -1, -1, -1),
-                attn_mask=step.mask(index, window),
+                attn_mask=batch.mask(index, window),
                 scale=scale,
             )
             out[block.rows] = attended.transpose(0, 1).flatten(0, 1).transpose(0, 1)
         return out[None]
 
     def _decode(self, query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-        """Attend with one token a slot, ``[D, H, size]``, already scaled."""
-        step = self.step
+        """Attend with one token per slot, ``[D, H, size]``, already scaled."""
+        batch = self.batch
         kv_heads, groups = keys.shape[1], query.shape[1] // keys.shape[1]
-        if not step.dense:
-            padded = query.new_zeros(step.rows, *query.shape[1:])
-            padded[step.place] = query
+        if not batch.dense:
+            padded = query.new_zeros(batch.rows, *query.shape[1:])
+            padded[batch.decode_rows] = query
             query = padded
-        parts = []
-        for index, run in enumerate(step.runs):
+        outputs = []
+        for index, run in enumerate(batch.runs):
             pairs = (run.last - run.first) * kv_heads
             k = keys[run.first : run.last].view(pairs, *keys.shape[2:])[:, : run.longest]
             v = values[run.first : run.last].view(pairs, *values.shape[2:])[:, : run.longest]
             scores = torch.bmm(query[run.rows].reshape(pairs, groups, -1), k.transpose(1, 2))
-            scores = scores.view(-1, kv_heads, groups, run.longest) + step.mask(index, window)
+            scores = scores.view(-1, kv_heads, groups, run.longest) + batch.mask(index, window)
             weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
-            parts.append(torch.bmm(weights.view(pairs, groups, run.longest), v).view(-1, kv_heads * groups, v.shape[2]))
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return rows if step.dense else rows[step.place]
+            output = torch.bmm(weights.view(pairs, groups, run.longest), v)
+            outputs.append(output.view(-1, kv_heads * groups, v.shape[2]))
+        rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return rows if batch.dense else rows[batch.decode_rows]
 
 
 def slot_attention(
@@ -149,10 +150,10 @@ def slot_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend to the slots; the signature is that of transformers' attention functions.
+    """Attend to the slots; has the signature of transformers' attention functions.
 
     Raises:
-        ModelError: the model's attention has a part that this one lacks.
+        ModelError: the model's attention has a feature that this one lacks.
     """
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:

@@ -1,4 +1,4 @@
-"""What the engine answers with HTTP 400."""
+"""Errors that the engine answers with HTTP 400."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from agentrl.core.errors import AgentrlError
 
 
 class BadRequestError(AgentrlError):
-    """A request that cannot be served; its text goes to the caller."""
+    """A request that cannot be served; the reply has its message."""

@@ -1,7 +1,7 @@
-"""What one forward pass computes: tokens of many requests in one row, and which slot each belongs to.
+"""The input of one forward pass: new tokens of many requests, concatenated, and the KV slot of each token.
 
-Shapes: ``N`` tokens of ``B`` requests. Requests with one token (decoding) come first, by slot; those with more
-(a prompt, or what an observation added) follow. No token is padding, so linear layers waste nothing.
+Shapes: ``N`` tokens of ``B`` requests. Requests with one new token (decoding) come first, sorted by slot; requests with
+more (a prompt, or the tokens of an observation) follow. There is no padding, so linear layers compute nothing in vain.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_GAP = 2
-"""Idle slots between active ones that are computed along rather than starting another attention call."""
-_BLOCK = 512
-"""Query tokens an attention call of a long prompt has: bounds its mask, and skips most of what it would hide."""
+_MAX_GAP = 2
+"""Largest gap of idle slots that one attention call of decoding slots computes along; a larger one starts a new call."""
+_BLOCK_TOKENS = 512
+"""Query tokens of one attention call of a long prompt: bounds the mask and skips most of the masked keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The tokens that one request adds."""
+    """The new tokens of one request."""
 
     slot: int
     start: int
-    """Position of the first of them: so many tokens the slot holds already."""
+    """Position of the first one: the number of tokens whose keys and values the slot has."""
     tokens: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Decoding slots ``[first, last)`` that lie side by side, so that their cache is one view; rows of ``place``."""
+class DecodeRun:
+    """Adjacent decoding slots ``[first, last)``, so that their cache is one view, and their rows; see ``decode_rows``."""
 
     first: int
     last: int
     rows: slice
     lengths: Tensor
-    """``[R]`` keys that each slot's query sees, its own included; 1 for idle slots in between."""
+    """``[R]`` number of keys that each slot's query attends to, its own included; 1 for idle slots in between."""
     longest: int
 
     def bias(self, window: int | None) -> Tensor:
-        """Return what is added to the scores, ``[R, 1, 1, longest]``: 0 where the query sees the key, else -inf."""
+        """Return the bias of the scores, ``[R, 1, 1, longest]``: 0 if the query attends to the key, else -inf."""
         positions = torch.arange(self.longest)
         hidden = positions >= self.lengths[:, None]
         if window is not None:
@@ -51,8 +51,8 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Query tokens ``rows`` of one request, at positions from ``start`` on, that see keys ``[0, end)`` of ``slot``."""
+class PrefillBlock:
+    """Query tokens ``rows`` of one request, at positions ``[start, end)``; they attend to keys ``[0, end)`` of ``slot``."""
 
     slot: int
     rows: slice
@@ -60,17 +60,17 @@ class Block:
     end: int
 
     def mask(self, window: int | None) -> Tensor:
-        """Return ``[queries, end]``: whether a query sees a key."""
+        """Return the boolean mask ``[queries, end]``: whether a query attends to a key."""
         queries, keys = torch.arange(self.start, self.end)[:, None], torch.arange(self.end)
         seen = keys <= queries
         return seen if window is None else seen & (keys > queries - window)
 
 
-class Step:
-    """One forward pass over ``segments``."""
+class ForwardBatch:
+    """The tokens, positions, slots and attention blocks of one forward pass over ``segments``."""
 
     def __init__(self, segments: list[Segment]) -> None:
-        """Lay the segments out; ``order`` says which of them row ``b`` of the logits is of."""
+        """Sort and concatenate the segments; ``order[b]`` is the index of the segment that row ``b`` of the logits is of."""
         key = [(len(segment.tokens) > 1, segment.slot) for segment in segments]
         self.order = sorted(range(len(segments)), key=key.__getitem__)
         self.segments = [segments[index] for index in self.order]
@@ -78,7 +78,7 @@ class Step:
         starts = np.array([segment.start for segment in self.segments])
         ends = sizes.cumsum()
         self.last = torch.from_numpy(ends - 1)
-        """``[B]`` the last token of each request."""
+        """``[B]`` index of the last token of each request."""
         offsets = np.arange(int(ends[-1])) - np.repeat(ends - sizes, sizes)
         self.token_ids = torch.from_numpy(
             np.concatenate([segment.tokens for segment in self.segments]).astype(np.int64)
@@ -87,46 +87,47 @@ class Step:
         slots = np.array([segment.slot for segment in self.segments])
         self.slots = torch.from_numpy(np.repeat(slots, sizes))
         self.decoding = int((sizes == 1).sum())
-        self.lay_runs(slots[: self.decoding], starts[: self.decoding])
+        self._group_decoding_slots(slots[: self.decoding], starts[: self.decoding])
         self.blocks = [
-            Block(segment.slot, slice(row, row + size), start, start + size)
+            PrefillBlock(segment.slot, slice(row, row + size), start, start + size)
             for segment, end in zip(self.segments[self.decoding :], ends[self.decoding :], strict=True)
             for row, start, size in _blocks(int(end) - len(segment.tokens), segment.start, len(segment.tokens))
         ]
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
-    def lay_runs(self, slots: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
-        """Group the decoding slots (ascending) into runs; ``place[d]`` is the row of decoding token ``d`` in them."""
-        self.runs: list[Run] = []
-        places: list[NDArray[np.int64]] = []
+    def _group_decoding_slots(self, slots: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
+        """Group the decoding slots (ascending) into runs; ``decode_rows[d]`` is the row of decoding token ``d`` in them."""
+        self.runs: list[DecodeRun] = []
+        row_indices: list[NDArray[np.int64]] = []
         rows = 0
         if len(slots):
-            for part in np.split(np.arange(len(slots)), np.flatnonzero(np.diff(slots) > _GAP + 1) + 1):
-                first, last = int(slots[part[0]]), int(slots[part[-1]]) + 1
+            for group in np.split(np.arange(len(slots)), np.flatnonzero(np.diff(slots) > _MAX_GAP + 1) + 1):
+                first, last = int(slots[group[0]]), int(slots[group[-1]]) + 1
                 lengths = np.ones(last - first, np.int64)
-                lengths[slots[part] - first] = starts[part] + 1
-                places.append(rows + slots[part] - first)
+                lengths[slots[group] - first] = starts[group] + 1
+                row_indices.append(rows + slots[group] - first)
                 span = slice(rows, rows + last - first)
-                self.runs.append(Run(first, last, span, torch.from_numpy(lengths), int(lengths.max())))
+                self.runs.append(DecodeRun(first, last, span, torch.from_numpy(lengths), int(lengths.max())))
                 rows = span.stop
         self.rows = rows
-        """Rows that all runs have together."""
-        self.place = torch.from_numpy(np.concatenate(places)) if places else torch.zeros(0, dtype=torch.long)
+        """Rows of all runs, idle slots included."""
+        self.decode_rows = (
+            torch.from_numpy(np.concatenate(row_indices)) if row_indices else torch.zeros(0, dtype=torch.long)
+        )
 
     @cached_property
     def dense(self) -> bool:
-        """Whether no idle slot is computed along."""
+        """Whether the runs have no idle slots."""
         return self.rows == self.decoding
 
     def mask(self, index: int, window: int | None) -> Tensor:
-        """Return the bias of run ``index``, or the mask of block ``index - len(runs)``; made once for all layers."""
+        """Return the bias of run ``index``, or the mask of block ``index - len(runs)``; computed once for all layers."""
         key = (index, window)
         if key not in self._masks:
             runs = len(self.runs)
-            part = self.runs[index] if index < runs else self.blocks[index - runs]
-            self._masks[key] = part.bias(window) if isinstance(part, Run) else part.mask(window)
+            self._masks[key] = self.runs[index].bias(window) if index < runs else self.blocks[index - runs].mask(window)
         return self._masks[key]
 
 
 def _blocks(row: int, start: int, count: int) -> list[tuple[int, int, int]]:
-    return [(row + at, start + at, min(_BLOCK, count - at)) for at in range(0, count, _BLOCK)]
+    return [(row + at, start + at, min(_BLOCK_TOKENS, count - at)) for at in range(0, count, _BLOCK_TOKENS)]

@@ -1,4 +1,4 @@
-"""Which tokens' keys and values each slot of the cache holds, and who may have a slot."""
+"""KV cache slots: the tokens whose keys and values each one has, prefix reuse, and assignment to requests."""
 
 from __future__ import annotations
 
@@ -9,74 +9,74 @@ import numpy as np
 from numpy.typing import NDArray
 
 DEFER_TOKENS = 32
-"""A request waits one step where another of the same step computes this many more tokens of its prefix."""
+"""A request waits one step if another request of this step computes at least this many more tokens of its prefix."""
 
 _SPARE_TOKENS = 8
-"""A request takes an idle slot over, rather than copying from it, where at most so many of its tokens are lost."""
+"""A request reuses an idle slot, rather than copying its prefix, if at most so many other cached tokens are lost."""
 
 
-class Wait(Enum):
-    """Why a request gets no slot now."""
+class NoSlot(Enum):
+    """Why a request gets no slot in this step."""
 
     FULL = "full"
     """All slots are active."""
-    SHARED = "shared"
-    """This step computes a long prefix of it, which the next one can copy."""
+    PREFIX_PENDING = "shared"
+    """This step computes a long prefix of the request, which the next step can copy."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A slot for a request."""
+class SlotAssignment:
+    """The slot of a request, and the prefix that is reused."""
 
     slot: int
     source: int
-    """The slot whose first ``cached`` tokens are to be copied; the slot itself where nothing is."""
+    """The slot whose first ``cached`` tokens are to be copied; equal to ``slot`` if nothing is to be copied."""
     cached: int
-    """Tokens of the request whose keys and values exist."""
+    """Tokens of the request whose keys and values are in the cache."""
 
 
 class SlotTable:
-    """``S`` slots of ``C`` tokens. A finished request's slot stays a cache until the space is needed.
+    """``S`` slots of ``C`` tokens. The slot of a finished request serves as prefix cache until it is needed.
 
-    ``tokens[S, C]`` are the ids, ``held[S]`` how many of them have keys and values, ``planned[S]`` how many will
-    after the step that is being put together.
+    ``tokens[S, C]`` are the token ids, ``held[S]`` how many of them have keys and values, ``planned[S]`` how many will
+    have them after the step that is being prepared.
     """
 
     def __init__(self, slots: int, context: int) -> None:
-        """Start with empty slots."""
+        """Create empty slots."""
         self.tokens: NDArray[np.int32] = np.zeros((slots, context), np.int32)
         self.held: NDArray[np.int64] = np.zeros(slots, np.int64)
         self.planned: NDArray[np.int64] = np.zeros(slots, np.int64)
         self.active: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self.stale: NDArray[np.bool_] = np.zeros(slots, np.bool_)
-        """Active slots with keys and values of older weights: nobody may copy from them."""
+        """Active slots with keys and values of older weights: no prefix is copied from them."""
         self._used: NDArray[np.int64] = np.zeros(slots, np.int64)
         self._clock = 0
         self._top = 0
-        """Slots from here on have never been used."""
+        """Slots from this index on have never been used."""
 
-    def place(self, tokens: NDArray[np.int32]) -> Place | Wait:
-        """Find a slot for a request of ``tokens``, active from then on, or say why it waits."""
-        source, cached, coming = self._match(tokens)
-        if coming - cached >= DEFER_TOKENS:
-            return Wait.SHARED
+    def assign(self, tokens: NDArray[np.int32]) -> SlotAssignment | NoSlot:
+        """Assign a slot to a request of ``tokens`` and make it active, or return why the request must wait."""
+        source, cached, pending = self._match(tokens)
+        if pending - cached >= DEFER_TOKENS:
+            return NoSlot.PREFIX_PENDING
         if cached and not self.active[source] and self.held[source] - cached <= _SPARE_TOKENS:
             slot = source
         else:
             found = self._free()
             if found is None:
-                return Wait.FULL
+                return NoSlot.FULL
             slot = found
         count = len(tokens)
         self.tokens[slot, :count] = tokens
         self.held[slot], self.planned[slot] = cached, count
         self.active[slot], self.stale[slot] = True, False
         self._top = max(self._top, slot + 1)
-        return Place(slot, source if cached else slot, cached)
+        return SlotAssignment(slot, source if cached else slot, cached)
 
     def _match(self, tokens: NDArray[np.int32]) -> tuple[int, int, int]:
-        """Return the slot with the longest common prefix, its length, and that length after this step."""
-        # The last token is always computed: its logits are what the request is here for.
+        """Return the slot with the longest cached prefix, that length, and the longest prefix after this step."""
+        # The last token is always computed: its logits are needed.
         count, top = len(tokens) - 1, self._top
         if count == 0 or top == 0:
             return 0, 0, 0
@@ -86,9 +86,9 @@ class SlotTable:
         common = differs.argmax(axis=1)
         common[self.stale[:top]] = 0
         now = np.minimum(common, self.held[:top])
-        # Among equals an idle slot that can be taken as it is comes first.
-        whole = (self.held[:top] - now <= _SPARE_TOKENS) & ~self.active[:top]
-        best = int((now * 2 + whole).argmax())
+        # Ties go to an idle slot that can be reused without copying.
+        reusable = (self.held[:top] - now <= _SPARE_TOKENS) & ~self.active[:top]
+        best = int((now * 2 + reusable).argmax())
         return best, int(now[best]), int(np.minimum(common, self.planned[:top]).max())
 
     def _free(self) -> int | None:
@@ -98,16 +98,16 @@ class SlotTable:
         return int(idle[np.where(self.held[idle] == 0, -1, self._used[idle]).argmin()])
 
     def append(self, slot: int, token: int) -> None:
-        """Say that ``token`` comes next in a slot; its keys and values are to be computed."""
+        """Append a sampled ``token`` to a slot; its keys and values are computed in this step."""
         self.tokens[slot, self.planned[slot]] = token
         self.planned[slot] += 1
 
-    def computed(self) -> None:
-        """Say that everything planned has been computed."""
+    def mark_computed(self) -> None:
+        """Record that all planned keys and values have been computed."""
         self.held[:] = self.planned
 
     def release(self, slot: int) -> None:
-        """Let others have the slot; until then its tokens are a cache."""
+        """Make a slot idle; its tokens stay in the prefix cache until the slot is reused."""
         self.active[slot] = False
         if self.stale[slot]:
             self.held[slot] = 0
@@ -117,7 +117,7 @@ class SlotTable:
         self._used[slot] = self._clock
 
     def flush(self) -> None:
-        """Forget what idle slots hold, and let nobody copy from active ones."""
+        """Drop the prefix cache: empty the idle slots, and exclude the active ones from reuse."""
         self.held[~self.active] = 0
         self.planned[~self.active] = 0
         self.stale[self.active] = True

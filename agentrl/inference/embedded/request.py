@@ -1,9 +1,8 @@
-"""One generation: what was asked, in SGLang's words, and how far it is."""
+"""Requests for generation: parsing of ``/generate`` bodies, and the state of a request in the engine."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from agentrl.inference.embedded.errors import BadRequestError
 
-# Options of SGLang that this engine does not have: accepted where they change nothing.
+# Options of SGLang that this engine lacks, with the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_p": (0, None),
     "frequency_penalty": (0, None),
@@ -35,8 +34,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """SGLang's ``sampling_params``, checked."""
+class SamplingOptions:
+    """Validated ``sampling_params`` of SGLang."""
 
     max_new_tokens: int = 128
     temperature: float = 1.0
@@ -50,8 +49,8 @@ class Options:
     sampling_seed: int | None = None
 
     @classmethod
-    def parse(cls, params: Mapping[str, Any] | None) -> Options:
-        """Check ``sampling_params`` as they came.
+    def parse(cls, params: Mapping[str, Any] | None) -> SamplingOptions:
+        """Validate ``sampling_params`` of a request body.
 
         Raises:
             BadRequestError: a value cannot be used; the message names it.
@@ -59,7 +58,7 @@ class Options:
         given = dict(params or {})
         for name, neutral in _NEUTRAL.items():
             if given.pop(name, neutral[0]) not in neutral:
-                raise BadRequestError(f"sampling_params.{name}={params[name]!r}: not in the embedded engine")  # type: ignore[index]
+                raise BadRequestError(f"sampling_params.{name}={params[name]!r}: not supported by the embedded engine")  # type: ignore[index]
         unknown = sorted(given.keys() - cls.__dataclass_fields__.keys())
         if unknown:
             raise BadRequestError(f"sampling_params.{unknown[0]} is unknown")
@@ -90,61 +89,64 @@ class Options:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """Whether decoding is greedy."""
         return self.temperature < 1e-6 or self.top_k == 1
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A generation on its way through the engine."""
+    """A request in the engine: its input, and the state of its generation."""
 
     prompt: NDArray[np.int32]
-    options: Options
+    options: SamplingOptions
     rid: str
     logprobs_wanted: bool
     texts_wanted: bool
     done: asyncio.Future[None]
     limit: int
-    """Tokens it may sample: ``max_new_tokens``, or what the context leaves."""
+    """Most tokens it may sample: ``max_new_tokens``, or the rest of the context."""
     stop_ids: frozenset[int]
     may_stop: NDArray[np.bool_] | None
     """``[vocabulary]`` whether a token can complete one of the stop strings."""
     seed: int
-    """Unsigned, of 64 bits: with a token's position in prompt and output it says what is drawn; see `uniforms`."""
+    """uint64; together with a token's position in prompt and output it determines the random number, see `uniforms`."""
     slot: int = -1
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, str]] = field(default_factory=list)
-    """``(start, weight version)``: from output token ``start`` on."""
+    """``(start, weight version)``: the version that samples from output token ``start`` on."""
     cached: int = -1
+    """Tokens found in the prefix cache when the request first got a slot; -1 before."""
     finish: dict[str, Any] | None = None
+    """``finish_reason`` of the reply; None while the request runs or waits."""
     stop_text: str | None = None
-    """The stop string that ended it."""
-    born: float = field(default_factory=time.monotonic)
+    """The stop string that was found in the output."""
 
     def tokens(self) -> NDArray[np.int32]:
-        """Return prompt and output."""
+        """Return the token ids of prompt and output."""
         return np.concatenate([self.prompt, np.asarray(self.output, np.int32)]) if self.output else self.prompt
 
     def end(self, finish: dict[str, Any]) -> None:
-        """Record why it ended and wake who waits."""
+        """Set the finish reason and resolve ``done``."""
         self.finish = finish
         if not self.done.done():
             self.done.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One prompt of a ``/generate`` body."""
+class GenerateInput:
+    """One prompt of a ``/generate`` body, with its options."""
 
     token_ids: list[int]
-    options: Options
+    options: SamplingOptions
     rid: str
     logprobs: bool
+    """``return_logprob``"""
     texts: bool
+    """``return_text_in_logprobs``"""
 
 
-def parse_generate(body: Mapping[str, Any]) -> tuple[list[Asked], bool]:
+def parse_generate(body: Mapping[str, Any]) -> tuple[list[GenerateInput], bool]:
     """Return the prompts of a ``/generate`` body, and whether it was a batch.
 
     Raises:
@@ -152,11 +154,11 @@ def parse_generate(body: Mapping[str, Any]) -> tuple[list[Asked], bool]:
     """
     ids = body.get("input_ids")
     if not isinstance(ids, list) or not ids:
-        raise BadRequestError("input_ids must be a list of token ids, or of such lists; text is not taken")
+        raise BadRequestError("input_ids must be a list of token ids, or of such lists; text is not accepted")
     if body.get("stream"):
-        raise BadRequestError("stream=true: not in the embedded engine")
+        raise BadRequestError("stream=true: not supported by the embedded engine")
     if body.get("logprob_start_len", -1) not in (-1, None):
-        raise BadRequestError("logprob_start_len: the embedded engine gives log-probabilities of the output only")
+        raise BadRequestError("logprob_start_len: the embedded engine returns log-probabilities of the output only")
     batch = isinstance(ids[0], list)
     prompts = ids if batch else [ids]
     params = _each(body, "sampling_params", len(prompts), batch)
@@ -165,11 +167,11 @@ def parse_generate(body: Mapping[str, Any]) -> tuple[list[Asked], bool]:
         rids = [f"{body['rid']}_{index}" for index in range(len(prompts))]
     logprobs = _each(body, "return_logprob", len(prompts), batch)
     texts = bool(body.get("return_text_in_logprobs"))
-    asked = [
-        Asked(prompt, Options.parse(param), rid or uuid.uuid4().hex, bool(wanted), texts)
+    inputs = [
+        GenerateInput(prompt, SamplingOptions.parse(param), rid or uuid.uuid4().hex, bool(wanted), texts)
         for prompt, param, rid, wanted in zip(prompts, params, rids, logprobs, strict=True)
     ]
-    return asked, batch
+    return inputs, batch
 
 
 def _each(body: Mapping[str, Any], name: str, count: int, batch: bool) -> list[Any]:

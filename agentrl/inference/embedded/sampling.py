@@ -1,4 +1,4 @@
-"""Drawing the next token of many requests at once."""
+"""Batched sampling of the next token."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from agentrl.inference.embedded.request import Request
 
 
 def sample(logits_BV: Tensor, requests: Sequence[Request]) -> tuple[list[int], list[float]]:
-    """Return one token id a request, and its log-probability: a pure function of logits, seeds and positions.
+    """Return a token id and its log-probability for each request: a pure function of logits, seeds and positions.
 
-    Log-probabilities are those of the whole distribution at the request's temperature (at temperature 1 where it is
-    greedy), not renormalised for top-p and top-k: as SGLang gives them.
+    Log-probabilities are those of the full distribution at the request's temperature (temperature 1 if it is greedy),
+    not renormalised after top-p and top-k, as in SGLang.
 
     Raises:
-        FloatingPointError: the model's logits hold no numbers.
+        FloatingPointError: the model's logits are not finite.
     """
     greedy = torch.tensor([request.options.greedy for request in requests])
     temperatures = torch.tensor([1.0 if r.options.greedy else r.options.temperature for r in requests])
@@ -31,12 +31,12 @@ def sample(logits_BV: Tensor, requests: Sequence[Request]) -> tuple[list[int], l
         ids = torch.where(greedy, logits_BV.argmax(-1), ids) if bool(greedy.any()) else ids
     chosen = logprobs_BV.gather(1, ids[:, None])[:, 0]
     if not bool(chosen.isfinite().all()):
-        raise FloatingPointError("the model's logits hold no finite numbers: its weights are broken")
+        raise FloatingPointError("the model's logits are not finite: its weights are broken")
     return ids.tolist(), chosen.tolist()
 
 
 def _draw(probabilities_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Invert the distribution function; float64, so that rare tokens keep their chance."""
+    """Sample by the inverse cumulative distribution, in float64 so that rare tokens keep their probability."""
     sums_BV = probabilities_BV.cumsum(-1, dtype=torch.float64)
     wanted = uniforms_B[:, None] * sums_BV[:, -1:]
     return torch.searchsorted(sums_BV, wanted, right=True)[:, 0].clamp_(max=probabilities_BV.shape[1] - 1)
@@ -49,7 +49,7 @@ def _uniforms(requests: Sequence[Request]) -> Tensor:
 
 
 def _filtered(probabilities_BV: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Set to zero what top-k and top-p leave out."""
+    """Set the probabilities that top-k and top-p exclude to zero."""
     size = probabilities_BV.shape[1]
     rows = [row for row, r in enumerate(requests) if r.options.top_p < 1 or 0 < r.options.top_k < size]
     if not rows:
@@ -58,7 +58,7 @@ def _filtered(probabilities_BV: Tensor, requests: Sequence[Request]) -> Tensor:
     top_p = torch.tensor([requests[row].options.top_p for row in rows])[:, None]
     values, order = probabilities_BV[rows].sort(descending=True, stable=True)
     values = values.masked_fill((torch.arange(size) >= top_k) & (top_k > 0), 0.0)
-    # As SGLang: top-k first, then the smallest set whose share of what is left reaches top-p.
+    # As in SGLang: top-k first, then the smallest set whose share of the remaining probability reaches top-p.
     before = values.cumsum(-1) - values
     values = values.masked_fill(before >= top_p * values.sum(-1, keepdim=True), 0.0)
     result = probabilities_BV.clone()

@@ -1,4 +1,4 @@
-"""New weights for the engine: buckets are kept aside until the last one, and then taken all at once."""
+"""Staging of weight updates: buckets are kept until the last one arrives, and then loaded all at once."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from agentrl.inference.embedded.scheduler import Scheduler
 from agentrl.models.weight_checksum import digest
 
 _TIMEOUT_S = 300.0
-"""Seconds that joining a group, and then each tensor, may take."""
+"""Timeout of joining a group, and of each broadcast, in seconds."""
 
 
-class Incoming:
-    """Takes weights for a scheduler's model, so that it samples with all of a version's or with none.
+class WeightStaging:
+    """Receives weights for a scheduler's model, which samples with all weights of a version or with none of them.
 
-    A bucket that does not flush the prefix cache waits for one that does. Memory for the weights is taken twice then.
+    Buckets without ``flush_cache`` are staged until a bucket with it arrives, so the weights need twice their memory.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        """Serve ``scheduler``."""
+        """Stage weights for the model of ``scheduler``."""
         self._scheduler = scheduler
-        self._waiting: dict[str, Tensor] = {}
+        self._staged: dict[str, Tensor] = {}
         self._groups: dict[str, BroadcastGroup] = {}
 
-    def drop(self) -> None:
-        """Forget buckets whose last one did not come."""
-        self._waiting.clear()
+    def discard(self) -> None:
+        """Drop the staged buckets of an update that did not complete."""
+        self._staged.clear()
 
-    async def take(self, named: Sequence[tuple[str, Tensor]], version: str | None, *, last: bool) -> None:
-        """Take a bucket.
+    async def stage(self, named: Sequence[tuple[str, Tensor]], version: str | None, *, last: bool) -> None:
+        """Stage a bucket; after the ``last`` one load all of them as ``version``.
 
         Raises:
-            BadRequestError: it does not fit the model; nothing of it is taken.
+            BadRequestError: it does not fit the model; nothing of it is staged.
         """
         self._scheduler.model.check_weights([(name, tensor.shape) for name, tensor in named])
-        self._waiting.update(named)
+        self._staged.update(named)
         if last:
             async with self._scheduler.update(version):
-                self._scheduler.model.load_weights(list(self._waiting.items()))
-            self.drop()
+                self._scheduler.model.load_weights(list(self._staged.items()))
+            self.discard()
 
-    async def join(self, body: Mapping[str, Any]) -> None:
-        """Join the group of ``/init_weights_update_group``.
+    async def join_group(self, body: Mapping[str, Any]) -> None:
+        """Join the group of an ``/init_weights_update_group`` body.
 
         Raises:
-            BadRequestError: it is there already, or not all ranks come.
+            BadRequestError: the group exists already, or not all ranks joined in time.
         """
         try:
             group = WeightGroup(
@@ -67,37 +67,37 @@ class Incoming:
         except (KeyError, TypeError, ValueError) as error:
             raise BadRequestError(f"init_weights_update_group: {type(error).__name__} {error}") from error
         if group.backend != "gloo":
-            raise BadRequestError(f"backend={group.backend!r}: the embedded engine has gloo")
+            raise BadRequestError(f"backend={group.backend!r}: the embedded engine supports gloo only")
         if group.name in self._groups:
-            raise BadRequestError(f"group_name={group.name!r} is there already")
+            raise BadRequestError(f"group_name={group.name!r} exists already")
         try:
             self._groups[group.name] = await asyncio.to_thread(BroadcastGroup.join, group, rank, timeout_s=_TIMEOUT_S)
         except EngineError as error:
             raise BadRequestError(str(error)) from error
 
-    async def leave(self, name: object) -> None:
-        """Leave a group, once a broadcast that is under way in it has ended or failed.
+    async def leave_group(self, name: object) -> None:
+        """Leave a group after its current broadcast has ended or failed.
 
         Raises:
-            BadRequestError: there is none of that name.
+            BadRequestError: the group does not exist.
         """
         group = self._groups.pop(str(name), None)
         if group is None:
             raise BadRequestError(f"group_name={name!r}: the group to be destroyed does not exist")
         await asyncio.to_thread(group.close)
 
-    async def receive(self, body: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-        """Return the tensors that a bucket's request announces, once they have come.
+    async def receive_broadcast(self, body: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+        """Receive the tensors that an ``/update_weights_from_distributed`` body describes.
 
         Raises:
-            BadRequestError: they would not fit the model, there is no such group, or the broadcast broke off.
+            BadRequestError: they do not fit the model, the group does not exist, or the broadcast failed.
         """
         if body.get("load_format") is not None:
-            raise BadRequestError(f"load_format={body['load_format']!r}: not in the embedded engine")
+            raise BadRequestError(f"load_format={body['load_format']!r}: not supported by the embedded engine")
         group = self._groups.get(str(body.get("group_name")))
         if group is None:
             raise BadRequestError(f"Failed to receive weights: there is no group {body.get('group_name')!r}")
-        named = _empty(body)
+        named = _allocate(body)
         self._scheduler.model.check_weights([(name, tensor.shape) for name, tensor in named])
         try:
             await asyncio.to_thread(group.broadcast, [tensor for _, tensor in named])
@@ -106,23 +106,23 @@ class Incoming:
         return named
 
     def checksums(self) -> dict[str, str]:
-        """Return a `digest` of every weight that the engine has now.
+        """Return the SHA-256 checksum of each weight by name.
 
         Raises:
-            BadRequestError: it has given their memory back.
+            BadRequestError: the weights' memory was released.
         """
         self._scheduler.model.check_present()
         return {name: digest(tensor) for name, tensor in self._scheduler.model.parameters()}
 
 
-def _empty(body: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """Return memory for the tensors that a request announces."""
+def _allocate(body: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """Return uninitialised tensors of the names, dtypes and shapes of a body."""
     named = []
     try:
         for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
             kind = getattr(torch, dtype)
             if not isinstance(kind, torch.dtype):
-                raise BadRequestError(f"dtypes has {dtype!r}, which is none of torch")
+                raise BadRequestError(f"dtypes has {dtype!r}, which is not a dtype of torch")
             named.append((str(name), torch.empty([int(size) for size in shape], dtype=kind)))
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise BadRequestError(f"names, dtypes and shapes: {type(error).__name__} {error}") from error

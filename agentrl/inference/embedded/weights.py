@@ -1,4 +1,4 @@
-"""Weights as they come over HTTP: SGLang's base64 pickles, read without letting them run code."""
+"""Weights received over HTTP: SGLang's base64 pickles, unpickled without executing code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.inference.embedded.errors import BadRequestError
 
 
 def _storage(data: bytes) -> Any:
-    # What a pickled tensor asks for is torch.load of its bytes, which by itself would unpickle anything.
+    # A pickled tensor calls torch.load with its bytes, which without weights_only would unpickle anything.
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
@@ -36,7 +36,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_named_tensors(serialized: Sequence[str]) -> list[tuple[str, Tensor]]:
-    """Return the ``(name, tensor)`` pairs of one base64 pickle (SGLang sends one a tensor-parallel rank; there is one).
+    """Return the ``(name, tensor)`` pairs of a base64 pickle. SGLang takes one per tensor-parallel rank; here is one rank.
 
     Raises:
         BadRequestError: it cannot be read, or holds anything but tensors.

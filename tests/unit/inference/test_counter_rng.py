@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from agentrl.inference.embedded.counter_rng import as_word, uniforms
+from agentrl.inference.embedded.counter_rng import as_uint64, uniforms
 
 WORD = (1 << 64) - 1
 SEEDS, POSITIONS = 512, 512
@@ -25,7 +25,7 @@ def split_mix(state: int, count: int) -> list[int]:
 
 def grid(first: int, stride: int) -> NDArray[np.float64]:
     """Numbers of seeds a stride apart (rows) at the positions of a long prompt's output (columns)."""
-    seeds = np.array([as_word(first + stride * step) for step in range(SEEDS)], np.uint64)
+    seeds = np.array([as_uint64(first + stride * step) for step in range(SEEDS)], np.uint64)
     positions = np.arange(100, 100 + POSITIONS, dtype=np.uint64)
     return uniforms(np.repeat(seeds, POSITIONS), np.tile(positions, SEEDS)).reshape(SEEDS, POSITIONS)
 
@@ -40,7 +40,7 @@ def test_the_generator_is_the_published_one() -> None:
 
 @given(seed=st.integers(), position=st.integers(0, 2**40))
 def test_any_seed_gives_a_number_below_one(seed: int, position: int) -> None:
-    (number,) = uniforms(np.array([as_word(seed)], np.uint64), np.array([position], np.uint64))
+    (number,) = uniforms(np.array([as_uint64(seed)], np.uint64), np.array([position], np.uint64))
     assert 0.0 <= number < 1.0
 
 

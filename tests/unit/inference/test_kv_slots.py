@@ -1,6 +1,6 @@
 import numpy as np
 
-from agentrl.inference.embedded.kv_slots import Place, SlotTable, Wait
+from agentrl.inference.embedded.kv_slots import NoSlot, SlotAssignment, SlotTable
 
 
 def ids(*values: int) -> np.ndarray:
@@ -8,14 +8,14 @@ def ids(*values: int) -> np.ndarray:
 
 
 def run(table: SlotTable, tokens: np.ndarray, output: int = 0) -> int:
-    """Place a request, compute its prompt and ``output`` more tokens; return its slot, still active."""
-    place = table.place(tokens)
-    assert isinstance(place, Place)
-    table.computed()
+    """SlotAssignment a request, compute its prompt and ``output`` more tokens; return its slot, still active."""
+    assigned = table.assign(tokens)
+    assert isinstance(assigned, SlotAssignment)
+    table.mark_computed()
     for token in range(output):
-        table.append(place.slot, 1000 + token)
-        table.computed()
-    return place.slot
+        table.append(assigned.slot, 1000 + token)
+        table.mark_computed()
+    return assigned.slot
 
 
 def test_the_next_turn_takes_its_own_slot_over() -> None:
@@ -23,7 +23,7 @@ def test_the_next_turn_takes_its_own_slot_over() -> None:
     slot = run(table, np.arange(50), output=20)
     table.release(slot)
     turn = np.concatenate([np.arange(50), 1000 + np.arange(20), ids(7, 8)])
-    assert table.place(turn) == Place(slot, slot, 70)
+    assert table.assign(turn) == SlotAssignment(slot, slot, 70)
 
 
 def test_another_request_copies_the_shared_prefix_and_leaves_the_slot_whole() -> None:
@@ -31,36 +31,36 @@ def test_another_request_copies_the_shared_prefix_and_leaves_the_slot_whole() ->
     slot = run(table, np.arange(50), output=20)
     table.release(slot)
     other = np.concatenate([np.arange(40), ids(90, 91)])
-    place = table.place(other)
-    assert isinstance(place, Place)
-    assert place.slot != slot
-    assert (place.source, place.cached) == (slot, 40)
+    assigned = table.assign(other)
+    assert isinstance(assigned, SlotAssignment)
+    assert assigned.slot != slot
+    assert (assigned.source, assigned.cached) == (slot, 40)
     assert table.held[slot] == 70
 
 
 def test_the_last_token_is_always_computed() -> None:
     table = SlotTable(4, 100)
     table.release(run(table, np.arange(50)))
-    assert table.place(np.arange(50)) == Place(0, 0, 49)
+    assert table.assign(np.arange(50)) == SlotAssignment(0, 0, 49)
 
 
 def test_active_slots_can_be_copied_from_but_not_taken() -> None:
     table = SlotTable(2, 100)
     first = run(table, np.arange(50))
-    place = table.place(np.append(np.arange(50), 77))
-    assert place == Place(1 - first, first, 50)
-    assert table.place(np.arange(5)) is Wait.FULL
+    assigned = table.assign(np.append(np.arange(50), 77))
+    assert assigned == SlotAssignment(1 - first, first, 50)
+    assert table.assign(np.arange(5)) is NoSlot.FULL
 
 
 def test_a_request_waits_for_a_long_prefix_that_this_step_computes() -> None:
     table = SlotTable(4, 200)
-    assert isinstance(table.place(np.arange(100)), Place)
-    assert table.place(np.append(np.arange(90), 5)) is Wait.SHARED
-    assert isinstance(table.place(np.append(np.arange(10), 150)), Place), "a short one is not worth the wait"
-    table.computed()
-    place = table.place(np.append(np.arange(90), 5))
-    assert isinstance(place, Place)
-    assert place.cached == 90
+    assert isinstance(table.assign(np.arange(100)), SlotAssignment)
+    assert table.assign(np.append(np.arange(90), 5)) is NoSlot.PREFIX_PENDING
+    assert isinstance(table.assign(np.append(np.arange(10), 150)), SlotAssignment), "a short one is not worth the wait"
+    table.mark_computed()
+    assigned = table.assign(np.append(np.arange(90), 5))
+    assert isinstance(assigned, SlotAssignment)
+    assert assigned.cached == 90
 
 
 def test_the_least_recently_used_idle_slot_is_given_away_after_empty_ones() -> None:
@@ -78,12 +78,12 @@ def test_after_a_flush_nothing_old_is_found() -> None:
     table.release(idle)
     table.flush()
     for start in (0, 100):
-        place = table.place(np.arange(start, start + 40))
-        assert isinstance(place, Place)
-        assert place.cached == 0
-        table.release(place.slot)
+        assigned = table.assign(np.arange(start, start + 40))
+        assert isinstance(assigned, SlotAssignment)
+        assert assigned.cached == 0
+        table.release(assigned.slot)
     table.release(active)
-    place = table.place(np.arange(100, 160))
-    assert isinstance(place, Place)
+    assigned = table.assign(np.arange(100, 160))
+    assert isinstance(assigned, SlotAssignment)
     # The slot that was active keeps nothing either; at most the copy just placed above, of new weights, is found.
-    assert table.held[active] == 0 or place.slot == active
+    assert table.held[active] == 0 or assigned.slot == active

@@ -3,11 +3,11 @@ from typing import Any
 import pytest
 
 from agentrl.inference.embedded.errors import BadRequestError
-from agentrl.inference.embedded.request import Options, parse_generate
+from agentrl.inference.embedded.request import SamplingOptions, parse_generate
 
 
 def test_sglangs_defaults_and_names() -> None:
-    options = Options.parse({"stop": "x", "stop_token_ids": [3], "top_p": None, "n": 1, "min_p": 0.0})
+    options = SamplingOptions.parse({"stop": "x", "stop_token_ids": [3], "top_p": None, "n": 1, "min_p": 0.0})
     assert (options.stop, options.stop_token_ids, options.top_p, options.max_new_tokens) == (("x",), {3}, 1.0, 128)
 
 
@@ -28,15 +28,15 @@ def test_sglangs_defaults_and_names() -> None:
 )
 def test_what_cannot_be_used_is_named(params: dict[str, Any], word: str) -> None:
     with pytest.raises(BadRequestError, match=word):
-        Options.parse(params)
+        SamplingOptions.parse(params)
 
 
 def test_a_batch_shares_or_lists_its_options() -> None:
     body = {"input_ids": [[1], [2]], "sampling_params": {"temperature": 0}, "rid": "r", "return_logprob": True}
-    asked, batch = parse_generate(body)
+    inputs, batch = parse_generate(body)
     assert batch
-    assert [one.rid for one in asked] == ["r_0", "r_1"]
-    assert all(one.logprobs and one.options.greedy for one in asked)
+    assert [each.rid for each in inputs] == ["r_0", "r_1"]
+    assert all(each.logprobs and each.options.greedy for each in inputs)
     with pytest.raises(BadRequestError, match="rid has 1 entries for 2 prompts"):
         parse_generate({**body, "rid": ["a"]})
 

@@ -4,12 +4,12 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.inference.embedded.request import Options
+from agentrl.inference.embedded.request import SamplingOptions
 from agentrl.inference.embedded.sampling import sample
 
 
 def request(seed: int = 0, tokens: int = 1, **options: Any) -> Any:
-    return SimpleNamespace(options=Options(**options), seed=seed, prompt=[0] * tokens, output=[])
+    return SimpleNamespace(options=SamplingOptions(**options), seed=seed, prompt=[0] * tokens, output=[])
 
 
 def draw(logits: torch.Tensor, count: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,100 @@
+"""Endpoints of SGLang that update and check the engine's weights."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from starlette.responses import Response
+from starlette.routing import Route
+
+from agentrl.inference.embedded.errors import BadRequestError
+from agentrl.inference.embedded.replies import Body, json_reply, with_body
+from agentrl.inference.embedded.scheduler import Scheduler
+from agentrl.inference.embedded.weight_staging import WeightStaging
+from agentrl.inference.embedded.weights import read_named_tensors
+
+
+class WeightEndpoints:
+    """Weight updates from disk, from tensors in the body and from a broadcast, and checksums."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        """Serve weight updates of the model of ``scheduler``."""
+        self._scheduler = scheduler
+        self._staging = WeightStaging(scheduler)
+
+    def routes(self) -> list[Route]:
+        """Return the routes; all of them take POST."""
+        handlers = {
+            "/begin_weight_update": self.begin_update,
+            "/end_weight_update": self.end_update,
+            "/update_weights_from_tensor": self.update_from_tensor,
+            "/update_weights_from_disk": self.update_from_disk,
+            "/init_weights_update_group": self.init_group,
+            "/update_weights_from_distributed": self.update_from_distributed,
+            "/destroy_weights_update_group": self.destroy_group,
+            "/weights_checker": self.check_weights,
+        }
+        return [Route(path, with_body(handler), methods=["POST"]) for path, handler in handlers.items()]
+
+    async def begin_update(self, body: Body) -> Response:
+        """Admit no request until `end_update`, and wait for the running ones."""
+        self._scheduler.begin_update()
+        self._staging.discard()
+        await self._scheduler.wait_idle()
+        return _updated()
+
+    async def end_update(self, body: Body) -> Response:
+        """Admit requests again."""
+        self._staging.discard()
+        self._scheduler.end_update()
+        return _updated()
+
+    async def update_from_tensor(self, body: Body) -> Response:
+        """Load the tensors in the body; begin and end are optional, as in SGLang before 0.5.23."""
+        if body.get("load_format") is not None:
+            raise BadRequestError(f"load_format={body['load_format']!r}: not supported by the embedded engine")
+        named = read_named_tensors(body.get("serialized_named_tensors") or [])
+        await self._staging.stage(named, _version(body), last=body.get("flush_cache") is not False)
+        return _updated()
+
+    async def update_from_disk(self, body: Body) -> Response:
+        """Load the weights of the folder ``model_path``."""
+        folder = body.get("model_path")
+        if not isinstance(folder, str) or not Path(folder).is_dir():
+            raise BadRequestError(f"model_path={folder!r} is not a folder")
+        async with self._scheduler.update(_version(body)):
+            self._scheduler.model.load_folder(Path(folder))
+        return _updated()
+
+    async def init_group(self, body: Body) -> Response:
+        """Join a process group in which weights are broadcast."""
+        await self._staging.join_group(body)
+        return _updated()
+
+    async def update_from_distributed(self, body: Body) -> Response:
+        """Load tensors that rank 0 of a process group broadcasts; otherwise as `update_from_tensor`."""
+        named = await self._staging.receive_broadcast(body)
+        await self._staging.stage(named, _version(body), last=body.get("flush_cache") is not False)
+        return _updated()
+
+    async def destroy_group(self, body: Body) -> Response:
+        """Leave a process group."""
+        await self._staging.leave_group(body.get("group_name"))
+        return _updated()
+
+    async def check_weights(self, body: Body) -> Response:
+        """Return the checksum of each weight."""
+        if body.get("action", "checksum") != "checksum":
+            raise BadRequestError(f"action={body['action']!r}: the embedded engine supports checksum only")
+        checksums = await asyncio.to_thread(self._staging.checksums)
+        return json_reply({"success": True, "message": "Success.", "ranks": [{"checksums": checksums}]})
+
+
+def _version(body: Body) -> str | None:
+    version = body.get("weight_version")
+    return None if version is None else str(version)
+
+
+def _updated() -> Response:
+    return json_reply({"success": True, "message": "Success", "num_paused_requests": 0})
