@@ -1,4 +1,4 @@
-"""What a generate function works with: the policy to talk to, the tools to call, and a recorder that sets the masks."""
+"""API of generate functions: chats with the policy, recorded token by token, and tool calls."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ from agentrl.core.tool import Tool
 from agentrl.core.types import Failure, ForkReason, Message, Rollout, StopReason, ToolCall, ToolResult
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.conversation import Conversation
-from agentrl.episode.result import as_rollout
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.tool_calls import ToolRunner
 
 
 class Agent:
-    """The policy and its tools in one episode; given to the function that ``rollout.generate`` names.
+    """The policy and its tools in one episode; argument of the function that ``rollout.generate`` names.
 
     Example::
 
         async def generate(task, agent):
             chat = agent.chat(task.prompt)
-            while (said := await chat.sample(stop=("</search>",))) is not None:
-                if "<search>" not in said.content:
+            while (reply := await chat.sample(stop=("</search>",))) is not None:
+                if "<search>" not in reply.content:
                     break
-                found = await agent.call("search", {"query": said.content})
+                found = await agent.call("search", {"query": reply.content})
                 chat.add(Message("user", found.content, inline=True))
-            return chat.rollout(reward=float(task.answer in said.content if said else False))
+            return chat.rollout(reward=float(task.answer in reply.content if reply else False))
     """
 
     def __init__(self, context: EpisodeContext, task: Task, *, seed: int, rollout_id: str, attempt: int = 0) -> None:
-        """Begin an attempt at an episode; the runner does that."""
+        """Begin an attempt at an episode; called by the runner."""
         self.task = task
         """The problem."""
         self.seed = seed
-        """The episode's seed."""
+        """Seed of the episode."""
         self.rng: np.random.Generator = seeding.np_random(seed)[0]
-        """Seeded with it, as ``Env.np_random`` is: all randomness of an episode should come from here."""
+        """Generator with the episode's seed, like ``Env.np_random``: all randomness of an episode should come from here."""
         self.chats: list[Chat] = []
-        """All that were begun, in order."""
+        """All chats of the episode, in the order in which they were begun."""
         self._context = context
         self._state = EpisodeState(rollout_id, seed, attempt)
         self.tools = ToolRunner(context.tool_clients, self._state.episode_id, context.served)
-        """Runs its calls. Its sessions outlive the attempt, for whoever scores it."""
+        """Runs the tool calls. Its sessions stay open after the attempt, for grading."""
         self._calls: Counter[str] = Counter()
         self._began = time.monotonic()
         self._deadline = asyncio.get_running_loop().time() + context.limits.max_seconds
 
     def chat(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> Chat:
-        """Begin a conversation; each becomes a rollout of its own.
+        """Begin a conversation; each becomes a separate rollout.
 
         Args:
-            messages: what the policy reads first.
-            tools: ``@tool`` coroutines that the policy is told of; its calls to them are in what `Chat.sample` returns.
+            messages: the first prompt.
+            tools: ``@tool`` coroutines that are listed in the prompt; calls to them are in the message that `Chat.sample`
+                returns.
         """
         first, number = self._state, len(self.chats)
         state = EpisodeState(f"{first.rollout_id}.{number}", first.seed, first.attempt) if number else first
@@ -69,29 +69,29 @@ class Agent:
         return chat
 
     async def call(self, name: str, arguments: Mapping[str, Any] | None = None) -> ToolResult:
-        """Run a tool: one that a chat was given, or a registered one. A tool's own failure is a result with a status.
+        """Run a tool of one of the chats, or a registered one. A failure of the tool itself is a result with a status.
 
         Raises:
-            ToolFailure, SandboxFailure: the server failed, after all retries.
+            ToolFailure, SandboxFailure: the server failed after all retries.
         """
         self._calls[name] += 1
         call = ToolCall(f"{name}-{self._calls[name]}", name, arguments or {})
-        own = tuple(tool for chat in self.chats for one in chat.all_chats() for tool in one.tools)
-        (result,) = await self.tools.run_environment_calls((call,), own)
+        tools = tuple(tool for chat in self.chats for one in chat.all_chats() for tool in one.tools)
+        (result,) = await self.tools.run_environment_calls((call,), tools)
         return result
 
     def offered(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
-        """Return ``tools`` as this run offers them to the policy: those of servers with the run's options."""
+        """Return ``tools`` as this run offers them to the policy; see `EpisodeContext.offered`."""
         return self._context.offered(tools)
 
     @property
     def episode_id(self) -> str:
-        """Names this attempt to engines and tools."""
+        """Id of this attempt at engines and tool servers."""
         return self._state.episode_id
 
     @property
     def turns(self) -> int:
-        """Turns that the policy has begun, in all chats."""
+        """Turns of the policy in all chats, those in progress included."""
         return sum(chat.turns for chat in self.chats)
 
     @property
@@ -101,14 +101,21 @@ class Agent:
 
     @property
     def deadline(self) -> float:
-        """When ``rollout.max_seconds`` are over, on the event loop's clock."""
+        """End of ``rollout.max_seconds`` on the event loop's clock."""
         return self._deadline
 
     def unfinished(self, reason: StopReason, failure: Failure | None = None) -> list[Rollout]:
-        """Return what there is of an attempt that did not come to its end: all chats, or one empty rollout."""
+        """Return the rollouts of an attempt that did not finish: one for each chat, or a single empty one."""
         if not self.chats:
-            return [as_rollout(self.task, self._state, reason, self.seconds, self.tools.seconds, failure)]
-        return [chat.cut(reason, failure) for chat in self.chats]
+            empty = Conversation(self._context, self._state)
+            return [self._as_rollout(empty, reason, failure)]
+        return [chat.unfinished(reason, failure) for chat in self.chats]
+
+    def _as_rollout(self, conversation: Conversation, reason: StopReason, failure: Failure | None = None) -> Rollout:
+        """Return one of the conversations as a rollout, with the times of the whole attempt."""
+        return conversation.rollout(
+            self.task, reason, seconds=self.seconds, tool_seconds=self.tools.seconds, failure=failure
+        )
 
     async def close(self) -> None:
         """End the sampler's session."""
@@ -117,53 +124,53 @@ class Agent:
 
 
 class Chat:
-    """One conversation with the policy; made by `Agent.chat`, or by `branch` within the same rollout.
+    """One conversation with the policy; returned by `Agent.chat`, or by `branch` within the same rollout.
 
-    What it samples is trained on, whatever is added is only read: ids, log-probabilities and masks are recorded as
-    they come, and no text is ever encoded again. Branches may sample at the same time.
+    Sampled tokens are trained on, added messages are only read. Ids, log-probabilities and masks are recorded during
+    sampling, and sampled text is never encoded again. Branches may sample concurrently.
     """
 
     def __init__(self, agent: Agent, conversation: Conversation, messages: Sequence[Message]) -> None:
-        """Begin with ``messages``; `Agent.chat` does that."""
+        """Begin with ``messages``; called by `Agent.chat`."""
         self.branches: list[Chat] = []
-        """Those that were begun by `branch`, in order."""
+        """Chats that `branch` returned, in order."""
         self._agent = agent
         self._conversation = conversation
-        self._said: Message | None = None
-        self._new: list[Message] = []
+        self._reply: Message | None = None  # the policy's last message, until it is recorded
+        self._new: list[Message] = []  # added since
         self._begun = self._sampling = False
-        self._anew: ForkReason | None = None  # why the next prompt is made of the new messages alone
+        self._fresh: ForkReason | None = None  # why the next prompt consists of the new messages alone
         self.add(*messages)
 
     @property
     def rollout_id(self) -> str:
-        """The id that this chat's rollout has, and its branches'."""
+        """Id of the rollout of this chat and its branches."""
         return self._conversation.state.rollout_id
 
     @property
     def turns(self) -> int:
-        """Turns that the policy has begun in this chat and its branches."""
-        return self._conversation.state.shared.turns
+        """Turns of the policy in this chat and its branches, those in progress included."""
+        return self._conversation.state.counters.turns
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """Those that the policy is told of."""
+        """Tools that are listed in the prompt."""
         return self._conversation.tools
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation so far."""
-        before = () if self._anew else tuple(self._conversation.state.messages)
-        said = () if self._said is None else (self._said,)
-        return (*before, *said, *self._new)
+        before = () if self._fresh else tuple(self._conversation.state.messages)
+        reply = () if self._reply is None else (self._reply,)
+        return (*before, *reply, *self._new)
 
     @property
     def stop_reason(self) -> StopReason | None:
-        """Why `sample` returned None: the limit of turns, tokens or time, or an abort. None before that."""
+        """Why `sample` returned None: the limit on turns, tokens or time, or an abort. None before that."""
         return self._conversation.stop_reason
 
     def add(self, *messages: Message) -> None:
-        """Add what the policy reads before it speaks again; ``inline`` messages continue its own turn.
+        """Add messages that the policy reads before its next turn; ``inline`` messages continue its last turn.
 
         Raises:
             TypeError: not a `Message`.
@@ -176,38 +183,39 @@ class Chat:
     def branch(self, messages: Sequence[Message] | None = None, *, tools: Sequence[Tool] | None = None) -> Chat:
         """Begin another conversation of the same rollout: a subagent, a second try, a request for a summary.
 
-        Its rows belong to this chat's rollout and share its reward; what both have sampled is trained once. Its turns
-        count against the same ``rollout.max_turns``; ``rollout.max_tokens`` holds for each prompt with its answer.
+        Its rows belong to this chat's rollout and share its reward; shared sampled tokens are trained once. Its turns
+        count against the same ``rollout.max_turns``; ``rollout.max_tokens`` applies to each prompt with its answer.
 
         Args:
-            messages: what the policy reads first; without them it goes on from this chat's conversation so far.
-            tools: those that the policy is told of; this chat's if None.
+            messages: the first prompt; None continues this chat's conversation.
+            tools: tools that are listed in the prompt; this chat's if None.
 
         Raises:
-            RuntimeError: the chat is sampling, and so its conversation is not known.
+            RuntimeError: the chat is sampling, so its conversation is not complete.
         """
         if messages is None and self._sampling:
             raise RuntimeError("this chat is sampling; branch it before or after, or give chat.branch(messages)")
         tools = None if tools is None else self._agent.offered(tools)
         if messages is None and tools is not None and tuple(tools) != tuple(self.tools):
-            messages = self.messages  # every prompt lists the tools, so the conversation is rendered anew
+            messages = self.messages  # every prompt lists the tools, so the conversation is rendered again
         chat = Chat(self._agent, self._conversation.branch(tools), self._new if messages is None else messages)
         if messages is None:
-            chat._said, chat._begun, chat._anew = self._said, self._begun, self._anew
+            chat._reply, chat._begun, chat._fresh = self._reply, self._begun, self._fresh
         else:
-            chat._anew = ForkReason.BRANCH
+            chat._fresh = ForkReason.BRANCH
         self.branches.append(chat)
         return chat
 
     def rewrite(self, messages: Sequence[Message]) -> None:
-        """Go on from other messages, such as a summary: they replace the conversation and what was added to it.
+        """Continue from other messages, such as a summary: they replace the conversation and the messages added to it.
 
-        What was sampled stays in the rollout. After a summary `sample` goes on where ``rollout.max_tokens`` had ended it.
+        Sampled tokens stay in the rollout. After a summary `sample` works again even if ``rollout.max_tokens`` had ended
+        the conversation.
 
         Raises:
             RuntimeError: the chat is sampling.
             TypeError: not a `Message`.
-            ValueError: there is none.
+            ValueError: ``messages`` is empty.
         """
         if self._sampling:
             raise RuntimeError("this chat is sampling; rewrite it before or after")
@@ -219,25 +227,25 @@ class Chat:
         except TypeError:
             self._new = old
             raise
-        if self._said is not None:
-            self._conversation.record(self._said, self._new)
-        self._said = None
-        if self._begun and self._anew is None:
-            self._anew = ForkReason.CONTEXT
+        if self._reply is not None:
+            self._conversation.record(self._reply, self._new)
+        self._reply = None
+        if self._begun and self._fresh is None:
+            self._fresh = ForkReason.CONTEXT
         if self.stop_reason is StopReason.MAX_TOKENS:
             self._conversation.stop_reason = None
 
     def all_chats(self) -> Iterator[Chat]:
-        """Iterate over this chat and all branches of it and of them."""
+        """Iterate over this chat and all its branches, recursively."""
         yield self
         for branch in self.branches:
             yield from branch.all_chats()
 
     async def sample(self, *, stop: Sequence[str] = ()) -> Message | None:
-        """Let the policy speak, up to one of the ``stop`` strings or its end token, and return what it said.
+        """Sample a turn up to one of the ``stop`` strings or an end token, and return the policy's message.
 
-        None once ``rollout.max_turns``, ``rollout.max_tokens`` or ``rollout.max_seconds`` is reached; `stop_reason` says
-        which. What was sampled of a turn when time ran out is left out.
+        Returns None once ``rollout.max_turns``, ``rollout.max_tokens`` or ``rollout.max_seconds`` is reached;
+        `stop_reason` says which. Tokens of a turn that is unfinished when time runs out are dropped.
 
         Raises:
             ValueError: there is nothing to answer: no message yet, or none since the policy ended its turn.
@@ -261,32 +269,32 @@ class Chat:
             conversation.stop_reason = StopReason.MAX_TIME
         if conversation.stop_reason is not None:
             return None
-        self._take_turn()
+        self._prepare_turn()
         clock = asyncio.timeout_at(deadline)
         try:
             async with clock:
-                self._said = await conversation.sample(stop)
+                self._reply = await conversation.sample(stop)
         except TimeoutError:
             if not clock.expired():
                 raise
             conversation.stop_reason = StopReason.MAX_TIME
-        return self._said
+        return self._reply
 
-    def _take_turn(self) -> None:
-        """Prepare the prompt of the next turn from what was added."""
+    def _prepare_turn(self) -> None:
+        """Prepare the prompt of the next turn from the added messages."""
         if not self._new and not self._begun:
             raise ValueError("a chat needs a message before the policy can speak: agent.chat([Message('user', …)])")
-        if not self._new and self._conversation.ended_its_turn:
+        if not self._new and self._conversation.turn_ended:
             raise ValueError("the policy has ended its turn: chat.add(Message('user', …)) before it speaks again")
-        said, new = self._said, tuple(self._new)
-        if self._anew is not None:
-            self._conversation.rewrite(new, self._anew)
-        elif said is not None:
-            self._conversation.answer(said, new)
+        reply, new = self._reply, tuple(self._new)
+        if self._fresh is not None:
+            self._conversation.rewrite(new, self._fresh)
+        elif reply is not None:
+            self._conversation.answer(reply, new)
         else:
             assert not self._begun, "a turn that was not sampled has a stop reason"
             self._conversation.begin(new, self._agent.task.id)
-        self._begun, self._said, self._anew = True, None, None
+        self._begun, self._reply, self._fresh = True, None, None
         self._new.clear()
 
     def rollout(
@@ -296,50 +304,48 @@ class Chat:
         metrics: Mapping[str, float] | None = None,
         stop_reason: StopReason | None = None,
     ) -> Rollout:
-        """Return the conversation, its branches within, as a rollout.
+        """Return the conversation and its branches as a rollout.
 
         Args:
-            reward: of all of it; a reward function (``reward.function``) replaces it.
-            metrics: figures to average over rollouts and log.
-            stop_reason: why it is over; by default the limit that ended it, else ``TERMINATED``.
+            reward: of the whole rollout; a reward function (``reward.function``) replaces it.
+            metrics: values to average over rollouts and log.
+            stop_reason: why it ended; by default the limit that ended it, else ``TERMINATED``.
 
         Raises:
-            ValueError: the reward or a figure is no finite number, or this is a branch.
+            ValueError: the reward or a metric is not a finite number, or this is a branch.
         """
         if self._conversation.state.trajectory.branch_name:
             raise ValueError(
                 "a branch has no rollout of its own: call rollout() on the chat that agent.chat(...) returned"
             )
-        figures = {"reward": float(reward), **{name: float(value) for name, value in (metrics or {}).items()}}
-        for name, value in figures.items():
+        values = {"reward": float(reward), **{name: float(value) for name, value in (metrics or {}).items()}}
+        for name, value in values.items():
             if not math.isfinite(value):
                 raise ValueError(f"chat.rollout: {name} is {value}; it must be a finite number")
-        self._last_turns()
+        self._record_last_turns()
         state = self._conversation.state
-        state.reward = figures["reward"]
-        state.metrics = {name: figures[name] for name in metrics or {}}
+        state.reward = values["reward"]
+        state.metrics = {name: values[name] for name in metrics or {}}
         if state.turns:
             state.turns[-1].reward = state.reward
         reason = stop_reason or self.stop_reason or StopReason.TERMINATED
-        rollout = as_rollout(self._agent.task, state, reason, self._agent.seconds, self._agent.tools.seconds)
+        rollout = self._agent._as_rollout(self._conversation, reason)
         rollout.dropped = any(chat.stop_reason is StopReason.ABORTED for chat in self.all_chats())
         return rollout
 
-    def cut(self, reason: StopReason, failure: Failure | None) -> Rollout:
-        """Return the conversation as the rollout of an episode that did not come to its end."""
-        self._last_turns()
+    def unfinished(self, reason: StopReason, failure: Failure | None) -> Rollout:
+        """Return the conversation as the rollout of an episode that did not finish."""
+        self._record_last_turns()
         reason = self.stop_reason or reason if failure is None else reason
-        return as_rollout(
-            self._agent.task, self._conversation.state, reason, self._agent.seconds, self._agent.tools.seconds, failure
-        )
+        return self._agent._as_rollout(self._conversation, reason, failure)
 
-    def _last_turns(self) -> None:
+    def _record_last_turns(self) -> None:
         for chat in self.all_chats():
-            if chat._said is not None:
-                chat._conversation.answer(chat._said, chat._new, over=True)
-                chat._said = None
+            if chat._reply is not None:
+                chat._conversation.answer(chat._reply, chat._new, over=True)
+                chat._reply = None
                 chat._new.clear()
 
     async def close(self) -> None:
-        """Say that no further turn comes, of its branches neither: they are of the same session."""
+        """End the session at the sampler; branches share it."""
         await self._conversation.close()

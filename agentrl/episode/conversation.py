@@ -1,16 +1,32 @@
-"""One conversation with a policy, token in and token out."""
+"""One conversation with a policy, token ids in and token ids out."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from agentrl.core.errors import AgentrlError, TaskError
+from agentrl.core.task import Task
 from agentrl.core.tool import Tool
-from agentrl.core.types import FinishReason, Fork, ForkReason, Generation, Message, Prompt, StopReason, ToolCall, Turn
+from agentrl.core.types import (
+    Failure,
+    FinishReason,
+    Fork,
+    ForkReason,
+    Generation,
+    Message,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    StopReason,
+    ToolCall,
+    Turn,
+    json_state,
+)
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.state import EpisodeState
 from agentrl.obs.waiting import waiting
@@ -19,37 +35,38 @@ _log = logging.getLogger(__name__)
 
 
 class Conversation:
-    """Lets a policy speak under the episode's limits, and records of every token who made it.
+    """Samples a policy's turns within the episode's limits, and records every token with its provenance.
 
-    What was sampled is never decoded and encoded again: `answer` appends to it (``Renderer.bridge``), or renders the
-    whole conversation anew where the template changes earlier turns, and the trajectory forks there.
+    Sampled tokens are never decoded and encoded again: `answer` appends to them (``Renderer.bridge``). If the chat
+    template changes earlier turns, it renders the whole conversation again and the trajectory forks.
 
     Args:
-        context: what it runs on.
-        state: where it is recorded; changes only here, at whole turns, but for tokens that an unfinished turn sampled.
-        tools: those that the policy may call; part of every prompt.
+        context: sampler, renderer and limits.
+        state: record of the conversation; changes only here, and only between turns, except for the tokens of an
+            unfinished turn.
+        tools: tools that the policy may call; part of every prompt.
     """
 
     def __init__(self, context: EpisodeContext, state: EpisodeState, tools: Sequence[Tool] = ()) -> None:
         self.state = state
         self.tools = tools
         self.stop_reason: StopReason | None = None
-        """Why `sample` returned None; None while the policy may speak."""
+        """Why `sample` returned None; None while further turns are possible."""
         self._context = context
-        self._said: Generation | None = None
-        self._recorded = False  # whether that is in the turns
-        self._ends = {(token,) for token in context.renderer.end_token_ids}
+        self._generation: Generation | None = None  # of the last turn
+        self._recorded = False  # whether the last turn is in the state's turns
+        self._end_tokens = {(token,) for token in context.renderer.end_token_ids}
 
     @property
-    def ended_its_turn(self) -> bool:
-        """Whether the last thing that the policy said is the end token: without a message after it, it is done."""
-        return self._said is not None and self._said.token_ids[-1:] in self._ends
+    def turn_ended(self) -> bool:
+        """Whether the last sampled token is an end token: the policy continues only after another message."""
+        return self._generation is not None and self._generation.token_ids[-1:] in self._end_tokens
 
     def begin(self, messages: Sequence[Message], task_id: str) -> None:
         """Render the first prompt.
 
         Raises:
-            TaskError: it leaves the policy no room to answer.
+            TaskError: it leaves no room for an answer.
         """
         state, limits = self.state, self._context.limits
         prompt = self._context.renderer.render(messages, self.tools)
@@ -63,62 +80,77 @@ class Conversation:
         state.prompt = self._context.renderer.decode(prompt.token_ids)
 
     def branch(self, tools: Sequence[Tool] | None = None) -> Conversation:
-        """Return another conversation of the same episode that goes on from here; it may go on at the same time."""
+        """Return another conversation of the same episode that continues from here; both may be sampled concurrently."""
         other = Conversation(self._context, self.state.branch(), self.tools if tools is None else tools)
-        other._said, other._recorded, other.stop_reason = self._said, True, self.stop_reason
+        other._generation, other._recorded, other.stop_reason = self._generation, True, self.stop_reason
         return other
 
     def rewrite(self, messages: Sequence[Message], reason: ForkReason = ForkReason.CONTEXT) -> None:
-        """Go on from other messages, rendered anew; rows that begin here are forks for ``reason``.
+        """Continue from other messages, rendered from scratch; rows that begin here are forks for ``reason``.
 
-        What filled the old context ends it no longer: ``stop_reason`` ``MAX_TOKENS`` is taken back.
+        A ``stop_reason`` of ``MAX_TOKENS`` is cleared, since the old context no longer counts.
         """
         state = self.state
         state.messages = list(messages)
         prompt = self._context.renderer.render(messages, self.tools)
         state.prompt_ids, state.added, state.fork = prompt.token_ids, None, reason
-        self._said = None
+        self._generation = None
         if self.stop_reason is StopReason.MAX_TOKENS:
             self.stop_reason = None
 
     async def sample(self, stop: Sequence[str] = ()) -> Message | None:
-        """Let the policy speak up to one of the ``stop`` strings, its end token or the limits.
+        """Sample a turn up to one of the ``stop`` strings, an end token or a limit, and return it as a message.
 
-        Its tool calls have ids that are unique in the episode; without ``tools`` it makes none. None where a
-        limit or an abort ends the conversation; ``stop_reason`` then says which.
+        Its tool calls have ids that are unique in the episode; without ``tools`` it has none. Returns None if a limit or
+        an abort ends the conversation; ``stop_reason`` then says which.
 
         Raises:
-            SamplerError: the engine failed, or returned what does not belong together.
+            SamplerError: the engine failed, or returned an inconsistent generation.
         """
-        state, limits = self.state, self._context.limits
-        room = limits.room(len(state.prompt_ids))
-        if state.shared.turns >= limits.max_turns or room < 1:
-            self.stop_reason = StopReason.MAX_TURNS if state.shared.turns >= limits.max_turns else StopReason.MAX_TOKENS
+        state, context = self.state, self._context
+        room = context.limits.room(len(state.prompt_ids))
+        if state.counters.turns >= context.limits.max_turns or room < 1:
+            out_of_turns = state.counters.turns >= context.limits.max_turns
+            self.stop_reason = StopReason.MAX_TURNS if out_of_turns else StopReason.MAX_TOKENS
             return None
         state.trajectory.extend_to(state.prompt_ids, added=state.added, fork=state.fork)
-        state.trajectory.temperature = self._context.sampling.temperature
+        state.trajectory.temperature = context.sampling.temperature
         state.added, state.fork = 0, None
-        state.shared.turns += 1
-        try:
-            generation = await self._generate(room, stop)
-        except BaseException:
-            state.shared.turns -= 1
-            raise
+        request_id = f"{state.name}/{len(state.turns)}"
+        with self._counted_turn(), waiting("sampling", request_id):
+            try:
+                generation = await context.sampler.generate(
+                    Prompt(state.prompt_ids),
+                    self._sampling_params(room, stop, request_id),
+                    session_id=state.episode_id,
+                    request_id=request_id,
+                    policy=context.policy,
+                )
+            except asyncio.CancelledError:
+                await self._abort(request_id)
+                raise
         state.trajectory.append_sampled(generation)
         if generation.finish_reason is FinishReason.ABORT:
             self.stop_reason = StopReason.ABORTED
             return None
-        self._said, self._recorded = generation, False
-        said = self._context.renderer.parse(generation.token_ids, self.tools, prompt_ids=state.prompt_ids)
-        return replace(said, tool_calls=self._named(said.tool_calls) if self.tools else ())
+        self._generation, self._recorded = generation, False
+        message = context.renderer.parse(generation.token_ids, self.tools, prompt_ids=state.prompt_ids)
+        return replace(message, tool_calls=self._with_unique_ids(message.tool_calls) if self.tools else ())
 
-    def answer(self, said: Message, new: Sequence[Message], *, reward: float = 0.0, over: bool = False) -> None:
-        """Record the turn that ``said`` was and the messages that answer it; prepare the next, unless it is ``over``."""
-        self.record(said, new, reward=reward)
-        assert self._said is not None, "record checks it"
+    def answer(self, action: Message, new: Sequence[Message], *, reward: float = 0.0, over: bool = False) -> None:
+        """Record the turn ``action`` and its answer, and prepare the next prompt unless the episode is ``over``.
+
+        Args:
+            action: the message that `sample` returned.
+            new: the messages that answer it.
+            reward: of the turn.
+            over: whether no further turn follows.
+        """
+        self.record(action, new, reward=reward)
+        assert self._generation is not None, "record checks it"
         state, renderer = self.state, self._context.renderer
-        generation, new = self._said, tuple(new)
-        state.messages.extend((said, *new))
+        generation, new = self._generation, tuple(new)
+        state.messages.extend((action, *new))
         if over:
             return
         added = renderer.bridge(state.messages[: len(state.messages) - len(new)], generation.token_ids, new, self.tools)
@@ -126,20 +158,85 @@ class Conversation:
             state.prompt_ids, state.added = renderer.render(state.messages, self.tools).token_ids, None
             state.fork = added.reason
         else:
-            # What is new is joined first: each joining copies all that it joins.
+            # The short tuples are joined first: each joining copies everything that it joins.
             state.prompt_ids, state.added = state.prompt_ids + (generation.token_ids + added), len(added)
 
-    def record(self, said: Message, new: Sequence[Message], *, reward: float = 0.0) -> None:
-        """Record the turn that ``said`` was, with what the policy is answered; a branch leaves its first to the other."""
-        assert self._said is not None, "sample comes first"
+    def record(self, action: Message, new: Sequence[Message], *, reward: float = 0.0) -> None:
+        """Record the turn ``action`` and its answer as text, unless the conversation that this one branched from does."""
+        assert self._generation is not None, "sample comes first"
         if not self._recorded:
-            heard = "".join(message.content for message in new)
-            self.state.turns.append(Turn(said.content, heard, self._said.finish_reason, reward))
+            observation = "".join(message.content for message in new)
+            self.state.turns.append(Turn(action.content, observation, self._generation.finish_reason, reward))
         self._recorded = True
 
-    def _named(self, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
-        """Return calls with ids that are unique in the episode: their own, or the turn's number and theirs in it."""
-        state, used = self.state, self.state.shared.call_ids
+    def rollout(
+        self,
+        task: Task,
+        reason: StopReason,
+        *,
+        seconds: float,
+        tool_seconds: float,
+        failure: Failure | None = None,
+    ) -> Rollout:
+        """Return the conversation and its branches as a rollout. One that was aborted is dropped: where it ends is arbitrary.
+
+        Args:
+            task: the episode's task.
+            reason: why the episode ended.
+            seconds: wall time of the episode.
+            tool_seconds: wall time of its tool calls.
+            failure: what ended it, for ``StopReason.FAILED``.
+        """
+        state = self.state
+        return Rollout(
+            prompt_id=task.id,
+            rollout_id=state.rollout_id,
+            rows=state.trajectory.rows(task.id, state.rollout_id),
+            reward=state.reward,
+            stop_reason=reason,
+            metrics=state.metrics,
+            turns=state.all_turns,
+            prompt=state.prompt,
+            failure=failure,
+            dropped=reason is StopReason.ABORTED,
+            seconds=seconds,
+            tool_seconds=tool_seconds,
+            sampled_tokens=state.trajectory.sampled_tokens,
+            metadata=dict(task.metadata),
+            label=json_state(task.answer),
+        )
+
+    async def close(self) -> None:
+        """End the session at the sampler. A failure is only logged: the episode is over."""
+        try:
+            await self._context.sampler.close_session(self.state.episode_id)
+        except AgentrlError as error:
+            _log.warning("session %s was not closed: %s", self.state.episode_id, error)
+
+    @contextmanager
+    def _counted_turn(self) -> Iterator[None]:
+        """Count a turn, unless it fails."""
+        self.state.counters.turns += 1
+        try:
+            yield
+        except BaseException:
+            self.state.counters.turns -= 1
+            raise
+
+    def _sampling_params(self, room: int, stop: Sequence[str], request_id: str) -> SamplingParams:
+        sampling, end_tokens = self._context.sampling, self._context.renderer.end_token_ids
+        seed = None if sampling.seed is None else _request_seed(sampling.seed, self.state.seed, request_id)
+        return replace(
+            sampling,
+            max_new_tokens=min(room, sampling.max_new_tokens),
+            stop=tuple(dict.fromkeys((*sampling.stop, *stop))),
+            stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *end_tokens))),
+            seed=seed,
+        )
+
+    def _with_unique_ids(self, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+        """Return calls with ids that are unique in the episode: their own, else the turn's number and their index in it."""
+        state, used = self.state, self.state.counters.call_ids
         turn = ".".join(str(number) for number in (*state.trajectory.branch_name, len(state.turns)))
         named: list[ToolCall] = []
         for number, call in enumerate(calls):
@@ -147,37 +244,6 @@ class Conversation:
             used.add(name)
             named.append(replace(call, id=name))
         return tuple(named)
-
-    async def close(self) -> None:
-        """Tell the sampler that nothing more comes. Where it cannot be told that is only logged: the episode is over."""
-        try:
-            await self._context.sampler.close_session(self.state.episode_id)
-        except AgentrlError as error:
-            _log.warning("session %s was not closed: %s", self.state.episode_id, error)
-
-    async def _generate(self, room: int, stop: Sequence[str]) -> Generation:
-        context, state, turn = self._context, self.state, len(self.state.turns)
-        request_id = f"{state.name}/{turn}"
-        sampling = context.sampling
-        params = replace(
-            sampling,
-            max_new_tokens=min(room, sampling.max_new_tokens),
-            stop=tuple(dict.fromkeys((*sampling.stop, *stop))),
-            stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *context.renderer.end_token_ids))),
-            seed=None if sampling.seed is None else _request_seed(sampling.seed, state.seed, request_id),
-        )
-        try:
-            with waiting("sampling", request_id):
-                return await context.sampler.generate(
-                    Prompt(state.prompt_ids),
-                    params,
-                    session_id=state.episode_id,
-                    request_id=request_id,
-                    policy=context.policy,
-                )
-        except asyncio.CancelledError:
-            await self._abort(request_id)
-            raise
 
     async def _abort(self, request_id: str) -> None:
         try:

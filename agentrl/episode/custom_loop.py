@@ -1,4 +1,4 @@
-"""Episodes played by a function of the user's own: ``rollout.generate``."""
+"""Episodes run by a user's own function: ``rollout.generate``."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def needed_tools(reference: str | None, env: type[Env]) -> tuple[str, ...]:
     return tuple(named) if named is not None else env.tool_names
 
 
-async def play_generate(generate: Generate, context: EpisodeContext, agent: Agent) -> list[Rollout]:
+async def run_custom_loop(generate: Generate, context: EpisodeContext, agent: Agent) -> list[Rollout]:
     """Run an agent's attempt at an episode and return its rollouts; a failure is in them.
 
     When ``rollout.max_seconds`` are over, `Chat.sample` returns None. A function that has not returned a tenth of that

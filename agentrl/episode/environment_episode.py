@@ -22,26 +22,27 @@ _log = logging.getLogger(__name__)
 
 
 class Episode:
-    """Plays a task to its end, or goes on with one from its state. ``state`` is always that of the last finished turn.
+    """Runs an environment's episode to its end, or resumes one. ``state`` is always that of the last finished turn.
 
     Args:
-        context: what it runs on.
+        context: what all episodes share.
         task: the problem.
-        state: a fresh one, or one from `EpisodeState.from_dict`.
-        env_state: the environment's, where the episode is gone on with.
+        state: a new one, or one from `EpisodeState.from_dict`.
+        env_state: the environment's state, if the episode is resumed.
     """
 
     def __init__(
         self, context: EpisodeContext, task: Task, state: EpisodeState, env_state: dict[str, object] | None = None
     ) -> None:
         self.state = state
+        self.conversation = Conversation(context, state)
+        """The conversation between policy and environment."""
+        self.tools = ToolRunner(context.tool_clients, state.episode_id, context.served)
+        """Runs the tool calls. Its sessions stay open after `run`, for grading; ``tools.close()`` ends them."""
         self._context = context
         self._task = task
         self._env_state = env_state
         self._env = ThreadedEnv(context.env_factory, context.pool)
-        self._conversation = Conversation(context, state)
-        self.tools = ToolRunner(context.tool_clients, state.episode_id, context.served)
-        """Its sessions outlive `play`, for whoever scores the episode; ``tools.close()`` ends them."""
         self._began = time.monotonic()
 
     @property
@@ -49,19 +50,19 @@ class Episode:
         """Wall time used."""
         return self.state.seconds + time.monotonic() - self._began
 
-    async def play(self) -> StopReason:
-        """Play until the environment or a limit ends it. What an unfinished turn sampled when time is up is left out.
+    async def run(self) -> StopReason:
+        """Run until the environment or a limit ends the episode. Tokens of a turn unfinished at the time limit are dropped.
 
         Raises:
-            EpisodeError: something failed; ``state`` holds what there was before.
+            EpisodeError: something failed; ``state`` is that before the failed turn.
         """
         self._began = time.monotonic()
         clock = asyncio.timeout(self._context.limits.max_seconds - self.state.seconds)
-        with waiting("rollout", self.state.episode_id, lambda: f"turn {self.state.shared.turns}"):
+        with waiting("rollout", self.state.episode_id, lambda: f"turn {self.state.counters.turns}"):
             try:
                 async with clock:
                     await self._begin()
-                    return await self._turns()
+                    return await self._run_turns()
             except TimeoutError:
                 if not clock.expired():
                     raise
@@ -70,66 +71,66 @@ class Episode:
                 await self._close()
 
     async def snapshot(self) -> dict[str, object]:
-        """Return the state as JSON-able data, the environment's within."""
+        """Return the state of episode and environment as JSON-able data."""
         env_state = await self._env.get_state()
         return replace(self.state, seconds=self.seconds).to_dict(env_state)
 
     async def _begin(self) -> None:
         observation, info = await self._env.reset(self._task, self.state.seed)
-        self._conversation.tools = self._context.offered(self._env.env.tools)
+        self.conversation.tools = self._context.offered(self._env.env.tools)
         if self._env_state is not None:
             await self._env.set_state(self._env_state)
             return
-        step = await self._settle((observation, 0.0, False, False, info))
+        step = await self._run_requested_calls((observation, 0.0, False, False, info))
         if isinstance(step[0], Rewrite):
             raise EnvironmentFailure(
                 f"{type(self._env.env).__name__} begins an episode with a Rewrite; only step may give one"
             )
-        self._conversation.begin(_messages(step[0]), self._task.id)
+        self.conversation.begin(_messages(step[0]), self._task.id)
 
-    async def _turns(self) -> StopReason:
-        conversation, env = self._conversation, self._env.env
-        while (said := await conversation.sample(env.stop)) is not None:
-            observation, reward, terminated, truncated, _ = await self._hear(said)
+    async def _run_turns(self) -> StopReason:
+        conversation, env = self.conversation, self._env.env
+        while (action := await conversation.sample(env.stop)) is not None:
+            observation, reward, terminated, truncated, _ = await self._step(action)
             over = terminated or truncated
             if isinstance(observation, Rewrite) and not over:
-                conversation.record(said, observation.messages, reward=reward)
+                conversation.record(action, observation.messages, reward=reward)
                 conversation.rewrite(observation.messages)
                 continue
-            conversation.answer(said, _messages(observation), reward=reward, over=over)
+            conversation.answer(action, _messages(observation), reward=reward, over=over)
             if over:
                 return StopReason.TERMINATED if terminated else StopReason.TRUNCATED
-        assert conversation.stop_reason is not None, "sample says why it returned nothing"
+        assert conversation.stop_reason is not None, "sample sets it when it returns None"
         return conversation.stop_reason
 
-    async def _hear(self, said: Message) -> Step:
-        """Give the environment, or the tools that the policy calls, what it said."""
-        if not said.tool_calls or self._env.env.handles_tool_calls:
-            return await self._settle(await self._env.step(said))
-        results = await self.tools.run_policy_calls(said.tool_calls, self._conversation.tools)
+    async def _step(self, action: Message) -> Step:
+        """Pass the policy's message to the environment, or its tool calls to the tools."""
+        if not action.tool_calls or self._env.env.handles_tool_calls:
+            return await self._run_requested_calls(await self._env.step(action))
+        results = await self.tools.run_policy_calls(action.tool_calls, self.conversation.tools)
         answers = tuple(Message("tool", result.content, tool_call_id=result.call_id) for result in results)
         return answers, 0.0, False, False, {}
 
-    async def _settle(self, step: Step) -> Step:
-        """Run the calls that an environment asks for until it answers with messages; sum the rewards on the way."""
+    async def _run_requested_calls(self, step: Step) -> Step:
+        """Run the tool calls that an environment requests until it returns messages; the rewards on the way are summed."""
         observation, reward, terminated, truncated, info = step
-        total = self._count(reward, info)
+        total = self._record(reward, info)
         while isinstance(observation, ToolCalls) and not (terminated or truncated):
-            results = await self.tools.run_environment_calls(observation.calls, self._conversation.tools)
+            results = await self.tools.run_environment_calls(observation.calls, self.conversation.tools)
             observation, reward, terminated, truncated, info = await self._env.step(ToolResults(results))
-            total += self._count(reward, info)
+            total += self._record(reward, info)
         return observation, total, terminated, truncated, info
 
-    def _count(self, reward: float, info: Info) -> float:
-        """Add a reward, take over the latest metrics, and return the reward."""
+    def _record(self, reward: float, info: Info) -> float:
+        """Add a reward to the episode's, keep the latest metrics, and return the reward."""
         self.state.reward += float(reward)
         if "metrics" in info:
             self.state.metrics = {key: float(value) for key, value in info["metrics"].items()}
         return float(reward)
 
     async def _close(self) -> None:
-        """End the sampler's session and the environment. What cannot be told is only logged: the episode is over."""
-        await self._conversation.close()
+        """End the sampler's session and close the environment. Failures are only logged: the episode is over."""
+        await self.conversation.close()
         try:
             await self._env.close()
         except AgentrlError as error:
@@ -139,4 +140,4 @@ class Episode:
 def _messages(observation: Observation) -> tuple[Message, ...]:
     if isinstance(observation, Rewrite):
         return observation.messages
-    return () if isinstance(observation, ToolCalls) else observation  # calls that came with the end are not run
+    return () if isinstance(observation, ToolCalls) else observation  # calls of a last step are not run

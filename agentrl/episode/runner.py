@@ -1,9 +1,10 @@
-"""Runs episodes, hundreds at once, and turns whatever happens to them into rollouts."""
+"""Runs episodes concurrently and returns them as rollouts, failed ones included."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,18 +15,17 @@ from agentrl.core.env import Env
 from agentrl.core.errors import EpisodeError, RunStopped
 from agentrl.core.sampler import Sampler
 from agentrl.core.task import Task
-from agentrl.core.tool import Tool, ToolClient
+from agentrl.core.tool import CallTool, Tool, ToolClient
 from agentrl.core.types import Failure, Rollout, SamplingParams, StopReason
 from agentrl.episode.chat import Agent
 from agentrl.episode.context import EpisodeContext
-from agentrl.episode.custom_loop import Generate, play_generate
+from agentrl.episode.custom_loop import Generate, run_custom_loop
 from agentrl.episode.environment_episode import Episode
 from agentrl.episode.failure_policy import FailurePolicy
-from agentrl.episode.grading import Grading, Played
 from agentrl.episode.limits import Limits
-from agentrl.episode.result import as_rollout
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.tool_calls import ToolRunner
+from agentrl.obs.waiting import waiting
 from agentrl.render.base import Renderer
 from agentrl.rewards.base import Grader
 
@@ -42,20 +42,23 @@ class Job:
     """Unique in the run."""
 
 
+_RunningEpisode = tuple[Job, asyncio.Task[list[Rollout]]]
+
+
 class EpisodeRunner:
-    """Plays episodes with one policy in one kind of environment.
+    """Runs episodes of one policy in one kind of environment.
 
     Args:
         env_factory: builds an environment for one episode.
-        renderer: of the policy's chat template.
+        renderer: renders and parses the policy's chat format.
         sampler: samples turns.
         tool_clients: by registered name, for tools with a server.
-        limits: of every episode.
-        sampling: of every turn.
+        limits: limits of every episode.
+        sampling: sampling parameters of every turn.
         failure: decides what a failed episode becomes.
-        max_concurrency: episodes that run at the same time, and threads for plain environment methods.
-        generate: plays the episodes in place of an environment.
-        grader: gives `run_many`'s rollouts their reward; those that were dropped are not graded.
+        max_concurrency: episodes that run at the same time, and threads for synchronous environment methods.
+        generate: runs the episodes in place of an environment.
+        grader: gives the rollouts of `run_many` their reward, except for dropped ones.
         served: the servers' tools by name, as the policy may call them.
     """
 
@@ -93,9 +96,9 @@ class EpisodeRunner:
         max_new_tokens: int | None = None,
         ignore_eos: bool = False,
     ) -> EpisodeRunner:
-        """Return a runner that samples so and shares all else with this one, the limit on concurrency too.
+        """Return a runner with these sampling parameters that shares everything else, the limit on concurrency included.
 
-        Without ``max_new_tokens`` a turn may have as many tokens as here.
+        Without ``max_new_tokens`` the limit of this runner stays.
         """
         context = self._context
         tokens = max_new_tokens or context.limits.max_new_tokens
@@ -115,80 +118,118 @@ class EpisodeRunner:
         return other
 
     async def run(self, task: Task, seed: int, rollout_id: str) -> list[Rollout]:
-        """Play one episode, again where the failure policy says so, and return what came of it, not graded: one rollout,
-        or as many as a generate function returns.
+        """Run one episode, with retries, and return its rollouts, not graded: one, or all that a generate function returns.
 
         Raises:
             RunStopped: the failure policy stops the run over it.
         """
-        played = await self._play(task, seed, rollout_id, graded=False)
-        return played.rollouts
-
-    async def _play(self, task: Task, seed: int, rollout_id: str, *, graded: bool) -> Played:
-        """Play one episode; where it is ``graded``, the sessions of its last attempt stay open for that."""
-        async with self._slots:
-            attempt = 0
-            while True:
-                played = await self._attempt(task, seed, rollout_id, attempt)
-                failure = played.rollouts[0].failure
-                action = self._failure.decide(failure, attempt) if failure is not None else "train"
-                if action == "train" and graded:
-                    return played
-                await played.tools.close()
-                if action == "stop" and failure is not None:
-                    raise RunStopped(
-                        f"episode {rollout_id} failed and rollout.failure.{failure.kind.value}=stop: {_describe(failure)}"
-                    )
-                if action != "retry":
-                    for rollout in played.rollouts:
-                        rollout.dropped = rollout.dropped or action == "drop"
-                    return played
-                attempt += 1
+        return await self._run_job(Job(task, seed, rollout_id))
 
     async def run_many(self, jobs: Sequence[Job], on_done: Callable[[Rollout], None] | None = None) -> list[Rollout]:
-        """Play all jobs and return their rollouts in the jobs' order; ``on_done`` gets each once it has its reward.
+        """Run all jobs and return their rollouts in the jobs' order; ``on_done`` gets each once it has its reward.
 
-        A grader of single rollouts is asked as each episode ends, one of groups when all episodes of a task among the
-        ``jobs`` have ended; until then the sessions of the tools that they called stay open. Cancelling it aborts every
-        request and closes every session.
+        A grader of single rollouts is called as each episode ends, one of groups when all episodes of a task have ended;
+        until then the tool sessions of these episodes stay open. So with a grader of groups a tool server holds up to
+        ``rollout.batch_size`` times ``rollout.n_samples_per_prompt`` sessions, and its ``max_sessions`` must allow that
+        many. Cancellation aborts every request and closes every session.
 
         Raises:
-            RunStopped: the failure policy stops the run over one episode, or over how many of these were dropped; or
-                the grader does.
+            RunStopped: the failure policy stops the run over one episode or over the number of dropped ones, or the
+                grader does.
         """
-        grading = Grading(self._grader, (job.task.id for job in jobs), on_done)
-
-        async def play(number: int, job: Job) -> list[Rollout]:
-            played = await self._play(job.task, job.seed, job.rollout_id, graded=self._grader is not None)
-            await grading.ended(number, job.task.id, played)
-            return played.rollouts
-
+        tools: dict[str, ToolRunner] = {}
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(play(number, job)) for number, job in enumerate(jobs)]
+                episodes = [(job, group.create_task(self._run_job(job, tools))) for job in jobs]
+                for together in self._graded_together(episodes):
+                    group.create_task(self._grade(together, tools, on_done))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None  # the first ended the others
         finally:
-            await grading.close()
-        rollouts = [rollout for task in tasks for rollout in task.result()]
+            await asyncio.gather(*(runner.close() for runner in tools.values()))
+        rollouts = [rollout for _, episode in episodes for rollout in episode.result()]
         self._check_dropped(rollouts)
         return rollouts
 
-    async def _attempt(self, task: Task, seed: int, rollout_id: str, attempt: int) -> Played:
-        if self._generate is not None:
-            agent = Agent(self._context, task, seed=seed, rollout_id=rollout_id, attempt=attempt)
-            async with _closed_if_cut(agent.tools):
-                return Played(await play_generate(self._generate, self._context, agent), agent.tools)
-        episode = Episode(self._context, task, EpisodeState(rollout_id, seed, attempt))
-        failure: Failure | None = None
+    async def _run_job(self, job: Job, open_tools: dict[str, ToolRunner] | None = None) -> list[Rollout]:
+        """Run one episode, again if the failure policy says so.
+
+        The tool sessions of its last attempt stay open for grading if there is a grader and ``open_tools``, which then
+        gets them by the job's ``rollout_id``.
+        """
+        async with self._slots:
+            for attempt in itertools.count():
+                if self._generate is not None:
+                    agent = Agent(self._context, job.task, seed=job.seed, rollout_id=job.rollout_id, attempt=attempt)
+                    tools = agent.tools
+                    async with _closed_on_error(tools):
+                        rollouts = await run_custom_loop(self._generate, self._context, agent)
+                else:
+                    episode = Episode(self._context, job.task, EpisodeState(job.rollout_id, job.seed, attempt))
+                    tools, failure = episode.tools, None
+                    try:
+                        async with _closed_on_error(tools):
+                            reason = await episode.run()
+                    except EpisodeError as error:
+                        failure, reason = error.as_failure(), StopReason.FAILED
+                    rollout = episode.conversation.rollout(
+                        job.task, reason, seconds=episode.seconds, tool_seconds=tools.seconds, failure=failure
+                    )
+                    rollouts = [rollout]
+                failure = rollouts[0].failure
+                action = self._failure.decide(failure, attempt) if failure is not None else "train"
+                if action == "train" and self._grader is not None and open_tools is not None:
+                    open_tools[job.rollout_id] = tools
+                    return rollouts
+                await tools.close()
+                if action == "stop" and failure is not None:
+                    raise RunStopped(
+                        f"episode {job.rollout_id} failed and rollout.failure.{failure.kind.value}=stop: "
+                        f"{_describe(failure)}"
+                    )
+                if action != "retry":
+                    for rollout in rollouts:
+                        rollout.dropped = rollout.dropped or action == "drop"
+                    return rollouts
+        raise AssertionError("the loop returns or raises")
+
+    def _graded_together(self, episodes: Sequence[_RunningEpisode]) -> list[list[_RunningEpisode]]:
+        """Return the episodes in groups that are graded in one call: single ones, or all of a task in the jobs' order."""
+        if self._grader is None or not self._grader.group:
+            return [[episode] for episode in episodes]
+        by_task: dict[str, list[_RunningEpisode]] = {}
+        for episode in episodes:
+            by_task.setdefault(episode[0].task.id, []).append(episode)
+        return list(by_task.values())
+
+    async def _grade(
+        self,
+        episodes: Sequence[_RunningEpisode],
+        tools: dict[str, ToolRunner],
+        on_done: Callable[[Rollout], None] | None,
+    ) -> None:
+        """Wait for the episodes, grade their rollouts and end their tool sessions."""
+        rollouts: list[Rollout] = []
+        scoring: dict[str, CallTool] = {}
+        for job, episode in episodes:
+            ended = await episode
+            rollouts += ended
+            if job.rollout_id in tools:
+                scoring |= {rollout.rollout_id: tools[job.rollout_id].run_scoring_call for rollout in ended}
+        batches = [rollouts] if self._grader is not None and self._grader.group else [[one] for one in rollouts]
         try:
-            async with _closed_if_cut(episode.tools):
-                reason = await episode.play()
-        except EpisodeError as error:
-            failure, reason = error.as_failure(), StopReason.FAILED
-        return Played(
-            [as_rollout(task, episode.state, reason, episode.seconds, episode.tools.seconds, failure)], episode.tools
-        )
+            for batch in batches:
+                graded = [rollout for rollout in batch if not rollout.dropped]
+                if self._grader is not None and graded:
+                    others = f"and {len(graded) - 1} others of its task" if len(graded) > 1 else ""
+                    with waiting("reward of rollout", graded[0].rollout_id, others):
+                        await self._grader.grade(graded, scoring)
+                if on_done is not None:
+                    for rollout in batch:
+                        on_done(rollout)
+        finally:
+            ours = [tools.pop(job.rollout_id) for job, _ in episodes if job.rollout_id in tools]
+            await asyncio.gather(*(runner.close() for runner in ours))
 
     def _check_dropped(self, rollouts: Sequence[Rollout]) -> None:
         failures = [rollout.failure for rollout in rollouts if rollout.dropped and rollout.failure is not None]
@@ -201,8 +242,8 @@ class EpisodeRunner:
 
 
 @asynccontextmanager
-async def _closed_if_cut(tools: ToolRunner) -> AsyncIterator[None]:
-    """End sessions on the way out of an attempt that nobody will score."""
+async def _closed_on_error(tools: ToolRunner) -> AsyncIterator[None]:
+    """End the tool sessions of an attempt that raises: it is not graded."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""Everything needed to go on with an episode, as JSON-able data."""
+"""State of an episode between two turns: everything needed to resume it, as JSON-able data."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from agentrl.obs.rollout_format import turn_from_dict, turn_to_dict
 
 
 @dataclass(slots=True, eq=False)
-class Shared:
-    """What all conversations of an episode count together."""
+class EpisodeCounters:
+    """Counted over all conversations of an episode."""
 
     turns: int = 0
-    """Turns of the policy, those that it has begun included."""
+    """Turns of the policy, those in progress included."""
     call_ids: set[str] = field(default_factory=set)
-    """Of its tool calls so far."""
+    """Ids of all tool calls so far."""
 
 
 @dataclass(slots=True, eq=False)
 class EpisodeState:
-    """A conversation between two turns, with the branches that began in it; its first one is the episode.
+    """A conversation between two turns, with its branches; the state of the first conversation is the episode's.
 
-    The environment's own state joins it in `to_dict`.
+    `to_dict` adds the environment's own state.
     """
 
     rollout_id: str
@@ -35,38 +35,38 @@ class EpisodeState:
     attempt: int = 0
     """Failed attempts before this one."""
     trajectory: Trajectory = field(default_factory=Trajectory)
-    """All tokens so far, each with who made it."""
+    """All tokens so far, each with its provenance."""
     prompt_ids: tuple[int, ...] = ()
     """The next turn's prompt; empty before the environment was reset."""
     added: int | None = None
-    """Tokens at the end of ``prompt_ids`` that were appended to the trajectory's; None where the prompt was rendered anew."""
+    """Tokens at the end of ``prompt_ids`` that were appended to the trajectory's; None if the prompt was rendered again."""
     fork: ForkReason | None = None
-    """Why it was."""
+    """Why it was rendered again."""
     messages: list[Message] = field(default_factory=list)
-    """The conversation, for templates that must be rendered anew."""
+    """The conversation, for templates that must be rendered again."""
     turns: list[Turn] = field(default_factory=list)
-    """What was said in this conversation, for people to read."""
+    """Turns of this conversation as text."""
     reward: float = 0.0
     """Sum so far."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The environment's figures from the latest ``info``."""
+    """Metrics of the environment from the latest ``info``."""
     prompt: str = ""
     """The first prompt as text."""
     seconds: float = 0.0
-    """Wall time used before it was last taken up."""
-    shared: Shared = field(default_factory=Shared)
-    """What its branches share with it."""
+    """Wall time used before the episode was last resumed."""
+    counters: EpisodeCounters = field(default_factory=EpisodeCounters)
+    """Shared with all branches."""
     branches: list[EpisodeState] = field(default_factory=list)
-    """Other conversations of the same rollout, such as subagents', in the order they were begun."""
+    """Other conversations of the same rollout, such as subagents', in the order in which they were begun."""
 
     @property
     def episode_id(self) -> str:
-        """Names this attempt to engines and tools: what they answered to an earlier one must not come back."""
+        """Id of this attempt at engines and tool servers; differs from earlier attempts, whose replies must not be reused."""
         return f"{self.rollout_id}~{self.attempt}" if self.attempt else self.rollout_id
 
     @property
     def name(self) -> str:
-        """Names the conversation; requests are numbered within it."""
+        """Name of the conversation; prefix of its request ids."""
         return "/".join((self.episode_id, *(f"branch-{number}" for number in self.trajectory.branch_name)))
 
     @property
@@ -75,8 +75,8 @@ class EpisodeState:
         return [*self.turns, *(turn for branch in self.branches for turn in branch.all_turns)]
 
     def branch(self) -> EpisodeState:
-        """Begin another conversation of the rollout, which goes on from here."""
-        other = EpisodeState(self.rollout_id, self.seed, self.attempt, shared=self.shared)
+        """Return the state of another conversation of the rollout, which continues from here."""
+        other = EpisodeState(self.rollout_id, self.seed, self.attempt, counters=self.counters)
         other.trajectory = self.trajectory.branch()
         other.prompt_ids, other.added, other.fork = self.prompt_ids, self.added, self.fork
         other.messages, other.prompt = list(self.messages), self.prompt
@@ -84,16 +84,16 @@ class EpisodeState:
         return other
 
     def to_dict(self, env_state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state as JSON-able data, with what ``Env.get_state`` returned."""
+        """Return the state as JSON-able data; ``env_state`` is the return value of ``Env.get_state``."""
         return {
-            **self._talk(),
+            **self._conversation_to_dict(),
             "trajectory": self.trajectory.to_state(),
-            "turns_begun": self.shared.turns,
-            "call_ids": sorted(self.shared.call_ids),
+            "turns_begun": self.counters.turns,
+            "call_ids": sorted(self.counters.call_ids),
             "env": json_state(env_state),
         }
 
-    def _talk(self) -> dict[str, Any]:
+    def _conversation_to_dict(self) -> dict[str, Any]:
         return {
             "rollout_id": self.rollout_id,
             "seed": self.seed,
@@ -107,24 +107,28 @@ class EpisodeState:
             "metrics": dict(self.metrics),
             "prompt": self.prompt,
             "seconds": self.seconds,
-            "branches": [branch._talk() for branch in self.branches],
+            "branches": [branch._conversation_to_dict() for branch in self.branches],
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> tuple[EpisodeState, dict[str, Any]]:
-        """Return what `to_dict` was given: the episode's state and the environment's."""
-        shared = Shared(data["turns_begun"], set(data["call_ids"]))
-        return cls._from_talk(data, Trajectory.from_state(data["trajectory"]), shared), dict(data["env"])
+        """Return the states of the episode and of its environment from the return value of `to_dict`."""
+        counters = EpisodeCounters(data["turns_begun"], set(data["call_ids"]))
+        return cls._conversation_from_dict(data, Trajectory.from_state(data["trajectory"]), counters), dict(data["env"])
 
     @classmethod
-    def _from_talk(cls, data: Mapping[str, Any], trajectory: Trajectory, shared: Shared) -> EpisodeState:
+    def _conversation_from_dict(
+        cls, data: Mapping[str, Any], trajectory: Trajectory, counters: EpisodeCounters
+    ) -> EpisodeState:
         fields = {key: data[key] for key in ("rollout_id", "seed", "attempt", "reward", "prompt", "seconds")}
         branches = zip(data["branches"], trajectory.branches, strict=True)
         return cls(
             **fields,
             trajectory=trajectory,
-            shared=shared,
-            branches=[cls._from_talk(branch, its_trajectory, shared) for branch, its_trajectory in branches],
+            counters=counters,
+            branches=[
+                cls._conversation_from_dict(branch, its_trajectory, counters) for branch, its_trajectory in branches
+            ],
             prompt_ids=tuple(data["prompt_ids"]),
             added=data["added"],
             fork=ForkReason(data["fork"]) if data["fork"] else None,
@@ -157,7 +161,7 @@ def message_to_dict(message: Message) -> dict[str, Any]:
 
 
 def message_from_dict(data: Mapping[str, Any]) -> Message:
-    """Return what `message_to_dict` was given."""
+    """Return the message from the return value of `message_to_dict`."""
     calls = tuple(
         ToolCall(call["id"], call["name"], call["arguments"], CallStatus(call["status"]), call["fault"])
         for call in data["tool_calls"]

@@ -1,9 +1,11 @@
-"""What one conversation saw and said: a path through the token graph of its episode, which it grows at its tip.
+"""Token-level record of an episode: a graph of token runs, and the trajectories that grow it.
 
+A node of the graph holds only the tokens it adds to its parent, all of one provenance and, if sampled, of one request.
 A prompt that starts like an earlier one reuses its nodes by the longest common *token* prefix and forks at the first
-difference. Other conversations of the episode (`branch`) grow the same graph, each at a tip of its own, in any order.
+difference; recorded tokens are never changed. Each leaf is one training row. A sampled node that several leaves share is
+trained in the first of their rows.
 
-Token layout of a row of two turns (``p`` prompt, ``a b`` sampled, ``o`` observation), masks beneath::
+Token layout of a row of two turns (``p`` prompt, ``a b`` sampled, ``o`` observation), with its loss mask below::
 
     p p p a a a o o o b b
     0 0 0 1 1 1 0 0 0 1 1
@@ -12,6 +14,7 @@ Token layout of a row of two turns (``p`` prompt, ``a b`` sampled, ``o`` observa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -19,23 +22,111 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.core.errors import SamplerError
-from agentrl.core.types import ForkReason, Generation, Provenance, Row
-from agentrl.episode.token_graph import ROOT, Node, TokenGraph, node_from_dict, node_to_dict
+from agentrl.core.types import ForkReason, Generation, MaskReason, Provenance, Row, RowKey
 
-_NO_LOGPROBS = np.zeros(0, np.float32)
-_NO_VERSIONS = np.zeros(0, np.int32)
+_ROOT = -1
+"""Parent of the first nodes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """``n`` tokens that follow those of another node; the last two arrays are empty unless the tokens were sampled."""
+
+    parent: int
+    """Index of the preceding node; -1 at a root."""
+    end: int
+    """Tokens from the root to the end of this node."""
+    provenance: Provenance
+    """Of all its tokens."""
+    token_ids: NDArray[np.int32]
+    """``[n]``, at least one."""
+    logprobs: NDArray[np.float32]
+    """``[n]`` at the sampling temperature."""
+    versions: NDArray[np.int32]
+    """``[n]`` policy version that sampled each token."""
+    request_id: str = ""
+    """The request that sampled the tokens."""
+    branch: tuple[int, ...] = ()
+    """The conversation that added them: ``()`` is the first, ``(2, 0)`` the first branch of its third branch."""
+    fork: ForkReason | None = None
+    """Reason for the last fork of that conversation; None before the first."""
+
+    @property
+    def start(self) -> int:
+        """Tokens before this node."""
+        return self.end - len(self.token_ids)
+
+
+@dataclass(slots=True, eq=False)
+class _TokenGraph:
+    """All tokens of one episode. Adding or splitting nodes changes neither a node's index nor its end."""
+
+    nodes: list[_Node] = field(default_factory=list)
+    temperature: float = 1.0
+    """Sampling temperature of all its tokens."""
+    children: dict[int, list[int]] = field(default_factory=dict)
+    """Indices by parent."""
+
+    def add(self, node: _Node) -> int:
+        """Add a node and return its index."""
+        self.nodes.append(node)
+        self.children.setdefault(node.parent, []).append(len(self.nodes) - 1)
+        return len(self.nodes) - 1
+
+    def walk(self, tip: int, token_ids: Sequence[int]) -> tuple[int, int]:
+        """Match tokens from a node on; return the node where the match ends and the number of tokens matched.
+
+        A match that ends within a node splits it.
+        """
+        if tip not in self.children:
+            return tip, 0
+        wanted, known = np.array(token_ids, np.int32), 0
+        while True:
+            best, common = _ROOT, 0
+            for child in self.children.get(tip, ()):
+                same = _common_prefix(self.nodes[child].token_ids, wanted[known:])
+                if same > common:
+                    best, common = child, same
+            if best == _ROOT:
+                return tip, known
+            known += common
+            if common < len(self.nodes[best].token_ids):
+                return self._split(best, common), known
+            tip = best
+
+    def path(self, tip: int) -> list[int]:
+        """Return the indices of the nodes from the root to a node."""
+        path: list[int] = []
+        while tip != _ROOT:
+            path.append(tip)
+            tip = self.nodes[tip].parent
+        return path[::-1]
+
+    def _split(self, index: int, size: int) -> int:
+        """Split a node after ``size`` tokens and return the new node that holds them; the rest stays at ``index``."""
+        node = self.nodes[index]
+        siblings = self.children[node.parent]
+        siblings.remove(index)
+        head = _Node(node.parent, node.start + size, node.provenance, node.token_ids[:size], node.logprobs[:size],
+                     node.versions[:size], node.request_id, node.branch, node.fork)  # fmt: skip
+        node.parent = self.add(head)
+        node.token_ids, node.logprobs, node.versions = node.token_ids[size:], node.logprobs[size:], node.versions[size:]
+        self.children[node.parent] = [index]
+        return node.parent
 
 
 class Trajectory:
-    """Grows at its tip; `extend_to` moves the tip, forking where it must."""
+    """Tokens of one conversation: a path through the token graph of its episode, extended at its tip.
+
+    Other conversations of the episode (`branch`) extend the same graph, each at its own tip, in any order.
+    """
 
     def __init__(self) -> None:
-        self.graph = TokenGraph()
-        """Of the whole episode."""
         self.branches: list[Trajectory] = []
-        """Those that began here, in order."""
+        """Trajectories that `branch` returned, in order."""
+        self._graph = _TokenGraph()
         self._name: tuple[int, ...] = ()
-        self._tip = ROOT
+        self._tip = _ROOT
         self._fork: ForkReason | None = None
         # Tokens up to the tip, in two parts: joining them costs a copy, which grows with the episode.
         self._before: tuple[int, ...] = ()
@@ -48,8 +139,8 @@ class Trajectory:
 
     @property
     def temperature(self) -> float:
-        """At which the episode's tokens were sampled."""
-        return self.graph.temperature
+        """Sampling temperature of the episode."""
+        return self._graph.temperature
 
     @temperature.setter
     def temperature(self, value: float) -> None:
@@ -58,146 +149,188 @@ class Trajectory:
                 f"what was sampled at temperature {self.temperature:g} cannot go on at {value:g}: a row has one temperature; "
                 f"set sampler.temperature={self.temperature:g}"
             )
-        self.graph.temperature = value
+        self._graph.temperature = value
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that the policy sampled in the episode, shared ones once."""
-        return self.graph.sampled_tokens
+        """Tokens that the policy sampled in the episode; shared ones count once."""
+        return sum(len(node.token_ids) for node in self._graph.nodes if node.provenance is Provenance.SAMPLED)
 
     @property
     def branch_name(self) -> tuple[int, ...]:
-        """Which conversation of the episode this is, see `Node.branch`."""
+        """Position of the conversation in the episode: ``()`` is the first, ``(2, 0)`` the first branch of its third branch."""
         return self._name
 
     def branch(self) -> Trajectory:
-        """Return another conversation of the episode, whose tip is here so far; rows that it begins are ``BRANCH``."""
+        """Return a trajectory of another conversation of the episode that starts at this tip; its rows fork as ``BRANCH``."""
         other = Trajectory()
-        other.graph, other._tip, other._before, other._since = self.graph, self._tip, self._before, self._since
+        other._graph, other._tip, other._before, other._since = self._graph, self._tip, self._before, self._since
         other._name, other._fork = (*self._name, len(self.branches)), ForkReason.BRANCH
         self.branches.append(other)
         return other
 
-    def append_observed(self, token_ids: Sequence[int]) -> None:
-        """Add tokens that nobody sampled."""
-        self._append(Provenance.OBSERVED, token_ids)
-
     def append_demonstrated(self, token_ids: Sequence[int]) -> None:
-        """Add tokens that a scripted expert wrote; their mask is 1, for supervised fine-tuning only."""
-        self._append(Provenance.DEMONSTRATED, token_ids)
+        """Add tokens of a scripted expert. Their mask is 1; only supervised fine-tuning accepts them."""
+        if len(token_ids):
+            self._extend(Provenance.DEMONSTRATED, len(token_ids)).token_ids[:] = token_ids
+            self._since += tuple(token_ids)
 
     def append_sampled(self, generation: Generation) -> None:
-        """Add what an engine sampled; nothing, where it was aborted before the first token.
+        """Add the tokens of a generation; one that was aborted before its first token adds nothing.
 
-        The same tokens sampled twice are two samples, and both are trained.
+        The same tokens sampled twice are two samples, and both are trained on.
 
         Raises:
-            SamplerError: ids, log-probabilities, versions and request do not belong together.
+            SamplerError: ids, log-probabilities, versions and request are inconsistent.
         """
-        size = len(generation.token_ids)
-        fault = _fault(generation)
+        size, versions, fault = len(generation.token_ids), generation.versions, ""
+        if len(generation.logprobs) != size:
+            fault = f"{size} token ids and {len(generation.logprobs)} log-probabilities"
+        elif size and not generation.request_id:
+            fault = "tokens without a request id"
+        elif size and (not versions or versions[0][0] != 0):
+            fault = f"versions {versions}, which say nothing of its first token"
+        elif any(before[0] >= after[0] for before, after in pairwise(versions)):
+            fault = f"versions {versions} that are not in order"
         if fault:
             raise SamplerError(f"request {generation.request_id!r} returned {fault}")
-        if size == 0:
-            return
-        versions = np.empty(size, np.int32)
-        for start, version in generation.versions:
-            versions[start:] = version
-        logprobs = np.array(generation.logprobs, np.float32)
-        self._append(Provenance.SAMPLED, generation.token_ids, logprobs, versions, generation.request_id)
+        if size:
+            node = self._extend(Provenance.SAMPLED, size, generation.request_id)
+            node.token_ids[:], node.logprobs[:] = generation.token_ids, generation.logprobs
+            for start, version in versions:
+                node.versions[start:] = version
+            self._since += generation.token_ids
 
     def extend_to(self, prompt_ids: Sequence[int], *, added: int | None = None, fork: ForkReason | None = None) -> int:
-        """Move the tip to the end of ``prompt_ids`` and return how many of them were there already.
+        """Move the tip to the end of ``prompt_ids`` and return how many of these tokens the graph already had.
 
         The common prefix keeps its nodes and their provenance; the rest is added as observed. A prompt that does not
         start with all tokens up to the tip forks the graph.
 
         Args:
             prompt_ids: the whole prompt.
-            added: how many of them were appended to the tokens up to the tip, where they were: nothing before them is
-                compared.
-            fork: why the prompt was made anew, for the rows that begin here; ``TEMPLATE`` if None.
+            added: if the prompt is all tokens up to the tip and new ones, the number of new ones: the others are then
+                not compared.
+            fork: why the prompt was rendered again, for the rows that begin here; ``TEMPLATE`` if None.
         """
         prompt_ids = tuple(prompt_ids)
         middle, known = len(self._before), len(self._before) + len(self._since)
-        assert added is None or added + known == len(prompt_ids), "what was appended follows the tip"
+        assert added is None or added + known == len(prompt_ids), "added tokens follow the tip"
         if added is None and (prompt_ids[:middle] != self._before or prompt_ids[middle:known] != self._since):
-            self._tip, known, self._fork = ROOT, 0, fork or ForkReason.TEMPLATE
-        self._tip, more = self.graph.walk(self._tip, prompt_ids[known:])
+            self._tip, known, self._fork = _ROOT, 0, fork or ForkReason.TEMPLATE
+        self._tip, more = self._graph.walk(self._tip, prompt_ids[known:])
         known += more
         if known < len(prompt_ids):
-            self._add(Provenance.OBSERVED, prompt_ids[known:], _NO_LOGPROBS, _NO_VERSIONS, "")
+            self._extend(Provenance.OBSERVED, len(prompt_ids) - known).token_ids[:] = prompt_ids[known:]
         self._before, self._since = prompt_ids, ()
         return known
 
     def rows(self, prompt_id: str, rollout_id: str, agent_id: str = "main") -> list[Row]:
-        """Return the episode's rows, one a leaf of its graph; none where nothing is to be trained on.
+        """Return the episode's rows, one for each leaf of its graph; none if there is nothing to train on.
 
-        This conversation's come first, in the order they were begun, then those of its branches. All but the first
-        say why they fork. A sampled token is trained in the first row that has it.
+        The rows of this conversation come first, in the order in which they were begun, then those of its branches. All
+        but the first have a fork reason. A sampled token is trained in the first row that contains it.
         """
-        return self.graph.rows(prompt_id, rollout_id, agent_id)
+        nodes = self._graph.nodes
+        leaves = sorted(set(range(len(nodes))) - set(self._graph.children), key=lambda leaf: (nodes[leaf].branch, leaf))
+        rows: list[Row] = []
+        trained: set[int] = set()
+        for number, leaf in enumerate(leaves):
+            fork = nodes[leaf].fork if number else None
+            assert fork is not None or number == 0, "a conversation that has forked has a reason"
+            path, size = self._graph.path(leaf), nodes[leaf].end
+            token_ids = np.concatenate([nodes[index].token_ids for index in path])
+            provenance, mask = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+            reason = np.full(size, MaskReason.OBSERVED, np.uint8)
+            logprobs = np.zeros(size, np.float32)
+            versions, requests = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
+            request_ids: dict[str, int] = {}
+            for index in path:
+                node = nodes[index]
+                if node.provenance is Provenance.OBSERVED:
+                    continue
+                span = slice(node.start, node.end)
+                fresh = index not in trained
+                trained.add(index)
+                provenance[span], mask[span] = node.provenance, fresh
+                reason[span] = MaskReason.NONE if fresh else MaskReason.SHARED
+                if node.provenance is Provenance.SAMPLED:
+                    logprobs[span], versions[span] = node.logprobs, node.versions
+                    requests[span] = request_ids.setdefault(node.request_id, len(request_ids))
+            key = RowKey(prompt_id, rollout_id, agent_id, number)
+            row = Row(key, token_ids, provenance, mask, reason, logprobs, versions, requests, tuple(request_ids), fork,
+                      self.temperature)  # fmt: skip
+            rows.append(row)
+        return rows if trained else []
 
     def to_state(self) -> dict[str, Any]:
-        """Return the graph and the conversations that grow it from here on as JSON-able data."""
-        nodes = [node_to_dict(node) for node in self.graph.nodes]
-        return {"nodes": nodes, "temperature": self.temperature, **self._place()}
+        """Return the graph and the tips of all conversations as JSON-able data."""
+        nodes = [_node_to_dict(node) for node in self._graph.nodes]
+        return {"nodes": nodes, "temperature": self.temperature, **self._tip_to_dict()}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Trajectory:
-        """Return what `to_state` wrote."""
-        graph = TokenGraph([node_from_dict(node) for node in state["nodes"]], state["temperature"])
-        return cls._placed(graph, state)
+        """Return the trajectory that `to_state` wrote."""
+        graph = _TokenGraph(temperature=state["temperature"])
+        for node in state["nodes"]:
+            graph.add(_node_from_dict(node))
+        return cls._from_tip(graph, state)
 
-    def _place(self) -> dict[str, Any]:
-        branches = [branch._place() for branch in self.branches]
+    def _tip_to_dict(self) -> dict[str, Any]:
+        branches = [branch._tip_to_dict() for branch in self.branches]
         fork = self._fork and self._fork.value
         return {"tip": self._tip, "name": list(self._name), "fork": fork, "branches": branches}
 
     @classmethod
-    def _placed(cls, graph: TokenGraph, place: dict[str, Any]) -> Trajectory:
+    def _from_tip(cls, graph: _TokenGraph, tip: dict[str, Any]) -> Trajectory:
         trajectory = cls()
-        trajectory.graph, trajectory._tip, trajectory._name = graph, place["tip"], tuple(place["name"])
-        trajectory._fork = ForkReason(place["fork"]) if place["fork"] else None
-        trajectory._before = graph.token_ids(trajectory._tip)
-        trajectory.branches = [cls._placed(graph, branch) for branch in place["branches"]]
+        trajectory._graph, trajectory._tip, trajectory._name = graph, tip["tip"], tuple(tip["name"])
+        trajectory._fork = ForkReason(tip["fork"]) if tip["fork"] else None
+        path = graph.path(trajectory._tip)
+        trajectory._before = tuple(token for index in path for token in graph.nodes[index].token_ids.tolist())
+        trajectory.branches = [cls._from_tip(graph, branch) for branch in tip["branches"]]
         return trajectory
 
-    def _append(
-        self,
-        provenance: Provenance,
-        token_ids: Sequence[int],
-        logprobs: NDArray[np.float32] = _NO_LOGPROBS,
-        versions: NDArray[np.int32] = _NO_VERSIONS,
-        request_id: str = "",
-    ) -> None:
-        if len(token_ids):
-            self._add(provenance, token_ids, logprobs, versions, request_id)
-            self._since += tuple(token_ids)
-
-    def _add(
-        self,
-        provenance: Provenance,
-        token_ids: Sequence[int],
-        logprobs: NDArray[np.float32],
-        versions: NDArray[np.int32],
-        request_id: str,
-    ) -> None:
-        ids = np.array(token_ids, np.int32)
-        end = self.graph.end(self._tip) + len(ids)
-        node = Node(self._tip, end, provenance, ids, logprobs, versions, request_id, self._name, self._fork)
-        self._tip = self.graph.add(node)
+    def _extend(self, provenance: Provenance, size: int, request_id: str = "") -> _Node:
+        """Add a node of ``size`` tokens at the tip and return it; the caller fills its arrays."""
+        sampled = size if provenance is Provenance.SAMPLED else 0
+        end = size if self._tip == _ROOT else self._graph.nodes[self._tip].end + size
+        arrays = np.empty(size, np.int32), np.empty(sampled, np.float32), np.empty(sampled, np.int32)
+        node = _Node(self._tip, end, provenance, *arrays, request_id, self._name, self._fork)
+        self._tip = self._graph.add(node)
+        return node
 
 
-def _fault(generation: Generation) -> str:
-    """Return what is wrong with a generation, in words; empty if nothing is."""
-    size = len(generation.token_ids)
-    if len(generation.logprobs) != size:
-        return f"{size} token ids and {len(generation.logprobs)} log-probabilities"
-    if size and not generation.request_id:
-        return "tokens without a request id"
-    if size and (not generation.versions or generation.versions[0][0] != 0):
-        return f"versions {generation.versions}, which say nothing of its first token"
-    if any(before[0] >= after[0] for before, after in pairwise(generation.versions)):
-        return f"versions {generation.versions} that are not in order"
-    return ""
+def _node_to_dict(node: _Node) -> dict[str, Any]:
+    return {
+        "parent": node.parent,
+        "end": node.end,
+        "provenance": int(node.provenance),
+        "token_ids": node.token_ids.tolist(),
+        "logprobs": node.logprobs.tolist(),
+        "versions": node.versions.tolist(),
+        "request_id": node.request_id,
+        "branch": list(node.branch),
+        "fork": node.fork and node.fork.value,
+    }
+
+
+def _node_from_dict(data: dict[str, Any]) -> _Node:
+    return _Node(
+        data["parent"],
+        data["end"],
+        Provenance(data["provenance"]),
+        np.array(data["token_ids"], np.int32),
+        np.array(data["logprobs"], np.float32),
+        np.array(data["versions"], np.int32),
+        data["request_id"],
+        tuple(data["branch"]),
+        ForkReason(data["fork"]) if data["fork"] else None,
+    )
+
+
+def _common_prefix(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
+    """Return the number of leading values that two arrays have in common."""
+    size = min(len(left), len(right))
+    different = left[:size] != right[:size]
+    return int(different.argmax()) if different.any() else size

@@ -380,16 +380,16 @@ def test_an_episode_that_was_rewritten_goes_on_from_its_state(renderer):
         runner, _ = build(renderer, script[:turns], env=Summing)
         first = Episode(runner._context, TASK, EpisodeState("e", 1))
         with pytest.raises(AssertionError, match="wants more"):
-            await first.play()
+            await first.run()
         state, env_state = EpisodeState.from_dict(json.loads(json.dumps(await first.snapshot())))
         rest, _ = build(renderer, lambda asked: script[turns + asked.turn], env=Summing)
-        await Episode(rest._context, TASK, state, env_state).play()
+        await Episode(rest._context, TASK, state, env_state).run()
         return state
 
     for turns in range(1, 5):
         state = asyncio.run(run(turns))
         rows = state.trajectory.rows("t", "e")
-        assert state.shared.turns == 5
+        assert state.counters.turns == 5
         assert [row.token_ids.tolist() for row in rows] == [row.token_ids.tolist() for row in whole.rows]
         assert [(row.fork, row.request_ids) for row in rows] == [(row.fork, row.request_ids) for row in whole.rows]
 

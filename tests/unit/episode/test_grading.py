@@ -1,76 +1,98 @@
-"""When rollouts get their reward from a reward function."""
+"""When the runner grades rollouts with a reward function."""
 
 import asyncio
 
 import pytest
 
+from agentrl.config.rollout import FailureConfig
+from agentrl.core.env import Env
 from agentrl.core.errors import RunStopped
-from agentrl.core.types import Rollout, StopReason
-from agentrl.episode.grading import Grading, Played
-from agentrl.episode.tool_calls import ToolRunner
+from agentrl.core.task import Task
+from agentrl.core.types import Message, SamplingParams
+from agentrl.episode.failure_policy import FailurePolicy
+from agentrl.episode.limits import Limits
+from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.testing import ScriptedSampler
 
 
-class Noting:
-    """Rewards a rollout with its place in what it was given; notes who came together."""
+class RecordingGrader:
+    """Gives each rollout its index in the batch as reward, and records the batches."""
 
     def __init__(self, group, error=None):
-        self.group, self.error, self.given = group, error, []
+        self.group, self.error, self.batches = group, error, []
 
     async def grade(self, rollouts, tools=None):
         await asyncio.sleep(0)
         if self.error is not None:
             raise self.error
-        self.given.append([rollout.rollout_id for rollout in rollouts])
+        self.batches.append([rollout.rollout_id for rollout in rollouts])
         for place, rollout in enumerate(rollouts):
             rollout.reward = float(place)
 
 
-def rollout(name, dropped=False):
-    return Rollout(name[0], name, [], -1.0, StopReason.TERMINATED, dropped=dropped)
+def run(renderer, grader, jobs, *, order, chats=None, dropped=()):
+    """Run ``jobs`` (``a0`` is an episode of task ``a``) so that they end in ``order``; return what was done, in order.
 
-
-def run(grader, ends, tasks):
-    """Let episodes end in the order of ``ends``: (number, task, rollouts); return who was done, in order."""
+    Episode ``job`` has ``chats[job]`` rollouts (1 by default), all with reward -1.
+    """
     done = []
-    grading = Grading(grader, tasks, lambda one: done.append((one.rollout_id, one.reward)))
+
+    async def generate(task, agent):
+        name = agent.episode_id
+        await asyncio.sleep(0.01 * order.index(name))
+        rollouts = [agent.chat(task.prompt).rollout(-1.0) for _ in range((chats or {}).get(name, 1))]
+        for rollout in rollouts:
+            rollout.dropped = name in dropped
+        return rollouts
 
     async def play():
-        for number, task, rollouts in ends:
-            await grading.ended(number, task, Played(rollouts, ToolRunner({}, task)))
+        runner = EpisodeRunner(
+            env_factory=Env,
+            renderer=renderer,
+            sampler=ScriptedSampler([]),
+            tool_clients={},
+            limits=Limits(8, 4096, 30.0, 128),
+            sampling=SamplingParams(),
+            failure=FailurePolicy(FailureConfig()),
+            max_concurrency=8,
+            generate=generate,
+            grader=grader,
+        )
+        made = [Job(Task(name[0], (Message("user", "hi"),)), 0, name) for name in jobs]
+        return await runner.run_many(made, lambda one: done.append((one.rollout_id, one.reward)))
 
-    asyncio.run(play())
+    rollouts = asyncio.run(play())
+    assert [rollout.rollout_id[:2] for rollout in rollouts if "." not in rollout.rollout_id] == jobs
     return done
 
 
-def test_single_rollouts_are_graded_as_they_end():
-    grader = Noting(group=False)
-    done = run(grader, [(1, "b", [rollout("b0"), rollout("b0.1")]), (0, "a", [rollout("a0")])], ["a", "b"])
-    assert grader.given == [["b0"], ["b0.1"], ["a0"]]
+def test_single_rollouts_are_graded_as_they_end(renderer):
+    grader = RecordingGrader(group=False)
+    done = run(renderer, grader, ["a0", "b0"], order=["b0", "a0"], chats={"b0": 2})
+    assert grader.batches == [["b0"], ["b0.1"], ["a0"]]
     assert done == [("b0", 0.0), ("b0.1", 0.0), ("a0", 0.0)]
 
 
-def test_groups_are_graded_when_their_last_episode_has_ended_in_the_order_of_the_jobs():
-    grader = Noting(group=True)
-    ends = [(2, "a", [rollout("a2")]), (1, "b", [rollout("b1")]), (0, "a", [rollout("a0"), rollout("a0.1")])]
-    done = run(grader, ends, ["a", "b", "a"])
-    assert grader.given == [["b1"], ["a0", "a0.1", "a2"]]
+def test_groups_are_graded_when_their_last_episode_has_ended_in_the_order_of_the_jobs(renderer):
+    grader = RecordingGrader(group=True)
+    done = run(renderer, grader, ["a0", "b1", "a2"], order=["a2", "b1", "a0"], chats={"a0": 2})
+    assert grader.batches == [["b1"], ["a0", "a0.1", "a2"]]
     assert done == [("b1", 0.0), ("a0", 0.0), ("a0.1", 1.0), ("a2", 2.0)]
 
 
 @pytest.mark.parametrize("group", [False, True])
-def test_dropped_rollouts_are_not_graded_but_done(group):
-    grader = Noting(group)
-    ends = [(0, "a", [rollout("a0", dropped=True)]), (1, "a", [rollout("a1")]), (2, "b", [rollout("b2", dropped=True)])]
-    done = run(grader, ends, ["a", "a", "b"])
-    assert grader.given == [["a1"]]
+def test_dropped_rollouts_are_not_graded_but_done(renderer, group):
+    grader = RecordingGrader(group)
+    done = run(renderer, grader, ["a0", "a1", "b2"], order=["a0", "a1", "b2"], dropped=("a0", "b2"))
+    assert grader.batches == [["a1"]]
     assert sorted(done) == [("a0", -1.0), ("a1", 0.0), ("b2", -1.0)]
 
 
-def test_without_a_grader_rewards_stay():
-    assert run(None, [(0, "a", [rollout("a0")])], ["a"]) == [("a0", -1.0)]
+def test_without_a_grader_rewards_stay(renderer):
+    assert run(renderer, None, ["a0"], order=["a0"]) == [("a0", -1.0)]
 
 
 @pytest.mark.parametrize("group", [False, True])
-def test_a_grader_can_stop_the_run(group):
+def test_a_grader_can_stop_the_run(renderer, group):
     with pytest.raises(RunStopped, match="no number"):
-        run(Noting(group, RunStopped("no number")), [(0, "a", [rollout("a0")])], ["a"])
+        run(renderer, RecordingGrader(group, RunStopped("no number")), ["a0"], order=["a0"])

@@ -511,11 +511,11 @@ def test_an_episode_does_not_go_on_at_another_temperature(renderer):
     async def run():
         first, _ = build(renderer, ["a"], max_turns=1)
         episode = Episode(first._context, task(), EpisodeState("e", 1))
-        assert await episode.play() is StopReason.MAX_TURNS
+        assert await episode.run() is StopReason.MAX_TURNS
         state, env_state = EpisodeState.from_dict(json.loads(json.dumps(await episode.snapshot())))
         colder = build(renderer, ["a", "bb"])[0].with_sampling(temperature=0.5, top_p=1.0, top_k=-1)
         with pytest.raises(ValueError, match=r"at temperature 1 cannot go on at 0\.5.*sampler\.temperature=1"):
-            await Episode(colder._context, task(), state, env_state).play()
+            await Episode(colder._context, task(), state, env_state).run()
         (row,) = state.trajectory.rows("t0", "e")
         assert row.temperature == 1.0
 
@@ -539,12 +539,12 @@ def test_an_episode_goes_on_from_its_state(renderer):
     async def run():
         first, _ = build(renderer, script[:2], max_turns=2)
         episode = Episode(first._context, task(), EpisodeState("e", 1))
-        assert await episode.play() is StopReason.MAX_TURNS
+        assert await episode.run() is StopReason.MAX_TURNS
         saved = json.loads(json.dumps(await episode.snapshot()))
         state, env_state = EpisodeState.from_dict(saved)
         rest, sampler = build(renderer, script)
         sampler._turns["e"] = 2
-        assert await Episode(rest._context, task(), state, env_state).play() is StopReason.TERMINATED
+        assert await Episode(rest._context, task(), state, env_state).run() is StopReason.TERMINATED
         return state
 
     state = asyncio.run(run())
