@@ -1,8 +1,8 @@
-"""Control groups of sandboxes: limits over all processes of one, the count of memory kills, and an end for them all.
+"""Control groups of sandboxes: limits over all processes of a sandbox, the count of memory kills, killing them all.
 
-Version 1 and version 2 of the kernel's interface both occur, and mixed: each controller lives in one of them. The layout
-is ``<controller>/<parent>/agentrl/<server>/<sandbox>``, where ``<server>`` names a process by id, start time and PID
-namespace, so that the next start can tell what a server that died has left.
+Both versions of the kernel's interface occur, also mixed: each controller is in one of them. The layout is
+``<controller>/<parent>/agentrl/<server>/<sandbox>``. ``<server>`` identifies a process by id, start time and PID namespace,
+so that the next start recognizes the groups of a server that died.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ CONTROLLERS = ("memory", "pids", "cpu")
 CGROUP_VARIABLE = "AGENTRL_CGROUP"
 """Environment variable with the parent of all sandboxes' cgroups, relative to the mount; for a delegated cgroup."""
 PERIOD_US = 100_000
-OWN_PROCESSES = 2
-"""The runner, and bubblewrap's process that waits for it."""
+RUNNER_PROCESSES = 2
+"""The runner, and bubblewrap's process that waits for it; the limit of processes does not count them."""
 LEAF = "agentrl-server"
-"""Where the processes of a delegated group of version 2 go, the server among them: only leaves may have processes."""
+"""Child group for the processes of a delegated group of version 2, the server included: only leaves may have processes."""
 REMOVE_S = 10.0
-"""How long killed processes may take to be gone; a large memory takes the kernel a while."""
+"""How long killed processes may take to end; the kernel needs a while to free a large memory."""
 
 
 class CgroupError(Exception):
-    """No cgroup can be made here; says what to allow."""
+    """No cgroup can be created here; the message says what is missing."""
 
 
 def server_name(pid: int | None = None) -> str:
-    """Return what tells the server with this process id (None: this process) from every other one on this machine."""
+    """Return a name of the server with this process id (None: this process) that is unique on this machine."""
     pid = os.getpid() if pid is None else pid
     return f"{pid}-{_start_time(pid)}-{_pid_namespace()}"
 
 
 def server_gone(name: str) -> bool:
-    """Return whether the server of this name ended. False for what is no such name, or of another PID namespace."""
+    """Return whether the server of this name has ended. False for any other name, and for other PID namespaces."""
     pid, started, namespace, *_ = [*name.split("-"), "", ""]
     if not (pid.isdecimal() and started.isdecimal()) or namespace != _pid_namespace():
         return False
@@ -63,15 +63,16 @@ def _pid_namespace() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Mounts:
-    """Where the kernel's interfaces are mounted."""
+    """Mount points of the kernel's interfaces."""
 
     v1: Mapping[str, Path]
-    """Folder by controller."""
+    """Mount point by controller, of version 1."""
     v2: Path | None
+    """Mount point of version 2."""
 
 
 def parse_mounts(text: str) -> Mounts:
-    """Read what ``/proc/self/mounts`` says of cgroups."""
+    """Parse the cgroup mounts in ``/proc/self/mounts``."""
     v1: dict[str, Path] = {}
     v2 = None
     for line in text.splitlines():
@@ -102,26 +103,26 @@ def parse_count(text: str, key: str) -> int:
 
 
 def settings_v1(limits: SandboxLimits, defences: frozenset[Defence]) -> dict[str, dict[str, str]]:
-    """Return the files to write, by controller; in order, since memory must not exceed memory with swap."""
+    """Return the files to write, by controller; in order, since the memory limit must not exceed that with swap."""
     memory, quota = str(limits.memory_mb * 2**20), str(max(1000, round(limits.cpus * PERIOD_US)))
     files: dict[str, dict[str, str]] = {name: {} for name in CONTROLLERS}
     if Defence.MEMORY in defences:
         files["memory"] = {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory}
     if Defence.PROCESSES in defences:
-        files["pids"] = {"pids.max": str(limits.processes + OWN_PROCESSES)}
+        files["pids"] = {"pids.max": str(limits.processes + RUNNER_PROCESSES)}
     if Defence.CPU in defences:
         files["cpu"] = {"cpu.cfs_period_us": str(PERIOD_US), "cpu.cfs_quota_us": quota}
     return files
 
 
 def settings_v2(limits: SandboxLimits, defences: frozenset[Defence]) -> dict[str, dict[str, str]]:
-    """Return the files to write, by controller. Of one group only the process that is too large is killed."""
+    """Return the files to write, by controller. When out of memory, one process is killed and not the whole group."""
     files: dict[str, dict[str, str]] = {name: {} for name in CONTROLLERS}
     if Defence.MEMORY in defences:
         memory = str(limits.memory_mb * 2**20)
         files["memory"] = {"memory.max": memory, "memory.swap.max": "0", "memory.oom.group": "0"}
     if Defence.PROCESSES in defences:
-        files["pids"] = {"pids.max": str(limits.processes + OWN_PROCESSES)}
+        files["pids"] = {"pids.max": str(limits.processes + RUNNER_PROCESSES)}
     if Defence.CPU in defences:
         files["cpu"] = {"cpu.max": f"{max(1000, round(limits.cpus * PERIOD_US))} {PERIOD_US}"}
     return files
@@ -134,7 +135,7 @@ OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max", "memory.
 
 @dataclass(slots=True)
 class Cgroup:
-    """The groups of one sandbox, one folder a hierarchy."""
+    """The groups of one sandbox, one folder per hierarchy."""
 
     folders: list[Path] = field(default_factory=list)
     oom_file: Path | None = None
@@ -142,11 +143,11 @@ class Cgroup:
 
     @property
     def joins(self) -> list[Path]:
-        """Files that a process writes 0 to, to be in the groups with all its children to come."""
+        """Files to which a process writes 0 to join the groups, with all its future children."""
         return [folder / "cgroup.procs" for folder in self.folders]
 
     def oom_kills(self) -> int:
-        """Return how many processes were killed for want of memory; 0 once the group is removed."""
+        """Return how many processes were killed for lack of memory; 0 once the group is removed."""
         if self.oom_file is None:
             return 0
         try:
@@ -155,7 +156,7 @@ class Cgroup:
             return 0
 
     def kill(self) -> None:
-        """Kill every process in them."""
+        """Kill every process in the groups."""
         if self.kill_file is not None:
             with contextlib.suppress(FileNotFoundError):
                 self.kill_file.write_text("1")
@@ -164,7 +165,7 @@ class Cgroup:
             _kill_members(folder)
 
     def remove(self) -> bool:
-        """Remove the groups once their processes are gone. Returns whether none is left."""
+        """Remove the groups whose processes are gone. Returns whether none is left."""
         for folder in list(self.folders):
             if _remove(folder):
                 self.folders.remove(folder)
@@ -172,18 +173,18 @@ class Cgroup:
 
 
 class CgroupTree:
-    """The groups of this server, and of those before it.
+    """The groups of this server, and those that servers that died left behind.
 
     Args:
-        parents: folder below which groups of a controller are made.
-        unified: that of version 2, for ``cgroup.kill``, whether or not it has controllers.
+        parents: by controller, the folder below which groups are created.
+        unified: the folder of version 2, for ``cgroup.kill``, whether or not it has controllers.
     """
 
     def __init__(self, parents: Mapping[str, Path], unified: Path | None) -> None:
         self._v1 = {name: path for name, path in parents.items() if path != unified}
         self._v2 = unified
         self._unified_controllers = [name for name, path in parents.items() if path == unified]
-        self.server = f"{server_name()}-{next(_trees)}"  # a process may have several backends
+        self.server = f"{server_name()}-{next(_trees)}"  # a process may have several trees
         """Name of the folder that holds the groups of this tree."""
 
     @property
@@ -192,7 +193,7 @@ class CgroupTree:
         return [parent / "agentrl" for parent in dict.fromkeys(parents)]
 
     def start(self) -> None:
-        """Make the server's own groups.
+        """Create the server's groups.
 
         Raises:
             CgroupError: not permitted.
@@ -202,7 +203,7 @@ class CgroupTree:
             for top in self._tops:
                 (top / self.server).mkdir(parents=True, exist_ok=True)
             if self._v2 is not None and self._unified_controllers:
-                _make_room(self._v2, self._unified_controllers)
+                _move_processes(self._v2, self._unified_controllers)
                 for folder in (self._v2, self._v2 / "agentrl", self._v2 / "agentrl" / self.server):
                     _enable(folder, self._unified_controllers)
         except OSError as error:
@@ -210,10 +211,10 @@ class CgroupTree:
             raise CgroupError(f"{error.filename}: {error.strerror}") from error
 
     def create(self, name: str, limits: SandboxLimits, defences: frozenset[Defence]) -> Cgroup:
-        """Make the groups of a sandbox, with its limits.
+        """Create the groups of a sandbox, with its limits.
 
         Raises:
-            OSError: the kernel refuses; nothing is left then.
+            OSError: the kernel refuses; no group is left then.
 
         """
         group = Cgroup()
@@ -245,7 +246,7 @@ class CgroupTree:
         return folder
 
     def reap(self) -> list[str]:
-        """Kill and remove what servers that are gone have left; return their names."""
+        """Kill the processes and remove the groups of servers that died; return the servers' names."""
         names = {folder.name for top in self._tops for folder in _groups(top)}
         gone = sorted(name for name in names if server_gone(name))
         for name in gone:
@@ -253,7 +254,7 @@ class CgroupTree:
         return gone
 
     def close(self) -> None:
-        """Remove the server's own groups, and kill what is still in them."""
+        """Kill the processes in the server's groups, and remove the groups."""
         self._end([top / self.server for top in self._tops])
 
     def _end(self, servers: list[Path]) -> None:
@@ -270,11 +271,11 @@ class CgroupTree:
 
 
 def find_tree(parent: str | None = None) -> CgroupTree:
-    """Return where groups can be made on this machine.
+    """Find where this process may create groups, and return a tree there.
 
     Args:
-        parent: path of the group to make them in, relative to each mount; None takes the root, or where this user may
-            not write to that, the group of version 2 that this process is in.
+        parent: path of the parent group, relative to each mount. None takes the root; if this user may not write to it,
+            this process's group of version 2.
 
     Raises:
         CgroupError: memory or the number of processes cannot be limited here.
@@ -287,10 +288,10 @@ def find_tree(parent: str | None = None) -> CgroupTree:
         unified = mounts.v2 / relative
         if parent is None and not os.access(unified, os.W_OK):
             unified = mounts.v2 / parse_own(Path("/proc/self/cgroup").read_text()).removesuffix(LEAF)
-    there = _controllers(unified)
+    unified_controllers = _controllers(unified)
     parents: dict[str, Path] = {}
     for controller in CONTROLLERS:
-        if controller in there and unified is not None:
+        if controller in unified_controllers and unified is not None:
             parents[controller] = unified
         elif controller in mounts.v1:
             parents[controller] = mounts.v1[controller] / relative
@@ -312,7 +313,7 @@ def _controllers(folder: Path | None) -> Iterable[str]:
 
 
 def _groups(folder: Path) -> list[Path]:
-    """Return the groups in a group, which another server's start may be removing."""
+    """Return the child groups; another server's start may be removing them."""
     try:
         return [path for path in folder.iterdir() if path.is_dir()]
     except FileNotFoundError:
@@ -325,8 +326,8 @@ def _enable(folder: Path, controllers: list[str]) -> None:
         (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in missing))
 
 
-def _make_room(folder: Path, controllers: list[str]) -> None:
-    """Move the processes of a group that is not the root into one below, or its controllers cannot be passed on."""
+def _move_processes(folder: Path, controllers: list[str]) -> None:
+    """Move a group's processes into a child group: otherwise its controllers cannot be enabled for children."""
     missing = [name for name in controllers if name not in (folder / "cgroup.subtree_control").read_text().split()]
     if not missing or not (folder / "cgroup.type").exists():  # the root has no such file, and may have processes
         return
@@ -349,7 +350,7 @@ def _kill_members(folder: Path) -> None:
     except FileNotFoundError:
         return
     for pid in pids:
-        if pid > 1:  # 0 stands for one in a PID namespace that we do not see
+        if pid > 1:  # 0 stands for a process in a PID namespace that is not visible here
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -1,8 +1,8 @@
-"""The way out for code that may reach a few hosts: an HTTP proxy in the server, for ``sandbox.hosts`` and nothing else.
+"""Egress of a sandbox: an HTTP proxy in the server that connects to ``sandbox.hosts`` and to nothing else.
 
-A sandbox has a network of its own with nothing in it but loopback. At its start, before any code of the policy runs, the
-runner listens there on `ADDRESS` and hands that socket to the server, over a Unix socket (`snippet.py`). Connections to it
-are accepted here, outside; inside, nothing forwards, so nothing inside can be ended or taken over.
+A sandbox has a private network with only a loopback. At its start, before any code of the policy runs, the runner listens
+there on `ADDRESS` and hands the listening socket over to the server, through a Unix socket (`runner/snippet.py`). The
+server accepts connections to it. No process inside forwards them, so none can be killed or taken over.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from agentrl.core.errors import SandboxFailure
 _log = logging.getLogger(__name__)
 
 ADDRESS = ("127.0.0.1", 3128)
-"""Where the proxy is, seen from inside. `snippet.py` has the same."""
+"""The proxy's address inside. `runner/snippet.py` has the same."""
 HEAD_BYTES = 2**16
 CONNECTIONS = 64
-"""Connections of one sandbox at the same time; further ones wait."""
+"""Concurrent connections of one sandbox; further ones wait."""
 CONNECT_S = 30.0
+"""Limit from a connection's start until the host is connected."""
 CHUNK = 2**16
-HOP = frozenset(
+HOP_HEADERS = frozenset(
     {"connection", "host", "keep-alive", "proxy-authorization", "proxy-connection", "te", "trailer", "upgrade"}
 )
-"""Headers that are not passed on: of this hop alone, or told anew."""
+"""Headers that are not forwarded: those of one hop, and ``Host``, which is set again."""
 
 
 def proxy_environment() -> dict[str, str]:
-    """Return the variables by which programs find the proxy."""
+    """Return the environment variables that tell programs the proxy's address."""
     url = f"http://{ADDRESS[0]}:{ADDRESS[1]}"
     names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
     return {**dict.fromkeys(names, url), "no_proxy": "localhost,127.0.0.1,::1", "NO_PROXY": "localhost,127.0.0.1,::1"}
 
 
 def receive_listener(channel: socket.socket) -> socket.socket:
-    """Return the socket that the runner listens on, once it is ready, from the other end of its Unix socket.
+    """Return the socket on which the runner listens, received over ``channel``. The runner must be ready.
 
     Raises:
-        SandboxFailure: none came.
+        SandboxFailure: none arrives.
 
     """
     channel.settimeout(5.0)
@@ -54,10 +55,10 @@ def receive_listener(channel: socket.socket) -> socket.socket:
 
 
 class _Refused(Exception):
-    """An answer of the proxy's own."""
+    """The proxy rejects a request, with an HTTP status."""
 
-    def __init__(self, status: str, words: str) -> None:
-        super().__init__(words)
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(message)
         self.status = status
 
 
@@ -72,11 +73,11 @@ class EgressProxy:
         self._hosts = {_host_and_port(host, None) for host in hosts}
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._room = asyncio.Semaphore(CONNECTIONS)
+        self._slots = asyncio.Semaphore(CONNECTIONS)
 
     async def start(self, listener: socket.socket) -> None:
-        """Answer those who connect to a socket, and own it from now on."""
-        self._server = await asyncio.start_server(self._accepted, sock=listener, limit=HEAD_BYTES)
+        """Serve connections to a listening socket, and take ownership of it."""
+        self._server = await asyncio.start_server(self._serve, sock=listener, limit=HEAD_BYTES)
 
     async def close(self) -> None:
         """End all connections."""
@@ -86,34 +87,35 @@ class EgressProxy:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         try:
-            async with self._room:
-                await self._answer(reader, writer)
+            async with self._slots:
+                await self._handle(reader, writer)
         except (OSError, EOFError, asyncio.LimitOverrunError) as error:
             _log.debug("a connection of a sandbox ended: %r", error)
         finally:
             self._tasks.discard(task)
             writer.close()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(CONNECT_S):
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
                 method, target, headers = _parse(head)
-                host, port = _host_and_port(target, None) if method == "CONNECT" else _of_url(target)
+                host, port = _host_and_port(target, None) if method == "CONNECT" else _host_of_url(target)
                 if (host, port) not in self._hosts:
-                    raise _Refused("403 Forbidden", f"{host}:{port} is not one of the hosts that may be reached")
+                    raise _Refused("403 Forbidden", f"{host}:{port} is not in sandbox.hosts")
                 body = 0 if method == "CONNECT" else _body_length(headers)
                 upstream_reader, upstream = await _connect(host, port)
         except (_Refused, TimeoutError) as error:
             status = error.status if isinstance(error, _Refused) else "408 Request Timeout"
-            words = f"{error or 'too slow'}\n".encode()
+            body_text = f"{error or 'too slow'}\n".encode()
             writer.write(
-                f"HTTP/1.1 {status}\r\nContent-Length: {len(words)}\r\nConnection: close\r\n\r\n".encode() + words
+                f"HTTP/1.1 {status}\r\nContent-Length: {len(body_text)}\r\nConnection: close\r\n\r\n".encode()
+                + body_text
             )
             await writer.drain()
             return
@@ -123,7 +125,7 @@ class EgressProxy:
                 await _both_ways(reader, writer, upstream_reader, upstream)
             else:
                 upstream.write(_request_head(method, target, headers).encode("latin-1"))
-                # One request alone, so that none to another name of the same address can follow.
+                # One request per connection: a second one could name another host at the same address.
                 upload = asyncio.create_task(_copy(reader, upstream, body))
                 try:
                     await _copy(upstream_reader, writer, None)
@@ -136,11 +138,11 @@ class EgressProxy:
 
 def _parse(head: str) -> tuple[str, str, list[tuple[str, str]]]:
     first, *lines = head.removesuffix("\r\n\r\n").split("\r\n")
-    words = first.split(" ")
+    parts = first.split(" ")
     headers = [(name.strip(), value.strip()) for name, colon, value in (line.partition(":") for line in lines) if colon]
-    if len(words) != 3 or not words[2].startswith("HTTP/1.") or len(headers) != len(lines):
+    if len(parts) != 3 or not parts[2].startswith("HTTP/1.") or len(headers) != len(lines):
         raise _Refused("400 Bad Request", "this is an HTTP proxy")
-    return words[0], words[1], headers
+    return parts[0], parts[1], headers
 
 
 def _host_and_port(authority: str, port: int | None) -> tuple[str, int]:
@@ -154,10 +156,10 @@ def _host_and_port(authority: str, port: int | None) -> tuple[str, int]:
     return parts.hostname.lower().rstrip("."), found
 
 
-def _of_url(url: str) -> tuple[str, int]:
+def _host_of_url(url: str) -> tuple[str, int]:
     scheme, separator, rest = url.partition("://")
     if scheme.lower() != "http" or not separator:
-        raise _Refused("400 Bad Request", "only CONNECT and whole addresses with http:// are understood")
+        raise _Refused("400 Bad Request", "only CONNECT and absolute URLs with http:// are supported")
     return _host_and_port(_authority(rest), 80)
 
 
@@ -174,12 +176,12 @@ def _body_length(headers: list[tuple[str, str]]) -> int:
 
 
 def _request_head(method: str, url: str, headers: list[tuple[str, str]]) -> str:
-    """Return the request as the host itself is to see it."""
+    """Return the request's head as it is sent to the host."""
     rest = url.partition("://")[2]
     authority = _authority(rest)
     path = rest[len(authority) :]
     path = path if path.startswith("/") else f"/{path}"
-    passed = [f"{name}: {value}" for name, value in headers if name.lower() not in HOP]
+    passed = [f"{name}: {value}" for name, value in headers if name.lower() not in HOP_HEADERS]
     return "\r\n".join([f"{method} {path} HTTP/1.1", f"Host: {authority}", "Connection: close", *passed, "", ""])
 
 
@@ -211,7 +213,7 @@ async def _both_ways(
 async def _copy(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, count: int | None, end: bool = False
 ) -> None:
-    """Pass bytes on, up to a number or to the end; then the end itself, where told to."""
+    """Copy ``count`` bytes, or all (None); then, with ``end``, close the writing direction."""
     while count != 0:
         data = await reader.read(CHUNK if count is None else min(count, CHUNK))
         if not data:

@@ -13,39 +13,39 @@ import orjson
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME = 256 * 2**20
-"""No reply is as long: a longer one means that the stream is not the runner's."""
+"""No reply is longer: the stream would not be the runner's."""
 
 
 class ByteReader(Protocol):
-    """What is read from: `asyncio.StreamReader`, or one that takes a container's stream apart."""
+    """Source of bytes: `asyncio.StreamReader`, or the reader of a container's stream."""
 
     async def readexactly(self, n: int) -> bytes:
-        """Return n bytes, or raise `asyncio.IncompleteReadError` where the stream ends before."""
+        """Return n bytes, or raise `asyncio.IncompleteReadError` if the stream ends before."""
         ...
 
 
 class ByteWriter(Protocol):
-    """What is written to: `asyncio.StreamWriter`."""
+    """Sink of bytes: `asyncio.StreamWriter`."""
 
     def write(self, data: bytes) -> None:
-        """Take bytes."""
+        """Buffer bytes for sending."""
         ...
 
     async def drain(self) -> None:
-        """Wait until there is room for more."""
+        """Wait until the buffer accepts more."""
         ...
 
     def close(self) -> None:
-        """End the stream."""
+        """Close the stream."""
         ...
 
 
 class LinkError(Exception):
-    """The stream ended, or what came is no frame."""
+    """The stream ended, or its data is not a frame."""
 
 
 class RunnerLink:
-    """Requests to one runner, one at a time; a reply to an earlier request is never taken for this one's."""
+    """Requests to one runner, one at a time. Replies are matched by id, so that a late reply to an earlier one is dropped."""
 
     def __init__(self, reader: ByteReader, writer: ByteWriter) -> None:
         self._reader = reader
@@ -53,14 +53,14 @@ class RunnerLink:
         self._number = 0
 
     async def request(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request and return the reply to it. The caller sees to time limits, and to one request at a time.
+        """Send a request and return its reply. The caller enforces time limits and sends one request at a time.
 
         Raises:
-            LinkError: the runner is gone, or does not speak our language.
+            LinkError: the runner is gone, or sends something that is not a frame.
 
         """
         self._number += 1
-        # Not orjson: it refuses half a character, which a policy may well write.
+        # Not orjson: it refuses lone surrogates, which a policy may write.
         frame = json.dumps({**fields, "id": self._number}).encode()
         try:
             self._writer.write(LENGTH.pack(len(frame)) + frame)
@@ -78,16 +78,16 @@ class RunnerLink:
             raise ValueError(f"a frame of {length} bytes")
         reply = orjson.loads(await self._reader.readexactly(length))
         if not isinstance(reply, dict):
-            raise ValueError(f"a frame that holds a {type(reply).__name__}")
+            raise ValueError(f"a frame with a {type(reply).__name__}")
         return reply
 
     def close(self) -> None:
-        """Close the stream: the runner ends itself."""
+        """Close the stream, at which the runner exits."""
         self._writer.close()
 
 
 async def pipe_link(read_fd: int, write_fd: int) -> RunnerLink:
-    """Return a link over two pipes, and own their file descriptors from now on."""
+    """Return a link over two pipes, and take ownership of their file descriptors."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=2**20)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), io.FileIO(read_fd, "rb"))

@@ -1,41 +1,48 @@
-"""A sandbox with a warm runner in it, whatever keeps the two: calls, limits, and what became of a call."""
+"""Sandboxes that contain a runner: what backends share, whichever way they isolate.
+
+The runner (`agentrl.sandbox.runner`) is a small Python program inside the sandbox. It is warm: it has started before the
+first call, and forks a process for each. `RunnerSandbox` sends it calls and reads their results; `RunnerBackend` opens
+and closes such sandboxes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import errno
 import importlib.resources
 import re
 import signal
 from abc import abstractmethod
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, Generic, TypeVar
 
 import orjson
 
-from agentrl.config.sandbox import SandboxLimits
+from agentrl.config.sandbox import SandboxConfig, SandboxLimits
 from agentrl.core.errors import SandboxFailure
 from agentrl.core.types import ToolStatus
-from agentrl.sandbox.base import WORK, Defence, Job, Outcome, Sandbox
+from agentrl.sandbox.base import ALL_DEFENCES, WORK, Defence, Job, Outcome, Sandbox, SandboxBackend
 from agentrl.sandbox.runner_link import LinkError, RunnerLink
 
-RUNNER_PARTS = ("snippet", "children", "runner")
-PART = 4 * 2**20
-"""Bytes of a file that go into one frame: the runner has a few copies of it for a moment."""
-GRACE_S = 30.0
-"""How long after its time a reply may come: what answers later is no busy machine but a fault."""
+RUNNER_MODULES = ("snippet", "children", "runner")
+CHUNK_BYTES = 4 * 2**20
+"""Bytes of a file per frame: the runner holds a few copies of it for a moment."""
+REPLY_GRACE_S = 30.0
+"""How long after a call's time limit the reply may come. A busy machine answers within it; a later reply is a fault."""
 READY_S = 60.0
 """How long a runner may take to be ready."""
 
 
 @cache
 def runner_source() -> str:
-    """Return the program that runs inside: its modules as one text, since nothing of agentrl is there to import."""
-    here = importlib.resources.files("agentrl.sandbox.runner")
-    first, *others = (here.joinpath(f"{name}.py").read_text(encoding="utf-8") for name in RUNNER_PARTS)
+    """Return the runner's modules as one text: inside there is no agentrl to import."""
+    folder = importlib.resources.files("agentrl.sandbox.runner")
+    first, *others = (folder.joinpath(f"{name}.py").read_text(encoding="utf-8") for name in RUNNER_MODULES)
     imports = r"(?m)^ *from (agentrl|__future__)[^(\n]* import (\([^)]*\)|.*)$"
-    return "".join([first, *(re.sub(imports, "", part) for part in others)])
+    return "".join([first, *(re.sub(imports, "", text) for text in others)])
 
 
 def settings(
@@ -43,17 +50,17 @@ def settings(
     defences: frozenset[Defence],
     work: str = WORK,
     *,
-    alone: bool = False,
+    no_cgroup: bool = False,
     egress: int | str | None = None,
 ) -> str:
-    """Return the runner's one argument.
+    """Return the runner's one argument, JSON.
 
     Args:
-        limits: its limits.
-        defences: those that stand.
-        work: the folder where code starts.
-        alone: whether no cgroup bounds it, so that limits of each process have to do.
-        egress: the Unix socket that takes its way out, by descriptor or by path; see `egress.py`.
+        limits: of the sandbox.
+        defences: those that are on.
+        work: working directory of code.
+        no_cgroup: whether no cgroup limits the sandbox, so that limits per process have to do.
+        egress: the Unix socket to hand the proxy's listener over, as descriptor or path; see `agentrl.sandbox.egress`.
 
     """
     values = {
@@ -64,8 +71,8 @@ def settings(
         "cpu": Defence.CPU in defences,
         "file_bytes": limits.file_mb * 2**20 if Defence.FILE_SIZE in defences else None,
         "open_files": limits.open_files if Defence.OPEN_FILES in defences else None,
-        "address_space": limits.memory_mb * 2**20 if alone and Defence.MEMORY in defences else None,
-        "processes": limits.processes if alone and Defence.PROCESSES in defences else None,
+        "address_space": limits.memory_mb * 2**20 if no_cgroup and Defence.MEMORY in defences else None,
+        "processes": limits.processes if no_cgroup and Defence.PROCESSES in defences else None,
     }
     return orjson.dumps(values).decode()
 
@@ -76,22 +83,22 @@ def python_command(
     defences: frozenset[Defence],
     work: str = WORK,
     *,
-    alone: bool = False,
+    no_cgroup: bool = False,
     egress: int | str | None = None,
 ) -> list[str]:
-    """Return the command that starts the runner: isolated from environment and user site, with UTF-8 everywhere."""
-    argument = settings(limits, defences, work, alone=alone, egress=egress)
+    """Return the command that starts the runner, without environment and user site, in UTF-8; see `settings`."""
+    argument = settings(limits, defences, work, no_cgroup=no_cgroup, egress=egress)
     return [python, "-I", "-X", "utf8", "-c", runner_source(), argument]
 
 
 class RunnerSandbox(Sandbox):
-    """Implements `Sandbox` over a link to a runner. A backend says how it is ended and how often memory ran out.
+    """Implements `Sandbox` by a link to a runner. A backend's subclass says how to end it, and counts memory kills.
 
     Args:
         sandbox_id: unique on this machine.
         link: to its runner.
-        limits: of calls that bring none of their own.
-        defences: those that stand.
+        limits: defaults of calls.
+        defences: those that are on.
     """
 
     def __init__(self, sandbox_id: str, link: RunnerLink, limits: SandboxLimits, defences: frozenset[Defence]) -> None:
@@ -102,18 +109,20 @@ class RunnerSandbox(Sandbox):
         self._lock = asyncio.Lock()
         self._broken = ""
         self._closed: asyncio.Task[None] | None = None
+        self.on_closed: Callable[[], None] = lambda: None
+        """Called once it is closed."""
 
     @abstractmethod
     def _oom_kills(self) -> int:
-        """Return how many of its processes the kernel has killed for want of memory. May be called after the end."""
+        """Return how many of its processes the kernel has killed for lack of memory. May be called after the end."""
 
     @abstractmethod
     async def _destroy(self) -> None:
         """End all its processes and remove what it left on the machine. Called once."""
 
     @abstractmethod
-    async def _autopsy(self) -> str:
-        """Return in words what is known of the end of a runner that does not answer."""
+    async def _describe_end(self) -> str:
+        """Return what is known about why a runner no longer answers; empty if nothing is."""
 
     @property
     def alive(self) -> bool:
@@ -124,17 +133,13 @@ class RunnerSandbox(Sandbox):
         """Wait until the runner answers.
 
         Raises:
-            SandboxFailure: it does not; the sandbox is closed then.
+            SandboxFailure: it does not.
 
         """
-        try:
-            await self._request({"op": "ping"}, READY_S)
-        except BaseException:
-            await self.close()
-            raise
+        await self._request({"op": "ping"}, READY_S)
 
     async def run(self, job: Job) -> Outcome:
-        """Run a job; see `Sandbox.run`. A call that is cancelled ends the sandbox: its state is unknown then."""
+        """Run a job; see `Sandbox.run`. A cancelled call ends the sandbox: its state is unknown then."""
         limits = self._limits
         output = limits.output_kb * 1024 if job.output_bytes is None else job.output_bytes
         wall = limits.wall_s if job.wall_s is None else job.wall_s
@@ -153,7 +158,7 @@ class RunnerSandbox(Sandbox):
         async with self._lock:
             kills = self._oom_kills()
             try:
-                reply = await self._request(request, wall + GRACE_S)
+                reply = await self._request(request, wall + REPLY_GRACE_S)
             except SandboxFailure:
                 if self._oom_kills() > kills:
                     detail = "out of memory; the sandbox was ended, its files are lost"
@@ -164,27 +169,27 @@ class RunnerSandbox(Sandbox):
     async def write_file(self, path: str, content: bytes) -> None:
         """Write a file; see `Sandbox.write_file`."""
         async with self._lock:
-            for start in range(0, max(1, len(content)), PART):
-                part = base64.b64encode(content[start : start + PART]).decode()
-                await self._file({"op": "write", "path": path, "append": start > 0, "stdin": part})
+            for start in range(0, max(1, len(content)), CHUNK_BYTES):
+                chunk = base64.b64encode(content[start : start + CHUNK_BYTES]).decode()
+                await self._file({"op": "write", "path": path, "append": start > 0, "stdin": chunk})
 
     async def read_file(self, path: str, max_bytes: int = 2**20) -> bytes:
         """Return a file's content; see `Sandbox.read_file`."""
         content = b""
         async with self._lock:
             while len(content) <= max_bytes:
-                size = min(PART, max_bytes + 1 - len(content))
+                size = min(CHUNK_BYTES, max_bytes + 1 - len(content))
                 request = {"op": "read", "path": path, "offset": len(content), "size": size, "stdin": ""}
-                part = base64.b64decode((await self._file(request))["content"])
-                content += part
-                if len(part) < size:
+                chunk = base64.b64decode((await self._file(request))["content"])
+                content += chunk
+                if len(chunk) < size:
                     return content
         raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", path)
 
     async def _file(self, request: dict[str, Any]) -> dict[str, Any]:
         kills = self._oom_kills()
         try:
-            reply = await self._request(request, GRACE_S)
+            reply = await self._request(request, REPLY_GRACE_S)
         except SandboxFailure:
             if self._oom_kills() > kills:
                 raise OSError(errno.ENOMEM, "out of memory; the sandbox was ended", request["path"]) from None
@@ -194,7 +199,7 @@ class RunnerSandbox(Sandbox):
         return reply
 
     async def close(self) -> None:
-        """End it; a second call waits for the first. Whoever waits for a call gets `SandboxFailure`."""
+        """End the sandbox; a second call waits for the first. A call in progress raises `SandboxFailure`."""
         if self._closed is None:
             self._closed = asyncio.create_task(self._end(), name=f"close-{self.id}")
         await asyncio.shield(self._closed)
@@ -202,7 +207,10 @@ class RunnerSandbox(Sandbox):
     async def _end(self) -> None:
         self._broken = self._broken or "it was closed"
         self._link.close()
-        await self._destroy()
+        try:
+            await self._destroy()
+        finally:
+            self.on_closed()
 
     async def _request(self, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         if not self.alive:
@@ -213,24 +221,24 @@ class RunnerSandbox(Sandbox):
         except TimeoutError:
             self._broken = f"its runner did not answer in {timeout_s:g} s"
         except LinkError as error:
-            self._broken = self._broken or f"its runner is gone ({await self._autopsy() or error})"
+            self._broken = self._broken or f"its runner is gone ({await self._describe_end() or error})"
         except BaseException:
-            self._broken = "a call was given up"
+            self._broken = "a call was cancelled"
             raise
         raise SandboxFailure(f"sandbox {self.id}: {self._broken}")
 
 
 def _outcome(reply: dict[str, Any], request: dict[str, Any], *, oom: bool) -> Outcome:
-    if "errno" in reply:  # the runner could not even start the call: what earlier calls left fills memory or processes
+    if "errno" in reply:  # the runner could not start the call: what earlier calls left fills memory or processes
         status = ToolStatus.OUT_OF_MEMORY if reply["errno"] == errno.ENOMEM or oom else ToolStatus.ERROR
         return Outcome(status, "", "", None, 0.0, f"the call could not be started: {reply['error']}")
     code: int | None = reply["exit_code"]
     status, detail = ToolStatus.OK, ""
     if oom:
         status, detail = ToolStatus.OUT_OF_MEMORY, "out of memory"
-    elif reply["why"] == "wall":
+    elif reply["exceeded"] == "wall":
         status, detail = ToolStatus.TIMEOUT, f"timed out after {request['wall_s']:g} s"
-    elif reply["why"] == "output":
+    elif reply["exceeded"] == "output":
         status, detail = ToolStatus.OUTPUT_CUT, f"ended after printing {request['output_bytes']} bytes"
     elif code == -signal.SIGXCPU or (code == -signal.SIGKILL and reply["cpu_s"] >= request["cpu_s"]):
         status, detail = ToolStatus.TIMEOUT, "used up its CPU time"
@@ -248,3 +256,61 @@ def _signal_name(code: int | None) -> str:
         return signal.Signals(-(code or 0)).name
     except ValueError:
         return f"signal {-(code or 0)}"
+
+
+S = TypeVar("S", bound=RunnerSandbox)
+
+
+class RunnerBackend(SandboxBackend, Generic[S]):
+    """Opens and closes `RunnerSandbox`es, so that none is left behind by a cancelled `open` or by a `close` during one."""
+
+    def __init__(self, config: SandboxConfig, defences: frozenset[Defence] = ALL_DEFENCES) -> None:
+        super().__init__(config, defences)
+        self._sandboxes: set[S] = set()
+        self._starting: set[asyncio.Task[S]] = set()
+        self._closing = False
+
+    @abstractmethod
+    async def _start_sandbox(self, session_id: str) -> S:
+        """Return a new sandbox whose runner is starting. Never cancelled.
+
+        Raises:
+            SandboxFailure: it could not be made; nothing of it is left.
+
+        """
+
+    async def _await_ready(self, sandbox: S) -> None:
+        """Wait until a new sandbox is ready for its first call."""
+        await sandbox.ready()
+
+    async def open(self, session_id: str) -> S:
+        """Return a new sandbox whose runner answers; see `SandboxBackend.open`."""
+        if self._closing:
+            raise SandboxFailure("the sandbox backend is being closed")
+        starting = asyncio.create_task(self._start(session_id), name=f"start-{session_id}")
+        self._starting.add(starting)
+        starting.add_done_callback(self._starting.discard)
+        try:
+            sandbox = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with contextlib.suppress(SandboxFailure):
+                await (await starting).close()
+            raise
+        try:
+            await self._await_ready(sandbox)
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    async def _start(self, session_id: str) -> S:
+        sandbox = await self._start_sandbox(session_id)
+        self._sandboxes.add(sandbox)
+        sandbox.on_closed = partial(self._sandboxes.discard, sandbox)
+        return sandbox
+
+    async def _close_sandboxes(self) -> None:
+        """Close all sandboxes, those being opened included, and refuse to open others."""
+        self._closing = True
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        await asyncio.gather(*(sandbox.close() for sandbox in list(self._sandboxes)))

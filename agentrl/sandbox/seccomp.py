@@ -1,8 +1,8 @@
-"""Our seccomp profile, from one table: as a BPF program (bubblewrap) and as JSON (Docker).
+"""The seccomp profile, from one table: as a BPF program (bubblewrap) and as JSON (Docker).
 
-Every system call has a number in `NUMBERS`, for each machine. What is in `DENIED` fails with EPERM, what is in `CHECKED`
-goes by one argument, every other call of the table is allowed. A call that is not in the table, such as one of a newer
-kernel, fails with ENOSYS, so that programs fall back as on an older kernel. Nothing kills a process but code for another
+`NUMBERS` has the number of every system call, per machine. Calls in `DENIED` fail with EPERM, calls in `CHECKED` depend on
+one argument, every other call of the table is allowed. A call that is not in the table, such as one of a newer kernel,
+fails with ENOSYS, so that programs fall back as on an older kernel. A process is killed only for calls of another
 instruction set, whose numbers mean other calls.
 
 Numbers and layouts: the kernel's ``asm-generic/unistd.h``, ``syscall_64.tbl``, ``linux/seccomp.h`` and ``linux/filter.h``.
@@ -29,7 +29,7 @@ lsm_get_self_attr lsm_set_self_attr lsm_list_modules mseal setxattrat getxattrat
 open_tree_attr file_getattr file_setattr
 """
 }
-"""Calls that every machine has under the same number."""
+"""Calls with the same number on every machine."""
 
 _X86_64 = {
     0: """
@@ -109,7 +109,7 @@ NUMBERS: Mapping[str, Mapping[str, int]] = {
     "x86_64": _numbers(_X86_64, _SHARED),
     "aarch64": _numbers(_AARCH64, _SHARED),
 }
-"""Number of every call we know, by machine and name."""
+"""Numbers of all known calls, by machine and name."""
 
 _DENIED = {
     "other processes' memory, descriptors and secrets": """
@@ -123,7 +123,7 @@ mount_setattr statmount listmount open_by_handle_at name_to_handle_at
 bpf perf_event_open userfaultfd io_uring_setup io_uring_enter io_uring_register fanotify_init fanotify_mark
 lookup_dcookie memfd_secret modify_ldt remap_file_pages lsm_get_self_attr lsm_set_self_attr lsm_list_modules
 """,
-    "keyrings, which are in no namespace": """
+    "keyrings, which belong to no namespace": """
 add_key request_key keyctl
 """,
     "the machine itself": """
@@ -131,13 +131,13 @@ kexec_load kexec_file_load create_module init_module finit_module delete_module 
 reboot swapon swapoff syslog acct quotactl quotactl_fd iopl ioperm vhangup sethostname setdomainname
 settimeofday clock_settime clock_adjtime adjtimex
 """,
-    "priorities, also of the runner, which has the same user": """
+    "priorities, also those of the runner, which has the same user": """
 setpriority
 """,
-    "where memory lies": """
+    "NUMA placement of memory": """
 mbind set_mempolicy set_mempolicy_home_node migrate_pages move_pages
 """,
-    "gone from every kernel of today, or never there": """
+    "removed from current kernels, or never implemented": """
 nfsservctl _sysctl uselib ustat sysfs getpmsg putpmsg afs_syscall tuxcall security vserver epoll_ctl_old
 epoll_wait_old
 """,
@@ -146,10 +146,10 @@ DENIED = frozenset(name for names in _DENIED.values() for name in names.split())
 """Fail with EPERM."""
 
 NO_SUCH_CALL = frozenset({"clone3"})
-"""Fail with ENOSYS: its flags lie in memory, where no filter can look, and the C library falls back to ``clone``."""
+"""Fail with ENOSYS: their flags are in memory, which no filter can read, and the C library falls back to ``clone``."""
 
 NAMESPACE_FLAGS = 0x7E020000
-"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET of clone(2); NEWTIME is for clone3 and unshare alone."""
+"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET of clone(2); NEWTIME exists only for clone3 and unshare."""
 FULL = 0xFFFFFFFF
 AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
@@ -157,37 +157,37 @@ TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Allows a call by the lower 32 bits of one argument, which are all the kernel reads of those named below."""
+    """Allows a call by the lower 32 bits of one argument; the kernel reads no more of the arguments checked below."""
 
     index: int
-    """Which argument, from 0."""
+    """Index of the argument, from 0."""
     values: tuple[int, ...]
-    """What is compared with."""
+    """Values to compare with."""
     allowed: bool = True
-    """Whether these values are the allowed ones, or those that are refused."""
+    """Whether these values are allowed, or refused."""
     mask: int = FULL
-    """The bits that are compared."""
+    """Bits to compare."""
     errno: int = errno.EPERM
-    """What a refused call fails with."""
+    """Error of a refused call."""
 
 
 _FAMILIES = Check(0, (AF_UNIX, AF_INET, AF_INET6), errno=errno.EAFNOSUPPORT)
-_MYSELF = Check(0, (0,))
+_OWN_PROCESS = Check(0, (0,))
 CHECKED: Mapping[str, Check] = {
     "clone": Check(0, (0,), mask=NAMESPACE_FLAGS),
     "socket": _FAMILIES,
     "socketpair": _FAMILIES,
     "ioctl": Check(1, (TIOCSTI, TIOCLINUX), allowed=False),
-    # Linux as it is, and the question which it is.
+    # The default personality, and the query for the current one.
     "personality": Check(0, (0, FULL)),
-    # Of the calling process alone. The kernel asks only for the same user, so that code could starve its runner or,
-    # by a limit of CPU time, have the kernel kill it.
-    "prlimit64": _MYSELF,
-    "sched_setscheduler": _MYSELF,
-    "sched_setparam": _MYSELF,
-    "sched_setattr": _MYSELF,
+    # Only for the calling process. The kernel requires only the same user, so code could starve its runner, or have the
+    # kernel kill it by a limit of CPU time.
+    "prlimit64": _OWN_PROCESS,
+    "sched_setscheduler": _OWN_PROCESS,
+    "sched_setparam": _OWN_PROCESS,
+    "sched_setattr": _OWN_PROCESS,
 }
-"""Allowed or not by an argument."""
+"""Calls that are allowed depending on an argument."""
 
 # ---- BPF ---------------------------------------------------------------------------------------------------------
 
@@ -203,10 +203,10 @@ def bpf_program(machine: str | None = None) -> bytes:
     """Return the profile as an array of ``struct sock_filter``, as ``bwrap --seccomp`` and prctl(2) take it.
 
     Args:
-        machine: ``x86_64`` or ``aarch64``; None is this machine.
+        machine: ``x86_64`` or ``aarch64``; None: this machine.
 
     Raises:
-        MissingError: we have no table for that machine.
+        MissingError: there is no table for that machine.
 
     """
     machine = machine or platform.machine()
@@ -254,9 +254,9 @@ def _unless_equal(value: int, body: list[Instruction]) -> list[Instruction]:
 
 
 def _gaps(numbers: Mapping[str, int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) of numbers that no call has.
+    """Yield (first, last) of ranges of numbers without a call.
 
-    The last gap holds what is newer than the newest we know, and x32, whose numbers have bit 30.
+    The last range holds calls newer than the table, and x32, whose numbers have bit 30.
     """
     free = 0
     for number in [*sorted(numbers.values()), FULL + 1]:
@@ -271,9 +271,9 @@ def _gaps(numbers: Mapping[str, int]) -> Iterator[tuple[int, int]]:
 def docker_profile() -> str:
     """Return the profile as JSON in Docker's format, for ``--security-opt seccomp=``; dockerd 20.10 and newer.
 
-    Docker compares arguments as 64 bits where the kernel reads 32, so every rule has a mask that leaves the upper half
-    out. Its format cannot say "otherwise", so that what is refused is written as blocks of values. Calls that are not
-    in the table fail with ENOSYS where they are newer than the newest in it (runc sees to that), else with EPERM.
+    Docker compares arguments as 64 bits, but the kernel reads 32, so every rule has a mask without the upper half. The
+    format has no "otherwise", so refused values are written as blocks. Calls that are not in the table fail with ENOSYS
+    if they are newer than the newest in it (runc does that), otherwise with EPERM.
     """
     names = {name for numbers in NUMBERS.values() for name in numbers}
     rules = [_rule(sorted(names - DENIED - NO_SUCH_CALL - CHECKED.keys()))]
@@ -283,7 +283,7 @@ def docker_profile() -> str:
         outside = [(mask, value) for mask, value in _blocks(check.values)] if check.mask == FULL else []
         allowed, refused = (inside, outside) if check.allowed else (outside, inside)
         rules += [_rule([name], None, check.index, *pair) for pair in allowed]
-        # What no rule allows fails with EPERM; only another errno needs words.
+        # Calls that no rule allows fail with EPERM; only another errno needs a rule.
         rules += [_rule([name], check.errno, check.index, *pair) for pair in refused if check.errno != errno.EPERM]
     machines = ["SCMP_ARCH_X86_64", "SCMP_ARCH_AARCH64"]
     profile = {
@@ -306,9 +306,9 @@ def _rule(
 
 
 def _blocks(values: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yield (mask, value) of blocks that together hold every 32-bit number but these, each once.
+    """Yield (mask, value) of disjoint blocks that together hold every 32-bit number except ``values``.
 
-    A block is all numbers that share their upper bits; it is halved until it holds none of the values.
+    A block is all numbers with the same upper bits; it is halved until it contains none of the values.
     """
     waiting = [(0, 0)]
     while waiting:

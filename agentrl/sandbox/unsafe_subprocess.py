@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from agentrl.core.errors import SandboxFailure
-from agentrl.sandbox.base import Sandbox, SandboxBackend
 from agentrl.sandbox.runner_link import RunnerLink, pipe_link
-from agentrl.sandbox.runner_sandbox import RunnerSandbox, python_command
+from agentrl.sandbox.runner_sandbox import RunnerBackend, RunnerSandbox, python_command
 
 
 class UnsafeSandbox(RunnerSandbox):
@@ -29,39 +28,36 @@ class UnsafeSandbox(RunnerSandbox):
         return 0
 
     async def _destroy(self) -> None:
-        # Its end of the pipe is closed, so it ends itself; a call that still runs is killed with it.
+        # The runner ends itself, since its pipe is closed; this also ends a call in progress.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         await asyncio.to_thread(self.process.wait)
         await asyncio.to_thread(shutil.rmtree, self.folder, True)
 
-    async def _autopsy(self) -> str:
+    async def _describe_end(self) -> str:
         code = self.process.poll()
         return "" if code is None else f"exit status {code}"
 
 
-class UnsafeBackend(SandboxBackend):
+class UnsafeBackend(RunnerBackend[UnsafeSandbox]):
     """Runs code with the rights of this user; only wall time, output and per-process limits hold."""
 
     name: ClassVar[str] = "unsafe_subprocess"
     isolated: ClassVar[bool] = False
 
     async def start(self) -> None:
-        """Prepare to open sandboxes."""
-        self._open: set[UnsafeSandbox] = set()
+        """Do nothing: it needs nothing."""
 
-    async def open(self, session_id: str) -> Sandbox:
-        """Start a runner in a new temporary folder."""
+    async def _start_sandbox(self, session_id: str) -> UnsafeSandbox:
         folder = Path(tempfile.mkdtemp(prefix="agentrl-unsafe-"))
         command = python_command(self.config.python, self.config.limits, self.defences, str(folder))
         try:
             process, link = await self._spawn(command, folder)
         except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
             raise SandboxFailure(f"sandbox.python={self.config.python} does not start: {error}") from error
         sandbox = UnsafeSandbox(f"unsafe-{uuid.uuid4().hex[:12]}", link, self.config.limits, self.defences)
         sandbox.process, sandbox.folder = process, folder
-        self._open.add(sandbox)
-        await sandbox.ready()
         return sandbox
 
     async def _spawn(self, command: list[str], folder: Path) -> tuple[subprocess.Popen[bytes], RunnerLink]:
@@ -88,5 +84,4 @@ class UnsafeBackend(SandboxBackend):
 
     async def close(self) -> None:
         """Close all open sandboxes."""
-        await asyncio.gather(*(sandbox.close() for sandbox in self._open))
-        self._open.clear()
+        await self._close_sandboxes()

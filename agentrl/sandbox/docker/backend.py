@@ -1,4 +1,4 @@
-"""Sandboxes by Docker: a container each, its runner spoken to over the attached standard input and output."""
+"""The backend ``docker``: a container per sandbox; its runner is reached over attached standard input and output."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.child_process import raise_file_limit
 from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
-from agentrl.sandbox.base import ALL_DEFENCES, Defence, Sandbox, SandboxBackend
+from agentrl.sandbox.base import ALL_DEFENCES, Defence
 from agentrl.sandbox.cgroup import CGROUP_VARIABLE, Mounts, parse_count, parse_mounts, server_gone, server_name
-from agentrl.sandbox.docker.options import WAY_OUT_SOCKET, container_options, with_way_out
+from agentrl.sandbox.docker.options import EGRESS_SOCKET, container_options, with_egress
 from agentrl.sandbox.docker.stream import ContainerReader, attach, open_stream
 from agentrl.sandbox.egress import EgressProxy, receive_listener
 from agentrl.sandbox.runner_link import RunnerLink
-from agentrl.sandbox.runner_sandbox import READY_S, RunnerSandbox
+from agentrl.sandbox.runner_sandbox import READY_S, RunnerBackend, RunnerSandbox
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -40,71 +40,78 @@ ID_LABEL, SERVER_LABEL, HOST_LABEL, BOOT_LABEL, SESSION_LABEL = (
     f"agentrl.{name}" for name in ("sandbox", "server", "host", "boot", "session")
 )
 FAULTS = (DockerException, OSError)
-"""What the SDK raises: its own errors, and those of requests, which are OSError."""
+"""Exceptions of the SDK: its own, and those of requests, which are OSError."""
 OLDEST_PYTHON = (3, 9)
-ANSWER_S = 60
-"""Seconds that the daemon may take for one request."""
+REQUEST_TIMEOUT_S = 60
+"""Seconds the daemon may take for one request."""
 THREADS = 16
 END_S = 5.0
 """Seconds within which the daemon notices the end of a container whose stream has ended."""
 
 
 class DockerSandbox(RunnerSandbox):
-    """A container, by the same name as the sandbox."""
+    """A container with the sandbox's id as its name."""
 
     backend: DockerBackend
     reader: ContainerReader
     writer: asyncio.StreamWriter
     oom_file: Path | None
+    egress_listener: socket.socket | None = None
     proxy: EgressProxy | None = None
     _kills = 0
     _killed_runner = 0
 
-    async def python(self) -> tuple[int, int]:
-        """Return the version of Python inside; `SandboxFailure` if it is none that can run the runner."""
+    async def python_version(self) -> tuple[int, int]:
+        """Return major and minor version of Python inside.
+
+        Raises:
+            SandboxFailure: the runner does not answer, for example because it does not run on that version.
+
+        """
         version = (await self._request({"op": "ping"}, READY_S))["python"]
         major, minor = version.split(".")[:2]
         return int(major), int(minor)
 
     def _oom_kills(self) -> int:
-        # Without the file, which a daemon on another machine keeps there, only the end of the whole container is known
-        # to be one for want of memory; a process that was killed for it looks like any other that got SIGKILL.
+        # The file is missing if the daemon is on another machine. Then only an end of the whole container is known to be
+        # for lack of memory; a single process killed for it looks like any other that got SIGKILL.
         if self.oom_file is not None:
-            with contextlib.suppress(OSError):  # the group goes with its container
+            with contextlib.suppress(OSError):  # the cgroup is removed with its container
                 self._kills = parse_count(self.oom_file.read_text(), "oom_kill")
         return self._kills + self._killed_runner
 
     async def _destroy(self) -> None:
-        # An attached stream makes the daemon wait ten seconds for it when the container is removed.
+        # Removing a container with an attached stream takes the daemon ten seconds.
         self.writer.transport.abort()
         with contextlib.suppress(OSError):
             await self.writer.wait_closed()
         if self.proxy is not None:
             await self.proxy.close()
-        await self.backend.remove(self)
+        elif self.egress_listener is not None:
+            self.egress_listener.close()
+        await self.backend.remove(self.id)
 
-    async def _autopsy(self) -> str:
+    async def _describe_end(self) -> str:
         state = await self.backend.last_state(self.id)
         if state is None:
             return f"no Docker daemon answers at {self.backend.url}"
-        # By now the cgroup and its count are gone. OOMKilled stays true from the first kill on, so that after earlier
-        # ones it takes the daemon's events to tell whether there was another. It may have seen earlier ones late: their
-        # number tells, and their times do not.
+        # The cgroup and its count are gone by now. OOMKilled stays true from the first kill on; whether there was another
+        # after earlier ones, only the daemon's events tell: by their number, since it may have seen earlier ones late.
         if state["OOMKilled"] and (not self._kills or await self.backend.ooms(self.id) > self._kills):
             self._killed_runner = 1
-        words = self.reader.words.decode("utf-8", "replace").strip()
-        parts = [f"container {state['Status']}, exit status {state['ExitCode']}", state["Error"], words]
+        stderr = self.reader.stderr.decode("utf-8", "replace").strip()
+        parts = [f"container {state['Status']}, exit status {state['ExitCode']}", state["Error"], stderr]
         return ": ".join(part for part in parts if part)
 
 
-class DockerBackend(SandboxBackend):
-    """Runs each sandbox as a container, by the daemon at ``sandbox.docker_url``.
+class DockerBackend(RunnerBackend[DockerSandbox]):
+    """Runs each sandbox as a container of the daemon at ``sandbox.docker_url``.
 
     Args:
         config: the sandbox section.
         defences: see `SandboxBackend`.
-        cgroup: the group above those of containers, as the daemon's cgroup driver names it; None takes the value of
-            `CGROUP_VARIABLE`, and without that the daemon's own.
+        cgroup: parent of the containers' cgroups, as the daemon's cgroup driver names it; None takes the value of
+            `CGROUP_VARIABLE`, and without that the daemon's default.
     """
 
     name: ClassVar[str] = "docker"
@@ -117,10 +124,8 @@ class DockerBackend(SandboxBackend):
         self._cgroup = cgroup if cgroup is not None else os.environ.get(CGROUP_VARIABLE)
         self._api: Any = None
         self._options: dict[str, Any] = {}
-        self._open: set[DockerSandbox] = set()
-        self._starting: set[asyncio.Task[DockerSandbox]] = set()
-        self._lost: set[str] = set()
-        self._closing = False
+        self._to_remove: set[str] = set()
+        """Names of containers to remove; those stay that could not be removed yet."""
 
     @classmethod
     def check(cls, config: SandboxConfig) -> None:
@@ -136,16 +141,16 @@ class DockerBackend(SandboxBackend):
             )
 
     async def start(self) -> None:
-        """Reap what servers that died have left, and open a first sandbox to see that it works."""
-        _check(self.config, self.url)
-        raise_file_limit()  # a sandbox takes one
+        """Remove what servers that died have left, and open a first sandbox to check that it works."""
+        _check_url(self.config, self.url)
+        raise_file_limit()  # one per sandbox
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
         try:
             await self._in_thread(self._prepare)
             sandbox = await self.open("start")
             async with sandbox:
                 assert isinstance(sandbox, DockerSandbox)
-                version = await sandbox.python()
+                version = await sandbox.python_version()
         except SandboxFailure as error:
             await self.close()
             raise MissingError(
@@ -157,16 +162,18 @@ class DockerBackend(SandboxBackend):
         if version < OLDEST_PYTHON:
             await self.close()
             raise MissingError(
-                f"sandbox.image={self.config.image} has Python {_dotted(version)}; 3.9 or newer is needed"
+                f"sandbox.image={self.config.image} has Python {version[0]}.{version[1]}; 3.9 or newer is needed"
             )
 
     def _prepare(self) -> None:
         try:
-            self._api = docker.APIClient(base_url=self.url, version="auto", timeout=ANSWER_S, max_pool_size=THREADS)
+            self._api = docker.APIClient(
+                base_url=self.url, version="auto", timeout=REQUEST_TIMEOUT_S, max_pool_size=THREADS
+            )
             info = self._api.info()
         except FAULTS as error:
             raise MissingError(
-                f"no Docker daemon answers at {self.url} ({_words(error)}): start it (Debian: apt install docker.io), set "
+                f"no Docker daemon answers at {self.url} ({_message(error)}): start it (Debian: apt install docker.io), set "
                 "sandbox.docker_url to one that runs, or set sandbox.backend=bubblewrap"
             ) from error
         unbounded = [what for what, key in (("memory", "MemoryLimit"), ("processes", "PidsLimit")) if not info.get(key)]
@@ -189,62 +196,49 @@ class DockerBackend(SandboxBackend):
     def _reap(self) -> None:
         for container in self._api.containers(all=True, filters={"label": [ID_LABEL, SERVER_LABEL]}):
             if left_behind(container["Labels"]):
-                _log.warning("removing a sandbox that a tool server had left: %s", container["Labels"][ID_LABEL])
+                _log.warning("removing a sandbox that a tool server left behind: %s", container["Labels"][ID_LABEL])
                 self._remove_now(container["Id"])
 
-    async def open(self, session_id: str) -> Sandbox:
-        """Start a container and wait for its runner."""
-        if self._closing:
-            raise SandboxFailure("the sandbox backend is being closed")
-        starting = asyncio.create_task(self._start_one(session_id), name=f"start-{session_id}")
-        self._starting.add(starting)
-        starting.add_done_callback(self._starting.discard)
-        try:
-            sandbox = await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            with contextlib.suppress(SandboxFailure):
-                await (await starting).close()
-            raise
-        await sandbox.ready()
-        return sandbox
-
-    async def _start_one(self, session_id: str) -> DockerSandbox:
-        await self._remove_lost()
+    async def _start_sandbox(self, session_id: str) -> DockerSandbox:
+        await self._remove_containers()
         name = f"agentrl-{uuid.uuid4().hex[:12]}"
         try:
-            sock, oom_file, way_out = await self._in_thread(lambda: self._make(name, session_id))
+            sock, oom_file, egress_listener = await self._in_thread(lambda: self._make(name, session_id))
             reader, writer = await open_stream(sock)
         except (*FAULTS, SandboxFailure) as error:
-            self._lost.add(name)
-            await self._remove_lost()
-            raise SandboxFailure(f"no container could be started at {self.url}: {_words(error)}") from error
+            self._to_remove.add(name)
+            await self._remove_containers()
+            raise SandboxFailure(f"no container could be started at {self.url}: {_message(error)}") from error
         sandbox = DockerSandbox(name, RunnerLink(reader, writer), self.config.limits, self.defences)
         sandbox.backend, sandbox.reader, sandbox.writer, sandbox.oom_file = self, reader, writer, oom_file
-        self._open.add(sandbox)
-        if way_out is not None:
-            sandbox.proxy = EgressProxy(self.config.hosts)
-            await sandbox.proxy.start(way_out)
+        sandbox.egress_listener = egress_listener
         return sandbox
 
+    async def _await_ready(self, sandbox: DockerSandbox) -> None:
+        if sandbox.egress_listener is not None:
+            sandbox.proxy = EgressProxy(self.config.hosts)
+            await sandbox.proxy.start(sandbox.egress_listener)
+        await sandbox.ready()
+
     def _make(self, name: str, session_id: str) -> tuple[socket.socket, Path | None, socket.socket | None]:
-        """Return the stream to a new container, the file that counts its memory kills, and its way out, if any."""
+        """Return the stream to a new container, the file that counts its memory kills, and the egress listener, if any."""
         labels = {**self._labels, ID_LABEL: name, SESSION_LABEL: session_id}
         with ExitStack() as until_started:
-            options, door = self._options, None
+            options, handover = self._options, None
             if self.config.hosts and Defence.NETWORK in self.defences:
                 folder = Path(until_started.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-egress-")))
-                door = until_started.enter_context(_door(folder))
-                options = with_way_out(options, folder)
+                handover = until_started.enter_context(_handover_socket(folder))
+                options = with_egress(options, folder)
             self._api.create_container(name=name, labels=labels, **options)
             sock = attach(self._api, name)
             try:
                 self._api.start(name)
-                way_out = _way_out(door) if door is not None else None
+                egress_listener = _receive_listener(handover) if handover is not None else None
                 found = self._api.inspect_container(name)
             except BaseException:
                 sock.close()
                 raise
-            return sock, _oom_file(found["Id"], found["State"]["Pid"]), way_out
+            return sock, _oom_file(found["Id"], found["State"]["Pid"]), egress_listener
 
     async def last_state(self, name: str) -> Mapping[str, Any] | None:
         """Return what the daemon knows of a container that has ended or is about to; None if no daemon answers."""
@@ -253,7 +247,7 @@ class DockerBackend(SandboxBackend):
             try:
                 state: dict[str, Any] = (await self._in_thread(lambda: self._api.inspect_container(name)))["State"]
             except NotFound:
-                return {"Status": "removed by someone else", "ExitCode": "unknown", "Error": "", "OOMKilled": False}
+                return {"Status": "removed by another program", "ExitCode": "unknown", "Error": "", "OOMKilled": False}
             except FAULTS:
                 return None
             if not state["Running"] or asyncio.get_running_loop().time() > deadline:
@@ -271,25 +265,24 @@ class DockerBackend(SandboxBackend):
         try:
             return len(await self._in_thread(lambda: list(events())))
         except FAULTS:
-            return 0  # a failure of the daemon's then
+            return 0  # then it counts as a failure of the daemon
 
-    async def remove(self, sandbox: DockerSandbox) -> None:
-        """Remove a sandbox's container; where no daemon answers, as soon as one does."""
-        self._open.discard(sandbox)
-        self._lost.add(sandbox.id)
-        await self._remove_lost()
+    async def remove(self, name: str) -> None:
+        """Remove a container; if no daemon answers, as soon as one does."""
+        self._to_remove.add(name)
+        await self._remove_containers()
 
-    async def _remove_lost(self) -> None:
-        """Remove containers that are to go, those included that could not be removed before."""
-        names, self._lost = self._lost, set()
+    async def _remove_containers(self) -> None:
+        """Remove containers, those included that could not be removed before."""
+        names, self._to_remove = self._to_remove, set()
         removed = await asyncio.gather(*(self._in_thread(functools.partial(self._removed, name)) for name in names))
-        self._lost |= {name for name, gone in zip(names, removed, strict=True) if not gone}
+        self._to_remove |= {name for name, gone in zip(names, removed, strict=True) if not gone}
 
     def _removed(self, name: str) -> bool:
         try:
             self._remove_now(name)
         except FAULTS as error:
-            _log.warning("container %s is not removed yet: %s", name, _words(error))
+            _log.warning("container %s is not removed yet: %s", name, _message(error))
             return False
         return True
 
@@ -306,14 +299,15 @@ class DockerBackend(SandboxBackend):
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
     async def close(self) -> None:
-        """Close all sandboxes, also those that are just being opened."""
-        self._closing = True
-        await asyncio.gather(*self._starting, return_exceptions=True)
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._open)))
-        await self._remove_lost()
-        if self._lost:
-            _log.error("these containers remain, the next start removes them: %s", ", ".join(sorted(self._lost)))
-            self._lost.clear()
+        """Close all sandboxes, those being opened included, and the connection to the daemon."""
+        await self._close_sandboxes()
+        await self._remove_containers()
+        if self._to_remove:
+            _log.error(
+                "these containers could not be removed, the next start removes them: %s",
+                ", ".join(sorted(self._to_remove)),
+            )
+            self._to_remove.clear()
         await asyncio.to_thread(self._threads.shutdown)
         if self._api is not None:
             self._api.close()
@@ -323,34 +317,34 @@ def _daemon_url(config: SandboxConfig) -> str:
     return config.docker_url or os.environ.get("DOCKER_HOST") or DEFAULT_SOCKET
 
 
-def _check(config: SandboxConfig, url: str) -> None:
+def _check_url(config: SandboxConfig, url: str) -> None:
     if not url.startswith(("unix://", "tcp://", "http://")) or os.environ.get("DOCKER_TLS_VERIFY"):
         raise ConfigError(
-            f"the Docker daemon at {url}: only unix:// and tcp:// without TLS are spoken. Bring a remote daemon's socket "
-            "here with `ssh -L /tmp/docker.sock:/var/run/docker.sock HOST` and set sandbox.docker_url=unix:///tmp/docker.sock"
+            f"the Docker daemon at {url}: only unix:// and tcp:// without TLS are supported. Forward a remote daemon's "
+            "socket with `ssh -L /tmp/docker.sock:/var/run/docker.sock HOST` and set sandbox.docker_url=unix:///tmp/docker.sock"
         )
     if config.hosts and not url.startswith("unix://"):
         raise ConfigError(
-            f"sandbox.hosts with the Docker daemon at {url}: the way out is a socket of this machine's; use a daemon here, or "
-            "sandbox.backend=bubblewrap"
+            f"sandbox.hosts with the Docker daemon at {url}: egress needs a Unix socket shared with the container; use a daemon "
+            "on this machine, or sandbox.backend=bubblewrap"
         )
 
 
-def _door(folder: Path) -> socket.socket:
-    """Return a Unix socket in a folder that a container's user can connect to."""
+def _handover_socket(folder: Path) -> socket.socket:
+    """Return a listening Unix socket in a folder, to which a container's user can connect."""
     folder.chmod(0o711)
-    door = socket.socket(socket.AF_UNIX)
-    door.settimeout(READY_S)
-    door.bind(str(folder / WAY_OUT_SOCKET))
-    (folder / WAY_OUT_SOCKET).chmod(0o666)
-    door.listen(1)
-    return door
+    handover = socket.socket(socket.AF_UNIX)
+    handover.settimeout(READY_S)
+    handover.bind(str(folder / EGRESS_SOCKET))
+    (folder / EGRESS_SOCKET).chmod(0o666)
+    handover.listen(1)
+    return handover
 
 
-def _way_out(door: socket.socket) -> socket.socket:
-    """Return the socket that the runner listens on, inside."""
+def _receive_listener(handover: socket.socket) -> socket.socket:
+    """Return the socket on which the runner listens inside."""
     try:
-        channel, _ = door.accept()
+        channel, _ = handover.accept()
     except TimeoutError as error:
         raise SandboxFailure("the runner gave no socket for sandbox.hosts") from error
     with channel:
@@ -358,7 +352,7 @@ def _way_out(door: socket.socket) -> socket.socket:
 
 
 def left_behind(labels: Mapping[str, str]) -> bool:
-    """Return whether a container's server ran on this host and runs no longer."""
+    """Return whether a container's server was of this host and has ended."""
     if labels.get(HOST_LABEL) != socket.gethostname():
         return False
     return labels.get(BOOT_LABEL) != _boot() or server_gone(labels[SERVER_LABEL])
@@ -382,8 +376,9 @@ def oom_file(groups: str, mounts: Mounts, container: str) -> Path | None:
 
     Args:
         groups: content of its ``/proc/PID/cgroup``.
-        mounts: of cgroups.
-        container: its id, which is part of its group's name; without it the process is another machine's namesake.
+        mounts: where cgroups are mounted.
+        container: its id, which is part of its cgroup's name. If it is not, the container is on another machine, and the
+            process id belongs to another process here.
     """
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -396,10 +391,6 @@ def oom_file(groups: str, mounts: Mounts, container: str) -> Path | None:
     return None
 
 
-def _words(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     explanation = error.explanation if isinstance(error, APIError) else None
     return str(explanation or error)
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))

@@ -1,4 +1,4 @@
-"""What Docker is told about a sandbox's container: every limit and wall, from the configuration."""
+"""Options of a sandbox's container, from the configuration: every limit and all isolation."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from agentrl.sandbox.runner_sandbox import python_command
 from agentrl.sandbox.seccomp import docker_profile
 
 NOBODY = 65534
-WAY_OUT = "/run/agentrl"
-"""Where a container sees the folder with the Unix socket that takes its way out, while it starts."""
-WAY_OUT_SOCKET = "egress.sock"
+EGRESS_FOLDER = "/run/agentrl"
+"""Where a container that starts sees the folder with the Unix socket to which it hands the proxy's listener."""
+EGRESS_SOCKET = "egress.sock"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-OWN_PROCESSES = 1
+RUNNER_PROCESSES = 1
 """The runner."""
 SHARES = {WORK: (12, "0755"), "/tmp": (3, "1777"), "/dev/shm": (1, "1777")}
-"""Folders that code may write to: sixteenths of disk and inodes, and mode. Docker cannot mount one tmpfs in several
-places, so each has its own; together they have what the limits say, but none of them has all of it."""
+"""Writable folders: sixteenths of disk and inodes, and mode. Docker cannot mount one tmpfs in several places, so each has a
+separate one; together they have what the limits allow."""
 IPC = {"kernel.shm_rmid_forced": "1", "kernel.msgmni": "8", "fs.mqueue.queues_max": "8"}
-"""Shared memory goes with its last process, and few message queues can stay: what outlives a call's processes would fill
-the memory of the calls after it."""
-OWN_FOLDERS = ("dev", "proc", "sys", "work", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr")
-"""Folders of the root that stay the image's even where a sandbox is to see the machine's files."""
+"""Shared memory is removed with its last process, and few message queues can stay: what outlives a call's processes would
+take memory from later calls."""
+IMAGE_FOLDERS = ("dev", "proc", "sys", "work", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr")
+"""Folders of the root that stay those of the image even if a sandbox sees the machine's files (`Defence.FILES` off)."""
 
 
 def container_options(
@@ -44,20 +44,20 @@ def container_options(
 
     Args:
         config: the sandbox section.
-        defences: those that stand.
-        daemon: what the daemon says of itself.
-        image: what it says of the image.
-        cgroup: the group above the container's; None takes the daemon's.
+        defences: those that are on.
+        daemon: the daemon's ``info``.
+        image: its ``inspect_image`` of the image.
+        cgroup: parent of the containers' cgroups; None takes the daemon's default.
     """
     host = _host_options(config, defences, image)
     host["mounts"] = _mounts(config, defences, Path(daemon["DockerRootDir"]))
     if cgroup is not None:
         host["cgroup_parent"] = f"/{cgroup.strip('/')}"
-    way_out = f"{WAY_OUT}/{WAY_OUT_SOCKET}" if config.hosts else None
-    command = python_command(config.python, config.limits, defences, egress=way_out)
+    egress = f"{EGRESS_FOLDER}/{EGRESS_SOCKET}" if config.hosts else None
+    command = python_command(config.python, config.limits, defences, egress=egress)
     user = NOBODY if Defence.PRIVILEGES in defences else 0
     return {
-        "image": image["Id"],  # a tag may come to name another image while we run
+        "image": image["Id"],  # a tag may be moved to another image while the server runs
         "entrypoint": command[:1],
         "command": command[1:],
         "user": f"{user}:{user}",
@@ -66,30 +66,29 @@ def container_options(
         "environment": _environment(image, defences) | (proxy_environment() if config.hosts else {}),
         "stdin_open": True,
         "tty": False,
-        "stop_signal": "SIGKILL",  # the runner hears no other, and a daemon that ends would wait for it
-        "healthcheck": {"test": ["NONE"]},  # the image's own would start processes beside the runner
+        "stop_signal": "SIGKILL",  # the runner ignores all others, and a daemon that ends would wait for it
+        "healthcheck": {"test": ["NONE"]},  # that of the image would start processes next to the runner
         "host_config": docker.types.HostConfig(version="1.41", **host),
     }
 
 
-def with_way_out(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return what `container_options` returned for one sandbox that finds ``folder`` at `WAY_OUT`."""
+def with_egress(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return `container_options`, changed for a sandbox that sees ``folder`` at `EGRESS_FOLDER`."""
     host = options["host_config"]
-    mount: dict[str, Any] = docker.types.Mount(WAY_OUT, str(folder), type="bind", read_only=True)
+    mount: dict[str, Any] = docker.types.Mount(EGRESS_FOLDER, str(folder), type="bind", read_only=True)
     return {**options, "host_config": {**host, "Mounts": [*host.get("Mounts", []), mount]}}
 
 
 def _environment(image: Mapping[str, Any], defences: frozenset[Defence]) -> dict[str, str | None]:
-    theirs = dict(line.partition("=")[::2] for line in image["Config"].get("Env") or ())
-    ours = {"PATH": theirs.get("PATH", PATH), "HOME": WORK, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
-    # None takes a variable of the image's away.
-    removed = dict.fromkeys(theirs)
-    return {**removed, **({} if Defence.ENVIRONMENT in defences else os.environ), **ours}
+    of_image = dict(line.partition("=")[::2] for line in image["Config"].get("Env") or ())
+    own = {"PATH": of_image.get("PATH", PATH), "HOME": WORK, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
+    removed = dict.fromkeys(of_image)  # None removes a variable
+    return {**removed, **({} if Defence.ENVIRONMENT in defences else os.environ), **own}
 
 
 def _host_options(config: SandboxConfig, defences: frozenset[Defence], image: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {
-        # The runner has to be process 1 itself: no signal from inside reaches that one.
+        # The runner itself has to be process 1, which no signal from inside reaches.
         "init": False,
         "log_config": docker.types.LogConfig(type="none"),
         "restart_policy": {"Name": "no"},
@@ -107,21 +106,21 @@ def _host_options(config: SandboxConfig, defences: frozenset[Defence], image: Ma
         options["cap_drop"] = ["ALL"]
         options["security_opt"] += ["no-new-privileges"]
     else:
-        options["cap_add"] = ["SYS_ADMIN", "SYS_PTRACE"]  # not ALL, which not every daemon has itself
+        options["cap_add"] = ["SYS_ADMIN", "SYS_PTRACE"]  # not ALL: some daemons do not have all themselves
     profile = docker_profile() if Defence.SECCOMP in defences else "unconfined"
     options["security_opt"] += [f"seccomp={profile}"]
     return options | _resources(config.limits, defences)
 
 
 def _resources(limits: SandboxLimits, defences: frozenset[Defence]) -> dict[str, Any]:
-    """Return what cgroups bound. The limits of a process are the runner's to set, and all its children inherit them."""
+    """Return the limits by cgroup. The runner sets those per process, which all its children inherit."""
     resources: dict[str, Any] = {}
     if Defence.MEMORY in defences:
         resources |= {"mem_limit": limits.memory_mb * 2**20, "memswap_limit": limits.memory_mb * 2**20}
     if Defence.PROCESSES in defences:
-        resources["pids_limit"] = limits.processes + OWN_PROCESSES
+        resources["pids_limit"] = limits.processes + RUNNER_PROCESSES
     if Defence.CPU in defences:
-        # Not nano_cpus, which Docker refuses where it is more than the machine has.
+        # Not nano_cpus: Docker refuses more than the machine has.
         resources |= {"cpu_period": PERIOD_US, "cpu_quota": max(1000, round(limits.cpus * PERIOD_US))}
     return resources
 
@@ -131,7 +130,7 @@ def _tmpfs(limits: SandboxLimits, defences: frozenset[Defence], image: Mapping[s
     for folder, (sixteenths, mode) in SHARES.items():
         if folder != WORK and Defence.FILES not in defences:
             continue
-        # Spelled out: by default it would belong to root, and no program in it could run.
+        # Explicit, since by default root would own it, and no program in it could run.
         options = ["rw", "exec", "nosuid", "nodev", f"uid={NOBODY}", f"gid={NOBODY}", f"mode={mode}"]
         if Defence.DISK in defences:
             options.append(f"size={limits.disk_mb * 1024 * sixteenths // 16}k")
@@ -139,7 +138,7 @@ def _tmpfs(limits: SandboxLimits, defences: frozenset[Defence], image: Mapping[s
             options.append(f"nr_inodes={limits.inodes * sixteenths // 16}")
         folders[folder] = ",".join(options)
     if Defence.FILES in defences:
-        # A volume that the image declares would be a folder on the machine's disk, without any limit.
+        # Volumes declared by the image would be folders on the machine's disk, without a limit.
         folders |= dict.fromkeys(image["Config"].get("Volumes") or (), "ro,size=4k,nr_inodes=2")
     return folders
 
@@ -147,13 +146,13 @@ def _tmpfs(limits: SandboxLimits, defences: frozenset[Defence], image: Mapping[s
 def _mounts(config: SandboxConfig, defences: frozenset[Defence], docker_root: Path) -> list[dict[str, Any]]:
     mounts = [_bind(path, read_only=True) for path in config.readonly]
     if Defence.FILES not in defences:
-        folders = [path for path in sorted(Path("/").iterdir()) if path.name not in OWN_FOLDERS]
+        folders = [path for path in sorted(Path("/").iterdir()) if path.name not in IMAGE_FOLDERS]
         mounts += [_bind(path, read_only=False) for folder in folders for path in _without(docker_root, folder)]
     return mounts
 
 
 def _without(hidden: Path, path: Path) -> list[Path]:
-    """Return a folder, or all that is in it but Docker's own, which Docker shows nobody."""
+    """Return a folder, or its entries without ``hidden``: Docker refuses to mount its own folder."""
     if path.is_symlink() or path == hidden or not (path.is_dir() or path.is_file()):
         return []
     if not hidden.is_relative_to(path):
@@ -163,6 +162,6 @@ def _without(hidden: Path, path: Path) -> list[Path]:
 
 def _bind(path: Path, *, read_only: bool) -> dict[str, Any]:
     mount: dict[str, Any] = docker.types.Mount(str(path), str(path), type="bind", read_only=read_only)
-    # Mounts below it stay out: Docker before 25 would leave those writable.
+    # Without mounts below it: Docker before 25 would leave those writable.
     mount["BindOptions"] = {"Propagation": "rprivate", "NonRecursive": True}
     return mount

@@ -1,4 +1,4 @@
-"""The stream of a container that one is attached to: its standard input one way, output and error output the other."""
+"""The stream of an attached container: standard input in one direction, output and error output in the other."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from typing import Any, Final
 from agentrl.sandbox.runner_link import ByteReader
 
 HEADER: Final = struct.Struct(">BxxxI")
-"""Before every piece: 1 for output or 2 for error output, and the piece's length in bytes."""
+"""Before every chunk: 1 for output or 2 for error output, and the chunk's length in bytes."""
 STDOUT, STDERR = 1, 2
-WORDS_BYTES = 2048
+STDERR_BYTES = 2048
+"""Bytes of error output that are kept."""
 
 
 class ContainerReader:
-    """Reads what a container prints, and keeps the end of what it says on its error output in ``words``."""
+    """Reads a container's output, and keeps the end of its error output in ``stderr``."""
 
     def __init__(self, reader: ByteReader) -> None:
         self._reader = reader
         self._output = bytearray()
-        self.words = b""
+        self.stderr = b""
 
     async def readexactly(self, n: int) -> bytes:
         """Return n bytes of output; see `ByteReader`.
 
         Raises:
-            ValueError: the stream has no such form.
+            ValueError: the stream does not have this format.
 
         """
         while len(self._output) < n:
             kind, length = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-            piece = await self._reader.readexactly(length)
+            chunk = await self._reader.readexactly(length)
             if kind == STDOUT:
-                self._output += piece
+                self._output += chunk
             elif kind == STDERR:
-                self.words = (self.words + piece)[-WORDS_BYTES:]
+                self.stderr = (self.stderr + chunk)[-STDERR_BYTES:]
             else:
                 raise ValueError(f"a container's stream has no kind {kind}")
         taken = bytes(self._output[:n])
@@ -46,9 +47,9 @@ class ContainerReader:
 
 
 def attach(api: Any, container: str) -> socket.socket:
-    """Attach to a container that was created and not started yet; return the socket, which is ours alone.
+    """Attach to a container that was created and not started yet; return a socket that only the caller holds.
 
-    The SDK's object shares its socket with a response that closes it whenever it pleases, or not at all.
+    The SDK's object shares its socket with a response, which may close it at any time or never.
     """
     raw = api.attach_socket(container, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
     shared = raw._sock
@@ -60,7 +61,7 @@ def attach(api: Any, container: str) -> socket.socket:
 
 
 class _Protocol(asyncio.StreamReaderProtocol):
-    """Ends both directions with the container's output: nobody would read what is still being sent to it."""
+    """Ends both directions with the container's output: no process is left to read its input."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
@@ -69,16 +70,16 @@ class _Protocol(asyncio.StreamReaderProtocol):
         super().connection_made(transport)
 
     def eof_received(self) -> bool:
-        """Let whoever waits to send go on, and find out."""
+        """Abort the transport, so that a pending write ends too."""
         super().eof_received()
         self._both.abort()
         return False
 
 
 async def open_stream(sock: socket.socket) -> tuple[ContainerReader, asyncio.StreamWriter]:
-    """Return both directions of an attached socket, and own it from now on."""
+    """Return both directions of an attached socket, and take ownership of it."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=2**20)
-    # Sockets of the Unix kind too, as long as they are connected.
+    # Works for connected Unix sockets too.
     transport, protocol = await loop.create_connection(lambda: _Protocol(reader), sock=sock)
     return ContainerReader(reader), asyncio.StreamWriter(transport, protocol, reader, loop)

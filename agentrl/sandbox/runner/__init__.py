@@ -1,1 +1,1 @@
-"""The program that runs inside a sandbox; standard library only."""
+"""The runner: the program inside a sandbox. Standard library only; it is read as text and never imported."""

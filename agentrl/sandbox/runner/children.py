@@ -1,6 +1,6 @@
-"""The processes of calls as the runner sees them: what they print, how they end, and the one that keeps variables.
+"""The runner's side of the processes of calls: their output, their end, and the worker that keeps variables.
 
-Part of the runner, see `snippet.py`.
+A module of the runner, see `snippet.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHUNK = 65536
 
 
 class Capture:
-    """What a call prints, up to a limit."""
+    """Output of a call, up to a limit."""
 
     def __init__(self) -> None:
         self.out_read, self.out_write = os.pipe2(os.O_CLOEXEC)
@@ -33,54 +33,54 @@ class Capture:
         self.begin(None)
 
     def begin(self, limit: int | None) -> None:
-        """Forget what there was."""
+        """Begin a new call: drop what was read, and set the limit in bytes (None: no limit)."""
         self.limit = limit
         self.total = 0
         self.data = {self.out_read: bytearray(), self.err_read: bytearray()}
 
     def close_writers(self) -> None:
-        """Leave them to the child."""
+        """Close the write ends, which the child has."""
         os.close(self.out_write)
         os.close(self.err_write)
 
     def close(self) -> None:
-        """Close the ends that are read."""
+        """Close the read ends."""
         os.close(self.out_read)
         os.close(self.err_read)
 
     @property
     def over(self) -> bool:
-        """Whether there was more than the limit."""
+        """Whether the output exceeded the limit."""
         return self.limit is not None and self.total > self.limit
 
     def take(self, fd: int) -> bool:
-        """Read once. Returns whether there was something."""
+        """Read once. Returns whether there was data."""
         try:
-            part = os.read(fd, CHUNK)
+            chunk = os.read(fd, CHUNK)
         except BlockingIOError:
             return False
-        if not part:
+        if not chunk:
             self.open.remove(fd)
             return False
-        room = len(part) if self.limit is None else max(0, self.limit - self.total)
-        self.data[fd] += part[:room]
-        self.total += len(part)
+        room = len(chunk) if self.limit is None else max(0, self.limit - self.total)
+        self.data[fd] += chunk[:room]
+        self.total += len(chunk)
         return True
 
     def drain(self) -> None:
-        """Read what is there without waiting."""
+        """Read all available data without waiting."""
         for fd in list(self.open):
             while not self.over and self.take(fd):
                 pass
 
     def texts(self) -> dict[str, str]:
-        """Return what was kept."""
+        """Return the kept output as text."""
         out, err = self.data[self.out_read], self.data[self.err_read]
         return {"stdout": out.decode("utf-8", "replace"), "stderr": err.decode("utf-8", "replace")}
 
 
 class Child:
-    """A process of the policy's, from its fork to its burial."""
+    """A process that runs code of the policy, from its fork until it is reaped."""
 
     def __init__(self, main: Callable[[], None]) -> None:
         self.pid = os.fork()
@@ -90,7 +90,7 @@ class Child:
             finally:
                 os._exit(1)
         self.code: int | None = None
-        """Its exit status, once it is buried; negative is a signal."""
+        """Exit status once it is reaped; negative: the signal that ended it."""
         self.cpu_s = 0.0
         try:
             self.exited = os.pidfd_open(self.pid)
@@ -100,22 +100,22 @@ class Child:
             raise
 
     def close(self) -> None:
-        """Close what watched it."""
+        """Close the process file descriptor."""
         os.close(self.exited)
 
 
 class Worker:
-    """The one process that keeps variables from call to call. It is stopped between calls."""
+    """The process of stateful calls, which keeps variables. It is stopped (SIGSTOP) between calls."""
 
     def __init__(self, settings: Settings, null: int) -> None:
         self.capture = capture = Capture()
-        their_requests, self.requests = os.pipe2(os.O_CLOEXEC)
-        self.replies, their_replies = os.pipe2(os.O_CLOEXEC)
-        for fd in (self.requests, self.replies):  # code in that process may leave both as it likes
+        worker_requests, self.requests = os.pipe2(os.O_CLOEXEC)
+        self.replies, worker_replies = os.pipe2(os.O_CLOEXEC)
+        for fd in (self.requests, self.replies):  # code in that process may stop reading or writing at any point
             os.set_blocking(fd, False)
         fds = (null, capture.out_write, capture.err_write)
         try:
-            self.child = Child(lambda: worker_main(settings, fds, their_requests, their_replies))
+            self.child = Child(lambda: worker_main(settings, fds, worker_requests, worker_replies))
         except BaseException:
             for fd in (self.requests, self.replies):
                 os.close(fd)
@@ -123,11 +123,11 @@ class Worker:
             raise
         finally:
             capture.close_writers()
-            os.close(their_requests)
-            os.close(their_replies)
+            os.close(worker_requests)
+            os.close(worker_replies)
 
     def send(self, message: Request, wall_s: float | None) -> bool:
-        """Send a request; return False where nobody reads it in time: what runs there is the policy's."""
+        """Send a request. Returns False if it is not read in time: the policy's code runs there, and may not read."""
         data = json.dumps(message).encode()
         view = memoryview(LENGTH.pack(len(data)) + data)
         deadline = None if wall_s is None else time.monotonic() + wall_s
@@ -141,7 +141,7 @@ class Worker:
         return True
 
     def close(self) -> None:
-        """Close everything."""
+        """Close all file descriptors."""
         self.child.close()
         self.capture.close()
         os.close(self.requests)

@@ -1,11 +1,11 @@
-"""The warm runner: process 1 of a sandbox. It forks a process for every call, bounds it, and cleans up after it.
+"""The runner: process 1 of a sandbox. It forks a process for every call, limits it, and cleans up after it.
 
-Its first parts are `snippet.py` and `children.py`. Its one argument is JSON, see `settings` in warm.py. Requests come on
-standard input, replies go to what standard output was at the start; `link.py` has the frames.
+The program starts with `snippet.py` and `children.py`. Its one argument is JSON, see `settings` in `runner_sandbox.py`.
+Requests come on standard input, replies go to what standard output was at the start; `runner_link.py` has the frames.
 
-As process 1 of its PID namespace it takes no signal from inside, SIGKILL and SIGSTOP included; it is not dumpable, so
-that its memory and files cannot be opened through /proc; and it opens no path that the policy could have laid. So
-whatever ends it comes from outside, or from the kernel's out-of-memory killer.
+As process 1 of its PID namespace it receives no signal from inside, not even SIGKILL or SIGSTOP. It is not dumpable, so
+that its memory and files cannot be opened through /proc. It opens no path that the policy could have prepared. So it can
+only be ended from outside, or by the kernel's out-of-memory killer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agentrl.sandbox.runner.snippet import (
     TYPE_CHECKING,
     child_main,
     file_main,
-    open_way_out,
+    offer_egress,
     prctl,
     receive,
     send,
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from agentrl.sandbox.runner.snippet import Request, Settings
 
 REAP_S = 0.1
-"""How often the dead that a call orphans are buried while it runs: they count as processes."""
+"""How often a running call's orphaned zombies are reaped: they count as processes."""
 FILE_S = 10.0
-"""How long reading or writing a file may take."""
+"""Limit of reading or writing a file."""
 
 
 class Runner:
-    """Answers requests, one after the other."""
+    """Serves requests, one after the other."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -57,12 +57,12 @@ class Runner:
             os.dup2(self.null, fd)
         self.worker: Worker | None = None
         self.children: dict[int, Child] = {}
-        """Those that are not buried."""
-        self.alone = os.getpid() == 1
-        """Whether every process we see is one of ours."""
+        """By process id, those that are not reaped."""
+        self.is_init = os.getpid() == 1
+        """Whether it is process 1 of a PID namespace, so that every visible process is its descendant."""
 
     def serve(self) -> None:
-        """Answer until the stream ends."""
+        """Serve requests until the stream ends."""
         while True:
             request = receive(self.requests)
             reply = self.handle(request)
@@ -70,7 +70,7 @@ class Runner:
             send(self.replies, reply)
 
     def handle(self, request: Request) -> Request:
-        """Return the reply, or the error that kept a call from being started."""
+        """Return the reply, or the error because of which a call could not be started."""
         try:
             if request["op"] == "ping":
                 return {"python": sys.version.split()[0], "pid": os.getpid()}
@@ -87,22 +87,26 @@ class Runner:
             return {"errno": error.errno or errno.EIO, "error": error.strerror or str(error)}
 
     def run_file(self, request: Request) -> Request:
-        """Read or write a file in a process of its own."""
-        capture, why, child = self.run_child(request, file_main, None, FILE_S)
-        if why is not None or child.code:
+        """Read or write a file in a new process."""
+        capture, exceeded, child = self.run_child(request, file_main, None, FILE_S)
+        if exceeded is not None or child.code:
             number = (
-                errno.ETIMEDOUT if why is not None else errno.ENOMEM if child.code == -9 else child.code or errno.EIO
+                errno.ETIMEDOUT
+                if exceeded is not None
+                else errno.ENOMEM
+                if child.code == -9
+                else child.code or errno.EIO
             )
             return {"errno": number, "error": os.strerror(number)}
         return {"content": binascii.b2a_base64(capture.data[capture.out_read], newline=False).decode()}
 
     def run_once(self, request: Request) -> Request:
-        """Run code or a program in a process of its own."""
-        capture, why, child = self.run_child(request, child_main, request["output_bytes"], request["wall_s"])
-        if why is None and capture.over:
-            why = "output"
-        code = None if why else child.code
-        return {"why": why, "exit_code": code, "cpu_s": child.cpu_s, **capture.texts()}
+        """Run code or a program in a new process."""
+        capture, exceeded, child = self.run_child(request, child_main, request["output_bytes"], request["wall_s"])
+        if exceeded is None and capture.over:
+            exceeded = "output"
+        code = None if exceeded else child.code
+        return {"exceeded": exceeded, "exit_code": code, "cpu_s": child.cpu_s, **capture.texts()}
 
     def run_child(
         self,
@@ -111,7 +115,7 @@ class Runner:
         output_bytes: int | None,
         wall_s: float | None,
     ) -> tuple[Capture, str | None, Child]:
-        """Fork, watch, and clean up; return what was printed, which limit ended it, and the process that was."""
+        """Fork, watch, and clean up; return the output, the limit that ended the process or None, and the ended process."""
         capture = Capture()
         capture.begin(output_bytes)
         stdin = self.null
@@ -126,17 +130,17 @@ class Runner:
                     os.close(stdin)
             self.children[child.pid] = child
             try:
-                why = self.watch(capture, child, None, wall_s)
-                self.end(child, kill=why is not None)
+                exceeded = self.watch(capture, child, None, wall_s)
+                self.end(child, kill=exceeded is not None)
             finally:
                 child.close()
             capture.drain()
-            return capture, why, child
+            return capture, exceeded, child
         finally:
             capture.close()
 
     def stdin_of(self, request: Request) -> int:
-        """Return a descriptor that the request's input can be read from."""
+        """Return a descriptor from which the request's input can be read."""
         data = binascii.a2b_base64(request["stdin"])
         if not data:
             return self.null
@@ -150,7 +154,7 @@ class Runner:
         return fd
 
     def watch(self, capture: Capture, child: Child, replies: int | None, wall_s: float | None) -> str | None:
-        """Read until the process has exited, or says that it is done. Returns which limit ended the call, or None."""
+        """Read until the process has exited or replied. Returns the limit that the call exceeded ("wall", "output"), or None."""
         deadline = None if wall_s is None else time.monotonic() + wall_s
         done = [child.exited] if replies is None else [child.exited, replies]
         while True:
@@ -171,40 +175,40 @@ class Runner:
             if any(fd in ready for fd in done):
                 return None
             if not ready:
-                self.bury()
+                self.reap()
 
     # ---- the end of a call
 
     def end(self, child: Child, kill: bool) -> None:
-        """End everything of this call, and bury it."""
-        if kill or not self.alone:  # while it is not buried, its number is nobody else's
+        """End all processes of this call, and reap them."""
+        if kill or not self.is_init:  # before it is reaped, its id cannot belong to another process
             self.kill_group(child.pid)
-        if self.alone and self.settings["sweep"]:
+        if self.is_init and self.settings["sweep"]:
             self.sweep(keep=self.worker.child.pid if self.worker else None)
         while child.code is None:
-            self.bury(child.pid, 0)
+            self.reap(child.pid, 0)
 
     def sweep(self, keep: int | None) -> None:
-        """Kill every process but this one, and one to keep. Only in a PID namespace of our own."""
-        # Nothing forks while this is sent, and what is stopped does not fork after it.
+        """Kill every process but this one and ``keep``. Only as process 1 of a PID namespace."""
+        # No process forks while the signal is sent, and stopped ones do not fork after it.
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL if keep is None else signal.SIGSTOP)
         if keep is None:
-            while self.bury(-1, 0):  # whatever is orphaned becomes our child
+            while self.reap(-1, 0):  # every orphan becomes a child of process 1
                 pass
             return
         while True:
-            others = [pid for pid in living() if pid not in (1, keep)]
+            others = [pid for pid in live_processes() if pid not in (1, keep)]
             for pid in others:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self.bury()
+            self.reap()
             if not others:
                 return
             time.sleep(0.0005)
 
-    def bury(self, pid: int = -1, flags: int = os.WNOHANG) -> bool:
-        """Reap the dead: all of them, or the first that dies. Returns whether there may be more."""
+    def reap(self, pid: int = -1, flags: int = os.WNOHANG) -> bool:
+        """Reap all zombies; with ``flags=0`` wait for the next one. Returns whether there may be more."""
         while True:
             try:
                 dead, status, usage = os.wait4(pid, flags)
@@ -218,15 +222,15 @@ class Runner:
                 return True
 
     def kill_group(self, pid: int) -> None:
-        """Kill a process and its process group, which may be gone already."""
+        """Kill a process and its process group, if they still exist."""
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(pid, signal.SIGKILL)
 
-    # ---- variables that stay
+    # ---- stateful calls
 
     def run_stateful(self, request: Request) -> Request:
-        """Run a snippet in the worker; start it, where there is none."""
+        """Run a snippet in the worker process, which is started if there is none."""
         lost = self.worker is not None and self.worker.child.code is not None
         if self.worker is None or lost:
             self.start_worker()
@@ -235,34 +239,39 @@ class Runner:
         capture, child = worker.capture, worker.child
         capture.begin(request["output_bytes"])
         os.kill(child.pid, signal.SIGCONT)
-        why, code = None, None
+        exceeded, code = None, None
         with contextlib.suppress(BrokenPipeError, BlockingIOError):  # it closed its ends, or ended
             if not worker.send({key: request[key] for key in ("code", "env", "cwd", "cpu_s")}, request["wall_s"]):
-                why = "wall"
+                exceeded = "wall"
             else:
-                why = self.watch(capture, child, worker.replies, request["wall_s"])
-            if why is None:
+                exceeded = self.watch(capture, child, worker.replies, request["wall_s"])
+            if exceeded is None:
                 code = next(iter(os.read(worker.replies, 1)), None)
         ended = code is None
         if ended:
             self.worker = None
             self.end(child, kill=True)
             code = child.code
-        elif self.alone and self.settings["sweep"]:
+        elif self.is_init and self.settings["sweep"]:
             self.sweep(keep=child.pid)
         else:
             os.kill(child.pid, signal.SIGSTOP)
         capture.drain()
-        if why is None and capture.over:
-            why = "output"
-        reply = {"why": why, "exit_code": None if why else code, "cpu_s": child.cpu_s, "variables_lost": lost or ended}
+        if exceeded is None and capture.over:
+            exceeded = "output"
+        reply = {
+            "exceeded": exceeded,
+            "exit_code": None if exceeded else code,
+            "cpu_s": child.cpu_s,
+            "variables_lost": lost or ended,
+        }
         reply.update(capture.texts())
         if ended:
             worker.close()
         return reply
 
     def start_worker(self) -> None:
-        """Fork it anew."""
+        """Fork a new worker process."""
         if self.worker is not None:
             self.worker.close()
             self.worker = None
@@ -270,8 +279,8 @@ class Runner:
         self.children[self.worker.child.pid] = self.worker.child
 
 
-def living() -> list[int]:
-    """Return the processes that there are, zombies left out."""
+def live_processes() -> list[int]:
+    """Return the ids of all processes but zombies."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -282,7 +291,7 @@ def living() -> list[int]:
 
 
 def limit_self(settings: Settings) -> None:
-    """Set the limits that every process inherits."""
+    """Set the limits that every child process inherits."""
     bounds = {resource.RLIMIT_CORE: 0}
     if settings["file_bytes"] is not None:
         bounds[resource.RLIMIT_FSIZE] = settings["file_bytes"]
@@ -296,12 +305,12 @@ def limit_self(settings: Settings) -> None:
 
 
 def main() -> None:
-    """Run."""
-    me = os.getpid()
+    """Set up the process and serve."""
+    runner_pid = os.getpid()
 
     def interrupt(number: int, frame: object) -> None:
-        """Do nothing in the runner, whom nothing else from inside reaches; in its children what Python does."""
-        if os.getpid() != me:
+        """Do nothing in the runner; in its children raise KeyboardInterrupt, as Python does."""
+        if os.getpid() != runner_pid:
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupt)
@@ -311,9 +320,9 @@ def main() -> None:
     limit_self(settings)
     settings["last_fd"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if settings["egress"] is not None:
-        open_way_out(settings["egress"])
+        offer_egress(settings["egress"])
     os.chdir(settings["work"])
-    gc.freeze()  # no collection of a child's looks at what is there now, and so copies its pages
+    gc.freeze()  # a garbage collection in a child does not touch, and so copy, pages of existing objects
     Runner(settings).serve()
 
 

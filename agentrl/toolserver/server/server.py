@@ -188,4 +188,4 @@ def _announcement(sessions: Sessions, config: ToolServerConfig, listener: socket
 
 def _log_to_stderr() -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("agentrl").setLevel(logging.INFO)  # what the canary met is told there
+    logging.getLogger("agentrl").setLevel(logging.INFO)  # the canary's table is logged at this level

@@ -18,7 +18,7 @@ from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
 from agentrl.core.types import ToolStatus
 from agentrl.sandbox.base import ALL_DEFENCES, Defence, Job, Sandbox
 from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend, BubblewrapSandbox
-from agentrl.sandbox.bubblewrap.options import FIRST_OUTSIDE, check_paths, tmpfs_options
+from agentrl.sandbox.bubblewrap.options import FIRST_HOST_USER, check_paths, tmpfs_options
 from tests.unit.sandbox.bubblewraps import LIMITS, Bubblewrap, other_backend
 
 
@@ -230,7 +230,7 @@ def test_sandboxes_are_other_users_to_the_machine(bubblewrap: Bubblewrap) -> Non
         return Path(f"/proc/{sandbox.process.pid}").stat().st_uid
 
     first, second = bubblewrap(use), bubblewrap(use)
-    assert min(first, second) >= FIRST_OUTSIDE
+    assert min(first, second) >= FIRST_HOST_USER
     assert first != second
 
 

@@ -15,7 +15,7 @@ import pytest
 from agentrl.config.sandbox import SandboxLimits
 from agentrl.sandbox.base import ALL_DEFENCES, Defence
 from agentrl.sandbox.cgroup import (
-    OWN_PROCESSES,
+    RUNNER_PROCESSES,
     CgroupError,
     CgroupTree,
     find_tree,
@@ -104,12 +104,12 @@ def test_counts() -> None:
 def test_limits_as_files() -> None:
     assert settings_v1(LIMITS, ALL_DEFENCES) == {
         "memory": {"memory.limit_in_bytes": "104857600", "memory.memsw.limit_in_bytes": "104857600"},
-        "pids": {"pids.max": str(10 + OWN_PROCESSES)},
+        "pids": {"pids.max": str(10 + RUNNER_PROCESSES)},
         "cpu": {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "50000"},
     }
     assert settings_v2(LIMITS, ALL_DEFENCES) == {
         "memory": {"memory.max": "104857600", "memory.swap.max": "0", "memory.oom.group": "0"},
-        "pids": {"pids.max": str(10 + OWN_PROCESSES)},
+        "pids": {"pids.max": str(10 + RUNNER_PROCESSES)},
         "cpu": {"cpu.max": "50000 100000"},
     }
 

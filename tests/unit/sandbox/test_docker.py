@@ -40,7 +40,7 @@ def test_output_is_put_together_and_error_output_kept_apart() -> None:
         assert await reader.readexactly(3) == b"def"
         with pytest.raises(asyncio.IncompleteReadError):
             await reader.readexactly(1)
-        assert reader.words == b"words"
+        assert reader.stderr == b"words"
 
     asyncio.run(run())
 
@@ -49,8 +49,8 @@ def test_only_the_end_of_error_output_is_kept() -> None:
     async def run() -> None:
         reader = reader_of(*[piece(2, b"x" * 1000)] * 5, piece(2, b"end"), piece(1, b"a"))
         await reader.readexactly(1)
-        assert len(reader.words) == 2048
-        assert reader.words.endswith(b"xend")
+        assert len(reader.stderr) == 2048
+        assert reader.stderr.endswith(b"xend")
 
     asyncio.run(run())
 
