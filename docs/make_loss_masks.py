@@ -1,4 +1,4 @@
-"""Draws the worked example of docs/loss_masks.md: runs it and writes its rows into the page.
+"""Runs the example episode of docs/loss_masks.md and writes its rows into the page.
 
 ``python docs/make_loss_masks.py``, from the repository's root, with the test dependencies installed.
 """
@@ -25,12 +25,12 @@ from agentrl.testing import ScriptedSampler  # noqa: E402
 from tests.unit.render.tokenizers import qwen_tokenizer  # noqa: E402
 
 PAGE = Path(__file__).parent / "loss_masks.md"
-SAYS = (
+RESPONSES = (
     '<think>\nMultiply.\n</think>\n\n<tool_call>\n{"name": "multiply", "arguments": {"a": 17, "b": 23}}\n</tool_call>',
     "It is 391.",
     "408.",
 )
-"""What the policy says; the second turn is cut off by the length, before its end token."""
+"""The policy's turns; the length limit cuts the second before its end token."""
 
 
 @tool(timeout_s=1)
@@ -40,22 +40,22 @@ async def multiply(a: int, b: int) -> str:
 
 
 class Sums(Env):
-    """Asks once more after the first answer."""
+    """Asks a second question after the first answer."""
 
     tools = (multiply,)
 
     def step(self, action):
-        """Ask the second question, or end."""
+        """Ask the second question, or end the episode."""
         if "408" in action.content:
             return (), 1.0, True, False, {}
         return (Message("user", "And 17 × 24?"),), 0.0, False, False, {}
 
 
-def play() -> list[Row]:
-    """Return the rows of the episode, with the renderer of Qwen3 and its real tokenizer."""
+def run_episode() -> list[Row]:
+    """Return the rows of the episode, rendered with Qwen3's chat format and tokenizer."""
     renderer = make_renderer(qwen_tokenizer(), RenderConfig(format="qwen3"))
     end = (renderer.end_token_id,)
-    answers = [(*renderer.encode(text), *(() if text == SAYS[1] else end)) for text in SAYS]
+    answers = [(*renderer.encode(text), *(() if text == RESPONSES[1] else end)) for text in RESPONSES]
     runner = EpisodeRunner(
         env_factory=Sums,
         renderer=renderer,
@@ -70,19 +70,17 @@ def play() -> list[Row]:
     return rollout.rows
 
 
-def draw(row: Row, decode: object, start: int) -> str:
-    """Return a row token by token, from ``start`` on."""
-    lines = [
-        f"{'':>4}  {'token':<18}{'who made it':<13}{'mask':<6}{'why not':<10}{'log-prob':<10}{'version':<9}request"
-    ]
+def row_as_text(row: Row, decode: object, start: int) -> str:
+    """Return a row token by token as text, from token ``start``."""
+    lines = [f"{'':>4}  {'token':<18}{'provenance':<13}{'mask':<6}{'reason':<10}{'log-prob':<10}{'version':<9}request"]
     if start:
         lines.append(f"   …  the first {start} tokens: observed, mask 0")
     for index in range(start, len(row.token_ids)):
-        made, why = Provenance(row.provenance[index]), MaskReason(row.mask_reason[index])
-        sampled = made is Provenance.SAMPLED
+        provenance, reason = Provenance(row.provenance[index]), MaskReason(row.mask_reason[index])
+        sampled = provenance is Provenance.SAMPLED
         lines.append(
-            f"{index:>4}  {_shown(decode, int(row.token_ids[index])):<18}{made.name.lower():<13}{row.mask[index]:<6}"
-            f"{'' if why is MaskReason.NONE else why.name.lower():<10}"
+            f"{index:>4}  {_shown(decode, int(row.token_ids[index])):<18}{provenance.name.lower():<13}{row.mask[index]:<6}"
+            f"{'' if reason is MaskReason.NONE else reason.name.lower():<10}"
             + (
                 f"{row.logprobs[index]:<10.3f}{row.versions[index]:<9}{row.request_ids[row.requests[index]]}"
                 if sampled
@@ -96,25 +94,25 @@ def _shown(decode: object, token: int) -> str:
     return decode((token,)).replace("\n", "⏎").replace(" ", "␣")
 
 
-def drawings() -> list[str]:
-    """Return the drawing of each row; the second begins a little before it leaves the first."""
+def rows_as_text() -> list[str]:
+    """Return both rows as text; the second starts shortly before the fork."""
     renderer = make_renderer(qwen_tokenizer(), RenderConfig(format="qwen3"))
-    first, second = play()
+    first, second = run_episode()
     common = next(i for i, (a, b) in enumerate(zip(first.token_ids, second.token_ids, strict=False)) if a != b)
     prompt = int((first.provenance == Provenance.SAMPLED).argmax())
     assert second.fork is not None
-    return [draw(first, renderer.decode, prompt - 5), draw(second, renderer.decode, common - 3)]
+    return [row_as_text(first, renderer.decode, prompt - 5), row_as_text(second, renderer.decode, common - 3)]
 
 
 def page() -> str:
-    """Return the page with the drawings as they are now."""
+    """Return the page with both rows replaced."""
     text = PAGE.read_text(encoding="utf-8")
-    for number, drawing in enumerate(drawings()):
+    for number, text_of_row in enumerate(rows_as_text()):
         pattern = rf"(<!-- row {number} -->\n```text\n).*?(\n```)"
         text, count = re.subn(
-            pattern, lambda match, drawing=drawing: match[1] + drawing + match[2], text, flags=re.DOTALL
+            pattern, lambda match, text_of_row=text_of_row: match[1] + text_of_row + match[2], text, flags=re.DOTALL
         )
-        assert count == 1, f"the page has no place for row {number}"
+        assert count == 1, f"the page has no marker for row {number}"
     return text
 
 

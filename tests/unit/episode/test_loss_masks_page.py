@@ -1,4 +1,4 @@
-"""The worked example of docs/loss_masks.md is what the runner makes of that episode."""
+"""The rows in docs/loss_masks.md are those of the example episode."""
 
 import importlib.util
 from pathlib import Path
@@ -15,8 +15,8 @@ def load():
     return module
 
 
-def test_the_page_shows_the_rows_as_they_are():
+def test_the_page_has_the_rows_of_the_episode():
     maker = load()
     assert maker.page() == (DOCS / "loss_masks.md").read_text(encoding="utf-8"), "run python docs/make_loss_masks.py"
-    first, second = maker.play()
+    first, second = maker.run_episode()
     assert (first.fork, second.fork) == (None, ForkReason.THINKING)
