@@ -1,4 +1,4 @@
-"""Rewards: what a reward function gets, and parts of one. The grader that calls it is `agentrl.rewards.grader`."""
+"""Rewards: the argument of a reward function, and helpers to write one. `agentrl.rewards.grader` calls the function."""
 
 from agentrl.rewards.answers import answer_text, exact_match, f1, last_boxed, normalize
 from agentrl.rewards.numbers import Number, last_number, same_number

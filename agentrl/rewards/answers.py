@@ -1,4 +1,4 @@
-"""Scores of short answers: exact match, F1, numbers. Pure functions; none raises over what a policy said."""
+"""Scores of short answers: exact match, F1, boxed answers. Pure functions that raise for no text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _THINK_END = "</think>"
 _BRACES = re.compile(r"\\boxed\s{0,3}\{|\\[{}]|[{}]")
-"""What opens a box, braces that LaTeX shows, and braces that group."""
+"""The start of a box, escaped braces (which LaTeX prints), and grouping braces."""
 
 
 def normalize(text: str) -> str:
@@ -24,46 +24,46 @@ def normalize(text: str) -> str:
 
 
 def exact_match(answer: str, accepted: Iterable[str]) -> float:
-    """Return 1.0 where the normalised ``answer`` equals one of the normalised ``accepted`` strings, else 0.0.
+    """Return 1.0 if the normalised ``answer`` equals one of the normalised ``accepted`` strings, else 0.0.
 
-    An answer of which normalisation leaves nothing never matches.
+    An answer that is empty after normalisation never matches.
     """
-    said = normalize(answer)
-    return float(bool(said) and any(said == normalize(text) for text in accepted))
+    normalized = normalize(answer)
+    return float(bool(normalized) and any(normalized == normalize(text) for text in accepted))
 
 
 def f1(answer: str, accepted: Iterable[str]) -> float:
-    """Return the best F1 of the normalised words of ``answer`` with those of an ``accepted`` string (SQuAD's).
+    """Return the F1 (SQuAD) of the normalised words of ``answer`` with an ``accepted`` string; the best of several.
 
     From 0.0 (no word in common) to 1.0 (the same words, in any order).
     """
-    said = normalize(answer).split()
-    return max((_f1(said, normalize(text).split()) for text in accepted), default=0.0)
+    words = normalize(answer).split()
+    return max((_f1(words, normalize(text).split()) for text in accepted), default=0.0)
 
 
-def _f1(said: list[str], right: list[str]) -> float:
-    common = sum((Counter(said) & Counter(right)).values())
+def _f1(words: list[str], right: list[str]) -> float:
+    common = sum((Counter(words) & Counter(right)).values())
     if common == 0:
         return 0.0
-    precision, recall = common / len(said), common / len(right)
+    precision, recall = common / len(words), common / len(right)
     return 2 * precision * recall / (precision + recall)
 
 
-def answer_text(said: str) -> str:
-    """Return the part of a turn that answers: what stands behind ``</think>``, and within the last ``<answer>`` tags.
+def answer_text(turn: str) -> str:
+    """Return the answer in a turn: the text after ``</think>``, and in that the content of the last ``<answer>`` tags.
 
-    Without such marks that is all of it.
+    Without such tags it is the whole text.
     """
-    spoken = said.rpartition(_THINK_END)[2]
+    spoken = turn.rpartition(_THINK_END)[2]
     head, closing, _ = spoken.rpartition("</answer>")
     _, opening, inside = head.rpartition("<answer>")
     return (inside if closing and opening else spoken).strip()
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what stands in the last whole ``\boxed{…}``, inner braces included, or None where there is none."""
+    r"""Return the content of the last complete ``\boxed{…}``, inner braces included, or None if there is none."""
     found = None
-    open_braces: list[int | None] = []  # where the content of a box begins, None for any other brace
+    open_braces: list[int | None] = []  # start of a box's content, None for any other brace
     for brace in _BRACES.finditer(text):
         if brace[0] == "}":
             begin = open_braces.pop() if open_braces else None

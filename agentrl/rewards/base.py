@@ -10,20 +10,20 @@ from agentrl.core.types import Rollout
 
 
 class Grader(Protocol):
-    """Gives rollouts their reward after they have ended, in place of what the environment gave."""
+    """Sets the reward of rollouts after they have ended, in place of the environment's."""
 
     @property
     def group(self) -> bool:
-        """Whether it wants all rollouts of a task at the same time; otherwise it gets one at a time."""
+        """Whether it needs all rollouts of a task at once; otherwise it gets them one by one."""
         ...
 
     async def grade(self, rollouts: Sequence[Rollout], tools: Mapping[str, CallTool] | None = None) -> None:
-        """Set ``reward`` (and figures in ``metrics``) of rollouts of one task; one that cannot be graded is dropped.
+        """Set ``reward`` (and values in ``metrics``) of rollouts of one task; a rollout that cannot be graded is dropped.
 
-        ``tools`` run what the episodes could call, in their own sessions, by ``rollout_id``.
+        ``tools`` has, by ``rollout_id``, a function that runs tools in the session of that episode.
 
         Raises:
-            RunStopped: a rollout cannot be graded, and the configuration stops the run over it.
+            RunStopped: a rollout cannot be graded, and the configuration stops the run then.
 
         """
         ...

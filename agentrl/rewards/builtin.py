@@ -1,8 +1,8 @@
-"""The reward functions that come with agentrl, registered under ``agentrl.rewards`` like anybody's.
+"""The reward functions that come with agentrl: entry points ``agentrl.rewards``, like those of other packages.
 
-All of them score the policy's own last turn (`Sample.final`) against ``sample.label``: in several turns, what a tool
-or the environment said counts for nothing. Of that turn they take what stands behind ``</think>`` and within the last
-``<answer>`` tags, where there are such marks (`answer_text`).
+All of them compare the policy's last turn (`Sample.final`) with ``sample.label``; text of tools and environments never
+counts. Of that turn they take the text after ``</think>``, and in that the content of the last ``<answer>`` tags, if there
+are any (`answer_text`).
 """
 
 from __future__ import annotations
@@ -10,39 +10,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from agentrl.rewards import answers
-from agentrl.rewards import math_equivalence as mathematics
+from agentrl.rewards import answers, math_equivalence
 from agentrl.rewards.numbers import Number, last_number, same_number
 from agentrl.rewards.sample import Sample
 
 
 def exact_match(sample: Sample) -> float:
-    """Return 1.0 where the answer equals the label, or one of several, after SQuAD's normalisation."""
+    """Return 1.0 if the answer equals the label, or one of several labels, after SQuAD's normalisation."""
     return answers.exact_match(answers.answer_text(sample.final), _texts(sample))
 
 
 def f1(sample: Sample) -> float:
-    """Return the F1 of the answer's words with the label's, or the best of several."""
+    """Return the F1 of the answer's words with the label's; the best of several labels."""
     return answers.f1(answers.answer_text(sample.final), _texts(sample))
 
 
 def numeric(sample: Sample) -> float:
-    r"""Return 1.0 where the last number of the answer equals the last one of the label.
+    r"""Return 1.0 if the last number of the answer equals the last one of the label.
 
-    However they are written: ``1,234.50`` is ``1234.5``, ``\\frac{1}{2}`` is ``0.5``, and ``50%`` is ``0.5`` or ``50``.
+    Different notations are equal: ``1,234.50`` is ``1234.5``, ``\\frac{1}{2}`` is ``0.5``, and ``50%`` is ``0.5`` or ``50``.
     """
     rights = [_number(text, sample) for text in _texts(sample)]
-    said = last_number(answers.answer_text(sample.final))
-    return float(said is not None and any(same_number(said, right) for right in rights))
+    answer = last_number(answers.answer_text(sample.final))
+    return float(answer is not None and any(same_number(answer, right) for right in rights))
 
 
 def math(sample: Sample) -> float:
-    r"""Return 1.0 where the last ``\\boxed{…}`` of the answer means the same as the label (itself boxed or bare)."""
+    r"""Return 1.0 if the last ``\\boxed{…}`` of the answer is equivalent to the label (boxed or not)."""
     labels = [answers.last_boxed(text) or text for text in _texts(sample)]
     boxed = answers.last_boxed(answers.answer_text(sample.final))
     if not boxed:
         return 0.0
-    return float(any(mathematics.equivalent(boxed, label) for label in labels))
+    return float(any(math_equivalence.equivalent(boxed, label) for label in labels))
 
 
 def _texts(sample: Sample) -> list[str]:
@@ -51,7 +50,7 @@ def _texts(sample: Sample) -> list[str]:
     several: Sequence[Any] = label if isinstance(label, list | tuple) else [label]
     if not several or not all(_is_answer(one) for one in several):
         raise ValueError(
-            f"the label of {sample.prompt_id} is {label!r}; this reward wants a text, a number, or a list of them "
+            f"the label of {sample.prompt_id} is {label!r}; this reward needs a text, a number, or a list of them "
             "(data.label_key names the column)"
         )
     return [str(one) for one in several]

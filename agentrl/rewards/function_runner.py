@@ -1,4 +1,4 @@
-"""How a reward function is called: what it wants, where it runs, and for how long."""
+"""Runs a reward function: on one sample or a group, in a thread or as a coroutine, with a time limit."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from agentrl.core.imports import describe
 from agentrl.rewards.sample import Sample
 
 THREADS = 16
-"""Calls of a plain function at the same time; an ``async def`` has no such limit."""
-_GROUPS = {"list", "List", "Sequence", "tuple", "Tuple", "Iterable"}
+"""Concurrent calls of a plain function; an ``async def`` has no such limit."""
+_SEQUENCES = {"list", "List", "Sequence", "tuple", "Tuple", "Iterable"}
 
 
-class RewardCall:
-    """A reward function, ready to be called.
+class FunctionRunner:
+    """Calls a reward function.
 
     Args:
-        function: plain or ``async``; takes one sample, or a group where its parameter is named ``samples`` or
+        function: plain or ``async``; takes one sample, or a group if its parameter is named ``samples`` or
             annotated as ``list[Sample]`` or another sequence.
-        name: what the configuration calls it, for messages.
+        name: its name in the configuration, for messages.
         timeout_s: seconds a call may take.
 
     Raises:
@@ -40,23 +40,23 @@ class RewardCall:
             getattr(function, "__call__", None)  # noqa: B004 - an object with `async def __call__`
         )
         self._threads = asyncio.Semaphore(THREADS)
-        self.group = wants_group(function, name)
-        """Whether it wants all samples of a task at the same time."""
+        self.group = takes_group(function, name)
+        """Whether it takes all samples of a task at once."""
 
     async def __call__(self, samples: Sequence[Sample]) -> Any:
-        """Return what the function says of one sample, or of a group.
+        """Return the function's result for one sample, or for a group.
 
         Raises:
-            TimeoutError: it took too long. A plain function's thread cannot be ended and is left to itself.
-            Exception: whatever it raises.
+            TimeoutError: it took longer than ``timeout_s``. A plain function's thread cannot be ended and runs on.
+            Exception: any that the function raises.
 
         """
         argument: Any = list(samples) if self.group else samples[0]
         if self._async:
             return await self._in_time(self._function(argument))
         async with self._threads:
-            said = await self._in_time(in_thread(self._function, argument))
-        return await self._in_time(said) if inspect.isawaitable(said) else said
+            result = await self._in_time(in_thread(self._function, argument))
+        return await self._in_time(result) if inspect.isawaitable(result) else result
 
     async def _in_time(self, work: Awaitable[Any]) -> Any:
         clock = asyncio.timeout(self._timeout_s)
@@ -67,12 +67,12 @@ class RewardCall:
             if not clock.expired():
                 raise
             raise TimeoutError(
-                f"it took longer than reward.timeout_s={self._timeout_s:g}; raise it, or make the function quicker"
+                f"it took longer than reward.timeout_s={self._timeout_s:g}; raise it, or make the function faster"
             ) from None
 
 
-def wants_group(function: Callable[..., Any], name: str) -> bool:
-    """Return whether the function takes a group of samples in place of one.
+def takes_group(function: Callable[..., Any], name: str) -> bool:
+    """Return whether the function takes a group of samples instead of one.
 
     Raises:
         ConfigError: it does not take exactly one argument.
@@ -86,11 +86,11 @@ def wants_group(function: Callable[..., Any], name: str) -> bool:
         )
     parameter = needed[0]
     annotation = _annotation(function, parameter)
-    return parameter.name == "samples" or annotation.split("[")[0].rpartition(".")[2] in _GROUPS
+    return parameter.name == "samples" or annotation.split("[")[0].rpartition(".")[2] in _SEQUENCES
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters without a default, or the first where all have one."""
+    """Return the parameters without a default, or the first if all have one."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a built-in without a signature
@@ -110,33 +110,33 @@ def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> s
 
 
 async def in_thread(function: Callable[..., Any], argument: Any) -> Any:
-    """Run a function in a thread of its own, which the end of the process does not wait for.
+    """Run a function in a new daemon thread, so that a reward that never returns does not keep the process from ending.
 
-    A pool's threads would: one reward that never returns would keep the whole run from ending.
+    The end of a process waits for threads of a `concurrent.futures` pool.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
-    def settle(said: Any, error: Exception | None) -> None:
-        if done.done():  # nobody waits any more
+    def settle(result: Any, error: Exception | None) -> None:
+        if done.done():  # timed out or cancelled
             return
         if error is None:
-            done.set_result(said)
+            done.set_result(result)
         else:
             done.set_exception(error)
 
     def work() -> None:
-        said: Any = None
+        result: Any = None
         failed: Exception | None = None
         try:
-            said = function(argument)
+            result = function(argument)
         except Exception as error:
-            # A future refuses StopIteration, which would look like a coroutine's end.
+            # A future refuses StopIteration, which ends coroutines.
             failed = RuntimeError(describe(error)) if isinstance(error, StopIteration) else error
-        except BaseException as error:  # such as sys.exit(): ends the reward, not the run
+        except BaseException as error:  # such as sys.exit(): fails the reward, not the run
             failed = RuntimeError(describe(error))
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, said, failed)
+        with contextlib.suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(settle, result, failed)
 
     threading.Thread(target=work, name="reward", daemon=True).start()
     return await done

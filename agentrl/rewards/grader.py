@@ -1,4 +1,4 @@
-"""Gives rollouts the reward that a function of the user's says."""
+"""Grades rollouts by the user's reward function (``reward.function``)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from agentrl.core.registry import REWARDS, names, reward_function
 from agentrl.core.tool import CallTool
 from agentrl.core.types import Failure, FailureKind, Rollout
 from agentrl.obs.waiting import waiting
-from agentrl.rewards.function_runner import RewardCall
+from agentrl.rewards.function_runner import FunctionRunner
 from agentrl.rewards.sample import Sample
 
-_SHOWN = 400
+_EXCERPT = 400
 """Characters of a prompt or response in a message."""
 
 
@@ -29,79 +29,79 @@ class RewardGrader:
         assert config.function is not None
         self._config = config
         self._name = config.function
-        self._call = RewardCall(reward_function(config.function), config.function, config.timeout_s)
+        self._call = FunctionRunner(reward_function(config.function), config.function, config.timeout_s)
 
     @property
     def group(self) -> bool:
-        """Whether the function wants all rollouts of a task at the same time."""
+        """Whether the function takes all rollouts of a task at once."""
         return self._call.group
 
     async def grade(self, rollouts: Sequence[Rollout], tools: Mapping[str, CallTool] | None = None) -> None:
-        """Set ``reward``, and ``metrics`` where the function returned more, of rollouts of one task.
+        """Set ``reward`` of rollouts of one task, and ``metrics`` if the function returns a mapping.
 
-        Where the function fails on them, ``reward.on_error`` says what follows; the failure is in ``rollout.failure``.
-        Where a tool's server failed it (``tools``, by rollout id), the rollouts are dropped: that is nobody's reward.
+        If the function fails, ``reward.on_error`` decides what happens; the failure is in ``rollout.failure``. If it fails
+        because a tool server or sandbox failed (``tools``, by rollout id), the rollouts are dropped.
 
         Raises:
             RunStopped: it failed and ``reward.on_error=stop``.
 
         """
-        for some in [rollouts] if self.group else [[rollout] for rollout in rollouts]:
-            await self._grade(some, tools or {})
+        for batch in [rollouts] if self.group else [[rollout] for rollout in rollouts]:
+            await self._grade(batch, tools or {})
 
     async def _grade(self, rollouts: Sequence[Rollout], tools: Mapping[str, CallTool]) -> None:
         try:
             with waiting("reward function", self._name):
-                said = await self._call([Sample.of(rollout, tools.get(rollout.rollout_id)) for rollout in rollouts])
-            each = self._each(said, len(rollouts)) if self.group else [said]
+                result = await self._call([Sample.of(rollout, tools.get(rollout.rollout_id)) for rollout in rollouts])
+            results = self._split(result, len(rollouts)) if self.group else [result]
         except (ToolFailure, SandboxFailure) as error:
             for rollout in rollouts:
                 rollout.failure, rollout.dropped = error.as_failure(), True
             return
-        except Exception as error:  # whatever a function of the user's raises
+        except Exception as error:  # any that the user's function raises
             self._failed(rollouts, error)
             return
-        for rollout, one in zip(rollouts, each, strict=True):
+        for rollout, result in zip(rollouts, results, strict=True):
             try:
-                reward, metrics = self._score(one)
+                reward, metrics = self._score(result)
             except ValueError as error:
                 self._failed([rollout], error)
             else:
                 rollout.reward = reward
                 rollout.metrics = rollout.metrics | metrics
 
-    def _each(self, said: Any, count: int) -> list[Any]:
-        if isinstance(said, str | bytes | Mapping) or not hasattr(said, "__len__"):
-            raise ValueError(f"it got {count} samples and must return a list of as many rewards, not {_short(said)}")
-        each = list(said)
-        if len(each) != count:
-            raise ValueError(f"it got {count} samples and returned {len(each)} rewards: {_short(said)}")
-        return each
+    def _split(self, result: Any, count: int) -> list[Any]:
+        if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__len__"):
+            raise ValueError(f"it got {count} samples and must return a list of as many rewards, not {_short(result)}")
+        results = list(result)
+        if len(results) != count:
+            raise ValueError(f"it got {count} samples and returned {len(results)} rewards: {_short(result)}")
+        return results
 
-    def _score(self, said: Any) -> tuple[float, dict[str, float]]:
-        """Return the reward, and the other figures of a mapping."""
-        if not isinstance(said, Mapping):
-            return _finite(said, "it returned"), {}
+    def _score(self, result: Any) -> tuple[float, dict[str, float]]:
+        """Return the reward, and the other numbers of a mapping as metrics."""
+        if not isinstance(result, Mapping):
+            return _finite(result, "it returned"), {}
         key = self._config.key
-        has = f"it returned a mapping with the keys {', '.join(map(str, said)) or 'none'}"
+        has = f"it returned a mapping with the keys {', '.join(map(str, result)) or 'none'}"
         if key is None:
             raise ValueError(f"{has}; set reward.key to the one that is the reward")
-        if key not in said:
+        if key not in result:
             raise ValueError(f"{has}, and no {key!r}; change reward.key={key}")
-        others = {str(name): value for name, value in said.items() if name != key and _is_number(value)}
+        others = {str(name): value for name, value in result.items() if name != key and _is_number(value)}
         metrics = {name: _finite(value, f"its {name!r} is") for name, value in others.items()}
-        return _finite(said[key], f"its {key!r} is"), metrics
+        return _finite(result[key], f"its {key!r} is"), metrics
 
     def _failed(self, rollouts: Sequence[Rollout], error: Exception) -> None:
-        """Do with the rollouts as ``reward.on_error`` says."""
-        said = describe(error)
+        """Apply ``reward.on_error`` to the rollouts."""
+        message = describe(error)
         if self._config.on_error == "stop":
             raise RunStopped(
-                f"reward.function={self._name} failed: {said}\n{_shown(rollouts)}\n"
+                f"reward.function={self._name} failed: {message}\n{_shown(rollouts)}\n"
                 "(reward.on_error=drop leaves such samples out, reward.on_error=score gives them reward.error_score)"
             ) from error
         for rollout in rollouts:
-            rollout.failure = Failure(FailureKind.REWARD, type(error).__name__, f"{self._name}: {said}")
+            rollout.failure = Failure(FailureKind.REWARD, type(error).__name__, f"{self._name}: {message}")
             if self._config.on_error == "drop":
                 rollout.dropped = True
             else:
@@ -109,7 +109,7 @@ class RewardGrader:
 
 
 def make_grader(config: RewardConfig) -> RewardGrader | None:
-    """Return the grader of a configuration, or None where the environment's reward stands.
+    """Return the grader of a configuration, or None if the environment's reward is kept.
 
     Raises:
         ConfigError, UnknownNameError: the function does not exist, or does not take one argument.
@@ -119,21 +119,21 @@ def make_grader(config: RewardConfig) -> RewardGrader | None:
 
 
 def check_reward(config: Config, *, needs_reward: bool) -> None:
-    """Check what can be known of the reward before anything runs.
+    """Check the reward section before anything is started.
 
     Args:
         config: the run's configuration.
-        needs_reward: the environment gives no reward of its own.
+        needs_reward: whether the environment sets no reward.
 
     Raises:
-        ConfigError, UnknownNameError: there is no function where one is needed, or it cannot be used.
+        ConfigError, UnknownNameError: a function is needed and missing, or cannot be used.
 
     """
     reward, data = config.reward, config.data
     if reward.function is None:
         if needs_reward:
             raise ConfigError(
-                f"env.name={config.env.name} gives no reward of its own: set reward.function to my_rewards.py:score, "
+                f"env.name={config.env.name} sets no reward: set reward.function to my_rewards.py:score, "
                 f"module:function, or one that is built in: {', '.join(names(REWARDS))}"
             )
         return
@@ -152,10 +152,10 @@ def _is_number(value: Any) -> bool:
 def _finite(value: Any, what: str) -> float:
     plain = _plain(value)
     if not isinstance(plain, numbers.Real):
-        raise ValueError(f"{what} {_short(value)}, and no number")
+        raise ValueError(f"{what} {_short(value)}, which is not a number")
     number = float(plain)
     if not math.isfinite(number):
-        raise ValueError(f"{what} {number}, and no finite number")
+        raise ValueError(f"{what} {number}, which is not finite")
     return number
 
 
@@ -166,7 +166,7 @@ def _plain(value: Any) -> Any:
 
 def _short(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text)} characters)"
+    return text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}… ({len(text)} characters)"
 
 
 def _shown(rollouts: Sequence[Rollout]) -> str:

@@ -1,8 +1,8 @@
-r"""Whether two mathematical expressions mean the same, through math-verify in processes of its own.
+r"""Equivalence of two mathematical expressions, by math-verify in worker processes.
 
-Parsing and simplifying what a policy wrote may take for ever or all memory (``9^{9^{9}}``), inside calls that no signal
-and no thread can end. So it runs in worker processes that can be killed, a handful for the whole program, each started
-when it is first needed. A worker ends with the process that started it.
+Parsing and simplifying an expression of a policy may take unlimited time or memory (``9^{9^{9}}``), in calls that neither
+a signal nor a thread can interrupt. So it runs in worker processes that can be killed: a small pool for the whole
+program, each process started when first needed. A worker ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ import time
 from agentrl.rewards.math_worker import READABLE, READY, SAME, UNREADABLE
 
 LIMIT_S = 6.0
-"""Seconds for one pair of expressions; math-verify's own limits, each of 2 s, mostly strike before."""
+"""Seconds for one pair of expressions; math-verify's own limits, of 2 s each, mostly apply first."""
 START_S = 120.0
 """Seconds a worker may take to import its libraries."""
 WORKERS = max(2, min(8, os.cpu_count() or 1))
-"""Worker processes at most."""
+"""Maximal number of worker processes."""
 
 
 def equivalent(answer: str, label: str) -> bool:
-    r"""Return whether two expressions, LaTeX or plain, mean the same: ``\frac{1}{2}`` and ``0.5`` do.
+    r"""Return whether two expressions, LaTeX or plain, are equivalent: ``\frac{1}{2}`` and ``0.5`` are.
 
-    An answer that cannot be read, or not compared within `LIMIT_S`, is not equivalent: it is the policy's to be clear.
-    May be called from any thread, and blocks it.
+    An answer that cannot be parsed, or not compared within `LIMIT_S`, is not equivalent. May be called from any thread, and
+    blocks it.
 
     Raises:
-        ValueError: the label cannot be read.
+        ValueError: the label cannot be parsed.
         RuntimeError: a worker does not start.
 
     """
     return _POOL.equivalent(answer, label)
 
 
-class Workers:
+class WorkerPool:
     """A pool of worker processes.
 
     Args:
-        size: processes at most; further callers wait.
+        size: maximal number of processes; further callers wait.
         limit_s: seconds for one pair of expressions.
 
     """
@@ -58,19 +58,19 @@ class Workers:
         atexit.register(self.close)
 
     def equivalent(self, answer: str, label: str) -> bool:
-        """Return whether the expressions mean the same; see the function of that name."""
+        """Return whether the expressions are equivalent; see the function `equivalent`."""
         with self._slots:
             worker = self._take()
             try:
-                said = worker.compare(answer, label, self.limit_s)
+                verdict = worker.compare(answer, label, self.limit_s)
             except BaseException:
                 worker.kill()
                 raise
             if worker.alive:
                 self._idle.append(worker)
-        if said == UNREADABLE:
-            raise ValueError(f"the label {label!r} is no mathematical expression that can be read")
-        return said == SAME
+        if verdict == UNREADABLE:
+            raise ValueError(f"the label {label!r} is no mathematical expression that can be parsed")
+        return verdict == SAME
 
     def _take(self) -> _Worker:
         while self._idle:
@@ -80,7 +80,7 @@ class Workers:
         return _Worker()
 
     def close(self) -> None:
-        """End all idle workers. The pool may be used again."""
+        """End all idle workers. The pool can be used again."""
         while self._idle:
             self._idle.pop().kill()
 
@@ -97,33 +97,33 @@ class _Worker:
             start_new_session=True,  # Ctrl-C is for the run, not for its workers
         )
         self._buffer = b""
-        said = self._read(time.monotonic() + START_S)
-        if said != READY:
+        line = self._read(time.monotonic() + START_S)
+        if line != READY:
             self.kill()
-            raise RuntimeError(f"the worker for mathematics does not start: {said or 'it says nothing'}")
+            raise RuntimeError(f"the math worker does not start: {line or 'no output'}")
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
     def compare(self, answer: str, label: str, limit_s: float) -> str | None:
-        """Return the worker's verdict. One that dies or is late is killed: its verdict is None, or `UNREADABLE`
-        where it did not come as far as the answer.
+        """Return the worker's verdict. A worker that dies or times out is killed: the verdict is None, or `UNREADABLE` if
+        it had not parsed the label yet.
         """
         deadline = time.monotonic() + limit_s
         request = json.dumps({"answer": answer, "label": label}) + "\n"
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # a dead worker says nothing, as `_read` then shows
+        with contextlib.suppress(BrokenPipeError):  # of a dead worker, from which `_read` then returns None
             self._process.stdin.write(request.encode())
             self._process.stdin.flush()
         first = self._read(deadline)
-        said = self._read(deadline) if first == READABLE else UNREADABLE
-        if said is None or first is None:
+        verdict = self._read(deadline) if first == READABLE else UNREADABLE
+        if verdict is None or first is None:
             self.kill()
-        return said
+        return verdict
 
     def _read(self, deadline: float) -> str | None:
-        """Return the worker's next line, or None where it ended or said nothing in time."""
+        """Return the worker's next line, or None if it ended or printed none before the deadline."""
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         while b"\n" not in self._buffer:
@@ -146,4 +146,4 @@ class _Worker:
                 pipe.close()
 
 
-_POOL = Workers()
+_POOL = WorkerPool()

@@ -1,7 +1,7 @@
-"""The process behind `agentrl.rewards.math_equivalence`: reads pairs of expressions, says whether they mean the same.
+"""Worker process of `agentrl.rewards.math_equivalence`: compares pairs of expressions.
 
-A line of JSON ``{"answer", "label"}`` comes in; `UNREADABLE` goes out where the label cannot be read, else `READABLE`
-and then `SAME` or `DIFFERENT`.
+For each line of JSON ``{"answer", "label"}`` it prints `UNREADABLE` if the label cannot be parsed, otherwise `READABLE` and
+then `SAME` or `DIFFERENT`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ import sys
 from typing import Any
 
 READY, READABLE, UNREADABLE, SAME, DIFFERENT = "ready", "readable", "unreadable", "same", "different"
-"""The lines of the worker."""
+"""Lines that the worker prints."""
 _STEP_S = 2
-"""Seconds for reading an expression, and for comparing two: math-verify's own limits, by SIGALRM."""
+"""Seconds for parsing an expression, and for comparing two: math-verify's own limits, by SIGALRM."""
 _CPU_S = 30.0
-"""Processor seconds for one pair: more, and the kernel ends the process, whatever it is in and whether or not the
-process that asked still lives."""
+"""CPU seconds for one pair. Beyond it the kernel ends the process, in any state and even if the parent is gone."""
 _MEMORY = 4 << 30
-"""Bytes of address space: more, and Python says MemoryError."""
+"""Bytes of address space; beyond it Python raises MemoryError."""
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Serve pairs until the input ends."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries goes to standard error
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     try:
-        _same(_read("0.5"), r"\frac{1}{2}")  # imports and tables that the first pair would wait for
+        _same(_read("0.5"), r"\frac{1}{2}")  # imports and tables, before the first pair
     except ImportError as error:
         out.write(f"{error}; pip install math-verify\n")
         return
@@ -45,7 +44,7 @@ def main() -> None:
 
 
 def _read(text: str) -> list[Any]:
-    """Return the forms in which math-verify reads an expression; none where it cannot."""
+    """Return the forms as which math-verify parses an expression; none if it cannot."""
     from math_verify import parse
 
     try:

@@ -9,11 +9,11 @@ from fractions import Fraction
 from agentrl.rewards.answers import last_boxed
 
 _LONGEST = 300
-"""Digits and exponents past this are no answer to anything, and cost time."""
+"""Longest number, in characters, and largest exponent: beyond it parsing costs time, and no answer is as long."""
 _RELATIVE = Fraction(1, 10**9)
-"""What floats in a label may be off by."""
+"""Relative tolerance, for rounded floats in labels."""
 
-# Spaces are counted, not starred: what a policy says may be all spaces, and must not take time.
+# Runs of spaces are bounded: a text of only spaces must not take quadratic time.
 _ARGUMENT = r"(?:\{([^{}]*)\}|(\d))"
 _FRAC = rf"\\[dt]?frac\s{{0,3}}{_ARGUMENT}\s{{0,3}}{_ARGUMENT}"
 _POWER_OF_TEN = r"10\s?\^\s?(?:\{\s?([-+]?\d+)\s?\}|([-+]?\d+))"
@@ -32,7 +32,7 @@ _REWRITES = tuple(
 )
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
-    # Neither part of a word nor an index or exponent. A sign stands before a number, not between two: 10-5 has none.
+    # Not part of a word, an index or an exponent. A sign is one only before a number, not between two: 10-5 has none.
     rf"(?<![\w.^])(?<![_^]\{{)(?P<sign>(?<![\w)\]}}%])[-+])?"
     rf"(?:(?P<whole>\d+)\s{{1,3}}(?P<part>\d+)/(?P<parts>\d+)"
     rf"|(?P<top>{_DECIMAL})(?:\s?/\s?(?P<bottom>{_DECIMAL})|[eE](?P<exponent>[-+]?\d+))?)"
@@ -45,15 +45,15 @@ class Number:
     """A number, exactly as it was written."""
 
     value: Fraction
-    """Its value; of ``50%`` it is 50."""
+    """Value; 50 for ``50%``."""
     percent: bool
     """Whether a percent sign followed."""
 
 
 def last_number(text: str) -> Number | None:
-    r"""Return the last number in ``text`` (in its last ``\boxed{…}``, where that holds one), or None.
+    r"""Return the last number in ``text`` (in its last ``\boxed{…}``, if that contains one), or None.
 
-    None too where the last number is not one, such as ``1/0``.
+    None too if the last number is undefined, such as ``1/0``.
     """
     boxed = last_boxed(text)
     for part in (boxed, text):
@@ -63,14 +63,14 @@ def last_number(text: str) -> Number | None:
     return None
 
 
-def same_number(said: Number, right: Number) -> bool:
+def same_number(answer: Number, right: Number) -> bool:
     """Return whether two numbers are equal: whole numbers exactly, others up to the rounding of floats (1e-9).
 
-    Where just one of them is in percent, the other may be meant so (``50%`` is ``50``) or not (``50%`` is ``0.5``).
+    If only one of them has a percent sign, the other matches with (``50%`` is ``50``) and without it (``50%`` is ``0.5``).
     """
-    if said.percent == right.percent:
-        return _close(said.value, right.value)
-    share, plain = (said, right) if said.percent else (right, said)
+    if answer.percent == right.percent:
+        return _close(answer.value, right.value)
+    share, plain = (answer, right) if answer.percent else (right, answer)
     return _close(share.value, plain.value) or _close(share.value / 100, plain.value)
 
 

@@ -1,4 +1,4 @@
-"""What a reward function gets."""
+"""The argument of a reward function."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from agentrl.core.types import Rollout, StopReason, ToolResult, Turn
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One finished episode, for a reward function to look at. It changes nothing of it but by what it returns."""
+    """One finished episode, as a reward function receives it. Read-only: only the function's result has an effect."""
 
     prompt: str
     """The first prompt as text, as the policy saw it: chat template included."""
     response: str
-    """Everything after the prompt: what the policy said and, in several turns, what it was answered in between."""
+    """Everything after the prompt: the policy's turns, and the observations between them."""
     final: str
-    """What the policy said in its last turn, its end token left out; all of it was sampled. Empty if it said nothing."""
+    """The policy's last turn without its end token; only sampled text. Empty if there is none."""
     label: Any
-    """The right answer as the task has it (``data.label_key``), or None."""
+    """The task's right answer (``data.label_key``), or None."""
     metadata: Mapping[str, Any]
-    """The task's further facts (``data.metadata_key``)."""
+    """The task's metadata (``data.metadata_key``)."""
     prompt_id: str
     """The task's id; the samples of one group share it."""
     rollout_id: str
     """Unique in the run."""
     turns: tuple[Turn, ...]
-    """What was said and answered, turn by turn."""
+    """Actions and observations, turn by turn."""
     stop_reason: StopReason
     """Why the episode ended."""
     rollout: Rollout
-    """All there is, tokens and environment metrics included."""
+    """The whole rollout, with tokens and environment metrics."""
     tools: CallTool | None = field(default=None, repr=False, compare=False)
-    """Runs tools in the episode's sessions; see `call_tool`."""
+    """Function that runs tools in the episode's sessions; see `call_tool`."""
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any] | None = None) -> ToolResult:
-        """Run a tool of the run's servers in the episode's own session: files that the policy wrote are there.
+        """Run a tool of the run's servers in the episode's session: files that the policy wrote are there.
 
-        For an ``async def`` reward function. Sessions end when the reward is there.
+        For an ``async def`` reward function. Sessions end after the reward function has returned.
 
         Example::
 
@@ -50,7 +50,7 @@ class Sample:
                 return float(tests.content.strip() == "True")
 
         Raises:
-            ToolFailure, SandboxFailure: the server or the sandbox failed: the rollout is dropped, if this is not caught.
+            ToolFailure, SandboxFailure: the server or the sandbox failed. If it is not caught, the rollout is dropped.
         """
         if self.tools is None:
             raise ToolFailure(f"tool {name!r}: the sessions of episode {self.rollout_id} are closed")
@@ -58,7 +58,7 @@ class Sample:
 
     @classmethod
     def of(cls, rollout: Rollout, tools: CallTool | None = None) -> Sample:
-        """Return the sample of a rollout, with what runs tools in its episode's sessions where those are open."""
+        """Return the sample of a rollout; ``tools`` runs tools in its episode's sessions, while those are open."""
         return cls(
             prompt=rollout.prompt,
             response="".join(turn.action + turn.observation for turn in rollout.turns),

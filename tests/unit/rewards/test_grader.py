@@ -14,7 +14,7 @@ from agentrl.config.load import load_config
 from agentrl.config.reward import RewardConfig
 from agentrl.core.errors import ConfigError, RunStopped, UnknownNameError
 from agentrl.core.types import FailureKind
-from agentrl.rewards.function_runner import THREADS, RewardCall, wants_group
+from agentrl.rewards.function_runner import THREADS, FunctionRunner, takes_group
 from agentrl.rewards.grader import RewardGrader, check_reward, make_grader
 
 HEAD = "import asyncio, math, sys, threading, time\nfrom agentrl import Sample\nfrom collections.abc import Sequence\n"
@@ -78,14 +78,14 @@ FAULTS = {
     "async def score(sample): raise KeyError('label')": r"KeyError: 'label' \(my_rewards\.py:4\)",
     "def score(sample): sys.exit(3)": "SystemExit: 3",
     "def score(sample): raise StopIteration": "StopIteration",
-    "def score(sample): return math.nan": "it returned nan, and no finite number",
-    "def score(sample): return -math.inf": "it returned -inf, and no finite number",
-    "def score(sample): return '1'": "it returned '1', and no number",
-    "def score(sample): return None": "it returned None, and no number",
+    "def score(sample): return math.nan": "it returned nan, which is not finite",
+    "def score(sample): return -math.inf": "it returned -inf, which is not finite",
+    "def score(sample): return '1'": "it returned '1', which is not a number",
+    "def score(sample): return None": "it returned None, which is not a number",
     "def score(sample): return {'a': 1, 'b': 2}": "the keys a, b; set reward.key",
     "def score(samples): return 1.0": "must return a list of as many rewards, not 1.0",
     "def score(samples): return [1.0, 2.0]": "it got 1 samples and returned 2 rewards",
-    "def score(samples): return [None]": "it returned None, and no number",
+    "def score(samples): return [None]": "it returned None, which is not a number",
     "def score(sample): time.sleep(9)": "TimeoutError: it took longer than reward.timeout_s=0.2",
     "async def score(sample): await asyncio.sleep(9)": "TimeoutError: it took longer than reward.timeout_s=0.2",
     "def score(sample): raise TimeoutError('the server is slow')": "TimeoutError: the server is slow",
@@ -134,7 +134,7 @@ def test_a_fault_concerns_only_the_sample_it_is_of(grader, rollout):
     [
         ("{'acc': 1, 'len': 2}", "score", "the keys acc, len, and no 'score'; change reward.key=score"),
         ("{'acc': float('nan')}", "acc", "its 'acc' is nan"),
-        ("{'acc': 'high'}", "acc", "its 'acc' is 'high', and no number"),
+        ("{'acc': 'high'}", "acc", "its 'acc' is 'high', which is not a number"),
         ("{'acc': 1, 'len': float('inf')}", "acc", "its 'len' is inf"),
         ("{}", "acc", "the keys none"),
     ],
@@ -146,7 +146,7 @@ def test_a_mapping_that_does_not_fit(grader, rollout, body, key, message):
 
 def test_a_late_thread_takes_no_place_from_later_calls():
     block = threading.Event()
-    call = RewardCall(lambda sample: block.wait(30) if sample == "slow" else 1.0, "f", 0.1)
+    call = FunctionRunner(lambda sample: block.wait(30) if sample == "slow" else 1.0, "f", 0.1)
 
     async def main():
         slow = [call(["slow"]) for _ in range(2 * THREADS)]
@@ -166,7 +166,7 @@ def test_plain_functions_run_beside_each_other():
     async def main():
         return await asyncio.gather(*(call([index]) for index in range(THREADS)))
 
-    call = RewardCall(lambda sample: meeting.wait() >= 0, "f", 30)
+    call = FunctionRunner(lambda sample: meeting.wait() >= 0, "f", 30)
     assert asyncio.run(main()) == [True] * THREADS
 
 
@@ -177,7 +177,7 @@ def test_what_counts_as_a_group():
     def one(sample: Sample): ...
     def bare(x, weight=1.0): ...
 
-    assert [wants_group(f, "f") for f in (named, annotated, sequence, one, bare)] == [True, True, True, False, False]
+    assert [takes_group(f, "f") for f in (named, annotated, sequence, one, bare)] == [True, True, True, False, False]
 
 
 @pytest.mark.parametrize("body", ["def score(): ...", "def score(a, b): ...", "def score(sample, *, extra): ..."])

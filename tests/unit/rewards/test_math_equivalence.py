@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from agentrl.rewards.math_equivalence import Workers
+from agentrl.rewards.math_equivalence import WorkerPool
 
 
 @pytest.fixture(scope="module")
 def workers():
-    pool = Workers(size=2)
+    pool = WorkerPool(size=2)
     yield pool
     pool.close()
 
@@ -56,7 +56,7 @@ def test_many_threads_share_few_processes(workers):
 
 def test_what_takes_too_long_is_wrong_and_its_process_is_gone():
     before = {child.pid for child in children()}
-    pool = Workers(size=1, limit_s=0.3)
+    pool = WorkerPool(size=1, limit_s=0.3)
     try:
         assert pool.equivalent("9^{9^{9^{9}}}", "3") is False
         assert {child.pid for child in children()} == before, "killed, and waited for"
