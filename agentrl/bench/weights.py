@@ -21,9 +21,9 @@ from agentrl.core.errors import ConfigError
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.launcher import EngineSpec, visible_gpus
 from agentrl.inference.launch.processes import EngineProcess
-from agentrl.learner.base import HeldBucket, LearnerGroup
+from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.learner.export.bucket import NamedTensors
-from agentrl.learner.export.single_process import Outgoing
+from agentrl.learner.export.exporter import WeightExporter
 from agentrl.models.random_models import Shape, find_shape, make_folder, parameter_shapes
 from agentrl.models.resolve import resolve_model
 from agentrl.weight_sync.registry import TRANSPORTS, make_sync
@@ -69,7 +69,7 @@ class SyncFigures:
         return self.bytes / self.send_s
 
 
-class RandomLearner(Outgoing):
+class RandomLearner(WeightExporter):
     """Random weights in float32, as a learner of one rank has them, and a watch on where their sending spends time."""
 
     def __init__(self, shape: Shape, device: torch.device, seed: int) -> None:
@@ -83,7 +83,7 @@ class RandomLearner(Outgoing):
         self.gather_s = self.send_s = 0.0
         self._device = device
 
-    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
         """Iterate over the weights; see `LearnerGroup.buckets`."""
         self.gather_s = self.send_s = 0.0
         buckets = super().buckets(bucket_bytes, dtype)

@@ -1,4 +1,4 @@
-"""One learner rank in a process of its own. torch is imported when the actor sets itself up, not before."""
+"""The Ray actor of one learner rank. It imports torch only when it is set up, so that it starts fast."""
 
 from __future__ import annotations
 
@@ -15,67 +15,66 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.distributed.base import TensorSpec, WeightGroup
 
 if TYPE_CHECKING:
-    from agentrl.batch.microbatch import GlobalBatch
-    from agentrl.learner.base import LearnerRank, RowLogprobs
-    from agentrl.learner.export.broadcaster import SendingPlace
-    from agentrl.learner.export.bucket import RankBucket
+    from agentrl.learner.base import LearnerRank, WeightBucket
+    from agentrl.learner.export.exporter import WeightExporter
 
 LOOPBACK = "127.0.0.1"
 BucketHead = tuple[tuple[TensorSpec, ...], bool]
-"""What is in a bucket, and whether it is the last."""
+"""The tensors of a bucket, and whether it is the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What an actor needs to become a rank."""
+    """The arguments of `LearnerActor.set_up` that all ranks share."""
 
     folder: Path
-    """The model."""
+    """Hugging Face folder of the model."""
     learner: LearnerConfig
-    """How to train."""
+    """Precision, optimizer, sharding."""
     algo: AlgoConfig
-    """The loss."""
+    """The algorithm, whose loss the ranks compute."""
     seed: int
-    """Of random states; each rank adds its number."""
+    """Seed of random states; each rank adds its rank."""
     device: str
     """``cpu`` or ``cuda``."""
     reference: Path | None = None
-    """The reference policy, where the loss needs one."""
+    """Folder of the reference policy, if the loss needs one."""
 
 
 class LearnerActor:
-    """Holds one `LearnerRank`. Methods are called on all ranks in the same order."""
+    """Holds one `LearnerRank` and its `WeightExporter`. Methods are called on all ranks in the same order."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank = rank
         self._ranks = ranks
         self._store: Any = None
         self._learner: LearnerRank
-        self._buckets: Iterator[RankBucket] = iter(())
-        self._bucket: RankBucket | None = None
-        self._sending: SendingPlace | None = None
+        self._exporter: WeightExporter
+        self._buckets: Iterator[WeightBucket] = iter(())
+        self._bucket: WeightBucket | None = None
 
     def node(self) -> str:
-        """Return the address of the machine this runs on, and import what set-up will need."""
+        """Return the IP address of this machine, and import what `set_up` will need."""
         import agentrl.learner.fsdp.rank  # noqa: F401
 
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return address
 
     def open_store(self, host: str) -> int:
-        """On rank 0: open the ranks' meeting point on any free port, and return it."""
+        """On rank 0: open the process group's store on any free port, and return the port."""
         from torch._C._distributed_c10d import TCPStore
 
         self._store = TCPStore(host, 0, self._ranks, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
     def set_up(self, spec: RankSpec, host: str, port: int, same_machine: bool) -> None:
-        """Meet the other ranks, load and shard the model."""
+        """Join the process group, then load and shard the model."""
         import torch.distributed as dist
         from torch._C._distributed_c10d import TCPStore
 
         from agentrl.distributed.network_interface import gloo_on
         from agentrl.learner.device import collectives, pick_device
+        from agentrl.learner.export.exporter import WeightExporter
         from agentrl.learner.registry import make_rank
 
         if self._store is None:
@@ -92,81 +91,39 @@ class LearnerActor:
             self._learner = make_rank(
                 spec.folder, spec.learner, spec.algo, device=device, seed=spec.seed, reference=spec.reference
             )
+        self._exporter = WeightExporter(self._learner)
 
-    def train_step(self, batch: GlobalBatch) -> dict[str, float]:
-        """See `LearnerRank.train_step`."""
-        return self._learner.train_step(batch)
-
-    def logprobs(self, batch: GlobalBatch, policy: str) -> RowLogprobs:
-        """See `LearnerRank.logprobs`."""
-        return self._learner.logprobs(batch, policy)
+    def call_rank(self, method: str, *args: Any) -> Any:
+        """Call a method of the `LearnerRank`."""
+        if method == "sleep":  # the bucket's memory is released too
+            self._buckets, self._bucket = iter(()), None
+        return getattr(self._learner, method)(*args)
 
     def first_bucket(self, bucket_bytes: int, dtype: str | None) -> BucketHead | None:
-        """Begin to go through the weights; see `next_bucket`."""
-        from agentrl.learner.export.bucket import held_buckets
-
+        """Start to iterate over the weights; see `next_bucket`."""
         self._bucket = None
-        self._buckets = held_buckets(self._learner, bucket_bytes, dtype)
+        self._buckets = self._exporter.buckets(bucket_bytes, dtype)
         return self.next_bucket()
 
     def next_bucket(self) -> BucketHead | None:
-        """Hold the next bucket in place of the one before, and say what is in it; None after the last."""
+        """Gather the next bucket in place of the current one, and return its head; None after the last."""
         self._bucket = next(self._buckets, None)
         return None if self._bucket is None else (tuple(self._bucket.specs), self._bucket.last)
 
-    def bucket_bytes(self) -> Any:
-        """Return the bucket's memory as an array."""
-        return self._held().on_cpu().numpy()
-
-    def save_bucket(self, file: Path) -> None:
-        """See `HeldBucket.save`."""
-        self._held().save(file)
-
-    def share_bucket(self) -> str:
-        """See `HeldBucket.share`."""
-        return self._held().share()
-
-    def broadcast_bucket(self) -> None:
-        """See `HeldBucket.broadcast`."""
-        self._place().broadcast([tensor for _, tensor in self._held().held()])
+    def call_bucket(self, method: str, *args: Any) -> Any:
+        """Call a method of the current `RankBucket`. Tensors are returned as arrays, which Ray does not copy."""
+        result = getattr(self._bucket, method)(*args)
+        return result.numpy() if method == "cpu_bytes" else result
 
     def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
         """See `LearnerGroup.open_group`."""
-        return self._place().open(urls, size, backend, timeout_s)
+        return self._exporter.open_group(urls, size, backend, timeout_s)
 
     def join_group(self, group: WeightGroup) -> None:
         """See `LearnerGroup.join_group`."""
-        self._place().join(group)
+        self._exporter.join_group(group)
 
     @ray.method(concurrency_group="leaving")
     def leave_group(self) -> None:
-        """See `LearnerGroup.leave_group`. It runs in a thread of its own, beside what it breaks off."""
-        if self._sending is not None:
-            self._sending.leave()
-
-    def _held(self) -> RankBucket:
-        assert self._bucket is not None
-        return self._bucket
-
-    def _place(self) -> SendingPlace:
-        from agentrl.learner.export.broadcaster import SendingPlace
-
-        self._sending = self._sending or SendingPlace()
-        return self._sending
-
-    def sleep(self) -> None:
-        """See `LearnerRank.sleep`."""
-        self._buckets, self._bucket = iter(()), None
-        self._learner.sleep()
-
-    def wake(self) -> None:
-        """See `LearnerRank.wake`."""
-        self._learner.wake()
-
-    def save(self, folder: Path) -> None:
-        """See `LearnerRank.save`."""
-        self._learner.save(folder)
-
-    def load(self, folder: Path) -> None:
-        """See `LearnerRank.load`."""
-        self._learner.load(folder)
+        """See `LearnerGroup.leave_group`. Runs in a separate thread, concurrently with the call that it interrupts."""
+        self._exporter.leave_group()

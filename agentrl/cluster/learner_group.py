@@ -23,7 +23,7 @@ from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import AgentrlError, LearnerError
 from agentrl.distributed.base import TensorSpec, WeightGroup
-from agentrl.learner.base import HeldBucket, RowLogprobs
+from agentrl.learner.base import RowLogprobs, WeightBucket
 from agentrl.learner.export.bucket import views
 from agentrl.obs.waiting import waiting
 
@@ -97,10 +97,10 @@ class RayLearnerGroup:
         self._log = log
         self._over: str | None = None
         self._is_ready = False
-        self._turn = 0
-        """Buckets taken so far."""
+        self._bucket_number = 0
+        """Number of the current bucket, counted over all iterations."""
         self._group_s = 0.0
-        """Seconds that joining the group of weights, or a tensor in it, may take."""
+        """Seconds that joining the broadcast group, or a broadcast in it, may take."""
         ranks = spec.learner.ranks
         options: dict[str, Any] = {"num_gpus": int(spec.device == "cuda"), "concurrency_groups": {"leaving": 1}}
         actor: Any = ray.remote(num_cpus=1, max_restarts=0, **options)(LearnerActor)
@@ -143,32 +143,33 @@ class RayLearnerGroup:
         """Take one optimizer step; see `LearnerGroup.train_step`. The ranks stay usable after a refused batch."""
         batch, metrics = admit(batch)
         # Ray copies CPU tensors: 0.06 s for a batch of 512,000 tokens (22 MB), 0.04 s more than as NumPy arrays.
-        reduced: dict[str, float] = self._call("train_step", [(share,) for share in self._shares(batch)])[0]
+        reduced: dict[str, float] = self._call_ranks("train_step", [(share,) for share in self._shares(batch)])[0]
         return metrics | reduced
 
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
         """Return log-probabilities by row; see `LearnerGroup.logprobs`."""
         found: RowLogprobs = {}
-        for share in self._call("logprobs", [(share, policy) for share in self._shares(batch)]):
+        for share in self._call_ranks("logprobs", [(share, policy) for share in self._shares(batch)]):
             found |= share
         return found
 
-    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
         """Iterate over the weights; see `LearnerGroup.buckets`."""
         head = self._call("first_bucket", [(bucket_bytes, dtype)] * len(self._actors))[0]
         while head is not None:
-            self._turn += 1
-            yield RayBucket(self, self._turn, *head)
+            self._bucket_number += 1
+            yield RayBucket(self, self._bucket_number, *head)
             head = self._call("next_bucket")[0]
 
-    def of_bucket(self, turn: int, method: str, *args: Any, ranks: int | None = None) -> list[Any]:
-        """Call a method about the bucket that is held, on the first ``ranks`` ranks or on all."""
-        assert turn == self._turn, "the bucket is not held any more: the next one was asked for"
-        limit_s = self._group_s + GRACE_S if method == "broadcast_bucket" else 0.0
-        return self._call(method, [args] * (ranks or len(self._actors)), at_least_s=limit_s)
+    def call_bucket(self, number: int, method: str, *args: Any, ranks: int | None = None) -> list[Any]:
+        """Call a method of the current bucket on the first ``ranks`` ranks, or on all; return the results by rank."""
+        assert number == self._bucket_number, "the bucket is no longer held: the next one was requested"
+        limit_s = self._group_s + GRACE_S if method == "broadcast" else 0.0
+        arguments = [(method, *args)] * (ranks or len(self._actors))
+        return self._call("call_bucket", arguments, phase=f"{method} of a bucket", at_least_s=limit_s)
 
     def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
-        """Open a group's meeting point; see `LearnerGroup.open_group`."""
+        """Open a group's store; see `LearnerGroup.open_group`."""
         self._group_s = timeout_s
         group: WeightGroup = self._call("open_group", [(list(urls), size, backend, timeout_s)])[0]
         return group
@@ -178,27 +179,27 @@ class RayLearnerGroup:
         self._call("join_group", [(group,)], at_least_s=self._group_s + GRACE_S)
 
     def leave_group(self) -> None:
-        """Leave the group; see `LearnerGroup.leave_group`. With a rank that is gone, the group is too."""
+        """Leave the group; see `LearnerGroup.leave_group`. If the rank is lost, so is its place in the group."""
         if self._is_ready and self._over is None and self._actors:
             with suppress(RayError):
                 ray.get(self._actors[0].leave_group.remote(), timeout=GRACE_S)
 
     def sleep(self) -> None:
-        """Give the device's memory back, that of a bucket too; see `LearnerGroup.sleep`."""
-        self._turn += 1
-        self._call("sleep")
+        """Release the device's memory, including that of a bucket; see `LearnerGroup.sleep`."""
+        self._bucket_number += 1
+        self._call_ranks("sleep")
 
     def wake(self) -> None:
-        """Take it again; see `LearnerGroup.wake`."""
-        self._call("wake")
+        """Restore the device's memory; see `LearnerGroup.wake`."""
+        self._call_ranks("wake")
 
     def save(self, folder: Path) -> None:
         """Write the state; see `LearnerGroup.save`."""
-        self._call("save", [(folder.absolute(),)] * len(self._actors))
+        self._call_ranks("save", [(folder.absolute(),)] * len(self._actors))
 
     def load(self, folder: Path) -> None:
         """Read the state; see `LearnerGroup.load`."""
-        self._call("load", [(folder.absolute(),)] * len(self._actors))
+        self._call_ranks("load", [(folder.absolute(),)] * len(self._actors))
 
     def close(self) -> None:
         """End the ranks, and Ray if it was started for them. Safe to call again."""
@@ -213,16 +214,29 @@ class RayLearnerGroup:
         assert len(batch.micro) == ranks, f"a batch for {len(batch.micro)} ranks came to a learner of {ranks}"
         return [batch.for_rank(rank) for rank in range(ranks)]
 
+    def _call_ranks(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Call a method of every `LearnerRank`, with ``arguments`` by rank; return the results by rank."""
+        arguments = arguments or [()] * len(self._actors)
+        return self._call("call_rank", [(method, *args) for args in arguments], phase=method)
+
     def _call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, at_least_s: float = 0.0
+        self,
+        method: str,
+        arguments: Sequence[tuple[Any, ...]] | None = None,
+        *,
+        phase: str | None = None,
+        at_least_s: float = 0.0,
     ) -> list[Any]:
-        """Call a method on every rank, or on the first ones by ``arguments``; return their results by rank."""
+        """Call a method of all actors, or of the first ones with ``arguments`` by rank; return the results by rank.
+
+        Messages call it ``phase``. The time limit is ``learner.step_timeout_s``, and ``at_least_s``.
+        """
         self.ready()
         self._check_over()
         arguments = arguments or [()] * len(self._actors)
         refs = [getattr(actor, method).remote(*args) for actor, args in zip(self._actors, arguments, strict=False)]
         limit = time.monotonic() + max(self._spec.learner.step_timeout_s, at_least_s)
-        return self._gather(refs, method, limit, "learner.step_timeout_s")
+        return self._gather(refs, phase or method, limit, "learner.step_timeout_s")
 
     def _check_over(self) -> None:
         if self._over is not None:
@@ -272,33 +286,33 @@ class RayLearnerGroup:
 
 
 class RayBucket:
-    """Implements `agentrl.learner.base.HeldBucket`: every rank holds one like it."""
+    """Implements `agentrl.learner.base.WeightBucket` on the driver: every rank holds the bucket."""
 
-    def __init__(self, group: RayLearnerGroup, turn: int, specs: Sequence[TensorSpec], last: bool) -> None:
-        """Stand for the bucket that was taken as number ``turn``."""
+    def __init__(self, group: RayLearnerGroup, number: int, specs: Sequence[TensorSpec], last: bool) -> None:
+        """Refer to the bucket with ``number``, counted over all iterations."""
         self._group = group
-        self._turn = turn
+        self._number = number
         self.specs = specs
         self.last = last
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the weights on the CPU; see `HeldBucket.tensors`."""
-        [flat] = self._group.of_bucket(self._turn, "bucket_bytes", ranks=1)
+        """Return the weights on the CPU; see `WeightBucket.tensors`."""
+        [flat] = self._group.call_bucket(self._number, "cpu_bytes", ranks=1)
         with warnings.catch_warnings():  # Ray's memory is read-only, and nothing writes to it
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return views(self.specs, torch.from_numpy(flat))
 
     def save(self, file: Path) -> None:
-        """Have rank 0 write them; see `HeldBucket.save`."""
-        self._group.of_bucket(self._turn, "save_bucket", file.absolute(), ranks=1)
+        """Write the weights from rank 0; see `WeightBucket.save`."""
+        self._group.call_bucket(self._number, "save", file.absolute(), ranks=1)
 
     def broadcast(self) -> None:
-        """Have rank 0 send them; see `HeldBucket.broadcast`."""
-        self._group.of_bucket(self._turn, "broadcast_bucket", ranks=1)
+        """Send the weights from rank 0; see `WeightBucket.broadcast`."""
+        self._group.call_bucket(self._number, "broadcast", ranks=1)
 
     def share(self) -> list[str]:
-        """Return by rank what opens them; see `HeldBucket.share`."""
-        return self._group.of_bucket(self._turn, "share_bucket")
+        """Return the handles by rank; see `WeightBucket.share`."""
+        return [handle for handles in self._group.call_bucket(self._number, "share") for handle in handles]
 
 
 def _lost(ref: Any) -> bool:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from threading import Lock, Thread
@@ -24,6 +23,7 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from agentrl.core.errors import EngineError
 from agentrl.distributed.base import WeightGroup
+from agentrl.distributed.network_interface import gloo_on
 
 _LOOPBACK = "127.0.0.1"
 _CLOSE_S = 5.0
@@ -89,7 +89,7 @@ class BroadcastGroup:
             device = next(iter(BackendConfig(Backend(group.backend)).get_device_backend_map()))
             for prefix in (group.name, f"{group.name}/", f"{device}/"):
                 store = PrefixStore(prefix, store)
-            with _interface(group.host):
+            with gloo_on(group.host):
                 return cls(_make(group, store, rank, timeout), group, timeout_s)
         except (RuntimeError, ValueError, ImportError) as error:
             raise EngineError(
@@ -181,20 +181,6 @@ def _make(group: WeightGroup, store: Store, rank: int, timeout: timedelta) -> An
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 
     return ProcessGroupGloo(store, rank, group.size, timeout=timeout)
-
-
-@contextmanager
-def _interface(host: str) -> Iterator[None]:
-    """Keep gloo to the loopback where the group is on one machine; it would take the host name's address."""
-    name = "GLOO_SOCKET_IFNAME"
-    if host != _LOOPBACK or sys.platform != "linux" or name in os.environ:
-        yield
-        return
-    os.environ[name] = "lo"
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
 
 
 def _first_line(error: BaseException) -> str:

@@ -55,7 +55,7 @@ class EngineControl(Protocol):
     async def update_from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
         """Take one bucket of weights that lie on the engine's GPUs; otherwise as `update_from_tensors`.
 
-        ``handles`` are one for each of its ranks, see `HeldBucket.share`.
+        ``handles`` are one for each of its ranks, see `WeightBucket.share`.
         """
         ...
 

@@ -88,7 +88,7 @@ class LearnerRank(WeightSource, Protocol):
         ...
 
 
-class HeldBucket(Protocol):
+class WeightBucket(Protocol):
     """Some of the learner's weights, whole, held by every rank on its device until the next bucket is asked for.
 
     Methods block.
@@ -157,7 +157,7 @@ class LearnerGroup(Protocol):
         """
         ...
 
-    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
         """Iterate over the weights by Hugging Face name, tied ones once. Stopping early is allowed.
 
         Args:

@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from agentrl.core.atomic_files import partial_path, publish
 from agentrl.core.errors import CheckpointError
 from agentrl.learner.base import LearnerGroup
+from agentrl.learner.random_states import random_states, restore_random, states_from_json, states_to_json
 
 STATE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
@@ -60,7 +57,7 @@ class Checkpoints:
         part = partial_path(target)
         shutil.rmtree(part, ignore_errors=True)
         learner.save(part)
-        (part / STATE).write_text(json.dumps(state | {"random": random_states()}), encoding="utf-8")
+        (part / STATE).write_text(json.dumps(state | {"random": states_to_json(random_states())}), encoding="utf-8")
         publish(part, target)
         self._drop_old()
         return target
@@ -99,27 +96,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """
     try:
         state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        restore_random(state["random"])
+        restore_random(states_from_json(state["random"]))
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{checkpoint} is no whole checkpoint: {STATE}: {error!r}") from error
     return state
-
-
-def random_states() -> dict[str, Any]:
-    """Return this process's torch, NumPy and Python random states as JSON-able data."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    version, numbers, next_gauss = random.getstate()
-    return {
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss],
-        "python": [version, list(numbers), next_gauss],
-    }
-
-
-def restore_random(states: dict[str, Any]) -> None:
-    """Restore what `random_states` returned."""
-    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8))
-    kind, keys, position, has_gauss, gauss = states["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, gauss))
-    version, numbers, next_gauss = states["python"]
-    random.setstate((version, tuple(numbers), next_gauss))

@@ -14,14 +14,14 @@ from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.learner.base import RowLogprobs
 from agentrl.learner.device import collectives, pick_device
-from agentrl.learner.export.single_process import Outgoing
+from agentrl.learner.export.exporter import WeightExporter
 from agentrl.learner.registry import make_rank
 
 if TYPE_CHECKING:
     from agentrl.batch.microbatch import GlobalBatch
 
 
-class LocalLearnerGroup(Outgoing):
+class LocalLearnerGroup(WeightExporter):
     """Implements `agentrl.learner.base.LearnerGroup` with one rank in this process."""
 
     def __init__(

@@ -1,7 +1,7 @@
-"""What a rank has on its device, taken to the CPU and back while nobody computes with it.
+"""CPU offload of parameters, optimizer state and reference model while the learner sleeps.
 
-Only the memory behind the tensors goes: the tensors themselves stay, so that whatever refers to them (parameters,
-FSDP's shards, an optimizer's state) needs to know nothing.
+Only the storages are resized; the tensor objects stay, so that parameters, FSDP's shards and the optimizer's state keep
+their references.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Iterable
 import torch
 
 
-class Away:
-    """Contents of tensors. Memory on the CPU is kept from one absence to the next, pinned where the tensors are on a GPU."""
+class CpuOffload:
+    """Moves the contents of tensors to the CPU and back. The CPU memory is kept, and pinned for tensors on a GPU."""
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._contents: dict[int, torch.Tensor] = {}
-        """Bytes, by storage."""
+        """Bytes by storage."""
 
     def __bool__(self) -> bool:
-        """Whether anything is away."""
+        """Whether anything is offloaded."""
         return bool(self._storages)
 
-    def take(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy the contents and free the memory."""
+    def offload(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy the contents to the CPU and free the device's memory."""
         storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors}
         self._contents = {key: kept for key, kept in self._contents.items() if key in storages}
         for key, storage in storages.items():
@@ -38,8 +38,8 @@ class Away:
             self._storages[key] = storage
             storage.resize_(0)
 
-    def bring_back(self) -> None:
-        """Take memory again and fill it; where there is not enough, all stays away."""
+    def restore(self) -> None:
+        """Allocate the device's memory and copy the contents back; if there is not enough, everything stays offloaded."""
         try:
             for key, storage in self._storages.items():
                 kept = self._contents[key]
@@ -53,7 +53,7 @@ class Away:
         self._storages = {}
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that is away as one on the CPU, not to be written to; any other one as it is."""
+        """Return the read-only CPU copy of an offloaded tensor; any other tensor unchanged."""
         if _key(tensor) not in self._storages:
             return tensor
         flat = self._contents[_key(tensor)].view(tensor.dtype)
@@ -61,7 +61,7 @@ class Away:
 
 
 def _key(tensor: torch.Tensor) -> int:
-    """Identify a storage for as long as it lives; its address is 0 while it is away."""
+    """Identify a storage for its lifetime; its address is 0 while it is offloaded."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -70,6 +70,6 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _finish(storages: Iterable[torch.UntypedStorage]) -> None:
-    """Wait for copies under way."""
+    """Wait for asynchronous copies."""
     for device in {storage.device for storage in storages if storage.device.type == "cuda"}:
         torch.cuda.synchronize(device)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from agentrl.batch.microbatch import GlobalBatch
     from agentrl.core.types import RowKey
     from agentrl.distributed.base import WeightGroup
-    from agentrl.learner.base import HeldBucket
-    from agentrl.learner.export.single_process import Outgoing
+    from agentrl.learner.base import WeightBucket
+    from agentrl.learner.export.exporter import WeightExporter
 
 _FILE = "fake_learner.json"
 
@@ -37,7 +37,7 @@ class FakeLearner:
         self.closed = False
         self.asleep = False
         self._named = dict(weights or {})
-        self._outgoing: Outgoing | None = None
+        self._exporter: WeightExporter | None = None
         self._metrics = dict(metrics or {"loss": 0.0})
         self._fail_at = fail_at
 
@@ -64,7 +64,7 @@ class FakeLearner:
             for index, key in enumerate(micro.keys)
         }
 
-    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
         """Iterate over the weights in buckets of at most ``bucket_bytes``, one tensor at least."""
         return self._weights().buckets(bucket_bytes, dtype)
 
@@ -88,13 +88,13 @@ class FakeLearner:
         """Note it in ``asleep``."""
         self.asleep = False
 
-    def _weights(self) -> Outgoing:
-        if self._outgoing is None:
+    def _weights(self) -> WeightExporter:
+        if self._exporter is None:
             from agentrl.learner.export.bucket import NamedTensors
-            from agentrl.learner.export.single_process import Outgoing
+            from agentrl.learner.export.exporter import WeightExporter
 
-            self._outgoing = Outgoing(NamedTensors(self._named))
-        return self._outgoing
+            self._exporter = WeightExporter(NamedTensors(self._named))
+        return self._exporter
 
     def _check_awake(self) -> None:
         if self.asleep:

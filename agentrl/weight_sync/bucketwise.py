@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from agentrl.inference.base import EngineControl
-from agentrl.learner.base import HeldBucket, LearnerGroup
+from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.weight_sync.engines import Check, begin_all, give_up
 
 
@@ -54,6 +54,6 @@ class BucketwiseSync(ABC):
 
     @abstractmethod
     async def _send(
-        self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: HeldBucket, version: int, number: int
+        self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, number: int
     ) -> None:
         """Bring a bucket, ``number`` from 1 on, into all engines; afterwards nobody needs it any more."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from agentrl.core.errors import EngineError, LearnerError
 from agentrl.distributed.base import WeightGroup
 from agentrl.inference.base import EngineControl
-from agentrl.learner.base import HeldBucket, LearnerGroup
+from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.obs.waiting import waiting
 from agentrl.weight_sync.bucketwise import BucketwiseSync
 from agentrl.weight_sync.engines import begin_all, on_all
@@ -77,7 +77,7 @@ class DistributedSync(BucketwiseSync):
             await _leave(joined.learner, joined.engines, joined.group)
 
     async def _send(
-        self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: HeldBucket, version: int, number: int
+        self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, number: int
     ) -> None:
         phase = f"weights of version {version}, bucket {number}"
         kept = self._joined is not None and self._joined.has(learner, engines)
@@ -92,7 +92,7 @@ class DistributedSync(BucketwiseSync):
             await self._broadcast(await self._group(learner, engines), engines, bucket, version, phase)
 
     async def _broadcast(
-        self, group: WeightGroup, engines: Sequence[EngineControl], bucket: HeldBucket, version: int, phase: str
+        self, group: WeightGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, phase: str
     ) -> None:
         """Announce a bucket to all engines, then have it sent.
 

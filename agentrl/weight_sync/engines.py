@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from agentrl.core.errors import EngineError
 from agentrl.inference.base import EngineControl
-from agentrl.learner.base import HeldBucket
+from agentrl.learner.base import WeightBucket
 from agentrl.obs.waiting import waiting
 from agentrl.weight_sync.checksum import Checksums
 
@@ -54,7 +54,7 @@ class Check:
             return cls(mode)
         return cls(mode, set(await asyncio.gather(*(engine.checksum_kind() for engine in engines))))
 
-    async def note(self, bucket: HeldBucket) -> None:
+    async def note(self, bucket: WeightBucket) -> None:
         """Remember a bucket that is sent."""
         if self._mode == "checksum":
             await asyncio.to_thread(lambda: self._sums.add(bucket.tensors()))

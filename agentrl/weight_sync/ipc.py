@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from agentrl.core.errors import EngineError
 from agentrl.inference.base import EngineControl
-from agentrl.learner.base import HeldBucket, LearnerGroup
+from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.weight_sync.bucketwise import BucketwiseSync
 from agentrl.weight_sync.engines import on_all
 
@@ -19,7 +19,7 @@ class IpcSync(BucketwiseSync):
     """
 
     async def _send(
-        self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: HeldBucket, version: int, number: int
+        self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, number: int
     ) -> None:
         handles = await asyncio.to_thread(bucket.share)
 

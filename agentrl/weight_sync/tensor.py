@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from agentrl.inference.base import EngineControl
-from agentrl.learner.base import HeldBucket, LearnerGroup
+from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.weight_sync.bucketwise import BucketwiseSync
 from agentrl.weight_sync.engines import on_all
 
@@ -15,7 +15,7 @@ class TensorSync(BucketwiseSync):
     """Sends weights by value, which works between any two processes."""
 
     async def _send(
-        self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: HeldBucket, version: int, number: int
+        self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, number: int
     ) -> None:
         named = await asyncio.to_thread(bucket.tensors)
 

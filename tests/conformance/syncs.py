@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from agentrl.core.errors import LearnerError, SamplerError
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.client.weight_updates import pickle_tensors
-from agentrl.learner.base import HeldBucket
-from agentrl.learner.export.bucket import NamedTensors, held_buckets
-from agentrl.learner.export.single_process import LocalBucket, Outgoing
+from agentrl.learner.base import WeightBucket
+from agentrl.learner.export.bucket import NamedTensors, RankBucket
+from agentrl.learner.export.exporter import WeightExporter
 from agentrl.models.load import load_model
 from agentrl.weight_sync.registry import TRANSPORTS, make_sync
 
@@ -23,14 +23,13 @@ BUCKET = 40_000
 """Bytes: several buckets for the models here."""
 
 
-class ByValue(LocalBucket):
-    """Shares weights by value: on a CPU there are no handles."""
+def by_value(bucket: RankBucket) -> WeightBucket:
+    """Has the bucket share its weights by value: on a CPU there are no handles."""
+    bucket.share = lambda: [pickle_tensors(bucket.tensors())]  # type: ignore[method-assign]
+    return bucket
 
-    def share(self) -> list[str]:
-        return [pickle_tensors(self.tensors())]
 
-
-class Learner(Outgoing):
+class Learner(WeightExporter):
     """Has the weights of a model, in memory that it uses again; one change of them is one version.
 
     They are numbers that ``dtype`` knows, so that an engine computes with what the model computes with.
@@ -51,11 +50,11 @@ class Learner(Outgoing):
                 changed = parameter + 0.05 * torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(changed.to(self._dtype))
 
-    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
-        for number, bucket in enumerate(held_buckets(self._source, bucket_bytes, dtype)):
+    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
+        for number, bucket in enumerate(super().buckets(bucket_bytes, dtype)):
             if number == self.fail_at:
                 raise LearnerError("rank 1 died")
-            yield ByValue(bucket, self._place)
+            yield by_value(bucket)
 
 
 class Syncs:

@@ -18,7 +18,7 @@ from agentrl.config.algo import GrpoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import LearnerError
 from agentrl.learner.export.bucket import NamedTensors
-from agentrl.learner.export.single_process import Outgoing
+from agentrl.learner.export.exporter import WeightExporter
 from agentrl.learner.in_process import LocalLearnerGroup
 from tests.unit.learner.learners import make_batch, make_model, tensors
 
@@ -78,7 +78,7 @@ def test_another_process_opens_weights_where_they_are(opened):
     weights = {f"w{n}": torch.randn(n + 1, 1000, device="cuda") for n in range(20)} | {
         "one": torch.ones((), device="cuda")
     }
-    learner = Outgoing(NamedTensors(weights))
+    learner = WeightExporter(NamedTensors(weights))
     before = torch.cuda.memory_allocated()
     for turn in range(3):
         buckets = 0

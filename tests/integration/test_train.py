@@ -12,8 +12,9 @@ import pytest
 from shared_runs import IN_PROCESS_LEARNER, SMALL, Running, Services, agentrl, gone, here, metrics
 
 from agentrl.config.load import load_config
-from agentrl.learner.checkpoints import random_states, read_state
+from agentrl.learner.checkpoints import read_state
 from agentrl.learner.in_process import LocalLearnerGroup
+from agentrl.learner.random_states import random_states, states_to_json
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -145,7 +146,7 @@ def assert_states_come_back(checkpoint: Path, folder: Path) -> None:
     for name, state in random.items():
         assert (folder / "fresh" / "random" / name).read_bytes() != state, f"{name}: nothing is shown"
     restored = read_state(checkpoint)["random"]
-    assert json.loads(json.dumps(random_states())) == restored
+    assert json.loads(json.dumps(states_to_json(random_states()))) == restored
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from agentrl.core.types import Generation, Prompt, SamplingParams
 from agentrl.distributed.base import TensorSpec, WeightGroup
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.processes import EngineProcess, launch_embedded
-from agentrl.learner.base import HeldBucket
+from agentrl.learner.base import WeightBucket
 from agentrl.models.load import load_model
 from agentrl.weight_sync.base import WeightSync
 from agentrl.weight_sync.registry import TRANSPORTS, make_sync
@@ -157,7 +157,7 @@ class Striking(Learner):
 
     strike: Callable[[], None]
 
-    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
         for number, bucket in enumerate(super().buckets(bucket_bytes, dtype)):
             if number == 1:
                 self.strike()

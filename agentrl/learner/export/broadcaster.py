@@ -1,4 +1,4 @@
-"""Rank 0's place in the group through which weights go to the engines."""
+"""Rank 0 of the broadcast group through which weights are sent to the engines."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from agentrl.distributed.base import WeightGroup
 from agentrl.distributed.broadcast_group import BroadcastGroup, host_towards, open_store
 
 
-class SendingPlace:
-    """Opens a group, joins it as rank 0 and sends; `leave` may be called from another thread meanwhile."""
+class WeightBroadcaster:
+    """Opens a group, joins it as rank 0 and broadcasts; `leave` may be called concurrently from another thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._store: object = None
-        """The meeting point's server. It ends with this reference, and then whoever waits there fails."""
+        """The server of the group's store. It ends with this reference, and then processes that wait for it fail."""
         self._group: WeightGroup | None = None
         self._timeout_s = 0.0
         self._joined: BroadcastGroup | None = None
 
     def open(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
-        """Open the meeting point; see `LearnerGroup.open_group`. A group from before is left."""
+        """Open the store; see `LearnerGroup.open_group`. An earlier group is left."""
         self.leave()
         hosts = [host_towards(url) for url in urls]
         host = next((found for found in hosts if not found.startswith("127.")), "127.0.0.1")
@@ -48,7 +48,7 @@ class SendingPlace:
         raise EngineError(f"the group {group.name} was left while it was joined")
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send tensors; see `HeldBucket.broadcast`."""
+        """Broadcast tensors; see `WeightBucket.broadcast`."""
         joined = self._joined
         if joined is None:
             raise LearnerError("rank 0 has joined no group to send weights in")

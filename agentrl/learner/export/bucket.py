@@ -1,4 +1,4 @@
-"""Weights on their way out: in buckets, each of them one piece of memory of which the weights are views."""
+"""Buckets of whole weights: each is one block of memory of which the weights are views."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from safetensors.torch import save_file
 
 from agentrl.distributed.base import TensorSpec
 from agentrl.learner.base import WeightSource
+from agentrl.learner.export.broadcaster import WeightBroadcaster
 from agentrl.learner.export.cuda_ipc import SharedMemory
 
 ALIGNMENT = 16
-"""Bytes. Each weight begins at a multiple, which kernels that move several numbers at once want."""
+"""Bytes. Each weight begins at a multiple of it, as vectorized copies need."""
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Return what a tensor is."""
+    """Return name, dtype and shape of a tensor."""
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a bucket holds."""
+    """The weights of one bucket."""
 
     specs: tuple[TensorSpec, ...]
-    """In order."""
+    """In the order of their memory."""
     size: int
-    """Bytes, with what aligns the weights."""
+    """Bytes, with alignment."""
     last: bool
     """Whether no bucket follows."""
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Plan]:
-    """Divide weights into buckets of at most ``bucket_bytes``; a larger one makes one of its own."""
+    """Divide weights into buckets of at most ``bucket_bytes``; a larger weight gets a separate bucket."""
     parts: list[tuple[list[TensorSpec], int]] = []
     for spec in specs:
         if parts:
@@ -50,7 +51,7 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Plan]:
 
 
 def views(specs: Sequence[TensorSpec], flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Return the weights that lie one after the other in ``flat``, bytes."""
+    """Return the weights in ``flat``, uint8 bytes in which they follow each other, aligned."""
     found = []
     offset = 0
     for spec in specs:
@@ -61,37 +62,44 @@ def views(specs: Sequence[TensorSpec], flat: torch.Tensor) -> list[tuple[str, to
 
 
 class RankBucket:
-    """What a rank holds of the weights. Valid until the next one is asked for."""
+    """Implements `agentrl.learner.base.WeightBucket` on one rank. Valid until the next bucket is requested."""
 
-    def __init__(self, plan: Plan, memory: SharedMemory) -> None:
-        """Take over what lies in ``memory``."""
+    def __init__(self, plan: Plan, memory: SharedMemory, broadcaster: WeightBroadcaster) -> None:
+        """Hold the weights in ``memory``, to be sent by ``broadcaster``."""
         self.specs = plan.specs
         self.last = plan.last
         self._size = plan.size
         self._memory = memory
+        self._broadcaster = broadcaster
 
-    def held(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the weights where they are."""
+    def on_device(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the weights by name on the device where they were gathered."""
         return views(self.specs, self._memory.flat)
 
-    def on_cpu(self) -> torch.Tensor:
-        """Return the weights as bytes on the CPU, which the next bucket overwrites."""
+    def cpu_bytes(self) -> torch.Tensor:
+        """Return the weights as uint8 bytes on the CPU, which the next bucket overwrites."""
         return self._memory.on_cpu(self._size)
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weights on the CPU, where the next bucket overwrites them."""
-        return views(self.specs, self.on_cpu())
+        return views(self.specs, self.cpu_bytes())
 
     def save(self, file: Path) -> None:
         """Write the weights as safetensors."""
         save_file(dict(self.tensors()), file, metadata={"format": "pt"})
 
-    def share(self) -> str:
-        """Return what opens the weights in another process on this GPU; see `HeldBucket.share`."""
-        return self._memory.handles(self.held())
+    def broadcast(self) -> None:
+        """Send the weights; see `WeightBucket.broadcast`."""
+        self._broadcaster.broadcast([tensor for _, tensor in self.on_device()])
+
+    def share(self) -> list[str]:
+        """Return this rank's handle of the weights; see `WeightBucket.share`."""
+        return [self._memory.handles(self.on_device())]
 
 
-def held_buckets(source: WeightSource, bucket_bytes: int, dtype: str | None) -> Iterator[RankBucket]:
+def rank_buckets(
+    source: WeightSource, bucket_bytes: int, dtype: str | None, broadcaster: WeightBroadcaster
+) -> Iterator[RankBucket]:
     """Iterate over buckets, all in the same memory. Collective: every rank takes every bucket."""
     specs = [replace(spec, dtype=dtype or spec.dtype) for spec in source.specs()]
     plans = plan_buckets(specs, bucket_bytes)
@@ -99,30 +107,30 @@ def held_buckets(source: WeightSource, bucket_bytes: int, dtype: str | None) -> 
         return
     memory = SharedMemory.of(max(plan.size for plan in plans), source.gathers_on)
     for plan in plans:
-        bucket = RankBucket(plan, memory)
-        for name, view in bucket.held():
+        bucket = RankBucket(plan, memory, broadcaster)
+        for name, view in bucket.on_device():
             view.copy_(source.whole(name, view.dtype))
         yield bucket
 
 
 class NamedTensors:
-    """Implements `WeightSource` over tensors at hand."""
+    """Implements `WeightSource` over given tensors."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Read ``tensors`` anew for every bucket, so that they may change."""
+        """Read ``tensors`` again for every bucket, so that they may change."""
         self.tensors = tensors
 
     @property
     def gathers_on(self) -> torch.device:
-        """Return where the tensors are."""
+        """Return the tensors' device."""
         return next(iter(self.tensors.values())).device
 
     def specs(self) -> Sequence[TensorSpec]:
-        """Return what they are."""
+        """Return names, dtypes and shapes."""
         return [spec_of(*item) for item in self.tensors.items()]
 
     def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return one, cast."""
+        """Return one tensor, cast."""
         return self.tensors[name].detach().to(dtype)
 
 

@@ -1,13 +1,11 @@
-"""One rank of the FSDP2 learner. The process group must exist before it is made."""
+"""One rank of the FSDP2 learner. The process group must exist before it is constructed."""
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,7 +27,8 @@ from agentrl.learner.fsdp.model import PolicyModel, load_frozen, load_policy, sh
 from agentrl.learner.fsdp.optimizer import learning_rate, make_optimizers
 from agentrl.learner.fsdp.state import load_state, save_state
 from agentrl.learner.fsdp.step_metrics import StepMetrics
-from agentrl.learner.offload import Away
+from agentrl.learner.offload import CpuOffload
+from agentrl.learner.random_states import seed_everything
 from agentrl.models.reference_policy import check_reference
 
 
@@ -41,8 +40,8 @@ class FsdpRank:
         config: precision, optimizer, sharding.
         algo: the loss of ``rl`` batches.
         device: where this rank computes.
-        seed: of this rank's random states.
-        reference: the frozen policy, where the loss needs one. It is no part of the rank's state on disk.
+        seed: of the random states; the rank is added.
+        reference: the frozen policy, if the loss needs one. It is not saved in checkpoints.
 
     Raises:
         ConfigError: the reference reads other tokens than the policy.
@@ -69,7 +68,7 @@ class FsdpRank:
         self.model: PolicyModel = load_policy(folder, config).to(device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self._cpu_mesh = mesh if device.type == "cpu" else init_device_mesh("cpu", (dist.get_world_size(),))
-        self._away = Away()
+        self._offload = CpuOffload()
         self._fsdp = shard(self.model, mesh, config)
         self._parameters = dict(self.model.hf.named_parameters())
         self.policies = {"main": self.model}
@@ -150,7 +149,7 @@ class FsdpRank:
         return self.policies[name]
 
     def _update(self, lr_scale: float) -> dict[str, float]:
-        """Clip the gradient and step; the learning rate is that of the step now taken."""
+        """Clip the gradient and take an optimizer step, at the learning rate of this step."""
         norm_tensor = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
         norm = float(norm_tensor.full_tensor() if isinstance(norm_tensor, DTensor) else norm_tensor)
         if not math.isfinite(norm):
@@ -189,62 +188,62 @@ class FsdpRank:
 
     @property
     def gathers_on(self) -> torch.device:
-        """Where `whole` returns weights; see `LearnerRank.gathers_on`."""
-        return torch.device("cpu") if self._away else self.device
+        """The device of the weights that `whole` returns; see `LearnerRank.gathers_on`."""
+        return torch.device("cpu") if self._offload else self.device
 
     def specs(self) -> Sequence[TensorSpec]:
-        """Return what the weights are; see `LearnerRank.specs`."""
+        """Return names, dtypes and shapes of the weights; see `LearnerRank.specs`."""
         return [spec_of(name, parameter) for name, parameter in self._parameters.items()]
 
     @torch.no_grad()
     def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a weight, on this rank's device or while it sleeps on the CPU; see `LearnerRank.whole`."""
+        """Return a weight, on this rank's device, or on the CPU while it sleeps; see `LearnerRank.whole`."""
         data = self.present(self._parameters[name].detach()).to(dtype)
         return data.full_tensor() if isinstance(data, DTensor) else data
 
     def present(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the rank's state as one that can be read, which while it sleeps is on the CPU."""
-        if not self._away:
+        """Return a tensor of the rank's state in readable memory: while the rank sleeps, its copy on the CPU."""
+        if not self._offload:
             return tensor
         if not isinstance(tensor, DTensor):
-            return self._away.copy_of(tensor)
-        local = self._away.copy_of(tensor.to_local())
+            return self._offload.copy_of(tensor)
+        local = self._offload.copy_of(tensor.to_local())
         return DTensor.from_local(
             local, self._cpu_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
 
     @torch.no_grad()
     def sleep(self) -> None:
-        """Give the device's memory back; see `LearnerRank.sleep`."""
-        if self._away:
+        """Release the device's memory; see `LearnerRank.sleep`."""
+        if self._offload:
             return
         for model in self.policies.values():
             _reshard(model)
         self._zero_grad()
-        self._away.take(self._state())
+        self._offload.offload(self._state())
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Take the device's memory again; see `LearnerRank.wake`."""
+        """Restore the device's memory; see `LearnerRank.wake`."""
         try:
-            self._away.bring_back()
+            self._offload.restore()
         except torch.OutOfMemoryError as error:
             raise LearnerError(
-                "the learner sleeps on, as its GPU has not the memory that it gave back: "
-                f"{str(error).splitlines()[0]}; what else is there keeps too much while the learner has its turn"
+                "the learner stays offloaded, as its GPU no longer has the memory that it released: "
+                f"{str(error).splitlines()[0]}; another process keeps too much of it while the learner trains"
             ) from error
 
     @torch.no_grad()
     def _state(self) -> list[torch.Tensor]:
-        """Return the tensors that are this rank's share of weights, optimizer and reference."""
+        """Return this rank's shards of weights, optimizer states and reference."""
         tensors: list[torch.Tensor] = [p for model in self.policies.values() for p in model.parameters()]
         for optimizer in self.optimizers:
             tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
     def _check_awake(self) -> None:
-        if self._away:
+        if self._offload:
             raise LearnerError("the learner sleeps: its weights are on the CPU; wake it first")
 
     def save(self, folder: Path) -> None:
@@ -252,7 +251,7 @@ class FsdpRank:
         save_state(self, folder)
 
     def load(self, folder: Path) -> None:
-        """Go on from `save`; see `LearnerRank.load`."""
+        """Load what `save` wrote; see `LearnerRank.load`."""
         self._check_awake()
         load_state(self, folder)
 
@@ -269,14 +268,7 @@ def _at_mask(micro: MicroBatch) -> torch.Tensor:
 
 
 def _reshard(model: PolicyModel) -> None:
-    """After a forward pass without a backward pass the gathered weights still stand in the sharded ones' place."""
+    """Free gathered weights, which stay in place of the shards after a forward pass without a backward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def seed_everything(seed: int) -> None:
-    """Seed torch, NumPy's and Python's global generators."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)

@@ -1,23 +1,21 @@
-"""A rank's state on disk.
+"""Checkpoints of an FSDP rank.
 
 ::
 
     folder/
       model/         Hugging Face folder: float32 safetensors, configuration, the tokenizer's files
-      optimizer/     torch.distributed.checkpoint: loads on any number of ranks; not there before the first step
-      random/        one file a rank: torch, CUDA, NumPy and Python states
+      optimizer/     torch.distributed.checkpoint: loads on any number of ranks; absent before the first step
+      random/        one file per rank: torch, CUDA, NumPy and Python states
       learner.json   finished steps, optimizer, number of ranks, shapes of all weights; written last
 """
 
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -32,19 +30,37 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.utils._pytree import tree_map_only
 
+from agentrl.config.learner import LearnerConfig
 from agentrl.core.atomic_files import partial_path, publish
 from agentrl.core.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from agentrl.learner.fsdp.rank import FsdpRank
+from agentrl.learner.base import WeightSource
+from agentrl.learner.fsdp.model import PolicyModel
+from agentrl.learner.random_states import random_states, restore_random
 
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-"""What a model folder holds beside weights: configuration, tokenizer and chat template."""
+"""Files of a model folder other than weights: configuration, tokenizer and chat template."""
 NOT_COPIED = ("model.safetensors.index.json", "config.json")
 
 
-def save_state(rank: FsdpRank, folder: Path) -> None:
-    """Write ``folder`` beside its place and move it there once whole. Collective."""
+class SavedRank(WeightSource, Protocol):
+    """The state of a rank that is saved and loaded."""
+
+    config: LearnerConfig
+    device: torch.device
+    source: Path
+    """The model folder that the rank was loaded from; its tokenizer files are copied."""
+    model: PolicyModel
+    optimizers: list[torch.optim.Optimizer]
+    step: int
+    """Finished optimizer steps."""
+
+    def present(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the state in readable memory: the offloaded copy while the rank sleeps."""
+        ...
+
+
+def save_state(rank: SavedRank, folder: Path) -> None:
+    """Write ``folder`` atomically, as a partial folder that is renamed once complete. Collective."""
     part = partial_path(folder)
     if dist.get_rank() == 0:
         shutil.rmtree(part, ignore_errors=True)
@@ -65,8 +81,8 @@ def save_state(rank: FsdpRank, folder: Path) -> None:
     dist.barrier()
 
 
-def load_state(rank: FsdpRank, folder: Path) -> None:
-    """Take over weights, optimizer and random states. Collective.
+def load_state(rank: SavedRank, folder: Path) -> None:
+    """Load weights, optimizer and random states. Collective.
 
     Raises:
         CheckpointError: see `LearnerRank.load`.
@@ -82,7 +98,7 @@ def load_state(rank: FsdpRank, folder: Path) -> None:
         full = StateDictOptions(full_state_dict=True, strict=False)
         set_model_state_dict(rank.model, {f"hf.{name}": value for name, value in weights.items()}, options=full)
         states = _load_optimizers(rank, folder / "optimizer") if found["step"] else {}
-    except (Exception, CheckpointException) as error:  # of many kinds, and one that is no Exception
+    except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
         words = str(error).strip().splitlines() or ["no message"]
         raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {words[-1]}") from error
     for index, optimizer in enumerate(rank.optimizers):
@@ -94,8 +110,8 @@ def load_state(rank: FsdpRank, folder: Path) -> None:
     _restore_random(folder / "random" / f"rank_{dist.get_rank():05d}.pt", rank.device)
 
 
-def _whole_weights(rank: FsdpRank) -> dict[str, torch.Tensor]:
-    """Return all weights on the CPU of rank 0, and none on other ranks."""
+def _whole_weights(rank: SavedRank) -> dict[str, torch.Tensor]:
+    """Return all weights on the CPU of rank 0, and nothing on other ranks."""
     found = {}
     for spec in rank.specs():
         tensor = rank.whole(spec.name, getattr(torch, spec.dtype))
@@ -104,7 +120,7 @@ def _whole_weights(rank: FsdpRank) -> dict[str, torch.Tensor]:
     return found
 
 
-def _write_model(rank: FsdpRank, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+def _write_model(rank: SavedRank, tensors: dict[str, torch.Tensor], folder: Path) -> None:
     for pattern in COPIED:
         for file in rank.source.glob(pattern):
             if file.name not in NOT_COPIED:
@@ -115,18 +131,18 @@ def _write_model(rank: FsdpRank, tensors: dict[str, torch.Tensor], folder: Path)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _optimizer_states(rank: FsdpRank) -> dict[str, Any]:
-    """Return each optimizer's state by parameter name, sharded; made here where no step has been taken yet."""
+def _optimizer_states(rank: SavedRank) -> dict[str, Any]:
+    """Return each optimizer's state by parameter name, sharded; created here if no step has been taken yet."""
     return {str(i): get_optimizer_state_dict(rank.model, optimizer) for i, optimizer in enumerate(rank.optimizers)}
 
 
-def _load_optimizers(rank: FsdpRank, folder: Path) -> dict[str, Any]:
+def _load_optimizers(rank: SavedRank, folder: Path) -> dict[str, Any]:
     states = _optimizer_states(rank)
     load_sharded(states, checkpoint_id=folder)
     return states
 
 
-def _description(rank: FsdpRank) -> dict[str, Any]:
+def _description(rank: SavedRank) -> dict[str, Any]:
     return {
         "step": rank.step,
         "optimizer": rank.config.optimizer.name,
@@ -153,24 +169,14 @@ def _difference(found: Any, expected: Any) -> str:
 
 
 def _random_states(device: torch.device) -> dict[str, Any]:
-    kind, keys, *rest = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
-        "python": random.getstate(),
-    }
+    return random_states() | {"cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None}
 
 
 def _restore_random(file: Path, device: torch.device) -> None:
-    """Restore this rank's states; a rank that the writing run did not have keeps those of its seed."""
+    """Restore this rank's states; a rank that the saved run did not have keeps the state of its seed."""
     if not file.is_file():
         return
     states = torch.load(file, weights_only=True)
-    torch.set_rng_state(states["torch"])
+    restore_random(states)
     if device.type == "cuda" and states["cuda"] is not None:
         torch.cuda.set_rng_state(states["cuda"], device)
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))

@@ -10,7 +10,7 @@ import torch
 from agentrl.core.errors import EngineError, LearnerError
 from agentrl.distributed.broadcast_group import BroadcastGroup
 from agentrl.learner.export.bucket import NamedTensors
-from agentrl.learner.export.single_process import Outgoing
+from agentrl.learner.export.exporter import WeightExporter
 
 URLS = ["http://127.0.0.1:9", "http://127.0.0.1:10"]
 TIMEOUT_S = 60.0
@@ -24,12 +24,12 @@ def threads():
 
 @pytest.fixture
 def learner():
-    learner = Outgoing(NamedTensors({"a": torch.arange(4.0), "b": torch.ones(2, 3)}))
+    learner = WeightExporter(NamedTensors({"a": torch.arange(4.0), "b": torch.ones(2, 3)}))
     yield learner
     learner.leave_group()
 
 
-def joined(learner: Outgoing, threads: ThreadPoolExecutor) -> BroadcastGroup:
+def joined(learner: WeightExporter, threads: ThreadPoolExecutor) -> BroadcastGroup:
     group = learner.open_group(URLS[:1], 2, "gloo", TIMEOUT_S)
     assert (group.host, group.size, group.backend) == ("127.0.0.1", 2, "gloo")
     other = threads.submit(BroadcastGroup.join, group, 1, timeout_s=TIMEOUT_S)

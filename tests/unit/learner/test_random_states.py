@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
@@ -49,13 +50,13 @@ def test_load_brings_back_every_bit_of_every_state(learners, tmp_path):
 
 
 def test_the_drivers_states_come_back_too():
-    from agentrl.learner.checkpoints import random_states, restore_random
+    from agentrl.learner.random_states import random_states, restore_random, states_from_json, states_to_json
 
     draw(3)
     before, saved = states(), random_states()
     draw(2)
     assert states() != before
-    restore_random(saved)
+    restore_random(states_from_json(json.loads(json.dumps(states_to_json(saved)))))
     assert states() == before
 
 

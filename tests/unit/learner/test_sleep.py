@@ -94,7 +94,7 @@ def test_without_the_memory_to_wake_in_it_sleeps_on(learners, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("agentrl.learner.offload._bytes", full)
-        with pytest.raises(LearnerError, match=r"sleeps on.*Tried to allocate"):
+        with pytest.raises(LearnerError, match=r"stays offloaded.*Tried to allocate"):
             learner.wake()
     assert device_bytes(learner) == 0
     for _ in range(2):

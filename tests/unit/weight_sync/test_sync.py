@@ -17,23 +17,22 @@ from agentrl.distributed.base import TensorSpec, WeightGroup
 from agentrl.distributed.broadcast_group import BroadcastGroup
 from agentrl.inference.client.weight_updates import pickle_tensors
 from agentrl.inference.embedded.weights import read_named_tensors
-from agentrl.learner.base import HeldBucket
-from agentrl.learner.export.bucket import NamedTensors, held_buckets
-from agentrl.learner.export.single_process import LocalBucket, Outgoing
+from agentrl.learner.base import WeightBucket
+from agentrl.learner.export.bucket import NamedTensors, RankBucket
+from agentrl.learner.export.exporter import WeightExporter
 from agentrl.models.sglang_gpu_checksum import WordHash
 from agentrl.models.weight_checksum import digest, raw_bytes
 from agentrl.weight_sync.checksum import Checksums
 from agentrl.weight_sync.registry import TRANSPORTS, make_sync
 
 
-class ByValue(LocalBucket):
-    """Shares weights by value: on a CPU there are no handles."""
+def by_value(bucket: RankBucket) -> WeightBucket:
+    """Has the bucket share its weights by value: on a CPU there are no handles."""
+    bucket.share = lambda: [pickle_tensors(bucket.tensors())] * 2  # type: ignore[method-assign]
+    return bucket
 
-    def share(self) -> list[str]:
-        return [pickle_tensors(self.tensors())] * 2
 
-
-class BucketLearner(Outgoing):
+class BucketLearner(WeightExporter):
     """One rank with one tensor a bucket, all in the same memory."""
 
     def __init__(self, count: int = 3, fail_at: int | None = None) -> None:
@@ -41,12 +40,12 @@ class BucketLearner(Outgoing):
         self.fail_at = fail_at
         self.asked: list[tuple[int, str | None]] = []
 
-    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
         self.asked.append((bucket_bytes, dtype))
-        for number, bucket in enumerate(held_buckets(self._source, 9, dtype)):
+        for number, bucket in enumerate(super().buckets(9, dtype)):
             if number == self.fail_at:
                 raise LearnerError("rank 1 died")
-            yield ByValue(bucket, self._place)
+            yield by_value(bucket)
 
 
 class RecordingEngine:
@@ -238,7 +237,7 @@ def test_weights_are_cast_before_they_are_sent(tmp_path, transport):
 
 def test_each_rank_of_an_engine_gets_the_handle_of_the_learners_rank_on_its_gpu():
     class Ranked(BucketLearner):
-        def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+        def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
             for bucket in super().buckets(bucket_bytes, dtype):
                 bucket.share = lambda: [pickle_tensors([(f"rank{rank}", torch.ones(1))]) for rank in range(4)]
                 yield bucket
@@ -259,7 +258,7 @@ def test_each_rank_of_an_engine_gets_the_handle_of_the_learners_rank_on_its_gpu(
 
 def test_a_learner_that_cannot_send_is_what_is_blamed():
     class Sleeping(BucketLearner):
-        def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[HeldBucket]:
+        def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
             for bucket in super().buckets(bucket_bytes, dtype):
                 bucket.broadcast = self.refuse
                 yield bucket

@@ -1,0 +1,38 @@
+"""Weight export of one process: buckets of whole weights, and the broadcast group through which they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from agentrl.distributed.base import WeightGroup
+from agentrl.learner.base import WeightBucket, WeightSource
+from agentrl.learner.export.broadcaster import WeightBroadcaster
+from agentrl.learner.export.bucket import rank_buckets
+
+
+class WeightExporter:
+    """Implements the weight export of `agentrl.learner.base.LearnerGroup` for one process.
+
+    Used by every rank of a Ray learner, and a base class of in-process learners and of test and benchmark learners.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        """Export the weights of ``source``."""
+        self._source = source
+        self._broadcaster = WeightBroadcaster()
+
+    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
+        """Iterate over the weights; see `LearnerGroup.buckets`. Collective."""
+        return rank_buckets(self._source, bucket_bytes, dtype, self._broadcaster)
+
+    def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
+        """Open a group's store; see `LearnerGroup.open_group`."""
+        return self._broadcaster.open(urls, size, backend, timeout_s)
+
+    def join_group(self, group: WeightGroup) -> None:
+        """Join the group; see `LearnerGroup.join_group`."""
+        self._broadcaster.join(group)
+
+    def leave_group(self) -> None:
+        """Leave the group; see `LearnerGroup.leave_group`."""
+        self._broadcaster.leave()

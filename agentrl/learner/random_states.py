@@ -1,0 +1,56 @@
+"""States of the global random generators of torch, NumPy and Python, for checkpoints."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of the CPU generators in a form that ``torch.save`` writes and ``weights_only`` loads."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "python": random.getstate(),
+    }
+
+
+def restore_random(states: dict[str, Any]) -> None:
+    """Restore what `random_states` returned."""
+    torch.set_rng_state(states["torch"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+
+
+def states_to_json(states: dict[str, Any]) -> dict[str, Any]:
+    """Return states as JSON-able data."""
+    kind, keys, *rest = states["numpy"]
+    version, numbers, gauss = states["python"]
+    return {
+        "torch": states["torch"].numpy().tobytes().hex(),
+        "numpy": [kind, keys.tolist(), *rest],
+        "python": [version, list(numbers), gauss],
+    }
+
+
+def states_from_json(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the states that `states_to_json` encoded."""
+    kind, keys, *rest = data["numpy"]
+    return {
+        "torch": torch.frombuffer(bytearray.fromhex(data["torch"]), dtype=torch.uint8),
+        "numpy": [kind, torch.tensor(keys, dtype=torch.int64), *rest],
+        "python": data["python"],
+    }
