@@ -65,6 +65,15 @@ def exists(dotted: str) -> bool:
     return any(file.exists() and re.search(rf"\b{last}\b", file.read_text()) for file in files)
 
 
+def test_names_in_the_specification_exist() -> None:
+    folders = ("agentrl", "envs", "tools", "tasks")
+    code = "\n".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    known = set(re.findall(r"\w+", code + (ROOT / "Makefile").read_text() + (ROOT / "pyproject.toml").read_text()))
+    text = re.sub(r"```.*?```", "", (ROOT / "docs" / "design.md").read_text(), flags=re.DOTALL)
+    named = {word for span in re.findall(r"`([^`]+)`", text) for word in re.findall(r"[A-Za-z_]\w{2,}", span)}
+    assert named - known == set()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_commands_exist(page: Path) -> None:
     blocks = "\n".join(re.findall(r"```(?:bash|)\n(.*?)```", page.read_text(), re.DOTALL))
