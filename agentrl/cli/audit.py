@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from agentrl.core.errors import AuditError, MissingError, ModelError, UnknownNameError
+from agentrl.obs.console import make_console
 from agentrl.obs.viewer.run_files import open_run
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     from agentrl.audit.run import audit_files
     from agentrl.audit.table import example_lines, report_table
 
-    console = Console()
+    console = make_console()
     samples: Path = arguments.samples
     files = open_run(samples)
     texts = _texts(arguments.tokenizer, samples)

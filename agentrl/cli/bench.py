@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from agentrl.cli.options import add_config_arguments, add_plain_config_arguments, resolve_config, resolve_plain_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
+from agentrl.obs.console import make_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,20 +69,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measure and print."""
     if arguments.action == "view":
-        _view(arguments.rollouts, arguments.tokens, Console())
+        _view(arguments.rollouts, arguments.tokens, make_console())
         return
     if arguments.action == "sandbox":
-        _sandbox(arguments, Console())
+        _sandbox(arguments, make_console())
         return
     if arguments.action in ("efficiency", "weights"):
         measure = _efficiency if arguments.action == "efficiency" else _weights
-        asyncio.run(measure(arguments, resolve_plain_config(arguments), Console()))
+        asyncio.run(measure(arguments, resolve_plain_config(arguments), make_console()))
         return
     config = resolve_config(arguments)
     if arguments.action == "rollout":
-        _rollout(arguments, config, Console())
+        _rollout(arguments, config, make_console())
     else:
-        _masks(config, Console())
+        _masks(config, make_console())
 
 
 def _rollout(arguments: argparse.Namespace, config: Config, console: Console) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import inspect
 
-from rich.console import Console
 from rich.table import Table
 
 from agentrl.core.registry import ENVS, env_class, names
+from agentrl.obs.console import make_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """List or check."""
-    console = Console()
+    console = make_console()
     if arguments.action == "list":
         table = Table("environment", "class", "about")
         for name in names(ENVS):

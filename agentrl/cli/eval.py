@@ -13,6 +13,7 @@ from agentrl.cli.options import add_config_arguments, resolve_config
 from agentrl.config.load import Tree, load_config, merge, read_yaml
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
+from agentrl.obs.console import make_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
     from agentrl.evaluation.result import flat_figures, report
     from agentrl.evaluation.table import results_table
 
-    console = Console()
+    console = make_console()
     config = checkpoint_config(arguments, console)
     _check_files(arguments)
     results = asyncio.run(evaluate_policy(config, console, arguments.rollouts))

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from rich.console import Console
+from agentrl.obs.console import make_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     files = create_project(arguments.project)
     folder = files[0].parent
-    console = Console()
+    console = make_console()
     names = ", ".join(str(file.relative_to(folder)) for file in files)
     console.print(f"wrote {folder}: {names}", highlight=False, soft_wrap=True, markup=False)
     console.print("next:", highlight=False)

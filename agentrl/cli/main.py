@@ -7,10 +7,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from agentrl import __version__
 from agentrl.core.errors import AgentrlError, RunStopped, UserError
+from agentrl.obs.console import make_console
 
 COMMANDS: dict[str, str] = {
     "init": "write a project of your own to start from",
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; 0 done, 2 the user's mistake, 1 anything else."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in arguments if word in COMMANDS), None)
-    errors = Console(stderr=True)
+    errors = make_console(stderr=True)
     parsed = _parse(build_parser(command), arguments)
     try:
         parsed.run(parsed)

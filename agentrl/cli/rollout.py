@@ -6,10 +6,9 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from rich.console import Console
-
 from agentrl.cli.eval import checkpoint_config
 from agentrl.cli.options import add_config_arguments
+from agentrl.obs.console import make_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +28,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Sample, and print what came of it."""
     from agentrl.evaluation.sample_to_file import SamplePlan, check_plan, sample_to_file
 
-    console = Console()
+    console = make_console()
     config = checkpoint_config(arguments, console)
     tasks = config.rollout.batch_size if arguments.tasks is None else arguments.tasks
     plan = SamplePlan(arguments.out, arguments.split, tasks)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rich.console import Console
-
 from agentrl.cli.options import add_config_arguments, resolve_config
 from agentrl.config.load import dump
 from agentrl.core.child_process import exit_with_parent
+from agentrl.obs.console import make_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,4 +26,4 @@ def run(arguments: argparse.Namespace) -> None:
         return
     from agentrl.sft.run import sft
 
-    sft(config, console=Console())
+    sft(config, console=make_console())

@@ -15,6 +15,7 @@ from rich.table import Table
 from agentrl.config.load import load_config
 from agentrl.config.render import RenderConfig
 from agentrl.core.errors import ConfigError, TemplateError
+from agentrl.obs.console import make_console
 
 if TYPE_CHECKING:
     from agentrl.render.template_check.check import Findings
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
     path = Path(arguments.tokenizer).expanduser()
     folder = path.resolve() if path.is_dir() else resolve_model(arguments.tokenizer, "--tokenizer", fetch=False)
     findings = check_template(load_tokenizer(folder, "--tokenizer"), config)
-    console = Console()
+    console = make_console()
     if arguments.json:
         console.print_json(json.dumps({**asdict(findings), "summary": findings.summary()}))
     else:

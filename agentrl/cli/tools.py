@@ -96,15 +96,14 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 
 def _sandbox(arguments: argparse.Namespace) -> None:
-    from rich.console import Console
-
+    from agentrl.obs.console import make_console
     from agentrl.sandbox.canary.check import survey
     from agentrl.sandbox.registry import backend_class
 
     config = _sandbox_config(arguments.overrides)
     chosen = arguments.backend or [name for name in names(SANDBOXES) if backend_class(name).isolated]
     backends = [backend_class(name)(config.model_copy(update={"backend": name})) for name in chosen]
-    Console().print(asyncio.run(survey(backends)))
+    make_console().print(asyncio.run(survey(backends)))
 
 
 def _sandbox_config(overrides: Sequence[str]) -> SandboxConfig:

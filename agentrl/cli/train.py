@@ -7,11 +7,10 @@ import asyncio
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from agentrl.cli.options import add_config_arguments, resolve_config
 from agentrl.config.load import dump
 from agentrl.config.schema import Config
+from agentrl.obs.console import make_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         sys.stdout.write(dump(config))
         lines = _plan(config, arguments.replay)
-        Console(stderr=True).print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+        make_console(stderr=True).print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
         return
     if arguments.replay is not None:
         from agentrl.train.replay import check_replay
@@ -43,12 +42,12 @@ def run(arguments: argparse.Namespace) -> None:
         from agentrl.train.preflight import check_run
 
         template = check_run(config).template
-        Console().print(f"template {template}", highlight=False, markup=False, soft_wrap=True)
+        make_console().print(f"template {template}", highlight=False, markup=False, soft_wrap=True)
     from agentrl.train.run import run_training
 
     command = _resume_command()
     asyncio.run(
-        run_training(config, resume=arguments.resume, console=Console(), command=command, replay=arguments.replay)
+        run_training(config, resume=arguments.resume, console=make_console(), command=command, replay=arguments.replay)
     )
 
 

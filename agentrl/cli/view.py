@@ -11,6 +11,7 @@ from rich.console import Console
 
 from agentrl.core.errors import AgentrlError, UserError
 from agentrl.core.types import StopReason
+from agentrl.obs.console import make_console
 from agentrl.obs.viewer.page import Decode, build_page, describe_run, run_metrics, write_page
 from agentrl.obs.viewer.run_files import Filters, RunFiles, choose, open_run
 from agentrl.obs.viewer.terminal import legend, newest, rollout_view, steps_table, tokens_table
@@ -64,9 +65,9 @@ def run(arguments: argparse.Namespace) -> None:
     )
     _check(arguments)
     if arguments.html is None:
-        _terminal(files, filters, arguments, Console())
+        _terminal(files, filters, arguments, make_console())
     else:
-        _page(files, filters, arguments, Console())
+        _page(files, filters, arguments, make_console())
 
 
 def _check(arguments: argparse.Namespace) -> None:

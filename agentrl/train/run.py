@@ -94,7 +94,9 @@ async def run_training(
     folder = choose_folder(config, resume=resume)
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = latest_checkpoint(folder / "checkpoints") if resume else None
-    console.print(f"run {folder}" + (f", going on from {checkpoint.name}" if checkpoint else ""), highlight=False)
+    console.print(
+        f"run {folder}" + (f", going on from {checkpoint.name}" if checkpoint else ""), highlight=False, soft_wrap=True
+    )
     if resume and checkpoint is None:
         console.print("no whole checkpoint there yet: starting at step 0", highlight=False)
     state = read_state(checkpoint) if checkpoint else {"step": 0, "position": 0, "spent_s": 0.0}
@@ -294,7 +296,7 @@ def _farewell(session: Session, trainer: Trainer, curve: Path | None) -> None:
     )
     if trainer.evaluation:
         shown = {key: round(value, 4) for key, value in trainer.evaluation.items() if _worth_a_look(key)}
-        session.console.print(json.dumps(shown), highlight=False)
+        session.console.print(json.dumps(shown), highlight=False, markup=False, soft_wrap=True)
 
 
 def _worth_a_look(key: str) -> bool:

@@ -90,8 +90,7 @@ async def warmed_model(config: Config, folder: Path, interrupt: Interrupt, conso
 def _start(file: Path, log: Path) -> ChildProcess:
     log.unlink(missing_ok=True)
     command = [sys.executable, "-m", "agentrl.cli.main", "sft", "--config", str(file)]
-    # Its lines are to be whole though its output is no terminal, and without the progress bars of other libraries.
-    env = {"COLUMNS": "200", "TQDM_DISABLE": "1"}
+    env = {"TQDM_DISABLE": "1"}  # no progress bars of other libraries among its lines
     return ChildProcess.start(command, log=log, name="the warm start", env=env, error=LearnerError)
 
 

@@ -32,7 +32,8 @@ def command(*words: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
+    """Return this process's environment without COLUMNS: output that is not a terminal is not wrapped."""
+    return {**{name: value for name, value in os.environ.items() if name != "COLUMNS"}, "HF_HUB_OFFLINE": "1"}
 
 
 def agentrl(
@@ -113,15 +114,9 @@ async def _reset(engine: EngineProcess, model: Path) -> None:
 
 def here(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Do the same in this process, which has imported everything: for what only reads files, or is refused."""
-    out, errors, columns = io.StringIO(), io.StringIO(), os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = environment()["COLUMNS"]
-    try:
-        with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-            code = main(words)
-    finally:
-        os.environ.pop("COLUMNS")
-        if columns is not None:
-            os.environ["COLUMNS"] = columns
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        code = main(words)
     return subprocess.CompletedProcess(words, code, out.getvalue(), errors.getvalue())
 
 

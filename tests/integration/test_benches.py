@@ -7,11 +7,6 @@ import pytest
 from agentrl.cli.main import main
 
 
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-
-
 def rows(text: str, width: int) -> list[list[str]]:
     """Return the lines of a table that begin with the model or a number."""
     lines = [re.split(r"[\s│]+", line.strip(" │")) for line in text.splitlines()]

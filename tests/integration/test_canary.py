@@ -117,9 +117,8 @@ class Leaky(BubblewrapBackend):
 
 
 def test_an_authors_backend_is_tried_as_ours_are(
-    config: SandboxConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    config: SandboxConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "leaky.py").write_text(LEAKY)
     limits = [f"sandbox.limits.{name}={value}" for name, value in LIMITS.model_dump(exclude_unset=True).items()]
     assert main(("tools", "sandbox", "--backend", f"{tmp_path / 'leaky.py'}:Leaky", *limits)) == 0

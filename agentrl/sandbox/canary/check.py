@@ -22,6 +22,7 @@ from rich.text import Text
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
 from agentrl.core.types import ToolStatus
+from agentrl.obs.console import UNWRAPPED_WIDTH
 from agentrl.sandbox.base import Defence, Job, Outcome, Sandbox, SandboxBackend
 from agentrl.sandbox.canary.escape_attempts import ESCAPE_ATTEMPTS
 
@@ -268,7 +269,7 @@ def findings_table(findings: Sequence[Finding], title: str) -> Table:
 
 def as_text(table: Table) -> str:
     """Return a table as plain text, for logs."""
-    console = Console(width=140, color_system=None)
+    console = Console(width=UNWRAPPED_WIDTH, color_system=None)
     with console.capture() as capture:
         console.print(table)
     return capture.get()
