@@ -100,6 +100,14 @@ def test_everything_lies_where_the_run_says(killed: Killed, trained: tuple[Path,
         assert key in row, key
 
 
+def test_a_step_is_one_line_and_the_last_line_is_the_metrics_as_json(trained: tuple[Path, str]) -> None:
+    lines = trained[1].splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert steps
+    assert all("exact match" in line and "left" in line for line in steps), steps
+    assert "eval/exact_match" in json.loads(lines[-1])
+
+
 def test_every_sampled_token_of_the_first_step_has_its_source(trained: tuple[Path, str]) -> None:
     lines = (trained[0] / "rollouts" / "step_000001.jsonl").read_text().splitlines()
     assert lines

@@ -1,0 +1,35 @@
+"""Output to a pipe, by commands in separate processes: no line is wrapped."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from agentrl.core.registry import ENVS, MODELS, env_class, model_folder, names
+
+
+def piped(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [sys.executable, "-m", "agentrl.cli.main", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_a_listed_model_is_one_line() -> None:
+    listed = piped("models", "list").stdout.splitlines()
+    assert listed == [f"{name}  {model_folder(name)}" for name in names(MODELS)]
+
+
+def test_a_row_of_a_table_is_one_line() -> None:
+    lines = piped("env", "list").stdout.splitlines()
+    for name in names(ENVS):
+        about = (env_class(name).__doc__ or "").strip().split("\n")[0]
+        assert any(name in line and about in line for line in lines), name
+
+
+def test_an_error_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / ("a long name " * 15)
+    refused = piped("train", "--env", "search_r1", f"data.path={path}", "tasks.name=multihop")
+    assert refused.returncode == 2
+    [line] = refused.stderr.splitlines()
+    assert str(path) in line
+    assert line.endswith("set tasks.name=null")
