@@ -13,11 +13,11 @@ from typing import Self
 
 import torch
 
+from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import LearnerError
 from agentrl.distributed.base import WeightGroup
 from agentrl.distributed.broadcast_group import BroadcastGroup, open_store
 
-_HOST = "127.0.0.1"
 _REPEATS = 3
 _JOIN_S = 120.0
 
@@ -50,9 +50,9 @@ class Broadcast:
 
     def __init__(self, device: torch.device, gpu: str | None) -> None:
         self._device = device
-        store = open_store(_HOST, _JOIN_S)
+        store = open_store(LOOPBACK, _JOIN_S)
         backend = "gloo" if gpu is None else "nccl"
-        group = WeightGroup("agentrl-plain", _HOST, store.port, 2, backend)
+        group = WeightGroup("agentrl-plain", LOOPBACK, store.port, 2, backend)
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_receive, args=(theirs, group, gpu), daemon=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from agentrl.config.load import Tree, merge, parse_override
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ToolServerConfig
+from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import UserError
 from agentrl.core.registry import SANDBOXES, TOOLS, names
 
@@ -61,9 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=_Parser)
     serve = actions.add_parser("serve", help="run the server of a tool, or of several")
     serve.serves = True
-    serve.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; others than the loopback want a token"
-    )
+    serve.add_argument("--host", default=LOOPBACK, help="address to listen on; others than the loopback want a token")
     serve.add_argument("--port", type=int, default=8300, help="port to listen on; 0 takes a free one")
     serve.set_defaults(act=_serve)
     sandbox = actions.add_parser(

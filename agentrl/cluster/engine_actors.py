@@ -11,7 +11,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from agentrl.cluster.placement_group import LOOPBACK, Room, Seat, own_seat
+from agentrl.cluster.placement_group import Room, Seat, own_seat
+from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, EngineError
 from agentrl.inference.launch.launcher import EngineSpec
 from agentrl.inference.launch.processes import EngineProcess

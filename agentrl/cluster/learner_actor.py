@@ -12,13 +12,13 @@ import ray
 
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
+from agentrl.core.child_process import LOOPBACK
 from agentrl.distributed.base import TensorSpec, WeightGroup
 
 if TYPE_CHECKING:
     from agentrl.learner.base import LearnerRank, WeightBucket
     from agentrl.learner.export.exporter import WeightExporter
 
-LOOPBACK = "127.0.0.1"
 BucketHead = tuple[tuple[TensorSpec, ...], bool]
 """The tensors of a bucket, and whether it is the last."""
 

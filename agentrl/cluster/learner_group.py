@@ -21,6 +21,7 @@ from agentrl.cluster.ray_address import learner_device
 from agentrl.cluster.ray_runtime import RayRuntime, store_bytes
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
+from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, LearnerError
 from agentrl.distributed.base import TensorSpec, WeightGroup
 from agentrl.learner.base import RowLogprobs, WeightBucket
@@ -132,7 +133,7 @@ class RayLearnerGroup:
         limit = time.monotonic() + self._spec.learner.start_timeout_s
         nodes = self._gather(self._nodes, "start", limit, "learner.start_timeout_s")
         same = len(set(nodes)) == 1
-        host = "127.0.0.1" if same else nodes[0]
+        host = LOOPBACK if same else nodes[0]
         store = [self._actors[0].open_store.remote(host)]
         [port] = self._gather(store, "start", limit, "learner.start_timeout_s")
         refs = [actor.set_up.remote(self._spec, host, port, same) for actor in self._actors]

@@ -13,10 +13,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agentrl.cluster.placement_layout import Layout, Resources
 from agentrl.cluster.ray_runtime import RayRuntime
+from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import ConfigError, LearnerError
 from agentrl.obs.waiting import waiting
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)

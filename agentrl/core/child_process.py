@@ -30,6 +30,9 @@ from agentrl.core.errors import AgentrlError, PortInUseError
 PARENT_FD = "AGENTRL_PARENT_FD"
 """Environment variable with the number of the file descriptor that ends when the parent does."""
 
+LOOPBACK = "127.0.0.1"
+"""Address of servers that only this machine reaches."""
+
 _POLL_S = 0.05
 _MANY_FILES = 65536
 # A proxy configured in the environment is not for our own servers on the loopback.
@@ -37,7 +40,7 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @contextmanager
-def held_port(host: str = "127.0.0.1", port: int = 0, *, key: str = "port") -> Iterator[int]:
+def held_port(host: str = LOOPBACK, port: int = 0, *, key: str = "port") -> Iterator[int]:
     """Keep ``port`` (0: a free one, which is returned) from everybody but a server that binds it by its number.
 
     Both sockets have SO_REUSEADDR and this one does not listen: Linux then lets the server have the port, and gives it

@@ -21,11 +21,11 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # its stubs leave them out
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
+from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import EngineError
 from agentrl.distributed.base import WeightGroup
 from agentrl.distributed.network_interface import gloo_on
 
-_LOOPBACK = "127.0.0.1"
 _CLOSE_S = 5.0
 """Leaving is waited for so long."""
 
@@ -35,7 +35,7 @@ def host_towards(url: str) -> str:
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Connecting a datagram socket sends nothing: it only picks the route.
-        probe.connect((parts.hostname or _LOOPBACK, parts.port or 80))
+        probe.connect((parts.hostname or LOOPBACK, parts.port or 80))
         return str(probe.getsockname()[0])
 
 

@@ -145,6 +145,6 @@ class Stopwatch:
         spent = time.perf_counter() - self._start
         self.seconds[self._name] = self.seconds.get(self._name, 0.0) + spent
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the phases as metrics."""
         return {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}

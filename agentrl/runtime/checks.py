@@ -89,4 +89,4 @@ def _lacks_sglang(python: Path | None) -> list[str]:
         )
     if not python.is_file():
         return [f"there is no sampler.sglang.python={python}"]
-    return [] if Interpreter.look(python).sglang else [f"SGLang is not installed in sampler.sglang.python={python}"]
+    return [] if Interpreter.probe(python).sglang else [f"SGLang is not installed in sampler.sglang.python={python}"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from agentrl.core.child_process import ChildProcess, held_port
+from agentrl.core.child_process import LOOPBACK, ChildProcess, held_port
 from agentrl.core.errors import ConfigError, ToolServerError
 
 _USER_ERROR = 2
@@ -61,7 +61,7 @@ def launch_tool(
     *,
     log: Path,
     port: int = 0,
-    host: str = "127.0.0.1",
+    host: str = LOOPBACK,
     timeout_s: float = 300.0,
 ) -> ToolServerProcess:
     """Start ``agentrl tools serve NAME`` and block until ``GET /health`` answers 200.

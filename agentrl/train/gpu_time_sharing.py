@@ -34,7 +34,7 @@ class GpuTimeSharing:
             return
         with watch("wake"):
             await self.on_live(lambda engine: engine.release_memory())
-            await self._fleet.ended()
+            await self._fleet.wait_ended()
             await asyncio.to_thread(learner.wake)
         self._learner_active = True
 
@@ -71,7 +71,7 @@ class GpuTimeSharing:
         results = await asyncio.gather(*(call(engine) for engine in engines), return_exceptions=True)
         errors = {engine: result for engine, result in zip(engines, results, strict=True) if result is not None}
         if errors:
-            await self._fleet.look()
+            await self._fleet.check_now()
         for engine, error in errors.items():
             if not isinstance(error, EngineError) or engine in self._fleet.live:
                 raise error

@@ -116,9 +116,9 @@ class Sampling:
         fleet = self.stack.fleet
         if self.config.placement.mode == "colocate":
             self._gpu_sharing = GpuTimeSharing(fleet)
-            fleet.resend_with(self._sync_restarted, launch_in=self._learner_lock)
+            fleet.set_weight_sync(self._sync_restarted, launch_in=self._learner_lock)
         else:
-            fleet.resend_with(self._sync_restarted)
+            fleet.set_weight_sync(self._sync_restarted)
 
     @property
     def steps(self) -> int:
@@ -168,7 +168,7 @@ class Sampling:
                 await self.sync.push(self._learner, engines, self._version)
                 break
             except EngineError:
-                await fleet.look()
+                await fleet.check_now()
                 if set(engines) <= set(fleet.live):
                     raise
                 # One engine is lost. It gets the weights after its restart; the others get them from the beginning.
@@ -197,13 +197,13 @@ class Sampling:
         self.recorder.begin(step, jobs[0].task.id)
         self._runner = self._runner or self.stack.runner()
         write = partial(self.recorder.write, step)
-        self.stack.fleet.figures()  # drops what was measured before the step, such as in an evaluation
+        self.stack.fleet.metrics()  # drops what was measured before the step, such as in an evaluation
         async with self._episodes_running():
             return await sample_watched(self._runner, jobs, self.stack, self.interrupt, write)
 
     def metrics(self) -> dict[str, float]:
         """Return the fleet's metrics."""
-        return self.stack.fleet.figures()
+        return self.stack.fleet.metrics()
 
     async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:
         """Write the advantages next to the step's rollouts."""

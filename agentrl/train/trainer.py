@@ -100,7 +100,7 @@ class Trainer:
         await self._sync_weights(watch)
 
         self.spent_s += time.perf_counter() - start
-        times = watch.figures() | {"time/step_s": time.perf_counter() - start}
+        times = watch.metrics() | {"time/step_s": time.perf_counter() - start}
         sampled_s = times["time/rollout_s"] if self.source.samples else None
         row = rollout_metrics(rollouts, groups, sampled_s) | self.source.metrics()
         row |= merge_metrics(optimizer_steps) if optimizer_steps else {"train/skipped": 1.0}

@@ -69,7 +69,7 @@ def test_learner_and_engine_have_the_gpu_in_turns(
             figures.append(f"log-probabilities after tensors of a sleeping learner: {found}")
             assert found.k3 < MOST_KL
             await sharing.switch_to_engines(learner, lambda: ipc.push(learner, [client], 54), watch)
-            figures.append(f"seconds of 4 turns: {watch.figures()}")
+            figures.append(f"seconds of 4 turns: {watch.metrics()}")
         finally:
             learner.wake()
             await ipc.aclose()

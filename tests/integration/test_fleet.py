@@ -106,7 +106,7 @@ def test_killed_and_stopped_in_mid_rollout(tmp_path: Path, models: tuple[Path, P
     """The same tokens come as without the faults; who comes back samples with the weights that were sent meanwhile."""
     first, second = models
 
-    async def resend(engine: Any) -> int:
+    async def sync_weights(engine: Any) -> int:
         await engine.update_from_disk(second, 3)
         return 3
 
@@ -114,12 +114,12 @@ def test_killed_and_stopped_in_mid_rollout(tmp_path: Path, models: tuple[Path, P
         async with opened(configured("sampler.engines=2", f"sampler.router={router}"), first, tmp_path) as fleet:
             for client in fleet.live:
                 await client.update_from_disk(second, 3)
-            fleet.resend_with(resend)
+            fleet.set_weight_sync(sync_weights)
             calm = await play(fleet, sessions=8, turns=3, tokens=60)
             assert all(calm[f"{number}/2"].cached_tokens > 100 for number in range(8)), "each where its prefix is"
-            figures = fleet.figures()
-            assert figures["rollout/cache_hit"] > 0.6
-            assert figures["rollout/engine_restarts"] == 0
+            metrics = fleet.metrics()
+            assert metrics["rollout/cache_hit"] > 0.6
+            assert metrics["rollout/engine_restarts"] == 0
             await fleet.flush()
 
             begun, before = fleet.sampler.prompt_tokens, pids(fleet)
@@ -135,7 +135,7 @@ def test_killed_and_stopped_in_mid_rollout(tmp_path: Path, models: tuple[Path, P
             assert not set(pids(fleet)) & set(before)
             assert not any(alive(pid) for pid in before), "a stopped engine is not left behind"
             assert await asyncio.gather(*(client.version() for client in fleet.live)) == [3, 3]
-            assert fleet.figures()["rollout/engine_restarts"] == 2
+            assert fleet.metrics()["rollout/engine_restarts"] == 2
             assert tokens(await play(fleet, sessions=8, turns=1, tokens=60)).items() <= tokens(calm).items()
             logs = [file.name for file in tmp_path.glob("*.log")]
             assert sorted(logs) == ["engine-0.log", "engine-1.log"] + ["router.log"] * (router == "sglang")
@@ -190,15 +190,15 @@ def test_an_engine_that_goes_during_the_push_gets_its_weights_later(tmp_path: Pa
             await source.sync_weights(learner, 4, Stopwatch())
             assert len(fleet.live) == 1, "it waits for its weights"
             assert await fleet.live[0].version() == 4
-            async with source._playing():
+            async with source._episodes_running():
                 said = await play(fleet, sessions=4, turns=1, tokens=20)
                 await until(lambda: len(fleet.live) == 2)
             assert {generation.versions for generation in said.values()} == {((0, 4),)}
             assert [await client.version() for client in fleet.live] == [4, 4]
             assert sync.pushes == [(2, 4), (1, 4), (1, 4), (1, 4)]
-            assert fleet.figures()["rollout/engine_restarts"] == 2
+            assert fleet.metrics()["rollout/engine_restarts"] == 2
             sync.folder = tmp_path / "nowhere"
-            with pytest.raises(EngineError, match="is no folder"):
+            with pytest.raises(EngineError, match="is not a folder"):
                 await source.sync_weights(learner, 5, Stopwatch())
 
     asyncio.run(run())
@@ -231,18 +231,18 @@ def test_an_engine_that_dies_in_the_learners_turn_waits_for_its_own(tmp_path: Pa
             await source.open()
             await source.sync_weights(learner, 1, watch)
             assert not learner.awake
-            async with source._playing():
+            async with source._episodes_running():
                 before = await play(fleet, sessions=4, turns=1, tokens=20)
             await source.release_gpus_for_training(learner, watch)
             [lost] = pids(fleet)
             os.kill(lost, signal.SIGKILL)
             await until(lambda: not fleet.live)
-            await fleet.ended()
+            await fleet.wait_ended()
             await asyncio.sleep(0.5)
             assert pids(fleet) == [lost], "nothing is started"
             assert learner.awake
             await source.sync_weights(learner, 2, watch)
-            async with source._playing():
+            async with source._episodes_running():
                 after = await play(fleet, sessions=4, turns=1, tokens=20)
                 assert not learner.awake
             assert {generation.versions for generation in before.values()} == {((0, 1),)}
@@ -263,12 +263,12 @@ def test_attached_engines_and_the_end_of_the_last_one(tmp_path: Path, models: tu
         async with opened(config, first, tmp_path) as fleet:
             resent: list[SGLangClient] = []
 
-            async def resend(engine: Any) -> int:
+            async def sync_weights(engine: Any) -> int:
                 resent.append(engine)
                 await engine.update_from_disk(second, 2)
                 return 2
 
-            fleet.resend_with(resend)
+            fleet.set_weight_sync(sync_weights)
             [stopped, _] = pids(others)
             os.kill(stopped, signal.SIGSTOP)
             try:

@@ -78,7 +78,7 @@ async def lost_in_mid_rollout(fleet: Fleet, fault: signal.Signals, calm: dict[st
     os.kill(router_pid(fleet), fault)
     assert tokens(await playing) == tokens(calm)
     assert len(fleet.live) == 2
-    assert fleet.figures()["rollout/engine_restarts"] == 0
+    assert fleet.metrics()["rollout/engine_restarts"] == 0
     fleet.check()
 
 

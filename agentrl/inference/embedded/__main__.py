@@ -8,7 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from agentrl.core.child_process import exit_with_parent
+from agentrl.core.child_process import LOOPBACK, exit_with_parent
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def _bind(host: str, port: int, port_file: Path | None) -> socket.socket:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m agentrl.inference.embedded", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder of a causal model")
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--host", default=LOOPBACK)
     parser.add_argument("--port", type=int, default=0, help="0 chooses a free port")
     parser.add_argument("--port-file", type=Path, help="file to which the port is written")
     parser.add_argument("--dtype", default="float32", help="of weights and KV cache: float32 or bfloat16")

@@ -1,4 +1,4 @@
-"""All engines of a run: started or attached side by side, watched, and stopped together."""
+"""The fleet: all engines of a run, started or attached concurrently, monitored, and stopped together."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import AgentrlError, ConfigError
 from agentrl.inference.client.sglang_client import SGLangClient
-from agentrl.inference.fleet.health import Engine, Monitor, Resend
+from agentrl.inference.fleet.health import Engine, HealthMonitor, SyncWeights
 from agentrl.inference.fleet.router import EngineRouter, RoutedSampler
-from agentrl.inference.fleet.sglang_router import Gateway
+from agentrl.inference.fleet.sglang_router import SGLangRouter
 from agentrl.inference.launch.launcher import Launcher, RunningEngine
 from agentrl.obs.waiting import waiting
 
@@ -20,58 +20,61 @@ from agentrl.obs.waiting import waiting
 class Fleet:
     """The engines of a run behind one `Sampler`.
 
-    An engine that dies or hangs is started again, gets the current weights, and its requests are sampled elsewhere.
+    An engine that dies or hangs is restarted and gets the current weights; its requests go to other engines.
     """
 
     def __init__(self, config: SamplerConfig, launcher: Launcher, logs: Path) -> None:
-        """Start nothing yet.
+        """Create a fleet; `start` starts its engines.
 
         Args:
-            config: how many engines of which kind, or where they run already.
-            launcher: starts them, each as often as it has to be.
-            logs: folder for ``router.log``.
+            config: number and backend of the engines, or the URLs of running ones.
+            launcher: starts and restarts engines.
+            logs: folder of ``router.log``.
 
         """
         self.sampler = RoutedSampler(config.max_running)
-        self._gateway = Gateway(self.sampler, config, logs / "router.log") if config.router == "sglang" else None
-        self._router: EngineRouter = self._gateway or self.sampler
+        self._sglang_router = (
+            SGLangRouter(self.sampler, config, logs / "router.log") if config.router == "sglang" else None
+        )
+        self._router: EngineRouter = self._sglang_router or self.sampler
         self._config = config
         self._launcher = launcher
         self._retired: list[SGLangClient] = []
-        """Clients of engines that were started again: a request may still be using one."""
+        """Clients of engines before their restart: requests may still use them."""
         self._engines: list[Engine] = []
-        self._monitor = Monitor(self._engines, self._router, config, self._start_again)
-        self._counted = (0, 0)
+        self._health = HealthMonitor(self._engines, self._router, config, self._restart)
+        self._reported_tokens = (0, 0)
+        """Prompt and cached tokens at the last call of `metrics`."""
 
     async def start(self) -> None:
-        """Start all engines side by side, or reach those that run, and begin to watch them.
+        """Start all engines concurrently, or attach to running ones, and start to monitor them.
 
         Raises:
-            EngineError: one does not start; the message has its last log lines.
-            ConfigError: at an address of ``sampler.url`` no healthy engine answers.
+            EngineError: an engine does not start; the message has its last log lines.
+            ConfigError: no healthy engine answers at an address of ``sampler.url``.
 
         """
-        if self._gateway is not None:
-            await self._gateway.start()
+        if self._sglang_router is not None:
+            await self._sglang_router.start()
         if self._config.urls:
             for number, url in enumerate(self._config.urls):
-                self._engines.append(await self._attached(number, url))
+                self._engines.append(await self._attach(number, url))
         else:
-            started = [self._started(number) for number in range(self._config.engines)]
+            started = [self._launch(number) for number in range(self._config.engines)]
             results = await asyncio.gather(*started, return_exceptions=True)
-            self._engines += [engine for engine in results if isinstance(engine, Engine)]  # `aclose` ends these
+            self._engines += [engine for engine in results if isinstance(engine, Engine)]  # `aclose` stops these
             for result in results:
                 if isinstance(result, BaseException):
                     raise result
         for engine in self._engines:
             self._router.add(engine.name, engine.client)
-        self._monitor.start()
+        self._health.start()
 
     async def aclose(self) -> None:
-        """Stop all engines that were started here, and close all connections."""
-        await self._monitor.aclose()
-        if self._gateway is not None:
-            await self._gateway.aclose()
+        """Stop all engines that were started, and close all connections."""
+        await self._health.aclose()
+        if self._sglang_router is not None:
+            await self._sglang_router.aclose()
         processes = [engine.process for engine in self._engines if engine.process is not None]
         await asyncio.gather(*(asyncio.to_thread(process.stop) for process in processes))
         for client in (*self._retired, *(engine.client for engine in self._engines)):
@@ -79,79 +82,80 @@ class Fleet:
 
     @property
     def live(self) -> tuple[SGLangClient, ...]:
-        """The clients of the engines that sample now; one that is being started again is not among them."""
+        """Clients of the engines that serve requests now, without those that are being restarted."""
         return tuple(engine.client for engine in self._engines if engine.live)
 
-    def resend_with(self, resend: Resend, *, launch_in: AbstractAsyncContextManager[None] | None = None) -> None:
-        """Have engines that were started again sample only once ``resend`` has brought them the current weights.
+    def set_weight_sync(
+        self, sync_weights: SyncWeights, *, launch_in: AbstractAsyncContextManager[None] | None = None
+    ) -> None:
+        """Sync the weights of restarted engines with ``sync_weights`` before they serve requests.
 
-        Starting one again, its weights included, is inside of ``launch_in``.
+        A restart and its weight sync run inside of ``launch_in``.
         """
-        self._monitor.resend = resend
+        self._health.sync_weights = sync_weights
         if launch_in is not None:
-            self._monitor.launch_in = launch_in
+            self._health.launch_in = launch_in
 
-    async def look(self) -> None:
-        """Wait a moment, so that an engine that has just failed is no longer among those that are `live`."""
-        await self._monitor.look()
+    async def check_now(self) -> None:
+        """Check all engines now, so that `live` has no engine that has just failed."""
+        await self._health.check_now()
 
-    async def ended(self) -> None:
-        """Wait until the engines that are not live have no process, and so no memory, any more.
+    async def wait_ended(self) -> None:
+        """Wait until the processes of engines that are not live have ended, and their memory is free.
 
         Raises:
             EngineError: no engine is left.
 
         """
-        await self._monitor.ended()
+        await self._health.wait_ended()
 
     async def flush(self) -> None:
-        """Drop the prefix caches."""
+        """Drop the prefix caches of all live engines."""
         await asyncio.gather(*(client.flush() for client in self.live))
 
     def check(self) -> None:
-        """Raise `EngineError` where no engine is left, with the last log lines of the one that went last, or no router."""
-        self._monitor.check()
-        if self._gateway is not None:
-            self._gateway.check()
+        """Raise `EngineError` if no engine is left, with the last log lines of the last one, or if the router has failed."""
+        self._health.check()
+        if self._sglang_router is not None:
+            self._sglang_router.check()
 
-    def figures(self) -> dict[str, float]:
-        """Return how often engines were started again, and what share of the prompts since the last call the engines had
-        in their prefix caches.
-        """
-        prompt, cached = self.sampler.prompt_tokens - self._counted[0], self.sampler.cached_tokens - self._counted[1]
-        self._counted = (self.sampler.prompt_tokens, self.sampler.cached_tokens)
-        figures = {"rollout/engine_restarts": float(self._monitor.restarts)}
-        return figures | ({"rollout/cache_hit": cached / prompt} if prompt else {})
+    def metrics(self) -> dict[str, float]:
+        """Return the number of engine restarts, and the prefix cache hit rate of prompt tokens since the last call."""
+        before, total = self._reported_tokens, (self.sampler.prompt_tokens, self.sampler.cached_tokens)
+        self._reported_tokens = total
+        prompt, cached = total[0] - before[0], total[1] - before[1]
+        metrics = {"rollout/engine_restarts": float(self._health.restarts)}
+        return metrics | ({"rollout/cache_hit": cached / prompt} if prompt else {})
 
     # Engines
 
-    async def _attached(self, number: int, url: str) -> Engine:
+    async def _attach(self, number: int, url: str) -> Engine:
         client = self._client(number, url)
         if not await client.healthy():
             await client.aclose()
             raise ConfigError(f"sampler.url={url}: no healthy engine answers there")
         return Engine(f"engine-{number}", client, None)
 
-    async def _started(self, number: int) -> Engine:
-        process = await self._process(number)
+    async def _launch(self, number: int) -> Engine:
+        process = await self._launch_process(number)
         return Engine(f"engine-{number}", self._client(number, process.url), process)
 
-    async def _start_again(self, engine: Engine) -> None:
+    async def _restart(self, engine: Engine) -> None:
         number = self._engines.index(engine)
-        process = await self._process(number)
+        process = await self._launch_process(number)
         self._retired.append(engine.client)
         engine.process, engine.client = process, self._client(number, process.url)
 
     def _client(self, number: int, url: str) -> SGLangClient:
-        flights = self._gateway.flights if self._gateway is not None else None
+        flights = self._sglang_router.flights if self._sglang_router is not None else None
         return SGLangClient(url, timeout_s=self._config.request_timeout_s, flights=flights, number=number)
 
-    async def _process(self, number: int) -> RunningEngine:
+    async def _launch_process(self, number: int) -> RunningEngine:
         starting = asyncio.ensure_future(asyncio.to_thread(self._launcher.launch, number))
         try:
             with waiting("start", f"of engine-{number}"):
                 return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            with contextlib.suppress(AgentrlError):  # it has ended by itself
+            with contextlib.suppress(AgentrlError):  # the start failed: there is no process to stop
                 await asyncio.to_thread((await starting).stop)
             raise

@@ -1,4 +1,4 @@
-"""Watches the engines of a run: takes out one that dies or hangs, and brings it back with the current weights."""
+"""Health monitoring of the engines: one that dies or hangs is removed, restarted, and gets the current weights."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from agentrl.inference.launch.launcher import RunningEngine
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S = 0.2
-"""Seconds between two looks at whether a process lives: a system call."""
+_POLL_S = 0.2
+"""Seconds between two checks of whether a process runs, each a system call."""
 
-Resend = Callable[[EngineControl], Awaitable[int]]
-"""Brings the current weights into one engine that is not sampling, and returns their version."""
+SyncWeights = Callable[[EngineControl], Awaitable[int]]
+"""Syncs the current weights to an engine that is not sampling, and returns their version."""
 
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One engine of a run."""
+    """State of one engine."""
 
     name: str
-    """``engine-0`` and so on."""
+    """``engine-0``, ``engine-1`` and so on."""
     client: SGLangClient
     process: RunningEngine | None
-    """None: it is somebody else's."""
+    """None if the engine was attached by URL rather than started."""
     restarts: int = 0
-    """How often it was started again."""
+    """Number of restarts."""
     live: bool = True
-    """It samples, with the current weights."""
-    gone: bool = False
-    """It will not come back, or, of an engine that is not ours, has not for ``sampler.stall_timeout_s``."""
+    """It serves requests with the current weights."""
+    lost: bool = False
+    """It has no restarts left; if attached, it has not answered for ``sampler.stall_timeout_s``."""
     unreachable: asyncio.Event = field(default_factory=asyncio.Event)
-    """A request could not reach it."""
+    """Set when a request could not reach it."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """It is not live, and its process has ended."""
+    """Set when it is not live and its process has ended."""
 
-    def death(self) -> str | None:
-        """Return how its process ended, in the words of its log; None while it runs."""
+    def exit_error(self) -> str | None:
+        """Return the error with which its process ended, with the end of its log; None while it runs."""
         try:
             if self.process is not None:
                 self.process.check()
@@ -55,76 +55,76 @@ class Engine:
         return None
 
 
-class Monitor:
-    """Looks after the engines until it is closed."""
+class HealthMonitor:
+    """Monitors the engines and restarts those that fail, until it is closed."""
 
     def __init__(
         self,
         engines: Sequence[Engine],
         router: EngineRouter,
         config: SamplerConfig,
-        launch: Callable[[Engine], Awaitable[None]],
+        relaunch: Callable[[Engine], Awaitable[None]],
     ) -> None:
-        """Watch nothing yet.
+        """Create a monitor; `start` starts it.
 
         Args:
-            engines: all live.
-            router: is told which of them take part.
-            config: how often to look, and how often to start an engine again.
-            launch: gives an engine a new process, which is healthy, and a client for it; raises `AgentrlError`.
+            engines: the engines, all live.
+            router: engines are added to and removed from it.
+            config: check intervals, timeouts and the number of restarts.
+            relaunch: starts a new, healthy process of an engine and sets its client; raises `AgentrlError`.
 
         """
-        self.resend: Resend | None = None
-        """Without it engines sample with the weights that they start with."""
+        self.sync_weights: SyncWeights | None = None
+        """If None, restarted engines keep their initial weights."""
         self.launch_in: AbstractAsyncContextManager[None] = contextlib.nullcontext()
-        """What starting an engine again, its weights included, is inside of."""
+        """Context of each restart, weight sync included."""
         self.restarts = 0
-        """Of all engines."""
+        """Number of restarts of all engines."""
         self._engines = engines
         self._router = router
         self._config = config
-        self._launch = launch
+        self._relaunch = relaunch
         self._error: BaseException | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start to monitor the engines."""
         self._router.on_lost = self._on_lost
         for engine in self._engines:
-            task = asyncio.create_task(self._watch(engine), name=f"watch {engine.name}")
-            task.add_done_callback(self._ended)
+            task = asyncio.create_task(self._supervise(engine), name=f"health of {engine.name}")
+            task.add_done_callback(self._on_task_end)
             self._tasks.append(task)
 
     async def aclose(self) -> None:
-        """Watch no longer. An engine that is just being started is stopped."""
+        """Stop monitoring. An engine that is just being started is stopped."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def check(self) -> None:
-        """Raise what ends the run.
+        """Raise if the run cannot continue.
 
         Raises:
-            EngineError: no engine is left, with the last log lines of the one that went last.
+            EngineError: no engine is left; the message has the last log lines of the last one.
 
         """
         if self._error is not None:
             raise self._error
 
-    async def look(self) -> None:
-        """Wait until an engine that has just failed is out."""
+    async def check_now(self) -> None:
+        """Check all engines now, and wait until those that have failed are removed."""
         for engine in self._engines:
             engine.unreachable.set()
-        await asyncio.sleep(2 * _LOOK_S)
+        await asyncio.sleep(2 * _POLL_S)
 
-    async def ended(self) -> None:
-        """Wait until the engines that are not live have no process, and so no memory, any more."""
+    async def wait_ended(self) -> None:
+        """Wait until the processes of engines that are not live have ended."""
         for engine in self._engines:
             if engine.process is not None and not engine.live:
                 await engine.ended.wait()
         self.check()
 
-    def _take_out(self, engine: Engine) -> None:
+    def _remove(self, engine: Engine) -> None:
         engine.live = False
         engine.ended.clear()
         self._router.remove(engine.name)
@@ -134,31 +134,31 @@ class Monitor:
             if engine.name == name:
                 engine.unreachable.set()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """A fault of the monitor itself ends the run too."""
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """An error in the monitor itself also ends the run."""
         if not task.cancelled() and task.exception() is not None:
             self._fail(task.exception())
 
     def _fail(self, error: BaseException | None) -> None:
         self._error = self._error or error
         for engine in self._engines:
-            engine.ended.set()  # nobody is to wait for what will not come
+            engine.ended.set()  # no restart will follow
         self._router.fail(str(error))
 
     # One engine
 
-    async def _watch(self, engine: Engine) -> None:
-        while not engine.gone or engine.process is None:
-            why = await self._trouble(engine)
-            self._take_out(engine)
+    async def _supervise(self, engine: Engine) -> None:
+        while not engine.lost or engine.process is None:
+            why = await self._wait_failure(engine)
+            self._remove(engine)
             _log.warning("%s: %s", engine.name, why)
-            await (self._await_return(engine, why) if engine.process is None else self._start_again(engine, why))
+            await (self._wait_recovery(engine, why) if engine.process is None else self._restart(engine, why))
 
-    async def _trouble(self, engine: Engine) -> str:
-        """Wait until the engine fails, and return how."""
-        looks = [self._until_hung(engine)]
-        looks.append(self._until_unreachable(engine) if engine.process is None else self._until_dead(engine))
-        tasks = [asyncio.ensure_future(look) for look in looks]
+    async def _wait_failure(self, engine: Engine) -> str:
+        """Wait until the engine fails, and return the reason."""
+        checks = [self._until_hung(engine)]
+        checks.append(self._until_unreachable(engine) if engine.process is None else self._until_exit(engine))
+        tasks = [asyncio.ensure_future(check) for check in checks]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return next(iter(done)).result()
@@ -167,9 +167,9 @@ class Monitor:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _until_dead(self, engine: Engine) -> str:
-        while (why := engine.death()) is None:  # noqa: ASYNC110 - nothing tells of a process's end
-            await asyncio.sleep(_LOOK_S)
+    async def _until_exit(self, engine: Engine) -> str:
+        while (why := engine.exit_error()) is None:  # noqa: ASYNC110 - the end of a process sends no event
+            await asyncio.sleep(_POLL_S)
         return why
 
     async def _until_hung(self, engine: Engine) -> str:
@@ -181,14 +181,14 @@ class Monitor:
             if await self._answers(engine, answered + limit - now()):
                 answered = now()
             elif now() >= answered + limit:
-                # It may be this process that was busy for so long: one more chance.
+                # This process itself may have been busy for so long: check once more.
                 if not await self._answers(engine, min(every, limit)):
                     tail = await asyncio.to_thread(_tail, engine)
                     return f"it has not answered at {engine.client.url} for sampler.stall_timeout_s={limit:g} s{tail}"
                 answered = now()
 
     async def _until_unreachable(self, engine: Engine) -> str:
-        """Of an engine that is not ours nobody tells us that it has died; a request may be the first to see it."""
+        """An attached engine has no process to check: a failed request may be the first sign that it has died."""
         while True:
             await engine.unreachable.wait()
             engine.unreachable.clear()
@@ -202,7 +202,7 @@ class Monitor:
         except TimeoutError:
             return False
 
-    async def _start_again(self, engine: Engine, why: str) -> None:
+    async def _restart(self, engine: Engine, why: str) -> None:
         most = self._config.max_restarts
         while engine.restarts < most:
             engine.restarts += 1
@@ -211,74 +211,74 @@ class Monitor:
             try:
                 async with self.launch_in:
                     engine.ended.clear()
-                    await self._launch(engine)
-                    await self._admit(engine)
+                    await self._relaunch(engine)
+                    await self._add(engine)
             except AgentrlError as error:
                 why = str(error)
-                _log.warning("%s, started again (%d of %d): %s", engine.name, engine.restarts, most, why)
+                _log.warning("%s, restart %d of %d: %s", engine.name, engine.restarts, most, why)
             else:
-                _log.warning("%s was started again (%d of %d)", engine.name, engine.restarts, most)
+                _log.warning("%s was restarted (%d of %d)", engine.name, engine.restarts, most)
                 return
         await self._kill(engine)
-        engine.gone = True
-        self._check_left(
-            f"{engine.name} was started again {engine.restarts} times (sampler.max_restarts={most}): {why}"
+        engine.lost = True
+        self._fail_if_none_left(
+            f"{engine.name} was restarted {engine.restarts} times (sampler.max_restarts={most}): {why}"
         )
 
     async def _kill(self, engine: Engine) -> None:
-        """End the process and its group. What hangs would not end politely."""
+        """Kill the process and its group: a hanging process would ignore SIGTERM."""
         assert engine.process is not None
         await asyncio.to_thread(engine.process.kill)
         engine.ended.set()
 
-    async def _await_return(self, engine: Engine, why: str) -> None:
+    async def _wait_recovery(self, engine: Engine, why: str) -> None:
         begun = asyncio.get_running_loop().time()
         while True:
-            with contextlib.suppress(AgentrlError):  # it went again meanwhile
+            with contextlib.suppress(AgentrlError):  # it failed again
                 if await self._answers(engine, self._config.stall_timeout_s):
-                    await self._admit(engine)
-                    _log.warning("%s is back", engine.name)
+                    await self._add(engine)
+                    _log.warning("%s answers again", engine.name)
                     return
-            if not engine.gone and asyncio.get_running_loop().time() - begun >= self._config.stall_timeout_s:
-                engine.gone = True
-                self._check_left(f"{engine.name}: {why}")
+            if not engine.lost and asyncio.get_running_loop().time() - begun >= self._config.stall_timeout_s:
+                engine.lost = True
+                self._fail_if_none_left(f"{engine.name}: {why}")
             await asyncio.sleep(self._config.health_interval_s)
 
-    async def _admit(self, engine: Engine) -> None:
-        """Bring the current weights into an engine, then let it sample.
+    async def _add(self, engine: Engine) -> None:
+        """Sync the current weights to an engine, then add it to the router.
 
         Raises:
-            EngineError: it does not take them, or samples with others.
+            EngineError: the weight sync fails, or the engine has another version after it.
 
         """
-        if self.resend is not None:
-            wanted = await self._while_well(engine, self.resend(engine.client))
-            found = await engine.client.version()
-            if found != wanted:
-                raise EngineError(f"{engine.name} samples with version {found}, but {wanted} was sent")
+        if self.sync_weights is not None:
+            expected = await self._while_healthy(engine, self.sync_weights(engine.client))
+            version = await engine.client.version()
+            if version != expected:
+                raise EngineError(f"{engine.name} samples with version {version}, but {expected} was synced")
         engine.unreachable.clear()
-        engine.live, engine.gone = True, False
+        engine.live, engine.lost = True, False
         self._router.add(engine.name, engine.client)
 
-    async def _while_well(self, engine: Engine, sending: Awaitable[int]) -> int:
-        """Return what ``sending`` does, which fails at once where our engine dies or hangs meanwhile."""
-        sent = asyncio.ensure_future(sending)
-        trouble = asyncio.ensure_future(self._trouble(engine))
+    async def _while_healthy(self, engine: Engine, syncing: Awaitable[int]) -> int:
+        """Return the result of ``syncing``; `EngineError` as soon as the engine dies or hangs meanwhile."""
+        sync = asyncio.ensure_future(syncing)
+        failure = asyncio.ensure_future(self._wait_failure(engine))
         try:
-            await asyncio.wait({sent, trouble}, return_when=asyncio.FIRST_COMPLETED)
-            if not sent.done() and engine.process is not None:
-                # Not cancelled: the learner may be amid handing out its weights. The requests to this engine end now.
+            await asyncio.wait({sync, failure}, return_when=asyncio.FIRST_COMPLETED)
+            if not sync.done() and engine.process is not None:
+                # Not cancelled: the learner may be in the middle of a weight sync. Killing the engine ends its requests.
                 await self._kill(engine)
-            return await sent
+            return await sync
         except EngineError as error:
-            raise EngineError(trouble.result() if trouble.done() else str(error)) from error
+            raise EngineError(failure.result() if failure.done() else str(error)) from error
         finally:
-            for task in (sent, trouble):
+            for task in (sync, failure):
                 task.cancel()
-            await asyncio.gather(sent, trouble, return_exceptions=True)
+            await asyncio.gather(sync, failure, return_exceptions=True)
 
-    def _check_left(self, why: str) -> None:
-        if all(engine.gone for engine in self._engines):
+    def _fail_if_none_left(self, why: str) -> None:
+        if all(engine.lost for engine in self._engines):
             self._fail(EngineError(f"no engine is left. {why}"))
 
 

@@ -1,4 +1,4 @@
-"""``sglang-router`` before the engines of a run: it says which engine samples, the run which engines take part."""
+"""``sglang-router`` in front of the engines: it routes requests, and the run keeps its list of workers up to date."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 
 from agentrl.config.sampler import SamplerConfig
+from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, EngineError
 from agentrl.core.types import Generation, Prompt, SamplingParams
 from agentrl.inference.client.http import Refused, Transport
@@ -19,70 +20,71 @@ from agentrl.inference.client.requests import Flights
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.router import RoutedSampler
 from agentrl.inference.fleet.sglang_router_process import Workers, launch_router
-from agentrl.inference.launch.processes import LOOPBACK, EngineProcess
+from agentrl.inference.launch.processes import EngineProcess
 from agentrl.obs.waiting import waiting
 
 _log = logging.getLogger(__name__)
 
-_LANE = "sglang-router"
-_LOOK_S = 0.2
-"""Seconds between two looks at whether the router lives."""
+_NAME = "sglang-router"
+_CHECK_S = 0.2
+"""Seconds between two checks of whether the router's process runs."""
 _POLL_S = 0.02
-_ASK_AGAIN_S = 6.0
-"""Before it is asked once more to take an engine in: it has given up by then."""
+_RETRY_ADD_S = 6.0
+"""Seconds until an engine is added again: the router has given up the first attempt by then."""
 
 
-class Gateway:
-    """The engines of a run behind ``sglang-router``: one `Sampler`, and one way for the requests of a `RoutedSampler`.
+class SGLangRouter:
+    """The engines of a run behind ``sglang-router``, as one `Sampler` that a `RoutedSampler` uses like a single engine.
 
-    Requests go through the router, with their session as its routing key; everything else goes to the engines
-    themselves. While one of them is paused or gets weights, no request is sent, as it could be for this one. Aborts go
-    to all. The router is started again where it dies or hangs, and told the engines anew.
+    Generation requests go through the router with their session as routing key; all other requests go directly to the
+    engines. While an engine is paused or its weights are updated, no request is sent, because the router might choose
+    this engine. Aborts are sent to all engines. If the router dies or hangs it is restarted, and its workers are added
+    again.
     """
 
     def __init__(self, sampler: RoutedSampler, config: SamplerConfig, log: Path) -> None:
-        """Start nothing yet.
+        """Create the router; `start` starts its process.
 
         Args:
-            sampler: gets the way through the router while there are engines.
+            sampler: this object is added to it while there are engines.
             config: ``router`` is ``sglang``.
-            log: file that takes what the router prints.
+            log: file for the router's output.
 
         """
         self.on_lost: Callable[[str], None] = lambda name: None
         self._sampler = sampler
         self._config = config
         self._log = log
-        # Its port is known once it runs.
+        # The port is known once the process runs.
         self._transport = Transport(f"http://{LOOPBACK}", config.request_timeout_s)
         self._control = Transport(self._transport.url, config.stall_timeout_s)
         self._workers = Workers(self._control)
         self.flights = Flights(self._transport, self)
-        """The requests that any of the engines may have."""
+        """Requests in progress, each at any of the engines."""
         self._engines: dict[str, SGLangClient] = {}
-        """Those that take part, by name."""
+        """The engines that the router is to use, by name."""
         self._changed = asyncio.Event()
-        """Set, and replaced, when others take part."""
+        """Set, and replaced by a new event, when the engines change."""
         self._process: EngineProcess | None = None
         self._restarts = 0
         self._open = False
-        """Requests are let through."""
+        """Requests may be sent."""
         self._task: asyncio.Task[None] | None = None
         sampler.on_lost = self._lost
 
     async def start(self) -> None:
-        """Start the router and look after it from now on.
+        """Start the router's process and supervise it.
 
         Raises:
-            MissingError: it is not installed.
+            MissingError: sglang-router is not installed.
             EngineError: it does not start; the message has its last log lines.
         """
         await self._launch()
-        self._task = asyncio.create_task(self._tend(), name=_LANE)
-        self._task.add_done_callback(self._ended)
+        self._task = asyncio.create_task(self._supervise(), name=_NAME)
+        self._task.add_done_callback(self._on_task_end)
 
     async def aclose(self) -> None:
-        """Stop the router."""
+        """Stop the router's process and close all connections."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -91,42 +93,42 @@ class Gateway:
         await asyncio.gather(self._transport.aclose(), self._control.aclose())
 
     def check(self) -> None:
-        """Raise `EngineError` where the router is lost, or does not take an engine in."""
+        """Raise `EngineError` if the router has no restarts left, or does not accept an engine."""
         if self._task is not None and self._task.done():
             self._task.result()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """Nobody tends the router any more, for whatever reason."""
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """Fail all requests if the supervision ends with an error."""
         if not task.cancelled():
             self.fail(str(task.exception()))
 
     # Engines
 
     def add(self, name: str, sampler: SGLangClient) -> None:
-        """Have the router give requests to an engine from now on."""
+        """Add an engine to the router's workers."""
         assert name not in self._engines, name
         self._engines[name] = sampler
-        self._change()
+        self._notify_change()
 
     def remove(self, name: str) -> None:
-        """Have the router give no more requests to an engine; those that it has go to others."""
+        """Remove an engine from the router's workers; its requests go to others."""
         if self._engines.pop(name, None) is not None:
-            self._change()
+            self._notify_change()
 
     def fail(self, why: str) -> None:
-        """Refuse all requests: no engine will ever be there again."""
+        """Fail all requests, now and later: no engine is left."""
         self._sampler.fail(why)
 
-    def _change(self) -> None:
+    def _notify_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
         if not self._engines:
-            self._shut()
+            self._close()
 
-    def _lost(self, lane: str) -> None:
-        """A request was lost on its way: who knows at which engine."""
-        for name in self._engines:
-            self.on_lost(name)
+    def _lost(self, name: str) -> None:
+        """Report a lost request for every engine: the router does not tell which one had it."""
+        for engine in self._engines:
+            self.on_lost(engine)
 
     # Sampler
 
@@ -137,27 +139,27 @@ class Gateway:
         return await self.flights.generate(prompt, params, session_id=session_id, request_id=request_id, policy=policy)
 
     async def abort(self, request_id: str) -> None:
-        """Stop a request, at whichever engine has it, and wait until its `generate` ends.
+        """Stop a request at the engine that has it, and wait until its `generate` ends.
 
         Raises:
-            SamplerError: no engine can be told to.
+            SamplerError: no engine accepts the abort.
         """
-        told = [self.flights.abort(request_id, engine.stop) for engine in self._engines.values()]
-        results = await asyncio.gather(*told, return_exceptions=True)
+        aborts = [self.flights.abort(request_id, engine.stop) for engine in self._engines.values()]
+        results = await asyncio.gather(*aborts, return_exceptions=True)
         errors = [result for result in results if result is not None]
         if errors and len(errors) == len(results):
             raise errors[0]
 
     async def close_session(self, session_id: str) -> None:
-        """Do nothing: the router forgets sessions that were silent for long."""
+        """Do nothing: the router drops sessions after an idle time."""
 
     @property
     def closed(self) -> bool:
-        """Whether any engine takes no request now."""
+        """Whether any engine accepts no requests now."""
         return any(engine.closed for engine in self._engines.values())
 
     async def opened(self) -> None:
-        """Wait until all engines take requests; `SamplerError` where one must not sample with the weights it has."""
+        """Wait until all engines accept requests; `SamplerError` if one has an incomplete weight update."""
         while closed := [engine for engine in self._engines.values() if engine.closed]:
             changed = self._changed
             waits = [asyncio.ensure_future(closed[0].opened()), asyncio.ensure_future(changed.wait())]
@@ -170,78 +172,78 @@ class Gateway:
                     wait.cancel()
                 await asyncio.gather(*waits, return_exceptions=True)
 
-    # The router
+    # The router's process
 
-    async def _tend(self) -> None:
-        """Keep the router running, with the engines that take part.
+    async def _supervise(self) -> None:
+        """Keep the router running, with the current engines as workers.
 
         Raises:
-            EngineError: it dies too often, or does not take an engine in.
+            EngineError: it has no restarts left, or does not accept an engine.
         """
         every, limit = self._config.health_interval_s, self._config.stall_timeout_s
         while True:
             changed, until = self._changed, time.monotonic() + every
             why = None
             try:
-                await self._tell()
-                while not changed.is_set() and time.monotonic() < until and self._death() is None:
+                await self._update_workers()
+                while not changed.is_set() and time.monotonic() < until and self._exit_error() is None:
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(changed.wait(), min(_LOOK_S, every))
+                        await asyncio.wait_for(changed.wait(), min(_CHECK_S, every))
             except httpx.TimeoutException:
                 why = f"sglang-router has not answered for sampler.stall_timeout_s={limit:g} s. {self._tail()}"
             except (Refused, httpx.HTTPError) as error:
                 _log.warning("sglang-router at %s: %s %s", self._transport.url, type(error).__name__, error)
-                await asyncio.sleep(_LOOK_S)
-            why = self._death() or why
+                await asyncio.sleep(_CHECK_S)
+            why = self._exit_error() or why
             if why is not None:
-                await self._start_again(why)
+                await self._restart(why)
 
-    async def _tell(self) -> None:
-        """Make the router's list that of the engines that take part, then let requests through."""
-        asked: dict[str, float] = {}
+    async def _update_workers(self) -> None:
+        """Make the router's workers equal to the current engines, then allow requests."""
+        retry_at: dict[str, float] = {}
         begun, dropped = time.monotonic(), False
-        with waiting("engine", _LANE, "takes engines in"):
+        with waiting("engine", _NAME, "to update its workers"):
             while (listed := await self._workers.listed()).keys() != (wanted := self._urls()):
                 for url in listed.keys() - wanted:
                     dropped = True
                     await self._workers.remove(listed[url])
                 for url in wanted - listed.keys():
-                    if time.monotonic() >= asked.get(url, 0.0):
-                        asked[url] = time.monotonic() + _ASK_AGAIN_S
+                    if time.monotonic() >= retry_at.get(url, 0.0):
+                        retry_at[url] = time.monotonic() + _RETRY_ADD_S
                         await self._workers.add(url)
                 if time.monotonic() - begun > self._config.start_timeout_s:
                     raise EngineError(
-                        f"sglang-router has the engines {sorted(listed)} and not {sorted(wanted)} after "
+                        f"sglang-router has the workers {sorted(listed)} instead of {sorted(wanted)} after "
                         f"sampler.start_timeout_s={self._config.start_timeout_s:g} s. {self._tail()}"
                     )
                 await asyncio.sleep(_POLL_S)
         if dropped and self._config.urls:
-            # The requests of an engine that we kill fail. Those of one that hangs and is not ours would wait for ever, and
-            # only the router knows which they are: all begin anew.
-            self._shut()
-        self._let_through(len(wanted))
+            # Requests of an engine that is killed fail. Those of an attached engine that hangs would wait forever, and
+            # only the router knows which they are: all requests are sent again.
+            self._close()
+        self._open_for_requests(len(wanted))
 
     def _urls(self) -> set[str]:
         return {engine.url.rstrip("/") for engine in self._engines.values()}
 
-    def _let_through(self, engines: int) -> None:
+    def _open_for_requests(self, engines: int) -> None:
         if self._config.max_running is not None:
             self._sampler.allow(self._config.max_running * engines)
         if engines and not self._open:
             self._open = True
-            self._sampler.add(_LANE, self)
+            self._sampler.add(_NAME, self)
 
-    def _shut(self) -> None:
-        """Close the way for requests; those that are on it begin anew once it opens."""
+    def _close(self) -> None:
+        """Stop sending requests; those in progress are sent again after `_open_for_requests`."""
         self._open = False
-        self._sampler.remove(_LANE)
+        self._sampler.remove(_NAME)
 
     @property
     def _running(self) -> EngineProcess:
-        assert self._process is not None, "start comes first"
+        assert self._process is not None, "call start first"
         return self._process
 
-    def _death(self) -> str | None:
+    def _exit_error(self) -> str | None:
         try:
             self._running.check()
         except EngineError as error:
@@ -251,16 +253,16 @@ class Gateway:
     def _tail(self) -> str:
         return f"The end of its log {self._log}:\n{self._running.log_tail()}"
 
-    async def _start_again(self, why: str) -> None:
+    async def _restart(self, why: str) -> None:
         most = self._config.max_restarts
-        self._shut()
+        self._close()
         await asyncio.to_thread(self._running.stop)
         if self._restarts >= most:
             raise EngineError(
-                f"sglang-router was started again {self._restarts} times (sampler.max_restarts={most}): {why}"
+                f"sglang-router was restarted {self._restarts} times (sampler.max_restarts={most}): {why}"
             )
         self._restarts += 1
-        _log.warning("%s\nIt is started again (%d of %d)", why, self._restarts, most)
+        _log.warning("%s\nIt is restarted (%d of %d)", why, self._restarts, most)
         await self._launch()
 
     async def _launch(self) -> None:
@@ -274,10 +276,10 @@ class Gateway:
             )
         )
         try:
-            with waiting("start", f"of {_LANE}"):
+            with waiting("start", f"of {_NAME}"):
                 self._process = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            with contextlib.suppress(AgentrlError):  # it has ended by itself
-                self._process = await starting  # `aclose` stops it
+            with contextlib.suppress(AgentrlError):  # the start failed: there is no process to stop
+                self._process = await starting  # stopped by `aclose`
             raise
         self._transport.url = self._control.url = self._process.url

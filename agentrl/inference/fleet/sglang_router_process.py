@@ -1,4 +1,4 @@
-"""The program ``sglang-router`` as a process of its own, and the list of engines that it keeps."""
+"""The process of ``sglang-router``, and its list of workers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agentrl.core.child_process import ChildProcess, held_port
+from agentrl.core.child_process import LOOPBACK, ChildProcess, held_port
 from agentrl.core.errors import EngineError, MissingError
 from agentrl.inference.client.http import Transport
-from agentrl.inference.launch.processes import GUARD, LOOPBACK, EngineProcess, flags_of
+from agentrl.inference.launch.processes import GUARD, EngineProcess, command_flags
 
 _OPTIONS: dict[str, Any] = {
-    # All turns of a session, which is the routing key, go to one engine; a new session to the one with the fewest requests.
+    # All turns of a session, which is the routing key, go to one engine; a new session to the engine with the fewest requests.
     "policy": "manual",
     "assignment-mode": "min_load",
     "max-idle-secs": 3600,
-    # Which engines take part is for those to say who watch them, and a lost request is sent again by who knows it.
+    # The fleet monitors the engines, and its sampler sends lost requests again.
     "disable-retries": True,
     "disable-circuit-breaker": True,
     "disable-health-check": True,
-    # An engine is healthy before it is added; one that is not by then must not turn up in the list much later.
+    # An engine is healthy before it is added; one that no longer is must not appear in the list much later.
     "worker-startup-timeout-secs": 5,
     "worker-startup-check-interval": 1,
     "history-backend": "none",
@@ -30,7 +30,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 def require_router() -> None:
-    """Raise `MissingError` where ``sglang-router`` is not installed."""
+    """Raise `MissingError` if ``sglang-router`` is not installed."""
     if importlib.util.find_spec("sglang_router") is None:
         raise MissingError(
             "sampler.router=sglang: sglang-router is not installed; install it with `pip install 'agentrl[router]'`, or set "
@@ -42,26 +42,26 @@ def launch_router(log: Path, *, request_timeout_s: float, start_timeout_s: float
     """Start ``sglang-router`` without engines, on a free port of this machine, and wait until it answers.
 
     Args:
-        log: file that takes what it prints.
-        request_timeout_s: how long the sender of a request waits; the router waits longer.
-        start_timeout_s: how long the start may take.
+        log: file for its output.
+        request_timeout_s: timeout of the sender of a request; the router waits longer.
+        start_timeout_s: timeout of the start in seconds.
 
     Raises:
         MissingError: it is not installed.
-        EngineError: it died or stayed silent; the message has its last log lines.
+        EngineError: it ended or did not answer in time; the message has its last log lines.
     """
     require_router()
     guard = [sys.executable, "-S", str(GUARD)]
-    # It cannot be told to serve no figures, and its port for them is one that others want too.
-    with held_port(LOOPBACK) as port, held_port(LOOPBACK) as figures:
+    # Its metrics server cannot be disabled, and the default port of that may be in use.
+    with held_port(LOOPBACK) as port, held_port(LOOPBACK) as metrics_port:
         flags = _OPTIONS | {
             "host": LOOPBACK,
             "port": port,
             "prometheus-host": LOOPBACK,
-            "prometheus-port": figures,
+            "prometheus-port": metrics_port,
             "request-timeout-secs": int(2 * request_timeout_s) + 1,
         }
-        command = [*guard, sys.executable, "-m", "sglang_router.launch_router", *flags_of(flags)]
+        command = [*guard, sys.executable, "-m", "sglang_router.launch_router", *command_flags(flags)]
         child = ChildProcess.start(command, log=log, name="sglang-router", error=EngineError)
         url = f"http://{LOOPBACK}:{port}"
         child.wait_healthy(f"{url}/liveness", start_timeout_s)
@@ -69,21 +69,21 @@ def launch_router(log: Path, *, request_timeout_s: float, start_timeout_s: float
 
 
 class Workers:
-    """The engines that a router knows, by address. It takes them in and drops them some time after it was told to."""
+    """The workers of a router, by URL. The router adds and removes them some time after the request."""
 
     def __init__(self, transport: Transport) -> None:
-        """Ask the router behind ``transport``."""
+        """Manage the workers of the router that ``transport`` reaches."""
         self._transport = transport
 
     async def listed(self) -> dict[str, str]:
-        """Return its name for each engine that it sends requests to, by address."""
+        """Return the router's id of each engine that it sends requests to, by URL."""
         reply = await self._transport.get("/workers", retries=0)
         return {worker["url"]: worker["id"] for worker in reply["workers"]}
 
     async def add(self, url: str) -> None:
-        """Ask it to take an engine in."""
+        """Request that an engine is added."""
         await self._transport.post("/workers", {"url": url})
 
-    async def remove(self, name: str) -> None:
-        """Ask it to send no more requests to an engine, by the router's name for it."""
-        await self._transport.delete(f"/workers/{name}")
+    async def remove(self, worker_id: str) -> None:
+        """Request that an engine is removed, by the router's id."""
+        await self._transport.delete(f"/workers/{worker_id}")

@@ -1,1 +1,1 @@
-"""Engine processes."""
+"""Start of engine processes: the embedded engine and SGLang."""

@@ -1,9 +1,9 @@
-"""A script that becomes another program, whose whole process group ends when whoever started it is gone.
+"""A script that runs another program and kills its whole process group when the parent process ends.
 
-``python guard.py COMMAND…`` leaves a watcher in its process group and turns into COMMAND, which keeps the process id. The
+``python guard.py COMMAND…`` forks a watcher into its process group and executes COMMAND under its own process id. The
 watcher reads the pipe of `agentrl.core.child_process.ChildProcess`; the kernel closes it when the parent dies, even
-by SIGKILL. So a program that knows nothing of agentrl, run by an interpreter that has no agentrl, never outlives its
-parent. (The kernel's own signal for that, PR_SET_PDEATHSIG, is sent when the starting *thread* ends, and reaches no grandchild.)
+by SIGKILL. So a program never outlives its parent, even in an interpreter without agentrl. (The kernel's signal for this,
+PR_SET_PDEATHSIG, is sent when the starting *thread* ends, and does not reach grandchildren.)
 """
 
 import os
@@ -12,9 +12,9 @@ import sys
 
 
 def main() -> None:
-    """Start the watcher and become the command."""
+    """Start the watcher and execute the command in this process."""
     descriptor = int(os.environ.pop("AGENTRL_PARENT_FD"))
-    # Two forks: the watcher must be no child of the program, which may wait for its children or kill them all.
+    # Two forks: the watcher must not be a child of the program, which may wait for its children or kill them all.
     first = os.fork()
     if first == 0:
         if os.fork() == 0:
@@ -26,10 +26,10 @@ def main() -> None:
 
 
 def _watch(descriptor: int) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meant for the program; the SIGKILL that follows is for all
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # for the program; the SIGKILL after it ends the group
     while os.read(descriptor, 1):
         pass
-    os.write(2, b"the process that started this one is gone: ending\n")
+    os.write(2, b"the process that started this one has ended: ending\n")
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""What a Python interpreter that is to run SGLang has installed."""
+"""The packages of a Python interpreter that is to run SGLang."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ _PROBE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """A Python interpreter; made by `look`."""
+    """A Python interpreter and what it has installed; see `probe`."""
 
     python: Path
-    """Its path."""
+    """Path of the executable."""
     sglang: bool
-    """SGLang is installed there."""
+    """SGLang is installed."""
     gpu: bool
     """Its torch is built for GPUs."""
     kernels: bool
-    """SGLang's compiled kernels are installed there, for whichever device."""
+    """SGLang's compiled kernels are installed, for any device."""
 
     @classmethod
-    def look(cls, python: Path) -> Interpreter:
-        """Ask the interpreter at ``python``; nothing heavy is imported there.
+    def probe(cls, python: Path) -> Interpreter:
+        """Run the interpreter at ``python`` to find its packages, without importing them.
 
         Raises:
-            ConfigError: there is none, or it does not run.
+            ConfigError: it does not exist or does not run.
         """
         key = f"sampler.sglang.python={python}"
         try:
             probe = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_S)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise ConfigError(f"{key} is no Python interpreter that runs: {error}") from error
+            raise ConfigError(f"{key} is not a working Python interpreter: {error}") from error
         if probe.returncode != 0:
-            raise ConfigError(f"{key} is no Python interpreter that runs:\n{probe.stderr[-500:]}")
+            raise ConfigError(f"{key} is not a working Python interpreter:\n{probe.stderr[-500:]}")
         found = json.loads(probe.stdout.splitlines()[-1])
         return cls(python, bool(found["sglang"]), bool(found["gpu"]), bool(found["kernels"]))
 
     def require_sglang(self, chosen: bool) -> None:
-        """Refuse an interpreter without SGLang.
+        """Raise if SGLang is not installed.
 
         Args:
-            chosen: the user named it, so that what it lacks is to be installed there.
+            chosen: the user configured this interpreter; otherwise the message lists all ways to get an engine.
 
         Raises:
             ConfigError: SGLang is not installed.

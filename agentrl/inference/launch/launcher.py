@@ -1,4 +1,4 @@
-"""What starts the engines of a run: here, as processes of this machine; elsewhere by whoever implements `Launcher`."""
+"""Launchers of a run's engines: the protocols, and the implementation that starts processes on this machine."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from pathlib import Path
 from typing import Protocol
 
 from agentrl.config.sampler import SamplerConfig
+from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import ConfigError
-from agentrl.inference.launch.processes import LOOPBACK, EngineProcess, launch_embedded, launch_sglang
+from agentrl.inference.launch.processes import EngineProcess, launch_embedded, launch_sglang
 
 
 class RunningEngine(Protocol):
-    """An engine that a run has started. All methods are safe to call from any thread, and after it has ended."""
+    """An engine started by a run. All methods are safe to call from any thread, also after the engine has ended."""
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """Base URL of its HTTP server."""
         ...
 
     @property
     def log(self) -> str:
-        """Where its log lies, in words for people."""
+        """Location of its log, for messages: a path, and the machine if it is another one."""
         ...
 
     def check(self) -> None:
-        """Raise `EngineError` with the end of its log where it has ended. Returns within milliseconds."""
+        """Raise `EngineError` with the end of its log if it has ended. Returns within milliseconds."""
         ...
 
     def log_tail(self, lines: int = 20) -> str:
@@ -35,23 +36,23 @@ class RunningEngine(Protocol):
         ...
 
     def stop(self) -> None:
-        """End it and everything it started."""
+        """Terminate it and all of its child processes."""
         ...
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill it at once."""
         ...
 
 
 class Launcher(Protocol):
-    """Starts the engines of a run by their numbers, which count from 0."""
+    """Starts the engines of a run by number, from 0."""
 
     def launch(self, number: int) -> RunningEngine:
-        """Start an engine, or start it again, and block until it is healthy.
+        """Start or restart an engine and block until it is healthy.
 
         Raises:
-            ConfigError: an option does not fit.
-            EngineError: it died or stayed silent; the message has its last log lines.
+            ConfigError: an option is invalid.
+            EngineError: it ended or did not become healthy in time; the message has its last log lines.
 
         """
         ...
@@ -59,24 +60,24 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What the engines of a run are."""
+    """Configuration of the engines of a run."""
 
     config: SamplerConfig
-    """Of which kind."""
+    """Backend and its options."""
     model: Path
-    """Hugging Face folder that they start with."""
+    """Hugging Face folder of the initial weights."""
     logs: Path
     """Folder for ``engine-0.log`` and so on."""
     seed: int
-    """Of what is sampled without a seed of its own; each engine adds its number."""
+    """Seed of requests without a seed; each engine adds its number."""
 
     def start(self, number: int, *, host: str = LOOPBACK, gpus: Sequence[str] = ()) -> EngineProcess:
         """Start engine ``number`` on this machine and block until it is healthy; see `Launcher.launch`.
 
         Args:
-            number: of the engine.
-            host: the address of this machine at which it listens.
-            gpus: the GPUs it gets, as ``CUDA_VISIBLE_DEVICES`` names them; none: it is not told.
+            number: number of the engine.
+            host: address of this machine on which it listens.
+            gpus: GPUs of the engine, as in ``CUDA_VISIBLE_DEVICES``; empty: the variable is not set.
 
         """
         config, embedded = self.config, self.config.embedded
@@ -110,21 +111,21 @@ class EngineSpec:
 
 
 class LocalLauncher:
-    """Starts engines on this machine, each on GPUs of its own while there are enough."""
+    """Starts engines on this machine, each on separate GPUs as long as there are enough."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Start nothing yet."""
+        """Create a launcher of engines of ``spec``."""
         self._spec = spec
 
     def launch(self, number: int) -> EngineProcess:
         """Start an engine; see `Launcher.launch`."""
         config = self._spec.config
         gpus = visible_gpus() if config.device == "cuda" else []
-        return self._spec.start(number, gpus=gpus_of(number, config.engine_ranks, gpus) if gpus else ())
+        return self._spec.start(number, gpus=engine_gpus(number, config.engine_ranks, gpus) if gpus else ())
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    """Return the GPUs that this process may use, as entries of ``CUDA_VISIBLE_DEVICES``."""
     import torch
 
     count = torch.cuda.device_count()
@@ -133,19 +134,19 @@ def visible_gpus() -> list[str]:
     return [name.strip() for name in names[:count]]
 
 
-def gpus_of(number: int, each: int, gpus: Sequence[str]) -> list[str]:
-    """Return the GPUs of engine ``number``: the last ``each`` for the first, those before them for the next, and so on.
+def engine_gpus(number: int, each: int, gpus: Sequence[str]) -> list[str]:
+    """Return the GPUs of engine ``number``: the last ``each`` for engine 0, the ``each`` before them for engine 1, and so on.
 
-    A learner beside the engines has the first GPUs. Where there are no more, engines share.
+    A learner on the same machine uses the first GPUs. If there are fewer GPUs than engines need, engines share them.
 
     Raises:
-        ConfigError: an engine wants more than there are.
+        ConfigError: one engine needs more GPUs than there are.
 
     """
     blocks = len(gpus) // each
     if not blocks:
         raise ConfigError(
-            f"an engine wants {each} GPUs (sampler.sglang.tp_size, pp_size and dp_size), and this machine has {len(gpus)}: "
+            f"an engine needs {each} GPUs (sampler.sglang.tp_size, pp_size and dp_size), and this machine has {len(gpus)}: "
             "lower them"
         )
     end = len(gpus) - number % blocks * each

@@ -1,4 +1,4 @@
-"""Starting engines in processes of their own, and telling when one has died."""
+"""Engine processes: start of the embedded engine and of SGLang, and detection of their end."""
 
 from __future__ import annotations
 
@@ -14,60 +14,59 @@ from typing import Any
 
 import psutil
 
-from agentrl.core.child_process import ChildProcess, answers, held_port
+from agentrl.core.child_process import LOOPBACK, ChildProcess, answers, held_port
 from agentrl.core.errors import AgentrlError, ConfigError, EngineError
 from agentrl.inference.launch import cpu_sglang
 from agentrl.inference.launch.interpreter import Interpreter
-from agentrl.inference.launch.startup_log import Phase, StartLog, last_error
+from agentrl.inference.launch.startup_log import StartupLog, StartupPhase, last_error
 
 GUARD = Path(__file__).with_name("guard.py")
-"""The script that ends a program together with its parent."""
-LOOPBACK = "127.0.0.1"
+"""Script that kills a program when its parent ends."""
 _POLL_S = 0.02
 _SLOW_POLL_S = 0.2
 _MANY_LINES = 1000
 _LONG_S = 20.0
-"""A start that lasts longer is told of, at every new phase and with growing gaps."""
-_OTHER_KEYS = {
+"""A start that takes longer is logged, at every new phase and with growing intervals."""
+_RESERVED_OPTIONS = {
     "port": "set sampler.port",
-    "host": "an engine that the run starts is for the run alone; set sampler.url to use one elsewhere",
+    "host": "an engine started by the run serves only this run; set sampler.url to use another one",
     "model": "set model.path",
     "model-path": "set model.path",
     "base-gpu-id": "the run gives each engine its GPUs; CUDA_VISIBLE_DEVICES says which ones the run may use",
     "gpu-id-step": "the run gives each engine its GPUs; CUDA_VISIBLE_DEVICES says which ones the run may use",
-    "nnodes": "an engine that the run starts lies on one machine; set sampler.url to use a larger one",
+    "nnodes": "an engine started by the run is on one machine; set sampler.url to use a larger one",
 }
-"""Options of SGLang that are not for ``sampler.sglang``."""
+"""Options of SGLang that ``sampler.sglang`` must not contain, and what to set instead."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineProcess:
-    """A running engine."""
+    """An engine process on this machine."""
 
     url: str
-    """Where it answers, such as ``http://127.0.0.1:30000``."""
+    """Base URL, such as ``http://127.0.0.1:30000``."""
     child: ChildProcess
-    """Its process."""
+    """The process."""
     grace_s: float = 5.0
-    """Seconds to end by itself when it is stopped; SGLang would report a crash in them."""
+    """Seconds between SIGTERM and SIGKILL; 0 for SGLang, which would log a crash after SIGTERM."""
 
     @property
     def log(self) -> str:
-        """Where its log lies."""
+        """Path of its log."""
         return str(self.child.log)
 
     def alive(self) -> bool:
-        """Return whether the process runs."""
+        """Return whether the process is running."""
         return self.child.alive()
 
     def check(self) -> None:
-        """Raise `EngineError` with the last error and the last lines of its log where the engine has died."""
+        """Raise `EngineError` with the last error and the last lines of the log if the process has ended."""
         try:
             self.child.check()
         except EngineError as error:
-            # SGLang writes pages after what it died of.
+            # SGLang logs many lines after the error that ended it.
             reason = last_error(self.log_tail(_MANY_LINES))
             raise EngineError(f"{error}\nThe last error in it: {reason}" if reason else str(error)) from None
 
@@ -76,11 +75,11 @@ class EngineProcess:
         return self.child.log_tail(lines)
 
     def stop(self) -> None:
-        """End it and everything it started."""
+        """Terminate it and all of its child processes."""
         self.child.stop(self.grace_s)
 
     def kill(self) -> None:
-        """End it and everything it started at once."""
+        """Kill it and all of its child processes at once."""
         self.child.stop(0.0)
 
 
@@ -102,20 +101,20 @@ def launch_embedded(
 
     Args:
         model: Hugging Face folder.
-        log: file that takes what it prints.
-        host: the address of this machine at which it listens.
-        port: 0 takes a free one.
-        seed: of sampling.
+        log: file for its output.
+        host: address of this machine on which it listens.
+        port: 0 chooses a free port.
+        seed: seed of requests without a seed.
         dtype: ``float32`` or ``bfloat16``, of weights and KV cache.
-        slots: sequences whose KV cache is kept.
-        context: tokens of a sequence.
+        slots: sequences in the KV cache.
+        context: most tokens of a sequence.
         threads: CPU threads of torch.
         version: policy version of the weights in the folder.
-        timeout_s: how long it may take.
+        timeout_s: timeout of the start in seconds.
 
     Raises:
-        PortInUseError: something else listens on ``port``.
-        EngineError: it died or stayed silent; the message has its last log lines.
+        PortInUseError: another process listens on ``port``.
+        EngineError: it ended or did not become healthy in time; the message has its last log lines.
     """
     flags = {
         "model": model,
@@ -126,9 +125,9 @@ def launch_embedded(
         "seed": seed,
         "weight-version": version,
     }
-    command = [sys.executable, "-m", "agentrl.inference.embedded", *flags_of(flags)]
-    # Large models share matrix products among OpenMP threads. Where these spin while they wait, an engine becomes many
-    # times slower as soon as another process wants the cores too.
+    command = [sys.executable, "-m", "agentrl.inference.embedded", *command_flags(flags)]
+    # Large models share matrix products among OpenMP threads. If these spin while they wait, the engine becomes many
+    # times slower as soon as another process needs the cores.
     env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     begun = time.monotonic()
     port_file = log.with_name(log.name + ".port")
@@ -137,15 +136,15 @@ def launch_embedded(
         pass
     command += ["--host", host, "--port", str(port), "--port-file", str(port_file)]
     child = ChildProcess.start(command, log=log, name="the embedded engine", env=env, error=EngineError)
-    url = f"http://{host}:{_told_port(port_file, child, begun + timeout_s) or port}"
+    url = f"http://{host}:{_wait_for_port(port_file, child, begun + timeout_s) or port}"
     child.wait_healthy(f"{url}/health", timeout_s - (time.monotonic() - begun))
     return EngineProcess(url, child)
 
 
-def _told_port(port_file: Path, child: ChildProcess, deadline: float) -> int | None:
-    """Wait for the port that the engine has bound; None: it died, or the time is over.
+def _wait_for_port(port_file: Path, child: ChildProcess, deadline: float) -> int | None:
+    """Return the port that the engine has bound; None if it ended, or at the deadline.
 
-    It picks a free one itself: one picked here could be somebody else's by the time it starts.
+    The engine chooses the port itself: a free port chosen here could be taken before the engine binds it.
     """
     while not port_file.exists():
         if not child.alive() or time.monotonic() > deadline:
@@ -168,30 +167,30 @@ def launch_sglang(
 ) -> EngineProcess:
     """Start ``sglang.launch_server`` on a model folder and wait until it is healthy.
 
-    A start that lasts is told of by warnings in Python's log. With the option ``device: cpu`` and an interpreter whose
-    torch knows no GPU, the stand-ins of `agentrl.inference.launch.cpu_sglang` are used.
+    A slow start is logged as warnings. With the option ``device: cpu`` and an interpreter whose torch is built without
+    GPU support, the stand-ins of `agentrl.inference.launch.cpu_sglang` are used.
 
     Args:
         model: Hugging Face folder.
-        log: file that takes what it prints.
-        host: the address of this machine at which it listens.
-        port: 0 takes a free one.
-        seed: of sampling.
-        options: SGLang's own options: ``{"mem_fraction_static": 0.5}`` becomes ``--mem-fraction-static 0.5``, a True
-            becomes a bare flag, a list several values.
+        log: file for its output.
+        host: address of this machine on which it listens.
+        port: 0 chooses a free port.
+        seed: seed of requests without a seed.
+        options: SGLang's options: ``{"mem_fraction_static": 0.5}`` becomes ``--mem-fraction-static 0.5``, True a flag
+            without a value, a list several values.
         python: interpreter that runs it; agentrl need not be installed there. None: this one.
-        gpus: the GPUs it gets, as ``CUDA_VISIBLE_DEVICES`` names them, in the order of its ranks; none: it is not told.
-        timeout_s: how long it may take.
+        gpus: GPUs of the engine, as in ``CUDA_VISIBLE_DEVICES``, in the order of its ranks; empty: the variable is not set.
+        timeout_s: timeout of the start in seconds.
 
     Raises:
         ConfigError: SGLang is not installed there, or refuses an option.
-        PortInUseError: something else listens on ``port``.
-        EngineError: it died or stayed silent; the message has the phase, what was out of memory where that was it, and
-            its last log lines.
+        PortInUseError: another process listens on ``port``.
+        EngineError: it ended or did not become healthy in time; the message has the phase, the cause if it was out of
+            memory, and its last log lines.
     """
     options = options or {}
     _check_options(options)
-    interpreter = Interpreter.look(python or Path(sys.executable))
+    interpreter = Interpreter.probe(python or Path(sys.executable))
     interpreter.require_sglang(chosen=python is not None)
     flags: dict[str, Any] = {"model-path": model, "random-seed": seed}
     env: dict[str, str] = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
@@ -203,13 +202,13 @@ def launch_sglang(
     flags |= _dashed(options)
     guard = [sys.executable, "-S", str(GUARD)]
     with held_port(host, port, key="sampler.port") as held:
-        server = [str(interpreter.python), "-m", "sglang.launch_server", *flags_of(flags)]
+        server = [str(interpreter.python), "-m", "sglang.launch_server", *command_flags(flags)]
         command = [*guard, *server, "--host", host, "--port", str(held)]
-        told = StartLog(log)
+        startup_log = StartupLog(log)
         child = ChildProcess.start(command, log=log, name="SGLang", env=env, error=EngineError)
         engine = EngineProcess(f"http://{host}:{held}", child, grace_s=0.0)
         try:
-            _watch_start(engine, told, options, timeout_s)
+            _wait_healthy(engine, startup_log, options, timeout_s)
         except BaseException:
             engine.stop()
             raise
@@ -217,57 +216,58 @@ def launch_sglang(
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of SGLang that the run itself sets."""
+    """Raise `ConfigError` for options of SGLang that the run sets."""
     for name in options:
-        key = _OTHER_KEYS.get(name.replace("_", "-"))
+        key = _RESERVED_OPTIONS.get(name.replace("_", "-"))
         if key is not None:
             raise ConfigError(f"sampler.sglang.{name}={options[name]}: {key}")
 
 
-def _watch_start(engine: EngineProcess, told: StartLog, options: Mapping[str, Any], timeout_s: float) -> None:
+def _wait_healthy(engine: EngineProcess, startup_log: StartupLog, options: Mapping[str, Any], timeout_s: float) -> None:
     """Block until the server is healthy.
 
     Raises:
         ConfigError: it refuses an option.
-        EngineError: it died or stayed silent.
+        EngineError: it ended, or is not healthy after ``timeout_s``.
     """
     begun = time.monotonic()
     peak = 0
-    said: tuple[Phase, float] = (Phase.IMPORTS, 0.0)
+    logged: tuple[StartupPhase, float] = (StartupPhase.IMPORTS, 0.0)
     while not answers(f"{engine.url}/health"):
         seconds = time.monotonic() - begun
         code = engine.child.exit_code()
-        phase = told.read()
+        phase = startup_log.read()
         if code is not None or seconds > timeout_s:
-            raise _failed_start(told, options, code, peak, timeout_s)
+            raise _startup_error(startup_log, options, code, peak, timeout_s)
         peak = max(peak, _resident_bytes(engine.child.pid))
-        if seconds > _LONG_S and (phase is not said[0] or seconds > 2 * said[1]):
-            _log.warning("SGLang is not up after %.0f s: %s (its log: %s)", seconds, phase.words, told.log)
-            said = (phase, seconds)
+        if seconds > _LONG_S and (phase is not logged[0] or seconds > 2 * logged[1]):
+            _log.warning("SGLang is not healthy after %.0f s: %s (log: %s)", seconds, phase.words, startup_log.log)
+            logged = (phase, seconds)
         time.sleep(_SLOW_POLL_S)
 
 
-def _failed_start(
-    told: StartLog, options: Mapping[str, Any], code: int | None, host_peak: int, timeout_s: float
+def _startup_error(
+    startup_log: StartupLog, options: Mapping[str, Any], code: int | None, host_peak: int, timeout_s: float
 ) -> AgentrlError:
-    """Return the error for a start that failed: by its exit status, or without one for having lasted too long."""
-    if refused := told.wrong_option(options):
-        return ConfigError(f"{refused}. The end of its log {told.log}:\n{told.tail(3)}")
-    where = told.phase.words
+    """Return the error of a failed start; ``code`` is the exit status, None after a timeout."""
+    if refused := startup_log.wrong_option(options):
+        return ConfigError(f"{refused}. The end of its log {startup_log.log}:\n{startup_log.tail(3)}")
+    phase = startup_log.phase.words
     if code is None:
         what = (
-            f"SGLang does not answer after {timeout_s:g} s, {where}; raise sampler.start_timeout_s if it needs longer"
+            f"SGLang does not answer after {timeout_s:g} s, {phase}; raise sampler.start_timeout_s if it needs longer"
         )
     elif code < 0:
-        what = f"SGLang ended while {where} (signal {signal.Signals(-code).name})"
+        what = f"SGLang ended while {phase} (signal {signal.Signals(-code).name})"
     else:
-        what = f"SGLang ended while {where} (exit status {code})"
-    reason = told.out_of_memory(code, host_peak) or last_error(told.text)
-    return EngineError(f"{what}{': ' + reason if reason else ''}. The end of its log {told.log}:\n{told.tail()}")
+        what = f"SGLang ended while {phase} (exit status {code})"
+    reason = startup_log.out_of_memory(code, host_peak) or last_error(startup_log.text)
+    cause = f": {reason}" if reason else ""
+    return EngineError(f"{what}{cause}. The end of its log {startup_log.log}:\n{startup_log.tail()}")
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return the memory of a process and of all that it started; what is gone meanwhile counts nothing."""
+    """Return the resident memory of a process and all of its descendants; processes that have ended count 0."""
     total = 0
     with contextlib.suppress(psutil.Error):
         leader = psutil.Process(pid)
@@ -281,8 +281,8 @@ def _dashed(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name.replace("_", "-"): value for name, value in options.items()}
 
 
-def flags_of(options: Mapping[str, Any]) -> list[str]:
-    """Return options as arguments: ``some_name: 1`` is ``--some-name 1``, True a bare flag, a list several values."""
+def command_flags(options: Mapping[str, Any]) -> list[str]:
+    """Return command line arguments: ``some_name: 1`` is ``--some-name 1``, True a flag without value, a list several values."""
     flags: list[str] = []
     for name, value in options.items():
         if value is None or value is False:

@@ -13,8 +13,8 @@ import pytest
 
 from agentrl.core.errors import ConfigError, EngineError, PortInUseError
 from agentrl.inference.launch.interpreter import Interpreter
-from agentrl.inference.launch.launcher import gpus_of
-from agentrl.inference.launch.processes import flags_of, launch_embedded, launch_sglang
+from agentrl.inference.launch.launcher import engine_gpus
+from agentrl.inference.launch.processes import command_flags, launch_embedded, launch_sglang
 
 
 def test_a_port_in_use_names_the_key(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_sglang_that_is_not_installed_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sampler\.sglang\.python=python: SGLang is not installed there"):
         lacking.require_sglang(chosen=True)
     for python in (tmp_path / "nowhere", Path("/bin/false")):
-        with pytest.raises(ConfigError, match=rf"sampler\.sglang\.python={python} is no Python"):
+        with pytest.raises(ConfigError, match=rf"sampler\.sglang\.python={python} is not a working Python"):
             launch_sglang(tmp_path, log=tmp_path / "log", python=python)
 
 
@@ -95,7 +95,7 @@ def wait_for_number(path: Path) -> int:
 
 def test_options_become_flags() -> None:
     options = {"mem_fraction_static": 0.5, "enable_memory_saver": True, "no": False, "none": None, "several": [1, 2]}
-    assert flags_of(options) == ["--mem-fraction-static", "0.5", "--enable-memory-saver", "--several", "1", "2"]
+    assert command_flags(options) == ["--mem-fraction-static", "0.5", "--enable-memory-saver", "--several", "1", "2"]
 
 
 @pytest.mark.parametrize("name", ["port", "host", "model_path", "model", "base_gpu_id", "gpu-id-step", "nnodes"])
@@ -133,7 +133,7 @@ OOM = (
         (GPU.split("[12:00:11]")[0] + "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. "
          "Current value: mem_fraction_static=0.1", "sys.exit(1)", r"mem_fraction_static was 0\.1.*raise sampler\.sglang\.mem_f"),
         (GPU.split("[12:00:09]")[0], "time.sleep(1); os.kill(os.getpid(), 9)",
-         r"SIGKILL.*host out of memory.*loading weights; it was seen to use 0\.\d GiB"),
+         r"SIGKILL.*host out of memory.*loading weights; its measured peak was 0\.\d GiB"),
         ("Rank 0 scheduler died during initialization (exit code: -9).", "sys.exit(1)", "ran out of host memory"),
         ("Traceback (most recent call last):\\nModuleNotFoundError: No module named 'kernels'\\nTraceback\\nbye",
          "sys.exit(3)", r"importing its modules \(exit status 3\): ModuleNotFoundError: No module named 'kernels'\. The end"),
@@ -271,9 +271,9 @@ def test_a_cpu_gets_what_it_needs_unless_told_otherwise(tmp_path: Path, monkeypa
 )
 def test_engines_get_gpus_of_their_own_from_the_last_on(engines: int, each: int, gpus: str, found: list[str]) -> None:
     """The learner has the first; where engines outnumber GPUs, they share."""
-    assert ["".join(gpus_of(number, each, gpus)) for number in range(engines)] == found
+    assert ["".join(engine_gpus(number, each, gpus)) for number in range(engines)] == found
 
 
 def test_an_engine_that_wants_more_gpus_than_there_are_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"wants 4 GPUs \(sampler\.sglang\.tp_size.* has 2"):
-        gpus_of(0, 4, ["0", "1"])
+        engine_gpus(0, 4, ["0", "1"])

@@ -1,4 +1,4 @@
-"""The gateway before its router runs: the gate of several engines, aborts at all of them, and what a lost request is."""
+"""`SGLangRouter` without the router's process: closed engines, aborts at all engines, and lost requests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from agentrl.config.load import load_config
 from agentrl.core.errors import EngineLostError, MissingError, SamplerError
 from agentrl.core.types import Prompt, SamplingParams
 from agentrl.inference.client.sglang_client import SGLangClient
-from agentrl.inference.fleet import sglang_router_process as gateway_process
+from agentrl.inference.fleet import sglang_router_process
 from agentrl.inference.fleet.router import RoutedSampler
-from agentrl.inference.fleet.sglang_router import Gateway
+from agentrl.inference.fleet.sglang_router import SGLangRouter
 
 
 class FakeEngine:
-    """Its gate, and the ids of requests that it was told to stop."""
+    """An engine that accepts requests or not; records the ids of aborted requests."""
 
     def __init__(self, number: int) -> None:
         self.url = f"http://127.0.0.1:{number}"
@@ -45,8 +45,8 @@ class FakeEngine:
         self.stopped.append(rid)
 
 
-class FakeRouter(httpx.AsyncBaseTransport):
-    """Answers each generation with ``reply`` once ``free`` is set, and keeps the headers that came."""
+class FakeTransport(httpx.AsyncBaseTransport):
+    """Answers each generation with ``reply`` once ``free`` is set, and records the routing keys."""
 
     def __init__(self, reply: httpx.Response) -> None:
         self.reply = reply
@@ -64,21 +64,21 @@ def sampled(finish: str = "length") -> httpx.Response:
     return httpx.Response(200, json={"output_ids": [7], "meta_info": meta})
 
 
-def made(router: FakeRouter | None = None) -> tuple[Gateway, list[Any]]:
+def made(router: FakeTransport | None = None) -> tuple[SGLangRouter, list[Any]]:
     config = load_config(None, ["sampler.router=sglang"]).sampler
-    gateway = Gateway(RoutedSampler(), config, Path("router.log"))
+    sglang_router = SGLangRouter(RoutedSampler(), config, Path("router.log"))
     if router is not None:
         client = httpx.AsyncClient(transport=router)
-        gateway._transport._clients = gateway._transport._free = [client]
+        sglang_router._transport._clients = sglang_router._transport._free = [client]
     engines: list[Any] = [FakeEngine(1), FakeEngine(2)]
     for engine in engines:
-        gateway.add(engine.url, engine)
-    return gateway, engines
+        sglang_router.add(engine.url, engine)
+    return sglang_router, engines
 
 
-def asked(gateway: Gateway) -> asyncio.Future[Any]:
+def request_one(sglang_router: SGLangRouter) -> asyncio.Future[Any]:
     params = SamplingParams(max_new_tokens=1)
-    return asyncio.ensure_future(gateway.generate(Prompt((1, 2)), params, session_id="s/1", request_id="r"))
+    return asyncio.ensure_future(sglang_router.generate(Prompt((1, 2)), params, session_id="s/1", request_id="r"))
 
 
 def run(play: Awaitable[None]) -> None:
@@ -94,19 +94,19 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def test_any_engine_that_is_closed_holds_all_requests_back_until_it_opens_or_leaves() -> None:
+def test_a_closed_engine_holds_all_requests_back_until_it_opens_or_is_removed() -> None:
     async def play() -> None:
-        router = FakeRouter(sampled())
+        router = FakeTransport(sampled())
         router.free.set()
-        gateway, [first, second] = made(router)
+        sglang_router, [first, second] = made(router)
         first.shut.clear()
         second.shut.clear()
-        request = asked(gateway)
+        request = request_one(sglang_router)
         await turns()
         first.shut.set()
         await turns()
         assert not router.keys
-        gateway.remove(second.url)
+        sglang_router.remove(second.url)
         generation = await request
         assert (generation.token_ids, generation.versions) == ((7,), ((0, 3),))
         assert router.keys == ["s/1"]
@@ -116,25 +116,25 @@ def test_any_engine_that_is_closed_holds_all_requests_back_until_it_opens_or_lea
 
 def test_an_engine_with_unfit_weights_refuses_all() -> None:
     async def play() -> None:
-        gateway, [_, second] = made()
+        sglang_router, [_, second] = made()
         second.unfit = True
         with pytest.raises(SamplerError, match="only a part"):
-            await asked(gateway)
+            await request_one(sglang_router)
 
     run(play())
 
 
-def test_an_abort_goes_to_all_and_wants_one_that_listens() -> None:
+def test_an_abort_goes_to_all_engines_and_needs_one_that_answers() -> None:
     async def play() -> None:
-        router = FakeRouter(sampled("abort"))
-        gateway, [first, second] = made(router)
+        router = FakeTransport(sampled("abort"))
+        sglang_router, [first, second] = made(router)
         first.deaf = second.deaf = True
-        request = asked(gateway)
+        request = request_one(sglang_router)
         await turns()
         with pytest.raises(SamplerError, match="does not answer"):
-            await gateway.abort("r")
+            await sglang_router.abort("r")
         second.deaf = False
-        stopping = asyncio.ensure_future(gateway.abort("r"))
+        stopping = asyncio.ensure_future(sglang_router.abort("r"))
         await turns()
         assert second.stopped == ["r:0"]
         assert not stopping.done()
@@ -155,30 +155,30 @@ def test_an_abort_goes_to_all_and_wants_one_that_listens() -> None:
         (None, 500, SamplerError),
     ],
 )
-def test_what_the_router_says_of_a_lost_engine_is_not_what_an_engine_says(
+def test_errors_of_the_router_about_lost_engines_are_told_from_errors_of_engines(
     code: str | None, status: int, kind: type[SamplerError]
 ) -> None:
     async def play() -> None:
         headers = {} if code is None else {"X-SMG-Error-Code": code}
         body = {"error": {"code": code, "message": "what happened"}}
-        router = FakeRouter(httpx.Response(status, json=body, headers=headers))
+        router = FakeTransport(httpx.Response(status, json=body, headers=headers))
         router.free.set()
-        gateway, _ = made(router)
+        sglang_router, _ = made(router)
         with pytest.raises(SamplerError, match="what happened") as raised:
-            await asked(gateway)
+            await request_one(sglang_router)
         assert type(raised.value) is kind
 
     run(play())
 
 
-def test_a_lost_request_makes_all_engines_suspects() -> None:
+def test_a_lost_request_is_reported_for_all_engines() -> None:
     async def play() -> None:
         sampler = RoutedSampler()
-        gateway = Gateway(sampler, load_config(None, ["sampler.router=sglang"]).sampler, Path("router.log"))
+        sglang_router = SGLangRouter(sampler, load_config(None, ["sampler.router=sglang"]).sampler, Path("router.log"))
         suspects: list[str] = []
-        gateway.on_lost = suspects.append
+        sglang_router.on_lost = suspects.append
         for name in ("engine-0", "engine-1"):
-            gateway.add(name, SGLangClient(f"http://127.0.0.1/{name}"))
+            sglang_router.add(name, SGLangClient(f"http://127.0.0.1/{name}"))
         sampler.on_lost("sglang-router")
         assert suspects == ["engine-0", "engine-1"]
 
@@ -186,6 +186,6 @@ def test_a_lost_request_makes_all_engines_suspects() -> None:
 
 
 def test_without_the_package_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_process.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sglang_router_process.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingError, match=r"pip install 'agentrl\[router\]'.*sampler\.router=builtin"):
-        gateway_process.require_router()
+        sglang_router_process.require_router()

@@ -89,5 +89,5 @@ def test_stopwatch_adds_up() -> None:
     for _ in range(2):
         with watch("rollout"):
             pass
-    assert set(watch.figures()) == {"time/rollout_s"}
+    assert set(watch.metrics()) == {"time/rollout_s"}
     assert format_left(3725) == "1h02m"

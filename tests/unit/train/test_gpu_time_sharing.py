@@ -33,16 +33,19 @@ class World:
     def live(self) -> tuple[Engine, ...]:
         return tuple(engine for engine in self.engines if engine not in self.lost)
 
-    async def look(self) -> None:
+    async def check_now(self) -> None:
         self.lost |= {engine for engine in self.engines if engine.dead}
 
-    async def ended(self) -> None:
+    async def wait_ended(self) -> None:
         self.log.append("ended")
 
-    def resend_with(
-        self, resend: Callable[[Any], Awaitable[int]], *, launch_in: AbstractAsyncContextManager[Any] | None = None
+    def set_weight_sync(
+        self,
+        sync_weights: Callable[[Any], Awaitable[int]],
+        *,
+        launch_in: AbstractAsyncContextManager[Any] | None = None,
     ) -> None:
-        self.resend, self.launch_in = resend, launch_in
+        self.sync_weights, self.launch_in = sync_weights, launch_in
 
     # The sync
 
@@ -113,7 +116,7 @@ def test_the_order_of_steps() -> None:
         watch = Stopwatch()
         await source.sync_weights(world.learner, 0, watch)
         assert world.said() == [*RELEASE, *BACK, "push 0 to e0 e1", "sleep", *KV]
-        assert set(watch.figures()) == {"time/wake_s", "time/sync_s", "time/sleep_s"}
+        assert set(watch.metrics()) == {"time/wake_s", "time/sync_s", "time/sleep_s"}
         await source.release_gpus_for_training(world.learner, watch)
         assert world.said() == RELEASE
         await source.release_gpus_for_training(world.learner, watch)
@@ -139,7 +142,7 @@ def test_nobody_sleeps_where_each_has_its_own(mode: str) -> None:
             await source.release_gpus_for_training(world.learner, watch)
             await source.sync_weights(world.learner, version, watch)
         assert world.said() == ["push 0 to e0 e1", "push 2 to e0 e1"]
-        assert set(watch.figures()) == {"time/sync_s"}
+        assert set(watch.metrics()) == {"time/sync_s"}
 
     asyncio.run(run())
 
@@ -237,7 +240,7 @@ def test_engines_are_started_again_while_episodes_are_played_alone() -> None:
         async with world.launch_in:
             world.log.append("launch")
             await asyncio.sleep(0.05)
-            assert await world.resend(world.engines[0]) == 3
+            assert await world.sync_weights(world.engines[0]) == 3
             world.log.append("live")
 
     async def run() -> None:

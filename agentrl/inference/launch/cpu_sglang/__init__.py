@@ -1,8 +1,8 @@
-"""Runs the stock SGLang wheel, which is built for GPUs, on a CPU. For tests, and for trying a configuration out.
+"""Runs the published SGLang wheel, which is built for GPUs, on a CPU: for tests, and to try a configuration.
 
-``path/`` goes on the interpreter's module path: stand-ins for what cannot be loaded there. ``requirements.txt`` is what
-such an interpreter's environment holds beside torch; ``make test-sglang`` builds one. A real CPU build of SGLang brings
-its own kernels and needs none of this.
+``path/`` is added to the interpreter's module path: stand-ins for modules that cannot be loaded without a GPU.
+``requirements.txt`` are the packages of such an environment besides torch; ``make test-sglang`` builds one. A CPU build of
+SGLang has its own kernels and does not need this.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ OPTIONS: Mapping[str, object] = {
     "disable_overlap_schedule": True,
     "dtype": "float32",
     "grammar_backend": "none",
-    # Half of the memory, 16 GB, without a number.
+    # By default half of the memory, here 16 GB.
     "max_total_tokens": 65536,
-    # An idle scheduler would keep a core busy.
+    # Otherwise an idle scheduler keeps a core busy.
     "sleep_on_idle": True,
 }
-"""Options of the server that a CPU needs, unless the user gives others."""
+"""Default options of the server on a CPU."""
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that the server's process needs beside this process's."""
+    """Return additional environment variables for the server's process."""
     path = [str(FOLDER / "path"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "PYTHONPATH": os.pathsep.join(path),
         # Without it, all of SGLang's model files are imported, some of which cannot be.
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "agentrl_cpu_models",
-        # Threads that spin while they wait take the cores from everybody else.
+        # Threads that spin while they wait take the cores from other processes.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
