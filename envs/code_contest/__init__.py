@@ -1,4 +1,4 @@
-"""Programs against hidden tests."""
+"""Programming problems, scored by hidden tests."""
 
 from .env import CodeContestEnv
 from .hidden import HiddenTests

@@ -1,4 +1,4 @@
-"""Programming problems: the policy may try code, hands in a program, and is scored by tests that it never sees."""
+"""Programming problems: the policy may try code, submits a program, and is scored by hidden tests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .hidden import hidden_tests
 from .program import can_be_sent, program_in
 
 Scoring = Literal["share", "all"]
-"""``share``: the share of hidden tests passed; ``all``: 1 where all are passed, else 0."""
+"""``share``: the fraction of hidden tests passed; ``all``: 1 if all are passed, else 0."""
 ACCEPTED = "accepted"
 FAULTS = ("wrong_answer", "runtime_error", "time_limit", "memory_limit", "output_limit")
-"""How else a test may end; see the judge's ``Verdict``."""
+"""The other verdicts; see the judge's ``Verdict``."""
 PROMPT = (
     "Write a Python program that solves the problem below. It reads standard input and prints its answer to standard "
     "output. Hand it in as one block that begins with ```python and ends with ```.\n\n{problem}"
@@ -27,24 +27,25 @@ NO_TRIES = "There are no tries left; hand in your program."
 
 
 class CodeContestEnv(Env):
-    """The policy speaks until it says something without a tool call: the program in it is what it hands in.
+    """The policy's first turn without a tool call ends the episode; the program in it is submitted to the judge.
 
-    ``task.answer`` holds the hidden tests (see `HiddenTests`). Only the judge gets them; no message and no state does.
+    ``task.answer`` holds the hidden tests (see `HiddenTests`). Only the judge receives them; no message and no state
+    contains them.
     """
 
     tool_names: ClassVar[tuple[str, ...]] = ("python", "judge")
     handles_tool_calls: ClassVar[bool] = True
 
     def __init__(self, *, max_tries: int = 4, scoring: Scoring = "share", prompt: str = PROMPT) -> None:
-        """Set how the policy works and what its work is worth.
+        """Set tries, scoring and prompt.
 
         Args:
             max_tries: calls of the tool ``python``; with 0 the policy has no tool.
-            scoring: the share of tests passed, or all or nothing.
+            scoring: see `Scoring`.
             prompt: the prompt around ``{problem}``.
 
         Raises:
-            ConfigError: an option that makes no sense.
+            ConfigError: an option is out of range.
         """
         if max_tries < 0:
             raise ConfigError(f"env.options.max_tries is {max_tries}; it must be at least 0")
@@ -81,11 +82,11 @@ class CodeContestEnv(Env):
         return (*self.task.prompt[:-1], Message("user", text)), self._info()
 
     def step(self, action: Action) -> Step:
-        """Take a turn of the policy, the results of the code it tried, or the judge's verdicts.
+        """Process a turn of the policy, the results of the code it tried, or the judge's verdicts.
 
         Raises:
-            ValueError: results that nobody asked for, or a turn where results are due.
-            ToolFailure: the judge gave no verdict.
+            ValueError: results of calls that were not made, or a turn while results are due.
+            ToolFailure: the judge returned no verdicts.
         """
         if isinstance(action, ToolResults):
             return self._judged(action) if self._judging else self._tried(action)
@@ -93,10 +94,10 @@ class CodeContestEnv(Env):
             due = self._judging or ", ".join(call_id for call_id, _ in self._trying)
             raise ValueError(f"the results of {due} are due before the policy's next turn")
         self._used += [call.id for call in action.tool_calls]
-        return self._try(action.tool_calls) if action.tool_calls else self._hand_in(action.content)
+        return self._try(action.tool_calls) if action.tool_calls else self._submit(action.content)
 
     def _try(self, calls: Sequence[ToolCall]) -> Step:
-        """Run what may be run. Nothing but ``python`` is: whatever name a policy calls, it never reaches the judge."""
+        """Run the allowed calls: only those of ``python``. A policy's call never reaches the judge."""
         self._trying, run = [], []
         for call in calls:
             fault = call.fault if call.status is not CallStatus.OK else ""
@@ -115,18 +116,18 @@ class CodeContestEnv(Env):
     def _tried(self, action: ToolResults) -> Step:
         ran = {result.call_id: result.content for result in action.results}
         if not self._trying or [*ran] != [call_id for call_id, fault in self._trying if not fault]:
-            raise ValueError(f"results for {', '.join(ran) or 'nothing'}, which were not asked for")
+            raise ValueError(f"results for {', '.join(ran) or 'nothing'}, which were not called")
         answers = tuple(Message("tool", fault or ran[call_id], tool_call_id=call_id) for call_id, fault in self._trying)
         self._trying = []
         return answers, 0.0, False, False, self._info()
 
-    def _hand_in(self, said: str) -> Step:
-        program = program_in(said)
+    def _submit(self, content: str) -> Step:
+        program = program_in(content)
         if program is None or not can_be_sent(program):
             return (), 0.0, True, False, self._info()
         self._has_program = True
         self._judging = "judge"
-        while self._judging in self._used:  # a policy may choose its calls' ids
+        while self._judging in self._used:  # a policy may choose its call ids
             self._judging += "_"
         arguments = {"program": program, "stop_early": self.scoring == "all", **hidden_tests(self.task).arguments()}
         return ToolCalls((ToolCall(self._judging, "judge", arguments),)), 0.0, False, False, self._info()
@@ -150,7 +151,7 @@ class CodeContestEnv(Env):
         return Counter(self._verdicts)[verdict] / len(self._verdicts) if self._verdicts else 0.0
 
     def _info(self) -> Info:
-        """Return the figures so far: they must be right whenever the runner cuts the episode."""
+        """Return the metrics so far: they must be correct at every point, since the runner may truncate the episode."""
         return {
             "metrics": {
                 "solved": self._solved(),
@@ -163,13 +164,13 @@ class CodeContestEnv(Env):
 
     @classmethod
     def example_task(cls) -> Task:
-        """Return a problem that one line solves."""
+        """Return a problem with a solution of one line."""
         problem = "The input is one line of integers. Print their sum."
         tests = {"inputs": ["1 2 3\n", "-5 5\n"], "outputs": ["6\n", "0\n"]}
         return Task("example", (Message("user", problem),), answer=tests)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the episode's state, JSON-able; the hidden tests are the task's, and not in it."""
+        """Return the episode's state, serializable as JSON and without the hidden tests."""
         return {
             **super().get_state(),
             "tries": self._tries,
@@ -181,7 +182,7 @@ class CodeContestEnv(Env):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `get_state` returned, after a `reset` on the same task."""
+        """Continue from what `get_state` returned, after a `reset` on the same task."""
         super().set_state(state)
         self._tries, self._used = state["tries"], list(state["used"])
         self._trying = [list(one) for one in state["trying"]]
@@ -190,7 +191,7 @@ class CodeContestEnv(Env):
 
 
 def _verdicts(result: ToolResult) -> list[str]:
-    """Return the judge's verdicts; that there are none is never the policy's fault."""
+    """Return the judge's verdicts. Missing ones are a failure of the judge, never of the policy."""
     if result.status is not ToolStatus.OK:
-        raise ToolFailure(f"the judge gave no verdict ({result.status.value}): {result.content}")
+        raise ToolFailure(f"the judge returned no verdict ({result.status.value}): {result.content}")
     return list(result.data["verdicts"])

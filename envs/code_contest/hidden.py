@@ -17,16 +17,16 @@ class HiddenTests:
     """``Task.answer`` as data. Example: ``{"inputs": ["1 2\\n"], "outputs": ["3\\n"]}``."""
 
     inputs: list[str]
-    """What the program reads, one text a test."""
+    """Standard input, one text per test."""
     outputs: list[str]
-    """What it is to print."""
+    """Expected output, one text per test."""
     compare: Literal["tokens", "lines"] = "tokens"
-    """Words, or whole lines."""
+    """Compare tokens, or whole lines."""
     tolerance: NonNegativeFloat | None = None
-    """How far numbers may differ."""
+    """Allowed difference of numbers."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return them as the judge takes them."""
+        """Return the tests as arguments of the judge."""
         rule = {"compare": self.compare} | ({} if self.tolerance is None else {"tolerance": self.tolerance})
         return {"inputs": self.inputs, "outputs": self.outputs, **rule}
 
@@ -38,7 +38,7 @@ def hidden_tests(task: Task) -> HiddenTests:
     """Return the hidden tests of a task.
 
     Raises:
-        TaskError: its answer holds none, or something else.
+        TaskError: its answer is not a set of hidden tests.
 
     """
     answer = task.answer

@@ -1,4 +1,4 @@
-"""The program in what a policy says."""
+"""Extraction of a program from a policy's turn."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ _PYTHON = ("python", "python3", "py")
 _THINK_END = "</think>"
 
 
-def program_in(said: str) -> str | None:
-    r"""Return the last block of Python in Markdown's fences, or None where there is none that was opened and closed.
+def program_in(content: str) -> str | None:
+    r"""Return the last complete fenced block of Python, or None.
 
-    What stands in reasoning, up to ``</think>``, is no answer. Example: ``"So:\n```python\nprint(1)\n```"``.
+    Reasoning, up to ``</think>``, is ignored. Example: ``"So:\n```python\nprint(1)\n```"``.
     """
     found: str | None = None
     block: list[str] | None = None
-    for line in said.rpartition(_THINK_END)[2].split("\n"):
+    for line in content.rpartition(_THINK_END)[2].split("\n"):
         mark = line.strip()
         if block is None:
             if mark.startswith(_FENCE) and mark.removeprefix(_FENCE).strip().lower() in _PYTHON:
@@ -27,7 +27,7 @@ def program_in(said: str) -> str | None:
 
 
 def can_be_sent(program: str) -> bool:
-    """Return whether a text can be encoded: halves of characters, which JSON can hold, cannot."""
+    """Return whether a text can be encoded as UTF-8: lone surrogates, which JSON allows, cannot."""
     try:
         program.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Mathematics with a Python tool; the answer stands in a box."""
+"""Mathematics with a Python tool; the answer is in a box."""
 
 from .env import PythonMathEnv
 from .scoring import same_answer

@@ -18,18 +18,18 @@ PROMPT = (
     "Give the final answer in \\boxed{}.\n\n{question}"
 )
 NO_CALLS_LEFT = "[no calls are left: give the final answer in \\boxed{} now]"
-"""Stands behind the result of the last call that is run."""
+"""Appended to the result of the last call that is run."""
 NOT_RUN = "not run: there are no calls left"
-"""Answers a call past the last one of the same turn."""
+"""Result of a call beyond the limit, in the same turn."""
 
 _COUNTS = ("tool_calls", "tool_errors", "tool_timeouts", "answered", "correct")
 
 
 class PythonMathEnv(Env):
-    r"""A problem, calls of ``python``, and an answer in ``\boxed{}``. ``task.answer`` is what is right, or a list of that.
+    r"""A problem, calls of ``python``, and an answer in ``\boxed{}``. ``task.answer`` is the right answer, or a list of them.
 
-    What the policy says without a call is its answer and ends the episode. Of that only the last box counts, and of a box
-    only what means the same as an accepted answer; tools and earlier turns score nothing.
+    The policy's first turn without a call is its answer and ends the episode. Only its last box counts, and it is right if
+    it is equivalent to an accepted answer; tool results and earlier turns score nothing.
     """
 
     tool_names: ClassVar[tuple[str, ...]] = ("python",)
@@ -43,17 +43,17 @@ class PythonMathEnv(Env):
         tool_error_penalty: float = 0.0,
         prompt: str = PROMPT,
     ) -> None:
-        r"""Set the rules.
+        r"""Set limits, rewards and prompt.
 
         Args:
-            max_tool_calls: calls of an episode, those that cannot be read counted; after them the policy must answer, and
+            max_tool_calls: calls per episode, unparsable ones included; after them the policy must answer, and
                 another call ends the episode.
-            format_reward: reward of a wrong answer that stands in a box.
-            tool_error_penalty: taken off the reward for each call that failed.
+            format_reward: reward of a wrong answer in a box.
+            tool_error_penalty: subtracted from the reward for each call that failed.
             prompt: the prompt around ``{question}``.
 
         Raises:
-            ConfigError: a figure that makes no sense, or a prompt without ``{question}``.
+            ConfigError: a number is out of range, or the prompt is without ``{question}``.
         """
         if max_tool_calls < 1:
             raise ConfigError(f"env.options.max_tool_calls is {max_tool_calls}; it must be at least 1")
@@ -94,27 +94,27 @@ class PythonMathEnv(Env):
         return (*self.task.prompt[:-1], Message("user", text)), self._info()
 
     def step(self, action: Action) -> Step:
-        """Take a turn of the policy, or the results of the calls in it.
+        """Process a turn of the policy, or the results of its calls.
 
         Raises:
-            ValueError: results that nobody asked for, or a turn where results are due.
-            TaskError: the task's answer is nothing that can be compared.
+            ValueError: results of calls that were not made, or a turn while results are due.
+            TaskError: the task's answer cannot be compared.
         """
         if isinstance(action, ToolResults):
-            return self._goes_on(self._ran(action))
+            return self._continue(self._ran(action))
         if self._calls:
             raise ValueError(f"the results of calls {self._due()} are due before the policy's next turn")
         if not action.tool_calls:
             return self._answered(action.content)
         if self._count["tool_calls"] >= self.max_tool_calls:
             return (), self._reward(0.0), False, True, self._info()
-        return self._goes_on(self._called(action.tool_calls))
+        return self._continue(self._called(action.tool_calls))
 
-    def _goes_on(self, observation: Observation) -> Step:
+    def _continue(self, observation: Observation) -> Step:
         return observation, 0.0, False, False, self._info()
 
     def _called(self, calls: Sequence[ToolCall]) -> Observation:
-        """Return the calls that can be run, or where there are none, what is wrong with them."""
+        """Return the calls that can be run; if there are none, messages with their errors."""
         left = self.max_tool_calls - self._count["tool_calls"]
         runnable = [call for call in calls[:left] if call.status is CallStatus.OK]
         faults = [_fault_of(call) for call in calls[:left]] + [NOT_RUN] * (len(calls) - left)
@@ -132,21 +132,21 @@ class PythonMathEnv(Env):
         return [name for name, fault in self._calls if not fault]
 
     def _results(self, results: dict[str, ToolResult]) -> tuple[Message, ...]:
-        """Return one message a call; the last one of all says that there are none left."""
-        said = []
+        """Return one message per call; the last one of an episode says that no calls are left."""
+        messages = []
         for name, fault in self._calls:
             result = results.get(name) or ToolResult(name, ToolStatus.INVALID, fault)
             self._count["tool_errors"] += result.status is not ToolStatus.OK and fault != NOT_RUN
             self._count["tool_timeouts"] += result.status is ToolStatus.TIMEOUT
-            said.append(Message("tool", result.content, tool_call_id=name))
+            messages.append(Message("tool", result.content, tool_call_id=name))
         self._calls = []
         if self._count["tool_calls"] >= self.max_tool_calls:
-            last = said.pop()
-            said.append(Message("tool", f"{last.content}\n{NO_CALLS_LEFT}", tool_call_id=last.tool_call_id))
-        return tuple(said)
+            last = messages.pop()
+            messages.append(Message("tool", f"{last.content}\n{NO_CALLS_LEFT}", tool_call_id=last.tool_call_id))
+        return tuple(messages)
 
-    def _answered(self, said: str) -> Step:
-        boxed = last_boxed(answer_text(said))
+    def _answered(self, content: str) -> Step:
+        boxed = last_boxed(answer_text(content))
         right = False
         if boxed:
             try:
@@ -165,20 +165,20 @@ class PythonMathEnv(Env):
         return answer if isinstance(answer, list | tuple) else [answer] if answer is not None else []
 
     def _info(self) -> Info:
-        """Return the figures so far: they must be right whenever the runner cuts the episode."""
+        """Return the metrics so far: they must be correct at every point, since the runner may truncate the episode."""
         return {"metrics": {name: float(count) for name, count in self._count.items()}}
 
     @classmethod
     def example_task(cls) -> Task:
-        """Return a product that is easier with the tool."""
+        """Return a product, which is easier with the tool."""
         return Task("example", (Message("user", "What is 12345 times 6789?"),), answer="83810205")
 
     def get_state(self) -> dict[str, Any]:
-        """Return the episode's state, JSON-able."""
+        """Return the episode's state, serializable as JSON."""
         return {**super().get_state(), "count": dict(self._count), "calls": [list(call) for call in self._calls]}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `get_state` returned, after a `reset` on the same task."""
+        """Continue from what `get_state` returned, after a `reset` on the same task."""
         super().set_state(state)
         self._count = dict(state["count"])
         self._calls = [(name, fault) for name, fault in state["calls"]]

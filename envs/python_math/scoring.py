@@ -1,4 +1,4 @@
-r"""Whether an answer is right: as text, as a number, else as mathematics."""
+r"""Comparison of answers: as text, as numbers, otherwise as mathematical expressions."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from agentrl.rewards import last_boxed, last_number, same_number
 from agentrl.rewards.math_equivalence import equivalent
 
 _NUMERAL = re.compile(r"\s*\$?\s*[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?\s*\$?\s*")
-"""A bare number, of which nothing but its value can be meant."""
+"""A plain number, which only its value distinguishes."""
 
 
 def same_answer(answer: str, accepted: Iterable[str]) -> bool:
-    r"""Return whether ``answer``, the inside of a ``\boxed{…}``, means the same as one of the ``accepted`` ones.
+    r"""Return whether ``answer``, the content of a ``\boxed{…}``, is equivalent to one of the ``accepted`` ones.
 
-    Equal texts and bare numbers (``1,234`` is ``1234.0``) are decided here, everything else by math-verify in a process
-    of its own. An accepted answer may itself be boxed. May block for seconds: mathematics can be hard.
+    Equal texts and plain numbers (``1,234`` is ``1234.0``) are compared here, everything else by math-verify in a worker
+    process. An accepted answer may itself be boxed. May block for seconds.
 
     Raises:
-        ValueError: an accepted answer cannot be read.
+        ValueError: an accepted answer cannot be parsed.
 
     """
     return any(_same(answer, last_boxed(right) or right) for right in accepted)
@@ -29,9 +29,9 @@ def _same(answer: str, right: str) -> bool:
     if answer.split() == right.split():
         return True
     if _NUMERAL.fullmatch(answer) and _NUMERAL.fullmatch(right):
-        said, wanted = last_number(answer), last_number(right)
-        if said is not None and wanted is not None:  # numbers of hundreds of digits have no such reading
-            return same_number(said, wanted)
+        number, expected = last_number(answer), last_number(right)
+        if number is not None and expected is not None:  # None for numbers of hundreds of digits
+            return same_number(number, expected)
         return _digits(answer) == _digits(right)
     return equivalent(answer, right)
 

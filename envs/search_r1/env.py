@@ -1,4 +1,4 @@
-"""Search-R1: answer a question with the help of a search engine."""
+"""Search-R1: answer a question by searching."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .protocol import INVALID_ACTION, PROMPT, STOP, documents, information, pars
 class SearchR1Env(Env):
     """The published protocol. ``task.answer`` is the accepted answer or a list of them.
 
-    ``task.metadata["corpus"]`` names the corpus to search, where the server holds several.
+    ``task.metadata["corpus"]`` names the corpus to search, if the server has several.
     """
 
     stop: ClassVar[tuple[str, ...]] = STOP
@@ -33,20 +33,20 @@ class SearchR1Env(Env):
         shuffle_documents: bool = False,
         prompt: str = PROMPT,
     ) -> None:
-        """Set the protocol's figures.
+        """Set the protocol's parameters.
 
         Args:
-            topk: documents a search returns.
-            max_searches: turns that may search, invalid turns counted; one last turn follows in which a search
-                is not run and anything but an answer ends the episode.
-            observation_max_chars: the documents of one search are cut here; 2,000 characters are about the
-                published 500 tokens of English.
+            topk: documents per search.
+            max_searches: turns that may search, invalid turns included; then one last turn follows, in which a search is not run
+                and anything but an answer truncates the episode.
+            observation_max_chars: limit of the documents of one search; 2,000 characters are about the published
+                500 tokens of English.
             format_reward: reward of a wrong answer at the end of an episode without an invalid turn.
-            shuffle_documents: show the documents in random order in place of the best first.
+            shuffle_documents: show the documents in random order instead of best first.
             prompt: the prompt around ``{question}``.
 
         Raises:
-            ConfigError: a figure that makes no sense, or a prompt without ``{question}``.
+            ConfigError: a number is out of range, or the prompt is without ``{question}``.
         """
         for key, value, least in (
             ("topk", topk, 1),
@@ -89,27 +89,27 @@ class SearchR1Env(Env):
         return (Message("user", text),), self._info()
 
     def step(self, action: Action) -> Step:
-        """Take a turn of the policy, or the result of the search it asked for.
+        """Process a turn of the policy, or the result of its search.
 
         Raises:
-            ValueError: results that nobody asked for, or a turn where a search's results are due.
+            ValueError: results of a call that was not made, or a turn while a search's results are due.
         """
         if isinstance(action, ToolResults):
-            return self._goes_on(self._found(action))
+            return self._continue(self._found(action))
         if self._pending is not None:
             raise ValueError(f"the results of call {self._pending!r} are due before the policy's next turn")
-        said = parse(action.content)
+        parsed = parse(action.content)
         self._turns += 1
-        if said.kind == "answer":
-            return self._answered(said.text)
-        self._invalid += said.kind == "invalid"
+        if parsed.kind == "answer":
+            return self._answered(parsed.text)
+        self._invalid += parsed.kind == "invalid"
         if self._turns > self.max_searches:
             return (), 0.0, False, True, self._info()
-        if said.kind == "invalid":
-            return self._goes_on((Message("user", INVALID_ACTION, inline=True),))
-        return self._goes_on(self._search(said.text))
+        if parsed.kind == "invalid":
+            return self._continue((Message("user", INVALID_ACTION, inline=True),))
+        return self._continue(self._search(parsed.text))
 
-    def _goes_on(self, observation: Observation) -> Step:
+    def _continue(self, observation: Observation) -> Step:
         return observation, 0.0, False, False, self._info()
 
     def _search(self, query: str) -> ToolCalls:
@@ -151,7 +151,7 @@ class SearchR1Env(Env):
         return [answer] if isinstance(answer, str) and answer else list(answer or ())
 
     def _info(self) -> Info:
-        """Return the figures so far: they must be right whenever the runner cuts the episode."""
+        """Return the metrics so far: they must be correct at every point, since the runner may truncate the episode."""
         return {
             "metrics": {
                 "exact_match": self._match,
@@ -164,11 +164,11 @@ class SearchR1Env(Env):
 
     @classmethod
     def example_task(cls) -> Task:
-        """Return the question that the published prompt answers."""
+        """Return the question that the published prompt has as its example."""
         return Task("example", (Message("user", "What is the capital of China?"),), answer=["Beijing", "Peking"])
 
     def get_state(self) -> dict[str, Any]:
-        """Return the episode's state, JSON-able."""
+        """Return the episode's state, serializable as JSON."""
         return {
             **super().get_state(),
             "turns": self._turns,
@@ -180,7 +180,7 @@ class SearchR1Env(Env):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `get_state` returned, after a `reset` on the same task."""
+        """Continue from what `get_state` returned, after a `reset` on the same task."""
         super().set_state(state)
         self._turns, self._searches, self._invalid = state["turns"], state["searches"], state["invalid"]
         self._pending, self._answer, self._match = state["pending"], state["answer"], state["match"]

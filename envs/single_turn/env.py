@@ -10,7 +10,7 @@ from agentrl.core.types import Action
 
 
 class SingleTurnEnv(Env):
-    """Shows the task's prompt and ends with the policy's first turn, whatever it says. The reward is another's."""
+    """Shows the task's prompt and ends with the policy's first turn. The reward comes from ``reward.function``."""
 
     needs_reward: ClassVar[bool] = True
 

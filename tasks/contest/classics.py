@@ -1,4 +1,4 @@
-"""Problems of other kinds, each with a parameter or two: for policies that can program already."""
+"""Generated problems of other kinds, with one or two parameters each: for policies that already can program."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def draw_pairs(rng: Random) -> Problem:
-    """Pairs of numbers with a given sum."""
+    """Draw a problem: count pairs of numbers with a given sum."""
     total = rng.randint(5, 40)
 
-    def solve(given: str) -> str:
-        numbers = [int(word) for word in given.split()[1:]]
+    def solve(text: str) -> str:
+        numbers = [int(word) for word in text.split()[1:]]
         return f"{sum(a + b == total for i, a in enumerate(numbers) for b in numbers[:i])}\n"
 
     def draw(rng: Random) -> str:
@@ -44,11 +44,11 @@ def draw_pairs(rng: Random) -> Problem:
 
 
 def draw_words(rng: Random) -> Problem:
-    """Words that hold a letter so many times."""
+    """Draw a problem: list words that contain a letter a number of times."""
     letter, times = rng.choice(_LETTERS[:8]), rng.randint(1, 3)
 
-    def solve(given: str) -> str:
-        found = sorted({word for word in given.split()[1:] if word.count(letter) >= times}, key=lambda w: (-len(w), w))
+    def solve(text: str) -> str:
+        found = sorted({word for word in text.split()[1:] if word.count(letter) >= times}, key=lambda w: (-len(w), w))
         return "".join(f"{word}\n" for word in found) or "none\n"
 
     def draw(rng: Random) -> str:
@@ -74,11 +74,11 @@ def draw_words(rng: Random) -> Problem:
 
 
 def draw_intervals(rng: Random) -> Problem:
-    """How much of a line is covered so many times."""
+    """Draw a problem: length covered by a number of intervals."""
     times, exactly = rng.randint(1, 5), rng.random() < 0.5
 
-    def solve(given: str) -> str:
-        rows = [tuple(map(int, line.split())) for line in given.splitlines()[1:]]
+    def solve(text: str) -> str:
+        rows = [tuple(map(int, line.split())) for line in text.splitlines()[1:]]
         depths = [sum(a <= x < b for a, b in rows) for x in range(200)]
         return f"{sum(depth == times if exactly else depth >= times for depth in depths)}\n"
 
@@ -111,11 +111,11 @@ def draw_intervals(rng: Random) -> Problem:
 
 
 def draw_walk(rng: Random) -> Problem:
-    """The shortest walk through a grid, with moves of a given set."""
+    """Draw a problem: shortest path through a grid, with a given set of moves."""
     name, moves = rng.choice(sorted(_MOVES.items()))
 
-    def solve(given: str) -> str:
-        grid = given.split()[2:]
+    def solve(text: str) -> str:
+        grid = text.split()[2:]
         reached, front, steps = {(0, 0)}, [(0, 0)], 0
         goal = (len(grid) - 1, len(grid[0]) - 1)
         while front and goal not in reached:
@@ -159,12 +159,12 @@ def draw_walk(rng: Random) -> Problem:
 
 
 def draw_coins(rng: Random) -> Problem:
-    """The fewest coins for an amount."""
+    """Draw a problem: the fewest coins for an amount."""
     coins = sorted({1, *rng.sample(range(2, 26), 3)})[rng.randint(0, 1) :]
 
-    def solve(given: str) -> str:
+    def solve(text: str) -> str:
         answers = []
-        for amount in map(int, given.split()[1:]):
+        for amount in map(int, text.split()[1:]):
             reached, count = {0}, 0
             while amount not in reached and min(reached) <= amount:
                 reached = {have + coin for have in reached for coin in coins if have + coin <= amount} or {amount + 1}

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from agentrl.core.errors import ConfigError, MissingError, unknown_name
+from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.task import MadeTasks, Task, TaskSet
 from agentrl.core.types import Message
+from agentrl.data.files import Files, check_files, file_paths
 from agentrl.data.rows import read_rows
 
 from .classics import CLASSICS
@@ -23,10 +24,8 @@ from .rows import COLUMNS, FunctionStyle, parse_row
 
 FAMILIES: Mapping[str, Callable[[Random], Problem]] = {"lists": draw_lists, **CLASSICS}
 """Kinds of generated problems, by name."""
-Files = str | Path | Sequence[str | Path]
-"""One file or several."""
 Functions = Literal["refuse", "skip"]
-"""What to do with rows whose tests call a function."""
+"""Treatment of rows whose tests call a function."""
 
 
 def is_held_out(problem: Problem) -> bool:
@@ -35,16 +34,16 @@ def is_held_out(problem: Problem) -> bool:
 
 
 class Generated(MadeTasks):
-    """The tasks of a split, each made from its own seed when it is asked for."""
+    """The tasks of a split, each generated from a separate seed on access."""
 
     def __init__(self, name: str, size: int, seed: int, families: Sequence[str], public: int, hidden: int) -> None:
-        """Name what the tasks are made of; see `Contest`."""
+        """See `Contest` for the arguments."""
         super().__init__(name, size)
         self._seed = seed
         self._families, self._public, self._hidden = tuple(families), public, hidden
 
     def problem(self, index: int) -> tuple[Problem, Random]:
-        """Return the problem of a task, and the generator that draws its tests."""
+        """Return the problem of a task, and the random generator that draws its tests."""
         rng = Random(f"contest/{self._seed}/{self.split}/{index}")
         draw = FAMILIES[self._families[index % len(self._families)]]
         while True:
@@ -69,7 +68,7 @@ class Contest(TaskSet):
     """Programming problems with hidden tests, for the environment ``code_contest``.
 
     Splits: ``train``, ``validation`` (further tasks of the same problems) and ``eval``, whose problems are in no other
-    split. With ``train`` and ``eval`` files of published rows are taken in place of generated problems.
+    split. The options ``train`` and ``eval`` name files of published rows, which replace generated problems.
     """
 
     def __init__(
@@ -86,24 +85,24 @@ class Contest(TaskSet):
         max_tests: int = 20,
         functions: Functions = "refuse",
     ) -> None:
-        """Say what problems there are.
+        """Choose generated problems or files.
 
         Args:
             seed: draws the generated problems of ``train`` and ``validation``, and all tests.
-            families: kinds of generated problems, taken in turn; see `FAMILIES`.
+            families: kinds of generated problems, which alternate; see `FAMILIES`.
             train_size: generated problems in ``train``.
             eval_size: generated problems in ``eval`` and in ``validation``.
             public: examples in the statement of a generated problem.
-            hidden: its hidden tests.
-            slips: share of demonstrations that fail, by one of `SLIPS`.
+            hidden: hidden tests of a generated problem.
+            slips: fraction of demonstrations with one of `SLIPS`.
             train: JSONL or parquet files to train on.
-            eval: JSONL or parquet files to evaluate on; without any nothing is evaluated.
-            max_tests: hidden tests of a published problem to keep: the first so many.
-            functions: ``refuse`` files with rows whose tests call a function, or ``skip`` those rows.
+            eval: JSONL or parquet files to evaluate on; without any there is no evaluation.
+            max_tests: number of hidden tests of a published problem to keep, from the first.
+            functions: raise an error for rows whose tests call a function (``refuse``), or ``skip`` them.
 
         Raises:
             ConfigError: an option is out of range.
-            UnknownNameError: there is no such family.
+            UnknownNameError: a family does not exist.
 
         """
         for name in families:
@@ -121,7 +120,7 @@ class Contest(TaskSet):
         self._made = (seed, families, public, hidden)
         self._sizes = {"train": train_size, "validation": eval_size, "eval": eval_size}
         self._slips, self._max_tests, self._functions = slips, max_tests, functions
-        self._files = {"train": _paths(train), "eval": _paths(eval)}
+        self._files = {"train": file_paths(train), "eval": file_paths(eval)}
         self._read: dict[str, Sequence[Task]] = {}
 
     @property
@@ -132,9 +131,9 @@ class Contest(TaskSet):
         """Return the tasks of a split.
 
         Raises:
-            UnknownNameError: there is no such split.
-            MissingError: a file is not there.
-            ConfigError: a row of a file does not fit; the message says where.
+            UnknownNameError: the split does not exist.
+            MissingError: a file does not exist.
+            ConfigError: a row is invalid; the message says where.
 
         """
         known = self._files if self._published else self._sizes
@@ -148,7 +147,7 @@ class Contest(TaskSet):
         return self._read[name]
 
     def demonstrator(self, task: Task, rng: np.random.Generator) -> Programmer:
-        """Return an expert for a generated task; with the option ``slips`` some of them fail."""
+        """Return an expert for a generated task; with the option ``slips`` some experts fail."""
         if self._published:
             raise NotImplementedError(
                 "published problems have no demonstrations; leave tasks.options.train and eval out"
@@ -158,7 +157,7 @@ class Contest(TaskSet):
         return Programmer(problem, slip)
 
     def problem(self, task: Task) -> Problem:
-        """Return the problem of a generated task, its reference solution with it."""
+        """Return the problem of a generated task, reference solution included."""
         problem, _ = self._generated(task.metadata["split"]).problem(task.metadata["index"])
         return problem
 
@@ -169,14 +168,7 @@ class Contest(TaskSet):
     def _check_files(self) -> None:
         if not self._files["train"]:
             raise ConfigError("tasks.options.eval is set and tasks.options.train is not; name JSONL or parquet files")
-        lacks = [
-            f"tasks.options.{option}={path}: there is no such file"
-            for option, paths in self._files.items()
-            for path in paths
-            if not path.is_file()
-        ]
-        if lacks:
-            raise MissingError("\n".join(lacks))
+        check_files(self._files)
 
     def _tasks(self, path: Path, name: str) -> Iterator[Task]:
         for row in read_rows(path, f"tasks.options.{name}", COLUMNS):
@@ -191,22 +183,16 @@ class Contest(TaskSet):
                 id=f"contest/{name}/{path.name}:{row.number}",
                 prompt=(Message("user", found.statement),),
                 answer=as_answer(hidden),
-                metadata={"family": path.stem, **found.facts},
+                metadata={"family": path.stem, **found.metadata},
             )
 
 
 def with_examples(statement: str, shown: Sequence[Example]) -> str:
-    """Return a statement with examples in it."""
-    parts = (f"\n\nInput:\n{one.given.rstrip()}\nOutput:\n{one.wanted.rstrip()}" for one in shown)
+    """Return a statement followed by examples."""
+    parts = (f"\n\nInput:\n{one.input.rstrip()}\nOutput:\n{one.output.rstrip()}" for one in shown)
     return statement + "".join(parts)
 
 
 def as_answer(hidden: Sequence[Example]) -> dict[str, Any]:
-    """Return tests as ``Task.answer`` has them."""
-    return {"inputs": [one.given for one in hidden], "outputs": [one.wanted for one in hidden]}
-
-
-def _paths(files: Files | None) -> list[Path]:
-    if files is None:
-        return []
-    return [Path(file).expanduser() for file in ([files] if isinstance(files, str | Path) else files)]
+    """Return tests in the format of ``Task.answer``."""
+    return {"inputs": [one.input for one in hidden], "outputs": [one.output for one in hidden]}

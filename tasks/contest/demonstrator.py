@@ -1,4 +1,4 @@
-"""A scripted expert that writes a problem's program, or one with a slip in it."""
+"""A scripted expert that submits a problem's program, or one with a mistake."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from agentrl.core.types import Message
 from .problem import Problem
 
 SLIPS = ("condition", "forgotten", "change", "answer", "text", "bracket", "unfenced")
-"""What may go wrong: another condition, none at all, another change, another answer, numbers left as text, a bracket that
-is missing, and a program that is not handed in as one."""
+"""Mistakes: another condition, no condition, another transformation, another output, numbers left as text, a missing
+bracket, and a program without the fences of a code block."""
 
 
-def handed_in(program: str, *, fenced: bool = True) -> str:
-    """Return what a policy says that hands in ``program``."""
+def submission(program: str, *, fenced: bool = True) -> str:
+    """Return the turn of a policy that submits ``program``."""
     return f"```python\n{program}```" if fenced else program
 
 
@@ -21,16 +21,16 @@ class Programmer:
 
     Args:
         problem: what to solve.
-        slip: one of `SLIPS`, or None for the reference solution. Where the problem cannot have it, another.
+        slip: one of `SLIPS`, or None for the reference solution. If the problem does not have it, another.
     """
 
     def __init__(self, problem: Problem, slip: str | None) -> None:
-        self.said = handed_in(problem.program, fenced=slip != "unfenced")
+        self._text = submission(problem.program, fenced=slip != "unfenced")
         if slip is not None and slip != "unfenced":
             names = [slip, *problem.slips]
             wrong = next((problem.slips[name] for name in names if name in problem.slips), None)
-            self.said = handed_in(problem.program, fenced=False) if wrong is None else handed_in(wrong)
+            self._text = submission(problem.program, fenced=False) if wrong is None else submission(wrong)
 
     def act(self, observation: tuple[Message, ...]) -> str:
-        """Hand in the program."""
-        return self.said
+        """Return the turn that submits the program."""
+        return self._text

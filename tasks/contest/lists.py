@@ -1,6 +1,6 @@
-"""Problems over one line of integers: take some of them, change them, and say something of the rest.
+"""Problems over one line of integers: filter them, transform them, and print something about the rest.
 
-Thousands of combinations of a few parts, each with a solution of one or two lines: what a small policy can learn.
+Thousands of combinations of a few components, each with a solution of one or two lines, which a small policy can learn.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ Numbers = list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
-    """Which integers count."""
+class Filter:
+    """Which integers are kept."""
 
     words: str
     """As in "those that are even"."""
     code: str
-    """A condition on ``x``; empty where all count."""
+    """A condition on ``x``; empty if all are kept."""
     wrong: str
-    """A condition that is easily mistaken for it."""
+    """A similar condition, for wrong programs."""
     test: Callable[[int], bool]
     """The condition."""
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What is made of each."""
+class Transform:
+    """What each integer is replaced by."""
 
     words: str
     code: str
@@ -39,7 +39,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class Output:
     """What is printed."""
 
     words: str
@@ -47,49 +47,49 @@ class Say:
     code: str
     """An expression with ``{}`` for the list."""
     wrong: str
-    """One that is easily mistaken for it."""
+    """A similar expression, for wrong programs."""
     of: Callable[[Numbers], Sequence[int]]
     """The numbers printed."""
     many: bool = False
-    """Whether it is a list that is printed, which wants ``*``."""
+    """Whether a list is printed, which needs ``*``."""
 
 
-def takes(k: int) -> list[Take]:
-    """Return the conditions, those with a number taking ``k``."""
+def filters(k: int) -> list[Filter]:
+    """Return all filters, with ``k`` as the number to compare with."""
     return [
-        Take("", "", "", lambda x: True),
-        Take("that are even", "x % 2 == 0", "x % 2 == 1", lambda x: x % 2 == 0),
-        Take("that are odd", "x % 2 == 1", "x % 2 == 0", lambda x: x % 2 == 1),
-        Take(f"that are greater than {k}", f"x > {k}", f"x < {k}", lambda x: x > k),
-        Take(f"that are less than {k}", f"x < {k}", f"x > {k}", lambda x: x < k),
-        Take(f"that are at least {k}", f"x >= {k}", f"x > {k}", lambda x: x >= k),
-        Take(f"that are at most {k}", f"x <= {k}", f"x < {k}", lambda x: x <= k),
-        Take(f"that are not {k}", f"x != {k}", f"x == {k}", lambda x: x != k),
+        Filter("", "", "", lambda x: True),
+        Filter("that are even", "x % 2 == 0", "x % 2 == 1", lambda x: x % 2 == 0),
+        Filter("that are odd", "x % 2 == 1", "x % 2 == 0", lambda x: x % 2 == 1),
+        Filter(f"that are greater than {k}", f"x > {k}", f"x < {k}", lambda x: x > k),
+        Filter(f"that are less than {k}", f"x < {k}", f"x > {k}", lambda x: x < k),
+        Filter(f"that are at least {k}", f"x >= {k}", f"x > {k}", lambda x: x >= k),
+        Filter(f"that are at most {k}", f"x <= {k}", f"x < {k}", lambda x: x <= k),
+        Filter(f"that are not {k}", f"x != {k}", f"x == {k}", lambda x: x != k),
     ]
 
 
-def changes(k: int) -> list[Change]:
-    """Return what can be made of a number, some with ``k``."""
+def transforms(k: int) -> list[Transform]:
+    """Return all transformations, with ``k`` as the operand."""
     return [
-        Change("", "x", "x", lambda x: x),
-        Change("the squares of", "x * x", "x * 2", lambda x: x * x),
-        Change(f"{k} times", f"x * {k}", f"x + {k}", lambda x: x * k),
-        Change(f"{k} more than", f"x + {k}", f"x - {k}", lambda x: x + k),
-        Change(f"{k} less than", f"x - {k}", f"x + {k}", lambda x: x - k),
+        Transform("", "x", "x", lambda x: x),
+        Transform("the squares of", "x * x", "x * 2", lambda x: x * x),
+        Transform(f"{k} times", f"x * {k}", f"x + {k}", lambda x: x * k),
+        Transform(f"{k} more than", f"x + {k}", f"x - {k}", lambda x: x + k),
+        Transform(f"{k} less than", f"x - {k}", f"x + {k}", lambda x: x - k),
     ]
 
 
-SAYS = (
-    Say("the sum of", "sum({})", "len({})", lambda a: [sum(a)]),
-    Say("the largest of", "max({})", "min({})", lambda a: [max(a)]),
-    Say("the smallest of", "min({})", "max({})", lambda a: [min(a)]),
-    Say("the number of different values among", "len(set({}))", "len({})", lambda a: [len(set(a))]),
-    Say("the first of", "{}[0]", "{}[1]", lambda a: [a[0]]),
-    Say("the last of", "{}[-1]", "{}[0]", lambda a: [a[-1]]),
-    Say("in their order", "*{}", "{}", lambda a: a, many=True),
-    Say("in reverse order", "*{}[::-1]", "*{}", lambda a: a[::-1], many=True),
-    Say("from smallest to largest", "*sorted({})", "*{}", sorted, many=True),
-    Say("from largest to smallest", "*sorted({})[::-1]", "*sorted({})", lambda a: sorted(a)[::-1], many=True),
+OUTPUTS = (
+    Output("the sum of", "sum({})", "len({})", lambda a: [sum(a)]),
+    Output("the largest of", "max({})", "min({})", lambda a: [max(a)]),
+    Output("the smallest of", "min({})", "max({})", lambda a: [min(a)]),
+    Output("the number of different values among", "len(set({}))", "len({})", lambda a: [len(set(a))]),
+    Output("the first of", "{}[0]", "{}[1]", lambda a: [a[0]]),
+    Output("the last of", "{}[-1]", "{}[0]", lambda a: [a[-1]]),
+    Output("in their order", "*{}", "{}", lambda a: a, many=True),
+    Output("in reverse order", "*{}[::-1]", "*{}", lambda a: a[::-1], many=True),
+    Output("from smallest to largest", "*sorted({})", "*{}", sorted, many=True),
+    Output("from largest to smallest", "*sorted({})[::-1]", "*sorted({})", lambda a: sorted(a)[::-1], many=True),
 )
 READ = "a = list(map(int, input().split()))\n"
 LENGTHS = (4, 8)
@@ -98,39 +98,39 @@ LARGEST = 20
 
 def draw_lists(rng: Random) -> Problem:
     """Draw a problem."""
-    take = rng.choice(takes(rng.randint(2, 9)))
-    change = rng.choice(changes(rng.randint(2, 9)))
-    return list_problem(take, change, rng.choice(SAYS))
+    filter_ = rng.choice(filters(rng.randint(2, 9)))
+    transform = rng.choice(transforms(rng.randint(2, 9)))
+    return list_problem(filter_, transform, rng.choice(OUTPUTS))
 
 
-def list_problem(take: Take, change: Change, say: Say) -> Problem:
-    """Return the problem of three parts."""
+def list_problem(filter_: Filter, transform: Transform, output: Output) -> Problem:
+    """Return the problem of three components."""
 
     def solve(given: str) -> str:
-        kept = [change.of(x) for x in map(int, given.split()) if take.test(x)]
-        return " ".join(map(str, say.of(kept))) + "\n"
+        kept = [transform.of(x) for x in map(int, given.split()) if filter_.test(x)]
+        return " ".join(map(str, output.of(kept))) + "\n"
 
     def draw(rng: Random) -> str:
         while True:
             numbers = [rng.randint(1, LARGEST) for _ in range(rng.randint(*LENGTHS))]
-            kept = sum(map(take.test, numbers))
-            # Where all count, it makes no difference whether a program looks at the condition.
-            if kept >= 2 and (kept < len(numbers) or not take.code):
+            kept = sum(map(filter_.test, numbers))
+            # If all are kept, a program without the condition passes too.
+            if kept >= 2 and (kept < len(numbers) or not filter_.code):
                 return " ".join(map(str, numbers)) + "\n"
 
-    right = _program(take.code, change.code, say.code)
+    right = _program(filter_.code, transform.code, output.code)
     slips = {
-        "condition": _program(take.wrong, change.code, say.code),
-        "forgotten": _program("", change.code, say.code),
-        "change": _program(take.code, change.wrong, say.code),
-        "answer": _program(take.code, change.code, say.wrong),
+        "condition": _program(filter_.wrong, transform.code, output.code),
+        "forgotten": _program("", transform.code, output.code),
+        "change": _program(filter_.code, transform.wrong, output.code),
+        "answer": _program(filter_.code, transform.code, output.wrong),
         "text": right.replace("map(int, input().split())", "input().split()"),
         "bracket": right.rstrip("\n")[:-1] + "\n",
     }
     return Problem(
         family="lists",
         key=right,
-        statement=_statement(take.words, change.words, say),
+        statement=_statement(filter_.words, transform.words, output),
         program=right,
         solve=solve,
         draw=draw,
@@ -138,14 +138,14 @@ def list_problem(take: Take, change: Change, say: Say) -> Problem:
     )
 
 
-def _program(condition: str, change: str, say: str) -> str:
+def _program(condition: str, transform: str, output: str) -> str:
     where = f" if {condition}" if condition else ""
-    chosen = f"[{change} for x in a{where}]" if where or change != "x" else "a"
-    return f"{READ}print({say.format(chosen)})\n"
+    chosen = f"[{transform} for x in a{where}]" if where or transform != "x" else "a"
+    return f"{READ}print({output.format(chosen)})\n"
 
 
-def _statement(take: str, change: str, say: Say) -> str:
-    which = f"those {take}" if take else "all of them"
-    what = f"{change} {which}".strip()
-    task = f"{what} {say.words}" if say.many else f"{say.words} {what}"
+def _statement(filter_: str, transform: str, output: Output) -> str:
+    which = f"those {filter_}" if filter_ else "all of them"
+    what = f"{transform} {which}".strip()
+    task = f"{what} {output.words}" if output.many else f"{output.words} {what}"
     return f"The input is one line of integers. Print {task}."

@@ -1,4 +1,4 @@
-"""Write the untrained policy, tokenizer and random weights, that ``configs/code_contest/sft_warm.yaml`` starts from.
+"""Write the untrained policy (tokenizer and random weights) that ``configs/code_contest/sft_warm.yaml`` starts from.
 
 ``python -m agentrl_tasks.contest.make_policy OUT``
 """
@@ -19,7 +19,7 @@ _SEED = 9000
 
 
 def texts() -> Iterator[str]:
-    """Yield what the policy reads and says: problems and programs, right ones and others."""
+    """Yield texts that the policy reads and writes: problems, and right and wrong programs."""
     tasks = Contest(seed=_SEED, slips=0.5)
     rng = np.random.default_rng(_SEED)
     for task in tasks.split("train")[:_PROBLEMS]:

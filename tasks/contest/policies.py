@@ -6,5 +6,5 @@ It was made by ``make_policy`` and then ``configs/code_contest/sft_warm.yaml``; 
 from pathlib import Path
 
 WARM = Path(__file__).parent / "policies" / "warm"
-"""Writes programs of two lines over one line of integers, most of them with a slip: the start of
+"""Writes programs of two lines over one line of integers, most of them with a mistake: the start of
 ``configs/code_contest/cpu.yaml``."""

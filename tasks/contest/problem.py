@@ -1,4 +1,4 @@
-"""What a programming problem is."""
+"""A programming problem and its tests."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from random import Random
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem with its solution. It runs nothing but plain functions of this package."""
+    """A problem with its solution. Only functions of this package compute the tests; no program is run."""
 
     family: str
-    """Which kind of problem it is."""
+    """Kind of problem."""
     key: str
-    """What makes it another problem than its family's others; problems of one key differ in their tests alone."""
+    """Identifies the problem within its family; problems with the same key differ only in their tests."""
     statement: str
-    """The problem in words, without examples."""
+    """Text of the problem, without examples."""
     program: str
-    """The reference solution, as a policy would hand it in."""
+    """The reference solution, a Python program."""
     solve: Callable[[str], str]
-    """The same as a function of ours, from standard input to standard output: it makes the tests."""
+    """The solution as a function from standard input to standard output; computes the tests."""
     draw: Callable[[Random], str]
     """Draws an input."""
     slips: Mapping[str, str] = field(default_factory=dict)
-    """Programs with a mistake, by the mistake's name."""
+    """Wrong programs, by the name of the mistake."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
     """One test."""
 
-    given: str
-    """What the program reads."""
-    wanted: str
-    """What it is to print."""
+    input: str
+    """Standard input."""
+    output: str
+    """Expected standard output."""
 
 
 def examples(problem: Problem, rng: Random, count: int) -> list[Example]:
-    """Return ``count`` tests with inputs that differ from each other; fewer where hardly any differ."""
+    """Return ``count`` tests with distinct inputs; fewer if too few distinct ones are drawn."""
     found: dict[str, Example] = {}
     for _ in range(20 * count):
-        given = problem.draw(rng)
-        found.setdefault(given, Example(given, problem.solve(given)))
+        text = problem.draw(rng)
+        found.setdefault(text, Example(text, problem.solve(text)))
         if len(found) == count:
             break
     return list(found.values())

@@ -1,4 +1,4 @@
-"""One published row as a problem with tests: APPS, TACO, DeepCoder, CodeContests, and rows of your own."""
+"""Parsing of published rows into problems with tests: APPS, TACO, DeepCoder, CodeContests, and your own rows."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ COLUMNS = (
     "difficulty",
     "source",
 )
-"""What is read. Published files have more, such as thousands of solutions."""
+"""Columns to read. Published files have more, such as thousands of solutions."""
 _FUNCTION_KEYS = ("fn_name", "func_name")
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What a row holds."""
+    """The problem of a row."""
 
     statement: str
-    """The problem in words, mostly with examples."""
+    """Text of the problem, mostly with examples."""
     public: tuple[Example, ...]
-    """Tests that the policy may see; already in the statement of most sets."""
+    """Tests that the policy may see; most data sets have them in the statement."""
     hidden: tuple[Example, ...]
-    """Tests that it may not."""
-    facts: Mapping[str, str]
-    """``difficulty`` and ``source``, where the row has them."""
+    """Tests that the policy must not see."""
+    metadata: Mapping[str, str]
+    """``difficulty`` and ``source``, if the row has them."""
 
 
 class FunctionStyle(ConfigError):
-    """A row wants a function and no program; see the option ``functions``."""
+    """A row needs a function, not a program; see the option ``functions``."""
 
 
 def parse_row(row: Row) -> Published:
@@ -51,22 +51,22 @@ def parse_row(row: Row) -> Published:
 
     Raises:
         FunctionStyle: its tests call a function.
-        ConfigError: a key is missing or its value does not fit; the message has file, line or row, and the keys there.
+        ConfigError: a key is missing or its value is invalid; the message has file, line or row, and the keys there.
 
     """
     statement = next((row.values[name] for name in STATEMENTS if row.values.get(name)), None)
     if not isinstance(statement, str):
-        raise _fault(row, f"has no problem in words; it is looked for in {', '.join(STATEMENTS)}")
-    public = _collect(row, "public_tests")
-    hidden = _collect(row, "private_tests", "generated_tests", "input_output", "tests")
+        raise _fault(row, f"has no text of the problem in any of the columns {', '.join(STATEMENTS)}")
+    public = _tests(row, "public_tests")
+    hidden = _tests(row, "private_tests", "generated_tests", "input_output", "tests")
     hidden = hidden or public  # some rows of CodeContests have no others
     if not hidden:
-        raise _fault(row, "has no tests; they are looked for in input_output, tests, private_tests, generated_tests")
-    facts = {key: str(row.values[key]) for key in ("difficulty", "source") if row.values.get(key) is not None}
-    return Published(statement.strip(), public, hidden, facts)
+        raise _fault(row, "has no tests in any of the columns input_output, tests, private_tests, generated_tests")
+    metadata = {key: str(row.values[key]) for key in ("difficulty", "source") if row.values.get(key) is not None}
+    return Published(statement.strip(), public, hidden, metadata)
 
 
-def _collect(row: Row, *columns: str) -> tuple[Example, ...]:
+def _tests(row: Row, *columns: str) -> tuple[Example, ...]:
     found: list[Example] = []
     for column in columns:
         value = _decoded(row, column)
@@ -82,28 +82,28 @@ def _decoded(row: Row, column: str) -> Any:
     try:
         return json.loads(value) if value.strip() else None
     except json.JSONDecodeError as error:
-        raise _fault(row, f"has in {column!r} what is no JSON: {error}") from None
+        raise _fault(row, f"has in {column!r} a text that is not JSON: {error}") from None
 
 
 def _examples(row: Row, column: str, value: Any) -> list[Example]:
-    """Read ``{inputs: […], outputs: […]}``, ``{input: […], output: […]}``, or ``[{input, output}, …]``."""
+    """Parse ``{inputs: […], outputs: […]}``, ``{input: […], output: […]}``, or ``[{input, output}, …]``."""
     _refuse_functions(row, column, value)
     if isinstance(value, Sequence):
         if not all(isinstance(one, Mapping) and "input" in one and "output" in one for one in value):
-            raise _fault(row, f"has in {column!r} a list of something else than {{input, output}}")
-        given, wanted = [one["input"] for one in value], [one["output"] for one in value]
+            raise _fault(row, f"has in {column!r} a list of other elements than {{input, output}}")
+        inputs, outputs = [one["input"] for one in value], [one["output"] for one in value]
     elif isinstance(value, Mapping):
-        given = value.get("inputs", value.get("input"))
-        wanted = value.get("outputs", value.get("output"))
+        inputs = value.get("inputs", value.get("input"))
+        outputs = value.get("outputs", value.get("output"))
     else:
-        raise _fault(row, f"has in {column!r} a {type(value).__name__}, and no inputs and outputs")
-    if not isinstance(given, Sequence) or not isinstance(wanted, Sequence) or len(given) != len(wanted):
-        raise _fault(row, f"has {column!r} without inputs and outputs, lists of one length")
-    return [Example(_text(row, column, a), _text(row, column, b)) for a, b in zip(given, wanted, strict=True)]
+        raise _fault(row, f"has in {column!r} a {type(value).__name__} without inputs and outputs")
+    if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
+        raise _fault(row, f"has {column!r} without inputs and outputs, lists of the same length")
+    return [Example(_text(row, column, a), _text(row, column, b)) for a, b in zip(inputs, outputs, strict=True)]
 
 
 def _text(row: Row, column: str, value: Any) -> str:
-    """Return one input or output; some files have a list of its lines."""
+    """Return one input or output as text; some files have a list of lines."""
     if isinstance(value, str):
         return value
     if isinstance(value, Sequence) and all(isinstance(line, str) for line in value):
@@ -125,8 +125,8 @@ def _refuse_functions(row: Row, column: str, value: Any) -> None:
     if named or styled:
         name = f" ({named[0]})" if named else ""
         raise FunctionStyle(
-            f"{row.place} has tests in {column!r} that call a function{name}, and programs are judged by what they read "
-            "and print; tasks.options.functions=skip leaves such rows out"
+            f"{row.place} has tests in {column!r} that call a function{name}, but the judge tests programs by standard input "
+            "and output; tasks.options.functions=skip skips such rows"
         )
 
 

@@ -1,4 +1,4 @@
-"""Whether the reference solutions of generated problems score 1, by the judge and in its sandboxes."""
+"""Check that the reference solutions of generated problems score 1, by the judge in its sandboxes."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from agentrl.core.types import Message, ToolCalls, ToolResults
 from agentrl.toolserver.in_process import LocalTools
 
 from .data import Contest
-from .demonstrator import handed_in
+from .demonstrator import submission
 
 
 def validate(contest: Contest, tasks: Iterable[Task], judge: LocalTools, env: str = "code_contest") -> list[str]:
-    """Hand in the reference solution of each task, and return what is said of those that do not score 1.
+    """Submit the reference solution of each task, and return a message for each that does not score 1.
 
-    ``python -m agentrl_tasks.contest`` does so for all families. ``judge`` is what ``JudgeService.local`` returns.
+    ``python -m agentrl_tasks.contest`` does this for all families. ``judge`` is what ``JudgeService.local`` returns.
     """
-    played = make_env(env)
+    environment = make_env(env)
     faults = []
     for task in tasks:
         program = contest.problem(task).program
-        played.reset(seed=0, options={"task": task})
-        asked, *_ = played.step(Message("assistant", handed_in(program)))
-        assert isinstance(asked, ToolCalls), "a program goes to the judge"
-        [result] = results = tuple(judge(call) for call in asked.calls)
+        environment.reset(seed=0, options={"task": task})
+        action, *_ = environment.step(Message("assistant", submission(program)))
+        assert isinstance(action, ToolCalls), "a program goes to the judge"
+        [result] = results = tuple(judge(call) for call in action.calls)
         judge.end_episode()
-        _, reward, *_ = played.step(ToolResults(results))
+        _, reward, *_ = environment.step(ToolResults(results))
         if reward != 1.0:
             faults.append(
                 f"task {task.id!r} ({task.metadata['family']}): its solution scores {reward:g}: {result.data}"

@@ -7,10 +7,12 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
+from agentrl_tasks.faults import check_faults, draw_fault
 
-from agentrl.core.errors import ConfigError, MissingError, unknown_name
+from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.task import MadeTasks, Task, TaskSet
 from agentrl.core.types import Message
+from agentrl.data.files import Files, check_files, file_paths
 from agentrl.data.rows import Row, read_rows
 
 from .demonstrator import FAULTS, Expert
@@ -18,35 +20,32 @@ from .families import FAMILIES
 from .generated import Generated
 from .rows import COLUMNS, FORMATS, Published, format_of
 
-Files = str | Path | Sequence[str | Path]
-"""One file or several."""
 SPLITS = ("train", "eval")
 
 
 class Problems(MadeTasks):
-    """The tasks of published rows, each made when it is asked for."""
+    """The tasks of published rows, created on access."""
 
     def __init__(self, split: str, problems: Sequence[Published]) -> None:
-        """Ask ``problems`` in their order."""
+        """Take ``problems`` in their order."""
         super().__init__(split, len(problems))
         self._problems = problems
 
     def make(self, index: int) -> Task:
         """Return task ``index``."""
-        asked = self._problems[index]
+        problem = self._problems[index]
         return Task(
             id=f"math_problems/{self.split}/{index}",
-            prompt=(Message("user", asked.question),),
-            answer=asked.answer,
-            metadata={"data_source": asked.source, "index": asked.index},
+            prompt=(Message("user", problem.question),),
+            answer=problem.answer,
+            metadata={"data_source": problem.source, "index": problem.index},
         )
 
 
 class MathProblems(TaskSet):
     """Problems with one answer. Splits: ``train`` and ``eval``.
 
-    Without files they are generated, endlessly many and none in both splits; with files they are those of the files, read
-    when a split is first asked for.
+    Without files, problems are generated, and none is in both splits. Files are read on the first access to a split.
     """
 
     def __init__(
@@ -61,25 +60,25 @@ class MathProblems(TaskSet):
         eval_size: int = 384,
         faults: Mapping[str, float] | None = None,
     ) -> None:
-        """Name the files, or say what to generate.
+        """Choose files or generated problems.
 
         Args:
             train: JSONL or parquet files to train on.
-            eval: JSONL or parquet files to evaluate on; beside ``train`` files and without any nothing is evaluated.
-            format: ``dapo``, ``gsm8k``, or ``auto`` to look at each file's first row.
-            families: kinds of generated problems, taken in turn.
+            eval: JSONL or parquet files to evaluate on. With ``train`` files and without these there is no evaluation.
+            format: ``dapo``, ``gsm8k``, or ``auto`` for detection by each file's first row.
+            families: kinds of generated problems, which alternate.
             levels: numbers of operations that generated problems may take, of 1 to 4.
-            seed: draws the generated problems; ``eval`` has the same ones whatever it is.
+            seed: draws the generated problems of ``train``; those of ``eval`` do not depend on it.
             train_size: generated problems in ``train``.
             eval_size: generated problems in ``eval``.
-            faults: probability of each of `FAULTS` in a demonstration; the rest are clean.
+            faults: probability of each of `FAULTS` in a demonstration; the others are without fault.
 
         Raises:
             ConfigError: an option is out of range.
             UnknownNameError: a format, family or fault is unknown.
 
         """
-        self._files = {"train": _paths(train), "eval": _paths(eval)}
+        self._files = {"train": file_paths(train), "eval": file_paths(eval)}
         if format != "auto" and format not in FORMATS:
             raise unknown_name("format", format, ("auto", *FORMATS), "tasks.options.format")
         self._format = format
@@ -87,15 +86,15 @@ class MathProblems(TaskSet):
         self._families, self._levels, self._seed = tuple(families), tuple(levels), seed
         self._sizes = {"train": train_size, "eval": eval_size}
         self._faults = dict(faults or {})
-        _check_faults(self._faults)
+        check_faults(self._faults, FAULTS)
         self._splits: dict[str, Sequence[Task]] = {}
 
     def split(self, name: str) -> Sequence[Task]:
         """Return the tasks of ``train`` or ``eval``.
 
         Raises:
-            MissingError: a file of either is not there.
-            ConfigError: only ``eval`` has files, a file holds no rows, or a row does not fit; the message says where.
+            MissingError: a file does not exist.
+            ConfigError: only ``eval`` has files, a file holds no rows, or a row is invalid; the message says where.
 
         """
         if name not in SPLITS:
@@ -108,34 +107,21 @@ class MathProblems(TaskSet):
         """Return an expert for a generated ``task``, with a fault drawn by the option ``faults``.
 
         Raises:
-            NotImplementedError: the task comes from a file, which has no program that solves it.
+            NotImplementedError: the task is from a file, without a program that solves it.
 
         """
         if "code" not in task.metadata:
             raise NotImplementedError(
                 f"task {task.id!r} comes from a file: only generated problems have demonstrations"
             )
-        draw, fault = float(rng.random()), None
-        for name, probability in self._faults.items():
-            if draw < probability:
-                fault = name
-                break
-            draw -= probability
-        return Expert(task, fault, rng)
+        return Expert(task, draw_fault(self._faults, rng), rng)
 
     def _generate(self, name: str) -> Generated:
         seed = self._seed if name == "train" else 0
         return Generated(name, self._sizes[name], self._families, self._levels, seed)
 
     def _read(self, name: str) -> Problems:
-        lacks = [
-            f"tasks.options.{option}={path}: there is no such file"
-            for option, paths in self._files.items()
-            for path in paths
-            if not path.is_file()
-        ]
-        if lacks:
-            raise MissingError("\n".join(lacks))
+        check_files(self._files)
         if name == "train" and not self._files[name]:
             raise ConfigError("tasks.options.eval names files and tasks.options.train none: give it files too")
         read = (self._problems(path, f"tasks.options.{name}") for path in self._files[name])
@@ -165,17 +151,3 @@ def _check_generated(families: Sequence[str], levels: Sequence[int], train_size:
         raise ConfigError(f"tasks.options.levels={list(levels)}: name some of 1, 2, 3 and 4")
     if train_size < 1 or eval_size < 1:
         raise ConfigError(f"tasks.options: {train_size=} and {eval_size=} must be greater than 0")
-
-
-def _check_faults(faults: Mapping[str, float]) -> None:
-    for name in faults:
-        if name not in FAULTS:
-            raise unknown_name("fault", name, FAULTS, "tasks.options.faults")
-    if any(p < 0 for p in faults.values()) or sum(faults.values()) > 1 + 1e-9:
-        raise ConfigError(f"tasks.options.faults={dict(faults)}: probabilities are ≥ 0 and sum to at most 1")
-
-
-def _paths(files: Files | None) -> list[Path]:
-    if files is None:
-        return []
-    return [Path(file).expanduser() for file in ([files] if isinstance(files, str | Path) else files)]

@@ -1,4 +1,4 @@
-"""Scripted experts that solve generated problems with the tool, with the slips that a warm start is to have."""
+"""Scripted experts that solve generated problems with the tool, with faults for a warm start."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from agentrl.core.task import Task
 from agentrl.core.types import Message
 
 FAULTS = ("guess", "method", "copy", "read", "unboxed", "call")
-"""What an expert may do wrong, at most one in an episode.
+"""Faults of an expert, at most one per episode.
 
-guess: answers without the tool. method: runs a program with a mistake of method. copy: copies a digit of the problem
-wrongly. read: copies a digit of the result wrongly. unboxed: gives the answer without a box. call: writes a call that
-cannot be read, and then guesses.
+guess: answers without the tool. method: runs a program with a wrong method. copy: copies a digit of the problem wrongly.
+read: copies a digit of the result wrongly. unboxed: gives the answer without a box. call: writes an unparsable call, and
+then guesses.
 """
 
 _DIGIT = re.compile(r"\d")
 
 
 class Expert:
-    """Calls the tool with the problem's program, and puts what it printed into the box."""
+    """Calls the tool with the problem's program, and answers with its output in a box."""
 
     def __init__(self, task: Task, fault: str | None, rng: np.random.Generator) -> None:
         """Solve a generated ``task`` with the ``fault``, one of `FAULTS`, or without."""
@@ -56,11 +56,11 @@ class Expert:
         return result if self._fault == "unboxed" else f"\\boxed{{{result}}}"
 
     def _guess(self) -> str:
-        """Return digits as many as the answer has."""
+        """Return as many random digits as the answer has."""
         return _DIGIT.sub(lambda _: str(self._rng.integers(10)), self._right)
 
     def _slip(self, text: str) -> str:
-        """Return ``text`` with one of its digits changed; without digits, cut short. No number begins with a new 0."""
+        """Return ``text`` with one digit changed, never to a leading 0; without digits, without its last character."""
         places = list(_DIGIT.finditer(text))
         if not places:
             return text[:-1]

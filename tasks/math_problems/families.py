@@ -1,4 +1,4 @@
-"""Families of generated problems, each with the code that solves it and codes that almost do."""
+"""Families of generated problems, each with a program that solves it and similar wrong programs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Problem:
     """One generated problem. Example: ``Problem("What is 12 times 34?", "print(12 * 34)", "408", ("print(12 + 34)",))``."""
 
     text: str
-    """The question in words."""
+    """Text of the question."""
     code: str
     """A Python program that prints the answer."""
     answer: str
     """The answer, computed without that program."""
     wrong: tuple[str, ...]
-    """Programs that run, with a mistake of method: each prints something else, mostly."""
+    """Programs with a wrong method: they run, and mostly print something else."""
     level: int = 1
-    """Operations that it takes, from 1 to 4."""
+    """Number of operations, from 1 to 4."""
 
 
 def _pick(rng: Random, *items: str) -> str:
@@ -204,9 +204,9 @@ class Family:
     """A kind of problem."""
 
     draw: Callable[[Random], Problem]
-    """Returns another problem of it."""
+    """Draws a problem."""
     levels: tuple[int, ...]
-    """The levels that its problems have."""
+    """Levels of its problems."""
 
 
 FAMILIES: Mapping[str, Family] = {

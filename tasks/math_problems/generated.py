@@ -1,4 +1,4 @@
-"""Generated problems as tasks: training and held-out problems share no problem."""
+"""Generated problems as tasks; training and evaluation have no problem in common."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from agentrl.core.types import Message
 from .families import FAMILIES, Problem
 
 _HELD_OUT = 0.1
-"""Share of all problems that is kept for ``eval``."""
+"""Fraction of all problems that is held out for ``eval``."""
 
 
 class Generated(MadeTasks):
-    """The tasks of a split, each made from its own seed when it is asked for."""
+    """The tasks of a split, each generated from a separate seed on access."""
 
     def __init__(self, split: str, size: int, families: Sequence[str], levels: Sequence[int], seed: int) -> None:
-        """Draw from ``families`` in turn, of ``levels`` only; each family has one of them."""
+        """Alternate ``families``, with problems of ``levels``; each family must have one of them."""
         super().__init__(split, size)
         self._families = tuple(families)
         self._levels = frozenset(levels)
@@ -42,7 +42,7 @@ class Generated(MadeTasks):
         )
 
     def _draw(self, family: str, rng: Random) -> Problem:
-        """Draw until a problem is of this split and of the levels asked for."""
+        """Draw until a problem belongs to this split and has one of the levels."""
         while True:
             problem = FAMILIES[family].draw(rng)
             if problem.level in self._levels and is_held_out(problem) == (self.split == "eval"):

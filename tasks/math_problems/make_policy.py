@@ -1,4 +1,4 @@
-"""Write the untrained policy, tokenizer and random weights, that ``configs/python_math/sft_warm.yaml`` starts from.
+"""Write the untrained policy (tokenizer and random weights) that ``configs/python_math/sft_warm.yaml`` starts from.
 
 ``python -m agentrl_tasks.math_problems.make_policy OUT``
 """
@@ -21,7 +21,7 @@ _PROBLEMS = 3000
 
 
 def texts() -> Iterator[str]:
-    """Yield what the policy reads and says: questions, calls and answers."""
+    """Yield texts that the policy reads and writes: questions, calls and answers."""
     tasks = MathProblems(families=tuple(FAMILIES), seed=9000)
     for task in tasks.split("train")[:_PROBLEMS]:
         expert = tasks.demonstrator(task, np.random.default_rng(0))

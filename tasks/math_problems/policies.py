@@ -7,5 +7,5 @@ makes it again.
 from pathlib import Path
 
 WARM = Path(__file__).parent / "policies" / "warm"
-"""Knows how to call the tool, and mostly guesses or slips: 0.37 of held-out problems right at temperature 1, all of them when
-greedy. The start of ``configs/python_math/cpu.yaml``."""
+"""Can call the tool, and mostly guesses or makes mistakes: 0.37 of held-out problems right at temperature 1, all of them
+with greedy decoding. The start of ``configs/python_math/cpu.yaml``."""

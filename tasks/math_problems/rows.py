@@ -1,4 +1,4 @@
-"""One published row as a problem: of DAPO-Math-17k, or of GSM8K."""
+"""Parsing of published rows into problems: DAPO-Math-17k and GSM8K."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from agentrl.core.errors import ConfigError
 from agentrl.data.rows import Row
 
 COLUMNS = ("prompt", "question", "answer", "reward_model", "label", "data_source", "extra_info")
-"""What is read of parquet files."""
+"""Columns to read of parquet files."""
 MARK = "####"
-"""What stands before the answer at the end of a solution of GSM8K."""
+"""Precedes the answer at the end of a solution of GSM8K."""
 
 _DAPO_WRAPPER = (
     "where $Answer is the answer to the problem.",
     'Remember to put your answer on its own line after "Answer:".',
 )
-"""How the instruction around a published DAPO problem ends, and the one behind it begins; it asks for no box."""
+"""End of the instruction before a published DAPO problem, and begin of that after it. They do not request a box."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What a row asks."""
+    """The problem of a row."""
 
     question: str
-    """The problem, without the instructions published around it."""
+    """Text of the problem, without the published instructions around it."""
     answer: str
-    """What is right."""
+    """The right answer."""
     source: str
-    """The data set it is from; the file's name where the row does not say."""
+    """The data set; the file's name if the row has none."""
     index: int | str
-    """Its name there; its number in the file where the row does not say."""
+    """Its index in the data set; the row's number if the row has none."""
 
 
 def dapo(row: Row) -> Published:
     """Return the problem in a row ``{prompt, reward_model: {ground_truth}, data_source, extra_info}``, or in a row
-    ``{prompt, label}``, as the same problems are published in JSONL.
+    ``{prompt, label}``, the format of the same problems in JSONL.
 
     Raises:
-        ConfigError: a key is missing or its value does not fit; the message has file, line or row, key, and the keys there.
+        ConfigError: a key is missing or its value is invalid; the message has file, line or row, key, and the keys there.
 
     """
     prompt = row.values.get("prompt")
@@ -67,27 +67,27 @@ def gsm8k(row: Row) -> Published:
     """Return the problem in a row ``{question, answer}``, whose answer ends with ``#### 42``.
 
     Raises:
-        ConfigError: a key is missing or its value does not fit; the message has file, line or row, key, and the keys there.
+        ConfigError: a key is missing or its value is invalid; the message has file, line or row, key, and the keys there.
 
     """
     question = _text(row, "question", row.values.get("question"), "a text")
     solution = _text(row, "answer", row.values.get("answer"), "a text")
     _, mark, answer = solution.rpartition(MARK)
     if not mark or not answer.strip():
-        raise _fault(row, f"has no {MARK!r} with the answer behind it in its 'answer': {solution[-80:]!r}")
+        raise _fault(row, f"has no {MARK!r} with the answer after it in its 'answer': {solution[-80:]!r}")
     source = str(row.values.get("data_source") or row.path.stem)
     return Published(question, answer.strip().replace(",", ""), source, row.number)
 
 
 FORMATS: Mapping[str, Callable[[Row], Published]] = {"dapo": dapo, "gsm8k": gsm8k}
-"""By ``tasks.options.format``; ``auto`` beside them."""
+"""Parsers by ``tasks.options.format``."""
 
 
 def format_of(row: Row) -> str:
-    """Return the format that a row is in, by its columns.
+    """Return the format of a row, by its columns.
 
     Raises:
-        ConfigError: it is in none of them.
+        ConfigError: it has the columns of none.
 
     """
     if "prompt" in row.columns and ("reward_model" in row.columns or "label" in row.columns):
@@ -100,9 +100,9 @@ def format_of(row: Row) -> str:
 
 
 def _unwrapped(prompt: str) -> str:
-    before, behind = _DAPO_WRAPPER
+    before, after = _DAPO_WRAPPER
     _, found, rest = prompt.partition(before)
-    inner, end, _ = (rest if found else prompt).rpartition(behind)
+    inner, end, _ = (rest if found else prompt).rpartition(after)
     return (inner if end else rest if found else prompt).strip() or prompt
 
 

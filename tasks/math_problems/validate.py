@@ -1,4 +1,4 @@
-"""Whether the reward knows the right answers of a taskset as right."""
+"""Check that the reward accepts the right answers of a taskset."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from agentrl.core.task import Task
 from agentrl.core.types import Message
 
 WRONG = "-31415926535"
-"""No problem's answer."""
+"""Not the answer of any problem."""
 
 
 def validate(tasks: Iterable[Task], env: str = "python_math") -> list[str]:
-    r"""Give each task its own answer in a ``\boxed{}``, and a wrong one; return what is said of those that score otherwise
-    than 1 and 0. An empty list says that all is well.
+    r"""Answer each task with its answer in a ``\boxed{}``, and with a wrong one; return a message for each that does not
+    score 1 and 0, respectively.
 
     Args:
-        tasks: with a text for an answer, or a list of them, each of which must score.
-        env: the registered environment whose reward is asked.
+        tasks: with an answer, or a list of answers, each of which must score 1.
+        env: the registered environment whose reward is checked.
 
     """
-    played = make_env(env)
+    environment = make_env(env)
     faults = []
     for task in tasks:
         rights = [task.answer] if isinstance(task.answer, str) else task.answer
         try:
             faults += [
-                f"task {task.id!r}: {answer!r} scores {reward:g}, and its own answers are {rights!r}"
+                f"task {task.id!r}: {answer!r} scores {reward:g}, and its answers are {rights!r}"
                 for answer in (*rights, WRONG)
-                if (reward := _score(played, task, answer)) != (answer != WRONG)
+                if (reward := _score(environment, task, answer)) != (answer != WRONG)
             ]
         except TaskError as error:
             faults.append(str(error))

@@ -7,6 +7,7 @@ from functools import cached_property
 from random import Random
 
 import numpy as np
+from agentrl_tasks.faults import check_faults, draw_fault
 
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.task import MadeTasks, Task, TaskSet
@@ -17,10 +18,10 @@ from .world import Question, World
 
 
 class Questions(MadeTasks):
-    """The tasks of a split, each made from its own seed when it is asked for."""
+    """The tasks of a split, each generated from a separate seed on access."""
 
     def __init__(self, world: World, split: str, size: int, hops: Sequence[int]) -> None:
-        """Ask about ``world``; task ``i`` has ``hops[i % len(hops)]`` hops."""
+        """Draw questions about ``world``; task ``i`` has ``hops[i % len(hops)]`` hops."""
         super().__init__(split, size)
         self._world = world
         self._hops = tuple(hops)
@@ -45,8 +46,8 @@ class Questions(MadeTasks):
 class Multihop(TaskSet):
     """Questions such as "What is the mayor of the birthplace of Tamo Rilek?", answered by searching.
 
-    Splits: ``train``, and ``validation`` over the same world; ``eval`` over held-out entities, whose every word is
-    foreign to every training world. Corpora: ``train`` and ``heldout``, named in a task's metadata, so that training
+    Splits: ``train``, and ``validation`` over the same world; ``eval`` over held-out entities, whose names share no word
+    with any training world. Corpora: ``train`` and ``heldout``, named in a task's metadata, so that training
     cannot retrieve a held-out entity.
     """
 
@@ -61,20 +62,21 @@ class Multihop(TaskSet):
         shuffle_titles: bool = False,
         faults: Mapping[str, float] | None = None,
     ) -> None:
-        """Name the worlds; they are generated when first needed.
+        """Choose the worlds, which are generated on first use.
 
         Args:
             seed: draws the training world and its questions.
             eval_seed: draws the held-out world and its questions.
             scale: size of both worlds; 1 has 980 documents.
-            hops: numbers of hops, taken in turn by the tasks of a split.
+            hops: numbers of hops, which alternate among the tasks of a split.
             train_size: questions in ``train``.
             eval_size: questions in ``eval`` and in ``validation``.
-            shuffle_titles: a control: what the documents say is shuffled among their titles, answers stay.
-            faults: probability of each of `FAULTS` in a demonstration; the rest are clean.
+            shuffle_titles: a control experiment: texts are shuffled among the titles of documents, answers stay.
+            faults: probability of each of `FAULTS` in a demonstration; the others are without fault.
 
         Raises:
-            ConfigError: an option is out of range, or a fault unknown.
+            ConfigError: an option is out of range.
+            UnknownNameError: a fault is unknown.
 
         """
         self._faults = dict(faults or {})
@@ -112,24 +114,14 @@ class Multihop(TaskSet):
         """Return an expert for ``task`` with a fault drawn by the option ``faults``."""
         world = self.held_out_world if task.metadata["corpus"] == "heldout" else self.train_world
         question = Question(tuple(task.metadata["relations"]), tuple(task.metadata["path"]))
-        draw, fault = float(rng.random()), None
-        for name, probability in self._faults.items():
-            if draw < probability:
-                fault = name
-                break
-            draw -= probability
-        return Expert(world, question, fault, rng)
+        return Expert(world, question, draw_fault(self._faults, rng), rng)
 
     def _rows(self, world: World) -> list[dict[str, str]]:
         documents = world.mismatched() if self._shuffle_titles else world.documents
         return [{"id": str(i), "contents": f'"{d.title}"\n{d.text}'} for i, d in enumerate(documents)]
 
     def _check(self, hops: Sequence[int], scale: float, train_size: int, eval_size: int) -> None:
-        for name in self._faults:
-            if name not in FAULTS:
-                raise unknown_name("fault", name, FAULTS, "tasks.options.faults")
-        if any(p < 0 for p in self._faults.values()) or sum(self._faults.values()) > 1 + 1e-9:
-            raise ConfigError(f"tasks.options.faults={self._faults}: probabilities are ≥ 0 and sum to at most 1")
+        check_faults(self._faults, FAULTS)
         if not hops or not set(hops) <= {1, 2, 3}:
             raise ConfigError(f"tasks.options.hops={list(hops)}: name some of 1, 2 and 3")
         if scale <= 0 or train_size < 1 or eval_size < 1:

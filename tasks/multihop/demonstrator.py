@@ -1,4 +1,4 @@
-"""Scripted experts that solve questions by searching, with the faults that a warm start is to have."""
+"""Scripted experts that solve questions by searching, with faults for a warm start."""
 
 from __future__ import annotations
 
@@ -12,38 +12,37 @@ from agentrl.core.types import Message
 from .world import RELATIONS_OF, Question, World
 
 FAULTS = ("early", "relation", "document", "format", "query", "walk", "detour")
-"""What an expert may do wrong, at most one in an episode.
+"""Faults of an expert, at most one per episode.
 
-early: answers before the last hop is looked up. relation: follows another relation at one hop. document: reads the
-wrong one of the documents found. format: forgets the tags once, and stops early. query: searches for half a name once,
-and stops early. walk: follows random relations for at most as many hops as the question has; questions of one hop are
-solved rightly even then. detour: the same, and questions of one hop are solved only after a relation that was not
-asked for.
+early: answers before the last hop is looked up. relation: follows another relation at one hop. document: reads a wrong
+document of those found. format: forgets the tags once, and stops early. query: searches for half a name once, and stops
+early. walk: follows random relations for at most as many hops as the question has; questions of one hop are solved
+without a fault. detour: the same, but questions of one hop are solved after looking up another relation first.
 """
 
 _TITLE = re.compile(r"\(Title: \"([^\"]*)\"\)")
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class PlannedTurn:
     """One turn of a plan."""
 
     thought: str
     """The relation to resolve next, or ``answer``."""
     tag: str
-    """``search``, ``answer``, or nothing where the expert forgets it."""
+    """``search``, ``answer``, or empty if the expert forgets it."""
     content: str
     """A query or an answer."""
 
     @property
     def text(self) -> str:
-        """The turn as the policy would say it."""
+        """The turn as the policy writes it."""
         opened, closed = (f"<{self.tag}> ", f" </{self.tag}>") if self.tag else (" ", "")
         return f"<think> {self.thought} </think>{opened}{self.content}{closed}"
 
 
 class Expert:
-    """Says a plan turn by turn. The plan is made at the start: what the documents say is known from the world."""
+    """Follows a plan turn by turn. The plan is made at the start, since the world determines the documents' content."""
 
     def __init__(self, world: World, question: Question, fault: str | None, rng: np.random.Generator) -> None:
         """Plan an episode with the ``fault``, one of `FAULTS`, or without."""
@@ -54,15 +53,15 @@ class Expert:
         self._plan = self._with_fault(fault)
 
     def act(self, observation: tuple[Message, ...]) -> str:
-        """Return the next turn; one without a closing tag wants the template's end token after it."""
-        say = self._plan.pop(0)
-        if say.tag == "answer" and self._misreads:
+        """Return the next turn. A turn without a closing tag ends with the template's end token."""
+        turn = self._plan.pop(0)
+        if turn.tag == "answer" and self._misreads:
             titles = [title for title in _TITLE.findall(observation[-1].content) if title != self._question.path[-2]]
             if titles:
-                say = Say(say.thought, say.tag, self._misread(self._choice(titles)))
-        return say.text
+                turn = PlannedTurn(turn.thought, turn.tag, self._misread(self._choice(titles)))
+        return turn.text
 
-    def _with_fault(self, fault: str | None) -> list[Say]:
+    def _with_fault(self, fault: str | None) -> list[PlannedTurn]:
         question, hops = self._question, len(self._question.relations)
         if fault == "early":
             return _plan(question.relations[: self._below(hops)], question.path)
@@ -70,18 +69,18 @@ class Expert:
             return _plan(*self._stray(self._below(hops)))
         if fault in ("walk", "detour") and hops > 1:
             return _plan(*self._walk(1 + self._below(hops)))
-        # Slips come with stopping early: were they followed by right answers, a policy would be rewarded for slipping.
+        # These faults stop early: with a right answer after them, a policy would be rewarded for the fault.
         known = self._below(hops) if fault in ("format", "query") else hops
         plan = _plan(question.relations[:known], question.path)
         if fault == "detour":
-            plan.insert(0, Say(self._choice(self._known(question.path[0])), "search", question.path[0]))
+            plan.insert(0, PlannedTurn(self._choice(self._known(question.path[0])), "search", question.path[0]))
         if fault == "format":
             at = self._below(len(plan))
-            plan.insert(at, Say(plan[at].thought, "", plan[at].content))
+            plan.insert(at, PlannedTurn(plan[at].thought, "", plan[at].content))
         elif fault == "query":
             at = self._below(known + 1)
             name, _, rest = question.path[at].partition(" ")
-            plan.insert(at, Say(question.relations[at], "search", name if rest else question.relations[at]))
+            plan.insert(at, PlannedTurn(question.relations[at], "search", name if rest else question.relations[at]))
         return plan
 
     def _stray(self, at: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -104,11 +103,11 @@ class Expert:
         return tuple(taken), tuple(path)
 
     def _misread(self, title: str) -> str:
-        """Return what the page ``title`` says, of the relation asked for where it has that one."""
-        known, asked = self._known(title), self._question.relations[-1]
+        """Return a fact of the document ``title``: that of the question's last relation, if it has one."""
+        known, last = self._known(title), self._question.relations[-1]
         if not known:
             return title
-        return self._world.facts[title, asked if asked in known else self._choice(known)]
+        return self._world.facts[title, last if last in known else self._choice(known)]
 
     def _known(self, name: str) -> tuple[str, ...]:
         return RELATIONS_OF[self._world.kinds[name]]
@@ -120,7 +119,7 @@ class Expert:
         return int(self._rng.integers(high))
 
 
-def _plan(relations: tuple[str, ...], path: tuple[str, ...]) -> list[Say]:
-    """Search for each name on the way, then answer with the one after the last relation."""
-    searches = [Say(relation, "search", name) for relation, name in zip(relations, path, strict=False)]
-    return [*searches, Say("answer", "answer", path[len(relations)])]
+def _plan(relations: tuple[str, ...], path: tuple[str, ...]) -> list[PlannedTurn]:
+    """Search for each name of the path, then answer with the name after the last relation."""
+    searches = [PlannedTurn(relation, "search", name) for relation, name in zip(relations, path, strict=False)]
+    return [*searches, PlannedTurn("answer", "answer", path[len(relations)])]

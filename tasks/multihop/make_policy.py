@@ -1,4 +1,4 @@
-"""Write the untrained policy, tokenizer and random weights, that ``configs/search_r1/sft_base.yaml`` starts from.
+"""Write the untrained policy (tokenizer and random weights) that ``configs/search_r1/sft_base.yaml`` starts from.
 
 ``python -m agentrl_tasks.multihop.make_policy OUT``
 """

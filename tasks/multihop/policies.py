@@ -10,7 +10,7 @@ from pathlib import Path
 _FOLDER = Path(__file__).parent / "policies"
 
 WARM = _FOLDER / "warm"
-"""Knows the protocol, and mostly stops searching too early: the start of ``configs/search_r1/cpu.yaml``."""
+"""Follows the protocol, but mostly stops searching too early: the start of ``configs/search_r1/cpu.yaml``."""
 DISCOVER = _FOLDER / "discover"
-"""Was shown solutions of one hop only, some after a search that nobody asked for, and random walks: the start of
+"""Has seen only solutions of one hop, some after an unnecessary search, and random walks: the start of
 ``configs/search_r1/cpu_discover.yaml``."""

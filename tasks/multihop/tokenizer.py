@@ -16,7 +16,7 @@ from .data import Multihop
 VOCABULARY = 1536
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 TAGS = tuple(f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/"))
-"""The protocol's tags, one token each: plain text for the template, never cut by a merge."""
+"""The protocol's tags, one token each. They are ordinary text for the template, and no merge crosses them."""
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 )
 
 _WORLDS = range(9000, 9008)
-"""Training worlds that the merges are learned on; names of other worlds are cut into the same syllables."""
+"""Training worlds on which merges are learned; names of other worlds have the same syllables."""
 _QUESTIONS = 300
 
 
@@ -47,7 +47,7 @@ def train_tokenizer() -> Tokenizer:
 
 
 def save_tokenizer(folder: str) -> Any:
-    """Train the tokenizer, save it as Transformers reads it, chat template included, and return it."""
+    """Train the tokenizer, save it in the format of Transformers with its chat template, and return it."""
     from transformers import PreTrainedTokenizerFast
 
     wrapped = PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(), pad_token=PAD, eos_token=END)
@@ -58,7 +58,7 @@ def save_tokenizer(folder: str) -> Any:
 
 
 def _texts() -> Iterator[str]:
-    """Yield documents, prompts and the environment's other words, with the tags cut out."""
+    """Yield documents, prompts and the environment's other texts, without the tags."""
     cut = re.compile("|".join(map(re.escape, TAGS)))
     env = make_env("search_r1")
     for seed in _WORLDS:

@@ -1,7 +1,7 @@
-"""A generated world: invented people, cities, works, companies and regions, and what is true of them.
+"""A generated world: invented people, cities, works, companies and regions, and facts about them.
 
-Every word of a name is invented, and a hash decides for each stem whether it belongs to training or is held out. No
-word of a held-out name can therefore occur in any training world, whatever its seed.
+Every word of a name is invented, and a hash decides for each stem whether it belongs to training or is held out. So no
+word of a held-out name occurs in any training world, whatever its seed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENDINGS: dict[Kind, tuple[str, ...]] = {
     "company": ("corp", "works", "tex"),
     "region": ("land", "shire", "mark"),
 }
-"""What the names of a kind end with; people have a first and a last name instead."""
+"""Endings of names by kind; people have a first and a last name instead."""
 
 COUNTS: dict[Kind, int] = {"person": 400, "city": 150, "work": 300, "company": 100, "region": 30}
 """Entities of each kind in a world of scale 1: 980, and as many documents."""
@@ -38,11 +38,11 @@ class Relation:
     """A fact that every entity of ``subject`` kind has, such as a birthplace."""
 
     subject: Kind
-    """What has it."""
+    """Kind of the entities that have it."""
     object: Kind
-    """What it leads to."""
+    """Kind of its values."""
     clauses: tuple[str, ...]
-    """How documents say it; ``{}`` is the object's name."""
+    """Phrases of documents; ``{}`` is the object's name."""
 
 
 RELATIONS: dict[str, Relation] = {
@@ -56,7 +56,7 @@ RELATIONS: dict[str, Relation] = {
     "founder": Relation("company", "person", ("was founded by {}", "was started by {}")),
     "seat": Relation("company", "city", ("is based in {}", "has its seat in {}")),
 }
-"""By the noun that questions use."""
+"""Relations by the noun that questions use."""
 
 RELATIONS_OF: dict[Kind, tuple[str, ...]] = {
     kind: tuple(name for name, relation in RELATIONS.items() if relation.subject == kind) for kind in COUNTS
@@ -71,7 +71,7 @@ class Document:
     title: str
     """The entity's name."""
     text: str
-    """Everything that is true of it, in one sentence."""
+    """All facts about it, in one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,13 @@ class Question:
     """A chain of relations from an entity to the answer. Example: the mayor of the birthplace of Tamo Rilek."""
 
     relations: tuple[str, ...]
-    """In the order in which they are looked up: birthplace, mayor."""
+    """In order of look-up: birthplace, mayor."""
     path: tuple[str, ...]
-    """The names on the way, one more than relations: the entity asked about first, the answer last."""
+    """Names along the chain, one more than relations: from the question's entity to the answer."""
 
     @property
     def text(self) -> str:
-        """The question in words."""
+        """Text of the question."""
         chain = " of ".join(f"the {name}" for name in reversed(self.relations))
         return f"What is {chain} of {self.path[0]}?"
 
@@ -107,9 +107,9 @@ class World:
     seed: int
     """Draws names and facts."""
     held_out: bool
-    """Take names from the held-out words."""
+    """Whether names are made of held-out words."""
     scale: float = 1.0
-    """980 documents for 1."""
+    """Size; 1 has 980 documents."""
     entities: dict[Kind, list[str]] = field(init=False)
     """Names by kind."""
     kinds: dict[str, Kind] = field(init=False)
@@ -117,7 +117,7 @@ class World:
     facts: dict[tuple[str, str], str] = field(init=False)
     """``(name, relation) -> name``."""
     documents: list[Document] = field(init=False)
-    """One an entity."""
+    """One per entity."""
 
     def __post_init__(self) -> None:
         """Generate the world."""
@@ -135,9 +135,9 @@ class World:
         self.documents = [Document(name, self._describe(rng, name, name)) for name in self.kinds]
 
     def mismatched(self) -> list[Document]:
-        """Return the documents with what they say shuffled among the titles of a kind; none keeps its own.
+        """Return the documents with their texts shuffled among the titles of a kind; no title keeps its text.
 
-        A policy that reads its answers out of the documents is wrong on these; one that knows them is not.
+        A policy that reads its answers in the documents is wrong on these; a policy that knows them by heart is not.
         """
         rng = Random(f"multihop/{self.seed}/mismatched")
         documents = []
@@ -161,7 +161,7 @@ class World:
     def _make_names(self, rng: Random) -> dict[Kind, list[str]]:
         counts = {kind: max(8, round(count * self.scale)) for kind, count in COUNTS.items()}
         people = counts["person"]
-        # Few first and last names for many people: a search for one name word finds others too.
+        # Few first and last names for many people: a search for one of the words finds other people too.
         first = self._words(rng, max(10, people // 6), syllables=(2,))
         last = self._words(rng, max(10, people // 3), syllables=(2,))
         pairs = [f"{a} {b}" for a in first for b in last]

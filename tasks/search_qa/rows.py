@@ -1,4 +1,4 @@
-"""One published row ``{data_source, prompt, question, golden_answers, reward_model, extra_info}`` as a question."""
+"""Parsing of published rows ``{data_source, prompt, question, golden_answers, reward_model, extra_info}`` into questions."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from agentrl.core.errors import ConfigError
 from agentrl.data.rows import Row
 
 COLUMNS = ("data_source", "prompt", "question", "golden_answers", "reward_model", "extra_info")
-"""What is read. Published files have more, such as the pages that HotpotQA was written from, and those are large."""
+"""Columns to read. Published files have more, such as the pages of HotpotQA, which are large."""
 MARKER = "Question: "
-"""What stands before the question in a published prompt, and nowhere earlier in it."""
+"""Precedes the question in a published prompt, and does not occur earlier in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a row asks."""
+    """The question of a row."""
 
     text: str
-    """The question."""
+    """Text of the question."""
     answers: tuple[str, ...]
-    """Any of these is right."""
+    """Accepted answers."""
     source: str
-    """The data set it is from, such as ``nq``; the file's name where the row does not say."""
+    """The data set, such as ``nq``; the file's name if the row has none."""
     index: int
-    """Its number there; in the file where the row does not say."""
+    """Its index in the data set; the row's number if the row has none."""
 
 
 def parse_row(row: Row) -> Question:
     """Return the question in a row.
 
     Raises:
-        ConfigError: a key is missing or its value does not fit; the message has file, line or row, key, and the keys there.
+        ConfigError: a key is missing or its value is invalid; the message has file, line or row, key, and the keys there.
 
     """
     extra = row.values.get("extra_info")
@@ -47,23 +47,23 @@ def parse_row(row: Row) -> Question:
 
 
 def _question(row: Row) -> str:
-    """Return the question as the prompt asks it, or where there is no such prompt, as the column ``question`` has it.
+    """Return the question in the prompt if it agrees with the column ``question``, otherwise that column.
 
-    The published prompts put a question mark behind questions whose column has none.
+    Published prompts add a question mark to questions whose column has none.
     """
-    own, asked = row.values.get("question"), _asked(row)
-    if own is None and asked is None:
-        raise _fault(row, f"has no 'question', and no message of its 'prompt' with a question behind {MARKER!r}")
-    if own is None or (isinstance(own, str) and asked is not None and asked.startswith(own.strip())):
-        assert asked is not None
-        own = asked
-    if not isinstance(own, str) or not own.strip():
-        raise _fault(row, f"has {own!r:.80} as its 'question', which must be a text")
-    return own.strip()
+    column, prompted = row.values.get("question"), _prompted(row)
+    if column is None and prompted is None:
+        raise _fault(row, f"has no 'question', and no message of its 'prompt' with a question after {MARKER!r}")
+    if column is None or (isinstance(column, str) and prompted is not None and prompted.startswith(column.strip())):
+        assert prompted is not None
+        column = prompted
+    if not isinstance(column, str) or not column.strip():
+        raise _fault(row, f"has {column!r:.80} as its 'question', which must be a text")
+    return column.strip()
 
 
-def _asked(row: Row) -> str | None:
-    """Return what the last message of the prompt asks, or None where there is no published prompt."""
+def _prompted(row: Row) -> str | None:
+    """Return the question in the last message of the prompt, or None if it is not a published prompt."""
     prompt = row.values.get("prompt")
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt):
         prompt = prompt[-1].get("content") if isinstance(prompt[-1], Mapping) else None
@@ -80,7 +80,11 @@ def _answers(row: Row) -> tuple[str, ...]:
     if found is None:
         raise _fault(row, "has neither 'reward_model.ground_truth.target' nor 'golden_answers'")
     answers = [found] if isinstance(found, str) else found
-    if not isinstance(answers, Sequence) or not answers or not all(isinstance(one, str) and one for one in answers):
+    if (
+        not isinstance(answers, Sequence)
+        or not answers
+        or not all(isinstance(answer, str) and answer for answer in answers)
+    ):
         raise _fault(row, f"has {found!r:.80} as {key!r}, which must be a text or a list of texts, and not empty")
     return tuple(answers)
 

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer with single digits, and a ChatML template with calls as Hermes and Qwen write them."""
+"""A byte-level BPE tokenizer with one token per digit, and a ChatML template with tool calls in the format of Hermes and Qwen."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 VOCABULARY = 512
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 MARKERS = ("<tool_call>", "</tool_call>", "\\n", '\\"')
-"""One token each, and plain text for the template: what calls stand between, and what JSON makes of code's line ends
-and quotes, which would else melt into the words beside them."""
+"""One token each, and ordinary text for the template: the tags around calls, and the escapes of JSON for line ends and quotes
+in code, which would otherwise merge with the words next to them."""
 
 CHAT_TEMPLATE = (
     "{%- set first = messages[0] if messages[0].role == 'system' else none %}"
@@ -36,21 +36,21 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-"""Of a tool it says no more than ``name(arguments)``: a small policy learns from examples what a tool is for, and a
-schema would be most of what it reads."""
+"""Of a tool it shows only ``name(arguments)``: a small policy learns from examples what a tool does, and a schema would be
+most of its prompt."""
 
 
 _TURNS = ("system\nTools:", "user\n", "assistant\n", "tool\n")
-"""What the template writes around texts."""
+"""Texts that the template adds around messages."""
 
 
 def tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Tokenizer:
     """Return a tokenizer whose merges are learned on ``texts``: the same texts give the same tokenizer.
 
     Args:
-        texts: what the policy will read and say, without the template's markers.
-        vocabulary: tokens in all: 256 bytes, control tokens and `MARKERS`, and merges as far as there is room. A digit
-            is always a token of its own, so that numbers are copied digit by digit.
+        texts: examples of what the policy reads and writes, without the template's markers.
+        vocabulary: number of tokens: 256 bytes, control tokens, `MARKERS`, and merges for the rest. A digit is always a
+            separate token, so that numbers are copied digit by digit.
 
     """
     made = Tokenizer(models.BPE())
@@ -70,7 +70,7 @@ def tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Tokenizer:
 
 
 def save_tokenizer(folder: Path, texts: Iterable[str], vocabulary: int = VOCABULARY) -> Any:
-    """Save a `tokenizer` of ``texts`` as Transformers reads it, chat template included, and return it as loaded."""
+    """Save a `tokenizer` of ``texts`` in the format of Transformers with its chat template, and return it."""
     from transformers import PreTrainedTokenizerFast
 
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer(texts, vocabulary), pad_token=PAD, eos_token=END)

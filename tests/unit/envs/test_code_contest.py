@@ -172,7 +172,7 @@ def test_without_a_verdict_there_is_no_reward(status: ToolStatus) -> None:
 
 def test_results_come_when_they_are_due() -> None:
     env = begin()
-    with pytest.raises(ValueError, match="not asked for"):
+    with pytest.raises(ValueError, match="were not called"):
         env.step(verdicts("judge", "accepted"))
     env.step(HANDS_IN)
     with pytest.raises(ValueError, match="the results of judge are due"):

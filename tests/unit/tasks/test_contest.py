@@ -55,9 +55,9 @@ def test_programs_and_functions_agree(family: str) -> None:
     for number in range(25):
         problem = FAMILIES[family](Random(number))
         for example in examples(problem, Random(number), 6):
-            printed = run(problem.program, example.given)
+            printed = run(problem.program, example.input)
             assert printed is not None, (problem.program, example)
-            assert printed.split() == example.wanted.split(), (problem.program, example)
+            assert printed.split() == example.output.split(), (problem.program, example)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -209,13 +209,13 @@ def test_rows_that_want_a_function(row: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"input_output": "{}"}, "no problem in words"),
+        ({"input_output": "{}"}, "no text of the problem"),
         ({"question": "q"}, "no tests"),
         ({"question": "q", "input_output": ""}, "no tests"),
-        ({"question": "q", "input_output": "{"}, "no JSON"),
-        ({"question": "q", "input_output": {"inputs": ["1"], "outputs": []}}, "lists of one length"),
+        ({"question": "q", "input_output": "{"}, "that is not JSON"),
+        ({"question": "q", "input_output": {"inputs": ["1"], "outputs": []}}, "lists of the same length"),
         ({"question": "q", "input_output": {"inputs": [1], "outputs": ["1"]}}, "neither a text nor a list of lines"),
-        ({"question": "q", "tests": [{"in": "1"}]}, "something else than"),
+        ({"question": "q", "tests": [{"in": "1"}]}, "other elements than"),
         ({"question": "q", "tests": 5}, "a int"),
     ],
 )
