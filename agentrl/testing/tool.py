@@ -17,6 +17,7 @@ from agentrl.core.errors import ToolFailure
 from agentrl.core.tool import Tool, ToolService
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.testing.contract import require
+from agentrl.toolserver.in_process import LocalTools
 from agentrl.toolserver.service import HostedService
 
 _NO_SUCH_ARGUMENT = {"no_such_argument_": 1}
@@ -123,10 +124,12 @@ def _check_local(service: HostedService, name: str, arguments: Mapping[str, Any]
     try:
         asyncio.run(_check_answers(name, run, arguments))
         asyncio.run(_check_again(name, run, arguments))
-        local.end_episode()
+        if isinstance(local, LocalTools):
+            local.end_episode()
         asyncio.run(_check_answers(name, run, arguments))
     finally:
-        local.close()
+        if isinstance(local, LocalTools):
+            local.close()
 
 
 async def _check_again(

@@ -1,27 +1,33 @@
-"""What a tool is to the server that hosts it: `HostedTool`, called in the session of an episode."""
+"""A tool as its server sees it: `HostedTool`, called in the session of an episode, and `StatelessTool`, called in batches."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from agentrl.core.errors import ToolFailure
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult
 from agentrl.sandbox.base import Sandbox
+from agentrl.toolserver.batcher import Batcher
+
+if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
 
 
 class ToolSession(ABC):
-    """One episode at a server. All tools of the server share it, its sandbox among them."""
+    """One episode at a server, as tools see it. All tools of the server share it, its sandbox among them."""
 
     id: str
     """Unique at the server."""
     state: dict[str, Any]
-    """What tools remember from call to call, by the tool's name."""
+    """What tools keep from call to call, by the tool's name."""
 
     @abstractmethod
     async def sandbox(self) -> Sandbox:
-        """Return the session's sandbox: opened at the first call, and anew once it is no longer alive.
+        """Return the session's sandbox: opened at the first call, and again when it is no longer alive.
 
         Raises:
             SandboxFailure: it could not be made.
@@ -44,31 +50,39 @@ class HostedTool(ABC):
         self.spec = spec
 
     async def start(self) -> None:  # noqa: B027  most tools need nothing
-        """Get ready, before the server answers.
+        """Prepare, before the server answers.
 
         Raises:
-            ConfigError, MissingError: it cannot.
+            ConfigError, MissingError: the tool cannot be used as configured.
 
         """
 
     @abstractmethod
     async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
-        """Run one call; it never comes twice. Faults of the call are results with a status.
+        """Run one call; the server calls once for each call id. Faults of the call are results with a status.
 
         Raises:
-            SandboxFailure: the sandbox failed for reasons of its own.
-            ToolFailure: the tool did.
+            SandboxFailure: the sandbox failed, not the call.
+            ToolFailure: the tool failed, not the call.
 
         """
 
     async def end(self, session: ToolSession) -> None:  # noqa: B027  most tools need nothing
-        """Let go of what it keeps for a session, which is over: no call runs, and the sandbox is gone or about to be.
+        """Release what the tool keeps for a session that is over: no call runs, and the sandbox is gone or about to be.
 
-        Called once for every session of the server, called or not.
+        Called once for every session of the server, whether or not the tool was called in it.
         """
 
     async def close(self) -> None:  # noqa: B027  most tools need nothing
-        """Let go of what `start` made."""
+        """Release what `start` made."""
+
+    def routes(self) -> Sequence[BaseRoute]:
+        """Return further HTTP routes of the server, for clients with a protocol of their own; usually none."""
+        return ()
+
+    def health(self) -> Mapping[str, Any]:
+        """Return fields to add to ``GET /health``; usually none."""
+        return {}
 
 
 class PlainTool(HostedTool):
@@ -77,3 +91,35 @@ class PlainTool(HostedTool):
     async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
         """Run the coroutine within its time."""
         return await self.spec.run(call)
+
+
+class StatelessTool(HostedTool):
+    """A tool whose calls change nothing, so that they need no session and may be repeated.
+
+    Calls that wait at the same time, of whatever sessions and clients, run as one batch.
+
+    Args:
+        spec: see `HostedTool`.
+        max_batch: calls in the largest batch.
+    """
+
+    def __init__(self, spec: Tool, *, max_batch: int) -> None:
+        super().__init__(spec)
+        self._batcher = Batcher(self.call_batch, max_batch=max_batch, concurrent=1)
+
+    @abstractmethod
+    async def call_batch(self, calls: Sequence[ToolCall]) -> Sequence[ToolResult]:
+        """Run calls with checked arguments and return their results in order; one batch at a time.
+
+        Raises:
+            ToolFailure: the tool failed, not the calls.
+
+        """
+
+    async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
+        """Run one call in the next batch."""
+        return await self._batcher.call(call)
+
+    async def close(self) -> None:
+        """End the batch that runs."""
+        await self._batcher.close(ToolFailure(f"{self.spec.name} was closed during the call"))

@@ -13,7 +13,7 @@ from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ToolServerConfig
 from agentrl.core.types import ToolCall, ToolResult
 from agentrl.toolserver.hosted_tool import HostedTool
-from agentrl.toolserver.server.session import HostedSession
+from agentrl.toolserver.server.session import Session
 from agentrl.toolserver.server.sessions import Sessions
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class LocalTools:
         self._sandbox = sandbox
         self._exits = AsyncExitStack()
         self._sessions: Sessions | None = None
-        self._session: HostedSession | None = None
+        self._session: Session | None = None
         self._lock = threading.Lock()
 
     def __call__(self, call: ToolCall) -> ToolResult:

@@ -1,10 +1,10 @@
-"""Tools with a server of agentrl's own: what a run, the command line and the server need to know of them."""
+"""Services of hosted tools: their options, their server's configuration, and the client that a run uses."""
 
 from __future__ import annotations
 
 import argparse
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from agentrl.config.toolserver import ToolServerConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.registry import registered_tool
 from agentrl.core.tool import Tool, ToolService
+from agentrl.core.types import ToolCall, ToolResult
 from agentrl.sandbox.registry import backend_class
 from agentrl.toolserver.hosted_tool import HostedTool, PlainTool
 from agentrl.toolserver.options import RunOptions, make_server_config, read_options, read_section
@@ -30,7 +31,7 @@ _LOCAL: dict[tuple[type[HostedService], str, str], LocalTools] = {}
 
 
 class HostedService(ToolService):
-    """A registered tool that a tool server of agentrl's hosts: one `HostedTool`, or several that share their sessions.
+    """A registered tool that a tool server hosts: one `HostedTool`, or several that share their sessions.
 
     Example::
 
@@ -47,23 +48,25 @@ class HostedService(ToolService):
     """The tool's own options: ``tools.NAME.options`` in a run, ``tools.NAME`` at a server."""
     needs_sandbox: ClassVar[bool] = False
     """Whether its tools run code in a sandbox."""
+    stateless: ClassVar[bool] = False
+    """Whether all its tools are `StatelessTool`: then a run opens no sessions, and sends their calls in batches."""
 
     def __init_subclass__(cls) -> None:
-        """Say to the run that the ``sandbox`` section is wanted, where it is."""
+        """Set ``sandboxed``, by which a run passes its ``sandbox`` section."""
         super().__init_subclass__()
         cls.sandboxed = cls.needs_sandbox
 
     @abstractmethod
     def hosted(self, options: Any) -> Sequence[HostedTool]:
-        """Return the tools, not started yet; ``options`` are an `Options`.
+        """Return the tools, not started yet; ``options`` is an instance of `Options`.
 
         Raises:
-            ConfigError: they do not fit each other.
+            ConfigError: the options contradict each other.
 
         """
 
     def tools(self, options: Mapping[str, Any]) -> tuple[Tool, ...]:
-        """Return what a policy may call with these options of a run."""
+        """Return the tools that a policy may call, for these options of a run."""
         hosted = self.hosted(self._read(options).own)
         return tuple(replace(tool.spec, server=self.name) for tool in hosted)
 
@@ -82,12 +85,12 @@ class HostedService(ToolService):
         )
 
     def serve(self, arguments: argparse.Namespace) -> None:
-        """Serve until told to stop."""
+        """Serve until SIGTERM or SIGINT."""
         config = make_server_config(arguments.config, arguments.overrides, [self.name])
         serve(config, host=arguments.host, port=arguments.port)
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Check values, and that the sandbox's program or daemon is there."""
+        """Check the options, and that the sandbox's program or daemon exists."""
         parsed = self._read(options)
         self.hosted(parsed.own)
         if self.needs_sandbox:
@@ -95,7 +98,9 @@ class HostedService(ToolService):
 
     def launch_arguments(self, options: Mapping[str, Any], tasks: TaskSet, folder: Path) -> Sequence[str]:
         """Write the server's configuration to ``folder/server.yaml``."""
-        parsed = self._read(options)
+        return self._write_config(self._read(options), folder)
+
+    def _write_config(self, parsed: RunOptions[Any], folder: Path) -> Sequence[str]:
         own = parsed.own.model_dump(mode="json")
         config = ToolServerConfig(server=parsed.server, sandbox=parsed.sandbox, tools={self.name: own})
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +117,9 @@ class HostedService(ToolService):
         config = parsed.client
         if config.token is None and parsed.server.token is not None:
             config = config.model_copy(update={"token": parsed.server.token})
-        return ToolServerClient(url, config, key=f"tools.{self.name}.url", tools=self.tools(options))
+        return ToolServerClient(
+            url, config, key=f"tools.{self.name}.url", tools=self.tools(options), stateless=self.stateless
+        )
 
     def _read(self, options: Mapping[str, Any]) -> RunOptions[Section]:
         return read_options(self.Options, options, self.name)
@@ -120,11 +127,11 @@ class HostedService(ToolService):
     @classmethod
     def local(
         cls, corpora: Mapping[str, Iterable[Mapping[str, str]]], options: Mapping[str, Any] | None = None
-    ) -> LocalTools:
-        """Return the tools as a plain function that runs them in this process, in a sandbox as at their server.
+    ) -> Callable[[ToolCall], ToolResult]:
+        """Return the tools as a plain function (`LocalTools`) that runs them in this process, sandboxed as at their server.
 
-        Calls are of one episode until ``end_episode`` is called on what is returned. The same options give the same
-        function: a sandbox's backend is started and tried once in a process.
+        Calls belong to one episode until its ``end_episode`` is called. The same options give the same function: a
+        sandbox's backend is started and tried once in a process.
         """
         from agentrl.toolserver.in_process import LocalTools
 
@@ -187,19 +194,19 @@ def make_tools(config: ToolServerConfig) -> list[HostedTool]:
 
 def _make(name: str, options: Mapping[str, Any]) -> Sequence[HostedTool]:
     if _is_mcp(options):
-        from agentrl.toolserver.mcp.client import mcp_service
-
-        return mcp_service(name).make(options["mcp"])
-    service = find_service(name)
+        service, options = find_service("mcp"), options["mcp"]
+        service = type(type(service).__name__, (type(service),), {"name": name})()  # its messages name tools.NAME
+    else:
+        service = find_service(name)
     if not isinstance(service, HostedService):
         raise ConfigError(
-            f"tools.{name}: {name} has a server of its own kind; start it with agentrl tools serve {name}"
+            f"tools.{name}: {name} is not a hosted tool; start its server with agentrl tools serve {name}"
         )
     return service.make(options)
 
 
 def _is_mcp(options: Mapping[str, Any]) -> bool:
-    """Return whether ``tools.NAME`` says where an MCP server is, and its name is the user's own."""
+    """Return whether ``tools.NAME`` configures an MCP server under a name that the user chose."""
     return set(options) == {"mcp"}
 
 
@@ -210,7 +217,7 @@ def needs_sandbox(config: ToolServerConfig) -> bool:
 
 
 def serve(config: ToolServerConfig, *, host: str, port: int) -> None:
-    """Serve all tools of a configuration until told to stop.
+    """Serve all tools of a configuration until SIGTERM or SIGINT.
 
     Raises:
         UserError: the configuration cannot be used on this machine.

@@ -1,66 +1,43 @@
-"""The options of the search tool: ``tools.search.options`` in a configuration."""
+"""Options of the search tool."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from agentrl.core.errors import ConfigError
+from agentrl.config.base import Section
 
-from .calls import MAX_TOPK
 from .corpora import E5_MODEL, RetrieverName
 from .corpus import DEFAULT
 
+MAX_TOPK = 100
+"""The largest number of documents a search."""
 
-class SearchOptions(BaseModel):
-    """What may be set."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class SearchOptions(Section):
+    """``tools.search.options`` of a run, ``tools.search`` of a server."""
 
-    topk: Annotated[int, Field(ge=1, le=MAX_TOPK)] = 3
-    """Documents a search, where the environment does not say."""
-    timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    """Seconds one request may take."""
-    retries: Annotated[int, Field(ge=0)] = 3
-    """Further tries after a request that failed."""
+    topk: int = Field(default=3, ge=1, le=MAX_TOPK)
+    """Documents a search, if the call does not say."""
     corpus: Path | dict[str, Path] | None = None
-    """A JSONL file (gzipped or not), or files by corpus name; without it, the taskset's own corpora."""
+    """A JSONL file (gzipped or not), or files by corpus name; in a run without it, the taskset's own corpora."""
     retriever: RetrieverName = "bm25"
-    """``bm25`` by words, ``e5`` by meaning (wants ``agentrl[e5]``)."""
+    """``bm25`` by words, ``e5`` by meaning (needs ``agentrl[e5]``)."""
     model: str = E5_MODEL
-    """E5's model: a folder or a hub id."""
+    """E5's model: a folder or hub id."""
     index: Path | dict[str, Path] | None = None
-    """E5's FAISS index, or one by corpus name: loaded where the file exists, else built and saved there."""
+    """E5's FAISS index, or one by corpus name: loaded if the file exists, otherwise built and saved there."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where E5 runs, and its index where that is a flat one."""
-
-    @classmethod
-    def parse(cls, options: Mapping[str, Any]) -> SearchOptions:
-        """Check options.
-
-        Raises:
-            ConfigError: an unknown option or a value that does not fit, by key.
-
-        """
-        try:
-            return cls(**options)
-        except ValidationError as error:
-            faults = [
-                f"tools.search.options.{'.'.join(map(str, fault['loc']))}={fault['input']!r}: {fault['msg']}"
-                for fault in error.errors()
-            ]
-            known = ", ".join(cls.model_fields)
-            raise ConfigError("; ".join(faults) + f" (options: {known})") from None
+    """Where E5 runs, and its index if that is a flat one."""
 
     def files(self) -> dict[str, Path]:
-        """Return the corpus files by name; empty where none is set."""
+        """Return the corpus files by name; empty if none is set."""
         return _by_name(self.corpus)
 
     def indexes(self) -> dict[str, Path]:
-        """Return the index files by name; empty where none is set."""
+        """Return the index files by name; empty if none is set."""
         return _by_name(self.index)
 
 

@@ -4,94 +4,101 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
-from agentrl import ToolCall, ToolResult, ToolService, ToolStatus
-from agentrl.core.errors import ConfigError, MissingError, UnknownNameError
+from agentrl import ToolCall, ToolResult, ToolStatus
+from agentrl.config.base import Section
+from agentrl.core.errors import ConfigError, MissingError
+from agentrl.toolserver.hosted_tool import HostedTool
+from agentrl.toolserver.options import make_server_config, read_options
+from agentrl.toolserver.service import HostedService, serve
 
-from .calls import as_result, parse_call
-from .corpora import E5_MODEL, RetrieverName, missing_extra, open_corpora
+from .corpora import E5_MODEL, RetrieverName, missing_extra
 from .corpus import Document, named_files, write_corpus
 from .options import SearchOptions
+from .tool import SearchTool
 
 if TYPE_CHECKING:
     from agentrl import TaskSet
-    from agentrl.core.tool import ToolClient
 
 
-class SearchService(ToolService):
+class SearchService(HostedService):
     """Retrieval over JSONL corpora, with BM25 or with E5 and FAISS."""
 
     name: ClassVar[str] = "search"
+    Options: ClassVar[type[Section]] = SearchOptions
+    stateless: ClassVar[bool] = True
+
+    def hosted(self, options: SearchOptions) -> Sequence[HostedTool]:
+        """Return the one tool."""
+        if options.retriever == "bm25" and options.index is not None:
+            raise ConfigError(
+                f"--index (tools.search.options.index={options.index}) is for --retriever e5 "
+                "(tools.search.options.retriever=e5); BM25 is built in memory"
+            )
+        return [SearchTool(options)]
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the server's options."""
+        """Add the options of every server, and a flag for each of the tool's."""
+        super().add_arguments(parser)
         add = parser.add_argument
         add(
             "--corpus",
             action="append",
-            required=True,
+            default=[],
             metavar="[NAME=]FILE.jsonl[.gz]",
             help="documents {'id', 'contents'}, one a line; repeat it with names to serve several corpora",
         )
-        add("--topk", type=int, default=3, help="documents a search, where a request does not say")
-        add(
-            "--retriever", choices=get_args(RetrieverName), default="bm25", help="by words, or by meaning (agentrl[e5])"
-        )
-        add("--model", default=E5_MODEL, help=f"E5's model, a folder or hub id; default {E5_MODEL}")
+        add("--topk", type=int, help="documents a search, if a request does not say; default 3")
+        add("--retriever", choices=get_args(RetrieverName), help="by words (the default), or by meaning (agentrl[e5])")
+        add("--model", help=f"E5's model, a folder or hub id; default {E5_MODEL}")
         add(
             "--index",
             action="append",
             default=[],
             metavar="[NAME=]FILE",
-            help="E5's FAISS index: loaded where the file exists, else built and saved there",
+            help="E5's FAISS index: loaded if the file exists, otherwise built and saved there",
         )
-        add("--device", choices=("cpu", "cuda"), default="cpu", help="where E5 and a flat index lie")
+        add("--device", choices=("cpu", "cuda"), help="where E5 and a flat index are; default cpu")
 
     def serve(self, arguments: argparse.Namespace) -> None:
-        """Open the corpora and serve until told to stop.
+        """Serve until SIGTERM or SIGINT; flags come before the settings of ``--config``.
 
         Raises:
-            ConfigError: a corpus, model or index that cannot be used.
-            PortInUseError: something else listens on ``--port``.
+            ConfigError: a corpus, model or index cannot be used.
+            PortInUseError: another process listens on ``--port``.
 
         """
-        from .server import serve
-
-        opener = partial(
-            open_corpora,
-            named_files(arguments.corpus, "--corpus"),
-            arguments.retriever,
-            model=arguments.model,
-            indexes=named_files(arguments.index, "--index"),
-            device=arguments.device,
-        )
-        serve(opener, host=arguments.host, port=arguments.port, topk=arguments.topk)
+        config = make_server_config(arguments.config, arguments.overrides, [self.name])
+        for name in ("corpus", "index"):
+            if files := named_files(getattr(arguments, name), f"--{name}"):
+                config.tools[self.name][name] = files
+        for name in ("topk", "retriever", "model", "device"):
+            if getattr(arguments, name) is not None:
+                config.tools[self.name][name] = getattr(arguments, name)
+        serve(config, host=arguments.host, port=arguments.port)
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Check values, and that the corpus files and the extra for E5 are there."""
-        parsed = SearchOptions.parse(options)
-        if parsed.retriever == "bm25" and parsed.index is not None:
-            raise ConfigError(
-                f"tools.search.options.index={parsed.index} is for E5: set tools.search.options.retriever=e5, or leave it out"
-            )
-        lacks = [
+        """Check the options, and that the corpus files and the extra for E5 exist."""
+        super().check(options)
+        parsed = self._parse(options)
+        missing = [
             f"tools.search.options.corpus: there is no file {path} (corpus {name!r})"
             for name, path in parsed.files().items()
             if not path.is_file()
         ]
         if parsed.retriever == "e5" and (extra := missing_extra()):
-            lacks.append(extra)
-        if lacks:
-            raise MissingError("\n".join(lacks))
+            missing.append(extra)
+        if missing:
+            raise MissingError("\n".join(missing))
 
     def launch_arguments(self, options: Mapping[str, Any], tasks: TaskSet, folder: Path) -> Sequence[str]:
-        """Return ``--corpus`` for each file of the option, or for the taskset's corpora, written under ``folder``."""
-        parsed = SearchOptions.parse(options)
+        """Write the server's configuration, and without ``corpus`` the taskset's corpora, under ``folder``."""
         self.check(options)
-        files = parsed.files()
+        parsed = read_options(SearchOptions, options, self.name)
+        files = parsed.own.files()
         if not files:
             for name, documents in tasks.corpora().items():
                 files[name] = folder / f"{name}.jsonl"
@@ -100,17 +107,11 @@ class SearchService(ToolService):
             raise ConfigError(
                 f"tools.search.options.corpus is not set, and {type(tasks).__name__} brings no documents of its own"
             )
-        arguments = [*(f"--corpus={name}={path.resolve()}" for name, path in files.items()), f"--topk={parsed.topk}"]
-        if parsed.retriever == "bm25":
-            return arguments
-        indexes = [f"--index={name}={path.resolve()}" for name, path in parsed.indexes().items()]
-        return [*arguments, "--retriever=e5", *indexes, f"--model={parsed.model}", f"--device={parsed.device}"]
-
-    def client(self, url: str, options: Mapping[str, Any]) -> ToolClient:
-        """Return a client; it belongs to the event loop that first calls it."""
-        from .client import SearchClient
-
-        return SearchClient(url, SearchOptions.parse(options))
+        paths = {
+            field: {name: path.resolve() for name, path in by_name.items()} or None
+            for field, by_name in (("corpus", files), ("index", parsed.own.indexes()))
+        }
+        return self._write_config(replace(parsed, own=parsed.own.model_copy(update=paths)), folder)
 
     @classmethod
     def local(
@@ -125,19 +126,16 @@ class SearchService(ToolService):
         """
         from .bm25 import bm25_corpora
 
-        parsed = SearchOptions.parse(options or {})
+        parsed = cls()._parse(options or {})
         if parsed.retriever != "bm25":
             raise ConfigError(f"tools.search.options.retriever={parsed.retriever}: without a server there is only bm25")
-        topk = parsed.topk
-        indexes = bm25_corpora(corpora, "corpora")
+        tool = SearchTool(parsed, bm25_corpora(corpora, "corpora"))
 
         def search(call: ToolCall) -> ToolResult:
-            asked = parse_call(call, topk)
-            if isinstance(asked, ToolResult):
-                return asked
-            try:
-                return as_result(call.id, indexes.search([asked.query], asked.topk, asked.corpus)[0])
-            except UnknownNameError as error:
-                return ToolResult(call.id, ToolStatus.INVALID, str(error))
+            fault = tool.spec.fault_of(call.arguments)
+            return ToolResult(call.id, ToolStatus.INVALID, fault) if fault else tool.answer([call])[0]
 
         return search
+
+    def _parse(self, options: Mapping[str, Any]) -> SearchOptions:
+        return read_options(SearchOptions, options, self.name).own

@@ -15,6 +15,7 @@ from agentrl.core.errors import AgentrlError, ConfigError, EnvironmentFailure, S
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.obs.waiting import waiting
+from agentrl.toolserver.batcher import Batcher
 from agentrl.toolserver.client import pool as pool_module
 from agentrl.toolserver.client import server as server_module
 from agentrl.toolserver.client.pool import ServerPool
@@ -26,8 +27,17 @@ WAIT_S = 2.0
 """How long the end of an episode waits until its session is closed; what takes longer goes on in the background."""
 LAST_S = 5.0
 """How long `ToolServerClient.aclose` waits for sessions to be closed."""
+BATCH = 64
+"""Calls of stateless tools in one request."""
+REQUESTS = 2
+"""Requests with stateless calls that a server has at the same time: one that it runs, and one that it reads."""
 END_S = 10.0
 """Seconds that closing a session may take: a sandbox is torn down in it."""
+
+
+_Encoded = tuple[ToolCall, bytes]
+"""A call, and its JSON."""
+_RESULT = ("call_id", "status", "content")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +60,23 @@ class ToolServerClient:
     """Implements `agentrl.core.tool.ToolClient`; belongs to the event loop that first calls it.
 
     A session stays with the server that opened it: its files are there. When that server dies, its episodes' calls fail.
+    Calls of stateless tools need no session: those that wait at the same time share a request to any server.
 
     Args:
         urls: addresses separated by commas.
         config: timeouts, retries and token.
         key: the configuration key of the addresses, for messages.
         tools: the tools that a policy may call there.
+        stateless: whether the tools are `StatelessTool`.
 
     Raises:
         ConfigError: an address is invalid.
 
     """
 
-    def __init__(self, urls: str, config: ClientConfig, *, key: str, tools: Sequence[Tool] = ()) -> None:
+    def __init__(
+        self, urls: str, config: ClientConfig, *, key: str, tools: Sequence[Tool] = (), stateless: bool = False
+    ) -> None:
         addresses = dict.fromkeys(url.strip().rstrip("/") for url in urls.split(",") if url.strip())
         if not addresses:
             raise ConfigError(f"{key}={urls!r}: there is no address in it")
@@ -70,6 +84,9 @@ class ToolServerClient:
         self._pool = ServerPool([ToolServer(url, config, key, tools) for url in addresses], key)
         self._sessions: dict[str, asyncio.Task[Session]] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._batcher: Batcher[_Encoded, ToolResult] | None = None
+        if stateless:
+            self._batcher = Batcher(self._call_batch, max_batch=BATCH, concurrent=REQUESTS * len(addresses))
 
     async def call(self, call: ToolCall, *, episode_id: str) -> ToolResult:
         """Run one call in the episode's session; retries send the same call id, and the server runs it once.
@@ -82,12 +99,17 @@ class ToolServerClient:
 
         """
         try:
-            # Not orjson: it refuses the numbers beyond 64 bits that a policy may write.
-            fields = {"call_id": call.id, "tool": call.name, "arguments": dict(call.arguments)}
+            # Not orjson: it refuses the numbers beyond 64 bits that a policy may write. An invalid call id fails its own
+            # request, and so must not be in a batch.
+            call_id = call.id if self._batcher is None else "stateless"
+            fields = {"call_id": call_id, "tool": call.name, "arguments": dict(call.arguments)}
             body = json.dumps(fields, allow_nan=False).encode()
         except (ValueError, TypeError, RecursionError) as error:  # NaN, or a depth that no parser takes
             fault = f"{call.name}: the arguments cannot be sent as JSON: {error}"
             return ToolResult(call.id, ToolStatus.INVALID, fault)
+        if self._batcher is not None:
+            with waiting("tool server", "batch of stateless calls"):
+                return await self._batcher.call((call, body))
         session = await self._session(episode_id)
         server = session.server
         self._pool.check_up(server)
@@ -105,6 +127,28 @@ class ToolServerClient:
             self._pool.mark_down(server, str(down))
             raise ToolFailure(f"{server.name} does not answer: {down}") from down
         return read_result(reply, call, server)
+
+    async def _call_batch(self, batch: Sequence[_Encoded]) -> list[ToolResult]:
+        body = b'{"calls":[%s]}' % b",".join(encoded for _, encoded in batch)
+        for attempt in range(self._config.retries + 1):
+            if attempt:
+                await self._pool.wait_until_up()
+            for server in self._pool.by_load():
+                server.load += 1
+                try:
+                    reply = await server.request("POST", "/calls", body, what="stateless calls", retry_errors=True)
+                    fields = server.fields(reply, "stateless calls", {"results": list, "server": str})
+                    await server.check_tools(fields["server"])
+                    if len(fields["results"]) != len(batch):
+                        raise ToolFailure(f"{server.name} gave {len(fields['results'])} results to {len(batch)} calls")
+                    results = zip(fields["results"], batch, strict=True)
+                    return [_as_result(one, call, "stateless", server) for one, (call, _) in results]
+                except ServerDown as down:
+                    self._pool.mark_down(server, str(down))
+                finally:
+                    server.load -= 1
+        self._pool.check_any_up()
+        raise ToolFailure("no tool server answers stateless calls")
 
     async def _session(self, episode_id: str) -> Session:
         """Return the episode's session; calls that come while it is opened wait for the same one."""
@@ -192,6 +236,8 @@ class ToolServerClient:
 
     async def aclose(self) -> None:
         """Close the remaining sessions and all connections."""
+        if self._batcher is not None:
+            await self._batcher.close(ToolFailure("the client was closed during the call"))
         for episode_id in list(self._sessions):
             opening = self._sessions.pop(episode_id)
             self._closing.add(asyncio.create_task(self._close(opening)))
@@ -219,9 +265,14 @@ def read_result(reply: Reply, call: ToolCall, server: ToolServer) -> ToolResult:
             f"call id {call.id!r} of tool {call.name!r} was used before in this episode; every ToolCall needs a unique "
             f"id: {reply.error}"
         )
-    fields = server.fields(reply, "a call", {"call_id": str, "status": str, "content": str})
-    if fields["call_id"] != call.id:
-        raise ToolFailure(f"{server.name} answered call {fields['call_id']!r} instead of {call.id!r}")
+    return _as_result(server.fields(reply, "a call", {}), call, call.id, server)
+
+
+def _as_result(fields: object, call: ToolCall, call_id: str, server: ToolServer) -> ToolResult:
+    if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in _RESULT):
+        raise ToolFailure(f"{server.name} answered a call with {fields!r:.200}, which is not a result")
+    if fields["call_id"] != call_id:
+        raise ToolFailure(f"{server.name} answered call {fields['call_id']!r} instead of {call_id!r}")
     if fields["status"] not in {status.value for status in ToolStatus}:
         raise ToolFailure(f"{server.name} gave a result of unknown status {fields['status']!r}")
     return ToolResult(call.id, ToolStatus(fields["status"]), fields["content"], fields.get("data"))

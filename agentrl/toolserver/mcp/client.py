@@ -62,13 +62,6 @@ class McpService(HostedService):
         return [McpTool(source, tool) for tool in _listed(options.model_dump_json(), key)]
 
 
-def mcp_service(name: str) -> McpService:
-    """Return the service of an MCP server that a server's file calls ``name``."""
-    service = type("McpService", (McpService,), {"name": name})()
-    assert isinstance(service, McpService)
-    return service
-
-
 @lru_cache(maxsize=64)
 def _listed(options: str, key: str) -> tuple[types.Tool, ...]:
     """Ask a server for its tools, once in this process. On a thread, for there may be an event loop on this one."""

@@ -82,7 +82,7 @@ class _Bridge:
         call = ToolCall(f"mcp-{next(self._numbers)}", params.name, params.arguments or {})
         try:
             session_id = await self._session(context.request.headers[_SESSION])
-            answer = await self._sessions.call(session_id, call)
+            answer = await self._sessions.find(session_id).call(call)
         except Refusal as refusal:
             return _as_mcp(ToolResult(call.id, ToolStatus.UNAVAILABLE, str(refusal)))
         return _as_mcp(answer.result)

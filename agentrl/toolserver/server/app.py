@@ -19,17 +19,19 @@ from agentrl.core.types import ToolCall
 from agentrl.toolserver.server.auth import BearerAuth, NoForeignPages
 from agentrl.toolserver.server.errors import Draining, Full, Refusal
 from agentrl.toolserver.server.metrics import CONTENT_TYPE
-from agentrl.toolserver.server.session import HostedSession
+from agentrl.toolserver.server.session import Session
 from agentrl.toolserver.server.sessions import Sessions
 
 MAX_BODY = 16 * 2**20
 """Bytes of the largest request."""
 MAX_ID = 256
 """Characters of the longest id that a client may choose."""
+MAX_CALLS = 256
+"""Calls in the largest request for stateless tools."""
 RETRY_AFTER_S = 5
-"""What a refused client is told to wait."""
+"""The header ``Retry-After`` of replies with status 503."""
 _CLOSED_REQUEST = 499
-"""What a request comes to whose sender has gone; nobody reads it."""
+"""The status for a request whose client has disconnected, which never reads it."""
 
 
 def _reply(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -48,15 +50,15 @@ async def _failed(request: Request, error: Exception) -> Response:
     return _reply({"error": f"the server failed: {type(error).__name__}: {error}"}, 500)  # Starlette logs the traceback
 
 
-async def _left(request: Request, error: Exception) -> Response:
-    return Response(status_code=_CLOSED_REQUEST)  # its sender has hung up before it was all there
+async def _disconnected(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLOSED_REQUEST)  # the client disconnected before the whole body had arrived
 
 
 async def read_body(request: Request) -> dict[str, Any]:
     """Return a request's JSON object; an empty body is an empty one.
 
     Raises:
-        HTTPException: 413 where it is too long, 400 where it is no JSON object.
+        HTTPException: 413 if it is too long, 400 if it is not a JSON object.
 
     """
     body = bytearray()
@@ -68,24 +70,24 @@ async def read_body(request: Request) -> dict[str, Any]:
         # Not orjson: it turns whole numbers beyond 64 bits into floats.
         content = json.loads(bytes(body).decode(), parse_constant=_no_number) if body else {}
     except (ValueError, RecursionError) as error:
-        raise HTTPException(400, f"the body is no JSON: {error}") from None
+        raise HTTPException(400, f"the body is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise HTTPException(400, f"the body must be a JSON object, it is a {type(content).__name__}")
     return content
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def read_call(content: dict[str, Any]) -> ToolCall:
     """Return the call in a request.
 
     Raises:
-        HTTPException: 400 where a field is missing, unknown or does not fit.
+        HTTPException: 400 if a field is missing, unknown or of another type.
 
     """
-    _known_fields(content, ("call_id", "tool", "arguments"))
+    _check_known(content, ("call_id", "tool", "arguments"))
     tool, arguments = content.get("tool"), content.get("arguments")
     if not isinstance(tool, str):
         raise HTTPException(400, f"'tool' must be a string, it is {tool!r:.100}")
@@ -103,16 +105,16 @@ def _read_id(content: dict[str, Any], field: str) -> str:
     return value
 
 
-def _known_fields(content: dict[str, Any], known: Sequence[str]) -> None:
+def _check_known(content: dict[str, Any], known: Sequence[str]) -> None:
     for name in content:
         if name not in known:
             raise HTTPException(400, f"unknown field {name!r:.100}; there are: {', '.join(known)}")
 
 
-async def _unless_gone(request: Request, sessions: Sessions, episode_id: str) -> HostedSession | None:
-    """Wait for a session, and give the place in the queue up where the client hangs up."""
+async def _open_unless_disconnected(request: Request, sessions: Sessions, episode_id: str) -> Session | None:
+    """Wait for a session; if the client disconnects, leave the queue and return None."""
     opening = asyncio.ensure_future(sessions.open(episode_id))
-    leaving = asyncio.ensure_future(_hang_up(request))
+    leaving = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait([opening, leaving], return_when=asyncio.FIRST_COMPLETED)
         return opening.result() if opening.done() else None
@@ -122,7 +124,7 @@ async def _unless_gone(request: Request, sessions: Sessions, episode_id: str) ->
         await asyncio.gather(opening, leaving, return_exceptions=True)
 
 
-async def _hang_up(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -135,17 +137,32 @@ class _Api:
 
     async def open(self, request: Request) -> Response:
         content = await read_body(request)
-        _known_fields(content, ("episode_id",))
+        _check_known(content, ("episode_id",))
         episode_id = _read_id(content, "episode_id") if content.get("episode_id") is not None else ""
-        session = self._sessions.open_now(episode_id) or await _unless_gone(request, self._sessions, episode_id)
+        session = self._sessions.open_now(episode_id) or await _open_unless_disconnected(
+            request, self._sessions, episode_id
+        )
         if session is None:
             return Response(status_code=_CLOSED_REQUEST)
         return _reply({"session_id": session.id, "server": self._sessions.instance})
 
     async def call(self, request: Request) -> Response:
         call = read_call(await read_body(request))
-        answer = await self._sessions.call(request.path_params["session_id"], call)
+        answer = await self._sessions.find(request.path_params["session_id"]).call(call)
         return Response(answer.body, media_type="application/json")
+
+    async def call_stateless(self, request: Request) -> Response:
+        content = await read_body(request)
+        _check_known(content, ("calls",))
+        calls = content.get("calls")
+        if not isinstance(calls, list) or len(calls) > MAX_CALLS or not all(isinstance(call, dict) for call in calls):
+            raise HTTPException(400, f"'calls' must be a list of at most {MAX_CALLS} objects")
+        answers = await self._sessions.call_stateless([read_call(call) for call in calls])
+        body = b'{"server":"%s","results":[%s]}' % (
+            self._sessions.instance.encode(),
+            b",".join(answer.body for answer in answers),
+        )
+        return Response(body, media_type="application/json")
 
     async def close(self, request: Request) -> Response:
         await self._sessions.close(request.path_params["session_id"])
@@ -160,7 +177,10 @@ class _Api:
 
     async def health(self, request: Request) -> Response:
         status = "draining" if self._sessions.draining else "ok"
-        return _reply({"status": status, "sessions": len(self._sessions), "server": self._sessions.instance})
+        fields = {"status": status, "sessions": len(self._sessions), "server": self._sessions.instance}
+        for tool in self._sessions.tools.values():
+            fields |= tool.health()
+        return _reply(fields)
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._sessions.metrics.text(), media_type=CONTENT_TYPE)
@@ -170,8 +190,8 @@ def make_app(sessions: Sessions, *, token: str | None = None, mounts: Sequence[B
     """Return the server as an ASGI application.
 
     Args:
-        sessions: what it serves.
-        token: what requests must bring; None lets everybody in.
+        sessions: the sessions and tools that it serves.
+        token: the bearer token that requests need; None if they need none.
         mounts: further routes, such as those of MCP.
     """
     api = _Api(sessions)
@@ -180,11 +200,18 @@ def make_app(sessions: Sessions, *, token: str | None = None, mounts: Sequence[B
             Route("/sessions/{session_id}/call", api.call, methods=["POST"]),
             Route("/sessions/{session_id}", api.close, methods=["DELETE"]),
             Route("/sessions", api.open, methods=["POST"]),
+            Route("/calls", api.call_stateless, methods=["POST"]),
             Route("/tools", api.tools),
             Route("/health", api.health),
             Route("/metrics", api.metrics),
+            *(route for tool in sessions.tools.values() for route in tool.routes()),
             *mounts,
         ],
         middleware=[Middleware(NoForeignPages) if token is None else Middleware(BearerAuth, token=token)],
-        exception_handlers={Refusal: _refused, ClientDisconnect: _left, HTTPException: _failed, Exception: _failed},
+        exception_handlers={
+            Refusal: _refused,
+            ClientDisconnect: _disconnected,
+            HTTPException: _failed,
+            Exception: _failed,
+        },
     )

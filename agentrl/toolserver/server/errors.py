@@ -1,4 +1,15 @@
-"""What a tool server does not do, and the status of HTTP that says so."""
+"""Requests that a tool server refuses, each with its HTTP status.
+
+::
+
+    Refusal (400)
+    ├── NeedsSession (400)
+    ├── UnknownSession (404)
+    ├── Conflict (409)
+    ├── SessionGone (410)
+    ├── Full (503)
+    └── Draining (503)
+"""
 
 from __future__ import annotations
 
@@ -6,10 +17,14 @@ from typing import ClassVar
 
 
 class Refusal(Exception):
-    """A request that the server does not do, and why."""
+    """A request that the server refuses, with the reason."""
 
     status: ClassVar[int] = 400
-    """The status of HTTP that says the same."""
+    """The HTTP status of the reply."""
+
+
+class NeedsSession(Refusal):
+    """A call of a tool with state, outside of a session."""
 
 
 class UnknownSession(Refusal):
@@ -18,20 +33,20 @@ class UnknownSession(Refusal):
     status = 404
 
 
-class SessionGone(Refusal):
-    """The session was closed."""
-
-    status = 410
-
-
 class Conflict(Refusal):
     """The call's id belongs to another call of the session, or to one whose result is no longer kept."""
 
     status = 409
 
 
+class SessionGone(Refusal):
+    """The session was closed."""
+
+    status = 410
+
+
 class Full(Refusal):
-    """All sessions are taken and none became free in time."""
+    """The server has as many sessions as it may, and none ended in time."""
 
     status = 503
 

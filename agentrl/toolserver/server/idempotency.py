@@ -1,4 +1,4 @@
-"""The calls of a session by their ids, so that each runs once and a retry gets the first result."""
+"""Idempotency: the calls of a session by id, so that each runs once and a retry gets the first result."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from agentrl.core.types import ToolCall, ToolResult
 from agentrl.toolserver.server.errors import Conflict
 
 KEPT_BYTES = 2 * 2**20
-"""Results of a session that are kept for retries, as JSON; the oldest go first, the last one always stays."""
+"""Bytes of a session's results that are kept for retries; the oldest are dropped first, the last one is always kept."""
 KEPT_IDS = 4096
 """Call ids of a session that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call came to."""
+    """The result of a call, and its HTTP reply."""
 
     result: ToolResult
     body: bytes
@@ -49,36 +49,36 @@ class _Entry:
     digest: bytes
     """Of tool and arguments."""
     answer: asyncio.Future[Answer] | None
-    """None where the result is no longer kept."""
+    """None if the result is no longer kept."""
     size: int = 0
     """Bytes of the result; 0 while the call runs."""
 
 
 class CallMemory:
-    """Remembers calls and their answers, within bounds."""
+    """The calls of a session and their answers, within `KEPT_BYTES` and `KEPT_IDS`."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._bytes = 0
 
     def __contains__(self, call_id: str) -> bool:
-        """Return whether a call of that id was begun."""
+        """Return whether a call with this id was started."""
         return call_id in self._entries
 
     def recall(self, call: ToolCall) -> tuple[asyncio.Future[Answer], bool]:
-        """Return a call's answer, perhaps to come, and whether the call is new: then the answer is the caller's to set.
+        """Return the future of a call's answer, and whether the call is new: then the caller runs it and sets the answer.
 
         Raises:
-            Conflict: the id is that of another call, or of one whose answer is no longer kept.
-            ValueError: the arguments hold what cannot be passed on to a program.
+            Conflict: the id belongs to another call, or to one whose answer is no longer kept.
+            ValueError: the arguments cannot be encoded: half a character, or a number such as NaN.
 
         """
-        digest = _digest(call)
+        digest = call_digest(call)
         known = self._entries.get(call.id)
         if known is None:
             return self._begin(call.id, digest), True
         if known.digest != digest:
-            raise Conflict(f"call_id {call.id!r} was another call of this session; each call needs an id of its own")
+            raise Conflict(f"call_id {call.id!r} was another call of this session; every call needs a unique id")
         if known.answer is None:
             raise Conflict(f"call_id {call.id!r} was answered long ago, and its result is no longer kept")
         return known.answer, False
@@ -90,7 +90,7 @@ class CallMemory:
         return answer
 
     def _keep(self, call_id: str, size: int) -> None:
-        """Count a result's bytes, and let go of the oldest results where they are too many."""
+        """Count a result's bytes, and drop the oldest results beyond the bounds."""
         newest = self._entries[call_id]
         newest.size = size
         self._bytes += size
@@ -103,16 +103,16 @@ class CallMemory:
         while len(self._entries) > KEPT_IDS:
             oldest = next(iter(self._entries.values()))
             if oldest is newest or (oldest.answer is not None and not oldest.size):
-                break  # the oldest call runs since long ago
+                break  # the oldest call still runs
             self._bytes -= oldest.size
             self._entries.popitem(last=False)
 
 
-def _digest(call: ToolCall) -> bytes:
-    """Return what tells calls of one id apart.
+def call_digest(call: ToolCall) -> bytes:
+    """Return a hash of tool and arguments, to detect two calls with the same id.
 
     Raises:
-        ValueError: the arguments hold what cannot be passed on to a program.
+        ValueError: the arguments cannot be encoded.
 
     """
     text = json.dumps([call.name, call.arguments], sort_keys=True, ensure_ascii=False, allow_nan=False)

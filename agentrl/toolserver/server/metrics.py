@@ -1,4 +1,4 @@
-"""What a tool server counts, as Prometheus reads it."""
+"""Prometheus metrics of a tool server."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The format of `Metrics.text`."""
 UNKNOWN = "(unknown)"
-"""The label of calls that name no tool: names that a policy makes up would be labels without end."""
+"""The label of calls of unknown tools: names that a policy invents would be unbounded labels."""
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class Metrics:
-    """The figures of one server, in a registry of its own."""
+    """The metrics of one server, in a separate registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -21,7 +21,7 @@ class Metrics:
             "agentrl_tool_calls", "Calls answered; a retry does not count.", ["tool", "status"], registry=self.registry
         )
         self.calls_running = Gauge(
-            "agentrl_tool_calls_running", "Calls that have come and are not answered.", registry=self.registry
+            "agentrl_tool_calls_running", "Calls that are not answered yet.", registry=self.registry
         )
         self.call_seconds = Histogram(
             "agentrl_tool_call_seconds",
@@ -33,25 +33,23 @@ class Metrics:
         self.sessions_open = Gauge(
             "agentrl_sessions_open", "Sessions that are open or being closed.", registry=self.registry
         )
-        self.sessions_waiting = Gauge(
-            "agentrl_sessions_waiting", "Sessions that wait for room.", registry=self.registry
-        )
+        self.sessions_waiting = Gauge("agentrl_sessions_waiting", "Sessions in the queue.", registry=self.registry)
         self.sessions_reaped = Counter(
-            "agentrl_sessions_reaped", "Sessions closed because nobody called.", registry=self.registry
+            "agentrl_sessions_reaped", "Sessions closed for idleness.", registry=self.registry
         )
         self.sandboxes_open = Gauge(
-            "agentrl_sandboxes_open", "Sandboxes, those for scoring included.", registry=self.registry
+            "agentrl_sandboxes_open", "Open sandboxes, those for scoring included.", registry=self.registry
         )
         self.sandbox_start_seconds = Histogram(
             "agentrl_sandbox_start_seconds",
-            "Until a new sandbox was ready.",
+            "Time to open a sandbox.",
             buckets=_SECONDS,
             registry=self.registry,
         )
         self.sandbox_failures = Counter(
-            "agentrl_sandbox_failures", "Calls that ended because a sandbox failed.", registry=self.registry
+            "agentrl_sandbox_failures", "Calls that ended with a failure of their sandbox.", registry=self.registry
         )
 
     def text(self) -> bytes:
-        """Return all figures in the text format."""
+        """Return all metrics in the text format."""
         return bytes(generate_latest(self.registry))

@@ -1,4 +1,4 @@
-"""All sessions of a tool server: at most so many, in the order they came, and none that nobody uses."""
+"""All sessions of a tool server: a bounded number, admitted first come first served, closed when idle."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from agentrl.config.toolserver import ServerConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import ToolCall
 from agentrl.sandbox.base import SandboxBackend
-from agentrl.toolserver.hosted_tool import HostedTool
-from agentrl.toolserver.server.errors import Draining, Full, SessionGone, UnknownSession
-from agentrl.toolserver.server.idempotency import Answer
+from agentrl.toolserver.hosted_tool import HostedTool, StatelessTool
+from agentrl.toolserver.server.errors import Draining, Full, NeedsSession, SessionGone, UnknownSession
+from agentrl.toolserver.server.idempotency import Answer, call_digest
 from agentrl.toolserver.server.metrics import Metrics
-from agentrl.toolserver.server.session import HostedSession, SessionParts
+from agentrl.toolserver.server.session import ServerResources, Session, unencodable
 
 _log = logging.getLogger(__name__)
 
 REMEMBERED_CLOSED = 10_000
-"""Closed sessions whose end is remembered."""
+"""Closed sessions that are told apart from unknown ones."""
 CALLS_PER_CORE = 8
 """Calls that may use sandboxes at the same time, where ``server.max_running`` does not say."""
 OPENERS_PER_CORE = 2
-"""Sandboxes that may be made at the same time."""
+"""Sandboxes that may be opened at the same time."""
 REAP_EVERY_S = 15.0
-"""At least so often the server looks for idle sessions."""
+"""The longest time between two searches for idle sessions."""
 
 
 @dataclass(slots=True)
 class _Waiter:
-    """A session that waits for room; several requests of one episode may wait for it."""
+    """A session in the queue; several requests of one episode may wait for it."""
 
     episode_id: str
-    granted: asyncio.Future[HostedSession] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    listeners: int = 0
+    granted: asyncio.Future[Session] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    requests: int = 0
     taken: bool = False
 
 
@@ -48,11 +48,11 @@ class Sessions:
     """Opens, finds and closes sessions, and calls tools in them. Belongs to the event loop that first uses it.
 
     Args:
-        backend: makes their sandboxes, started; None where no tool needs one.
+        backend: opens their sandboxes, started; None if no tool needs one.
         tools: started.
         config: the server section.
-        metrics: where figures go.
-        clock: seconds, for idleness.
+        metrics: of the server.
+        clock: seconds, for the idle time.
 
     Raises:
         ConfigError: two tools have one name.
@@ -68,26 +68,25 @@ class Sessions:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.instance = secrets.token_hex(8)
-        """This server's own id: another one means that it was started anew and knows no session."""
+        """Random id of this server process: another one means that it was restarted and has lost its sessions."""
         self.tools = {tool.spec.name: tool for tool in tools}
         if len(self.tools) < len(tools):
             raise ConfigError(f"tools: two tools have one name: {', '.join(sorted(tool.spec.name for tool in tools))}")
         self.config = config
         self.metrics = metrics or Metrics()
-        self.draining = False
         cores = len(os.sched_getaffinity(0))
-        running = config.max_running or CALLS_PER_CORE * cores
-        self._parts = SessionParts(
+        self._shared = ServerResources(
             backend,
             self.tools,
             self.metrics,
             clock,
-            asyncio.Semaphore(running),
+            asyncio.Semaphore(config.max_running or CALLS_PER_CORE * cores),
             asyncio.Semaphore(OPENERS_PER_CORE * cores),
         )
-        self._open: dict[str, HostedSession] = {}
-        self._episodes: dict[str, HostedSession] = {}
-        self._closing: dict[asyncio.Task[None], HostedSession] = {}
+        self._stateless = Session("stateless", "", self._shared)
+        self._open: dict[str, Session] = {}
+        self._episodes: dict[str, Session] = {}
+        self._closing: dict[asyncio.Task[None], Session] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
         self._queue: OrderedDict[str, _Waiter] = OrderedDict()
         self._reaper: asyncio.Task[None] | None = None
@@ -100,14 +99,19 @@ class Sessions:
 
     @property
     def waiting(self) -> int:
-        """How many sessions wait for room."""
+        """The length of the queue."""
         return len(self._queue)
 
+    @property
+    def draining(self) -> bool:
+        """Whether the server is about to stop."""
+        return self._shared.draining.is_set()
+
     def start(self) -> None:
-        """Begin to look for idle sessions, until `stop`."""
+        """Start to close idle sessions, until `stop`."""
         self._reaper = asyncio.create_task(self._reap_forever(), name="reap-sessions")
 
-    async def open(self, episode_id: str = "") -> HostedSession:
+    async def open(self, episode_id: str = "") -> Session:
         """Return the episode's session, opened if need be; waits up to ``server.queue_timeout_s``, first come first served.
 
         Raises:
@@ -118,8 +122,8 @@ class Sessions:
         session = self.open_now(episode_id)
         return session if session is not None else await self._wait(episode_id)
 
-    def open_now(self, episode_id: str = "") -> HostedSession | None:
-        """As `open`, but None where it would have to wait.
+    def open_now(self, episode_id: str = "") -> Session | None:
+        """As `open`, but return None instead of waiting.
 
         Raises:
             Draining: the server is about to stop.
@@ -134,20 +138,20 @@ class Sessions:
         return self._new(episode_id) if self._room() else None
 
     def _room(self) -> bool:
-        # What is being closed still has its sandbox; the cap is a cap on sandboxes too.
+        # A session that is being closed still has its sandbox; the bound holds for sandboxes too.
         return len(self._open) + len(self._closing) < self.config.max_sessions
 
-    def _new(self, episode_id: str) -> HostedSession:
-        session = HostedSession(secrets.token_hex(16), episode_id, self._parts)
+    def _new(self, episode_id: str) -> Session:
+        session = Session(secrets.token_hex(16), episode_id, self._shared)
         self._open[session.id] = session
         if episode_id:
             self._episodes[episode_id] = session
         return session
 
-    async def _wait(self, episode_id: str) -> HostedSession:
+    async def _wait(self, episode_id: str) -> Session:
         key = episode_id or secrets.token_hex(8)
         waiter = self._queue.setdefault(key, _Waiter(episode_id))
-        waiter.listeners += 1
+        waiter.requests += 1
         try:
             async with asyncio.timeout(self.config.queue_timeout_s):
                 session = await asyncio.shield(waiter.granted)
@@ -159,15 +163,15 @@ class Sessions:
                 f"{self.config.queue_timeout_s:g} s (server.queue_timeout_s)"
             ) from None
         finally:
-            waiter.listeners -= 1
-            if not waiter.listeners and not waiter.taken:
+            waiter.requests -= 1
+            if not waiter.requests and not waiter.taken:
                 self._give_up(key, waiter)
 
     def _give_up(self, key: str, waiter: _Waiter) -> None:
         if self._queue.get(key) is waiter:
             del self._queue[key]
         elif waiter.granted.done() and waiter.granted.exception() is None:
-            # It got its room in the moment in which nobody wanted it any longer.
+            # It got its place in the moment in which the last request for it was cancelled.
             self._begin_close(waiter.granted.result(), "was given up by its client")
 
     def _admit(self) -> None:
@@ -175,7 +179,7 @@ class Sessions:
             _, waiter = self._queue.popitem(last=False)
             waiter.granted.set_result(self._new(waiter.episode_id))
 
-    def find(self, session_id: str) -> HostedSession:
+    def find(self, session_id: str) -> Session:
         """Return an open session.
 
         Raises:
@@ -190,19 +194,27 @@ class Sessions:
             raise SessionGone(f"session {session_id} {why}")
         raise UnknownSession(f"there is no session {session_id:.64} at this server")
 
-    async def call(self, session_id: str, call: ToolCall) -> Answer:
-        """Return what a call in a session comes to; see `HostedSession.call`.
+    async def call_stateless(self, calls: Sequence[ToolCall]) -> list[Answer]:
+        """Run calls of stateless tools, which belong to no session; the same call again runs again.
 
         Raises:
-            UnknownSession, SessionGone: there is no such session.
-            Conflict: the call's id is that of another call.
-            Draining: the server is about to stop; calls that were begun before are still answered.
+            NeedsSession: a tool is not stateless.
+            Draining: the server is about to stop.
 
         """
-        session = self.find(session_id)
-        if self.draining and not session.remembers(call.id):
-            raise Draining("the server is about to stop and begins no call")
-        return await session.call(call)
+        if self.draining:
+            raise Draining("the server is about to stop and starts no call")
+        for call in calls:
+            if call.name in self.tools and not isinstance(self.tools[call.name], StatelessTool):
+                raise NeedsSession(f"tool {call.name!r} has state: open a session and call it there")
+        return await asyncio.gather(*(self._call_stateless(call) for call in calls))
+
+    async def _call_stateless(self, call: ToolCall) -> Answer:
+        try:
+            call_digest(call)
+        except ValueError as error:  # else it would fail the batch that it gets into
+            return unencodable(call, error)
+        return await self._stateless.run(call)
 
     async def close(self, session_id: str) -> None:
         """End a session and its sandbox. A second call waits for the first.
@@ -222,8 +234,8 @@ class Sessions:
         if session_id not in self._gone:
             raise UnknownSession(f"there is no session {session_id:.64} at this server")
 
-    def _begin_close(self, session: HostedSession, why: str) -> asyncio.Task[None]:
-        """Take a session out, so that no further call reaches it, and end it."""
+    def _begin_close(self, session: Session, why: str) -> asyncio.Task[None]:
+        """Remove a session, so that no further call reaches it, and close it."""
         del self._open[session.id]
         if self._episodes.get(session.episode_id) is session:
             del self._episodes[session.episode_id]
@@ -256,8 +268,8 @@ class Sessions:
                 _log.info("closed %d sessions that nobody called for %g s", reaped, self.config.idle_timeout_s)
 
     async def drain(self, seconds: float) -> None:
-        """Take no more sessions and calls, and wait up to so many seconds for the calls that run."""
-        self.draining = True
+        """Accept no more sessions and calls, and wait up to ``seconds`` for the calls that run."""
+        self._shared.draining.set()
         while self._queue:
             _, waiter = self._queue.popitem(last=False)
             waiter.granted.set_exception(Draining("the server is about to stop and opens no session"))
@@ -267,8 +279,8 @@ class Sessions:
             await asyncio.wait(running, timeout=seconds)
 
     async def stop(self) -> None:
-        """Close all sessions and whatever `start` began; nothing can be opened afterwards."""
-        self.draining = True
+        """Close all sessions; none can be opened afterwards."""
+        self._shared.draining.set()
         if self._reaper is not None:
             self._reaper.cancel()
             with contextlib.suppress(asyncio.CancelledError):

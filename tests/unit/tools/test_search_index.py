@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from agentrl_tools.search import SearchService
 from agentrl_tools.search.bm25 import BM25, bm25_corpora
 from agentrl_tools.search.corpus import named_files, open_corpus, read_corpus, write_corpus
@@ -183,13 +184,20 @@ class Tasks(TaskSet):
 
 def test_launch_arguments(tmp_path: Path) -> None:
     service = SearchService()
-    arguments = service.launch_arguments({"topk": 2}, Tasks("train", "eval"), tmp_path)
-    assert arguments == [f"--corpus={name}={tmp_path / name}.jsonl" for name in ("train", "eval")] + ["--topk=2"]
+
+    def search_options(options: dict[str, object], tasks: Tasks) -> dict[str, object]:
+        (argument,) = service.launch_arguments(options, tasks, tmp_path)
+        config = yaml.safe_load(Path(argument.removeprefix("--config=")).read_text())
+        return config["tools"]["search"]  # type: ignore[no-any-return]
+
+    made = search_options({"topk": 2, "server": {"token": "secret"}}, Tasks("train", "eval"))
+    assert made["corpus"] == {name: f"{tmp_path / name}.jsonl" for name in ("train", "eval")}
+    assert (made["topk"], made["index"]) == (2, None)
     assert list(read_corpus(tmp_path / "eval.jsonl", "")) == PLACES
-    given_file = service.launch_arguments({"corpus": str(tmp_path / "train.jsonl")}, Tasks(), tmp_path)
-    assert given_file[0] == f"--corpus=default={tmp_path / 'train.jsonl'}"
-    named = service.launch_arguments({"corpus": {"x": str(tmp_path / "train.jsonl")}}, Tasks("train"), tmp_path)
-    assert named[0] == f"--corpus=x={tmp_path / 'train.jsonl'}"
+    given_file = search_options({"corpus": str(tmp_path / "train.jsonl")}, Tasks())
+    assert given_file["corpus"] == {"default": str(tmp_path / "train.jsonl")}
+    named = search_options({"corpus": {"x": str(tmp_path / "train.jsonl")}}, Tasks("train"))
+    assert named["corpus"] == {"x": str(tmp_path / "train.jsonl")}
 
 
 def test_launch_options_at_fault_name_their_key(tmp_path: Path) -> None:
@@ -200,7 +208,7 @@ def test_launch_options_at_fault_name_their_key(tmp_path: Path) -> None:
         service.launch_arguments({"corpus": "nowhere.jsonl"}, Tasks(), tmp_path)
     with pytest.raises(ConfigError, match=r"tools\.search\.options\.topk=0: .*"):
         service.launch_arguments({"topk": 0}, Tasks("train"), tmp_path)
-    with pytest.raises(ConfigError, match=r"tools\.search\.options\.top_k=5: Extra .*\(options: topk, timeout_s"):
+    with pytest.raises(ConfigError, match=r"unknown key 'tools\.search\.options\.top_k'\. Did you mean '[\w.]*topk'"):
         service.launch_arguments({"top_k": 5}, Tasks("train"), tmp_path)
 
 
@@ -211,7 +219,7 @@ def test_jax_that_bm25s_starts_is_kept_off_the_gpu(tmp_path: Path, given: str | 
     (tmp_path / "jax" / "lax.py").write_text("def top_k(*rows):\n    pass")
     environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
     environment |= {"PYTHONPATH": str(tmp_path)} | ({"JAX_PLATFORMS": given} if given else {})
-    code = "import agentrl_tools.search.client; print('client'); import agentrl_tools.search.bm25"
+    code = "import agentrl_tools.search; print('client'); import agentrl_tools.search.bm25"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:2] == ["client", f"jax {seen}"], "a run's own process does not import it at all"
 
@@ -223,7 +231,7 @@ def test_options_that_do_not_fit() -> None:
         check({"corpus": "nowhere.jsonl"})
     with pytest.raises(ConfigError, match=r"tools\.search\.options\.retriever='bm24'"):
         check({"retriever": "bm24"})
-    with pytest.raises(ConfigError, match=r"tools\.search\.options\.index=x is for E5"):
+    with pytest.raises(ConfigError, match=r"tools\.search\.options\.index=x\) is for --retriever e5"):
         check({"index": "x"})
     with pytest.raises(ConfigError, match="without a server there is only bm25"):
         SearchService.local({"train": PLACES}, {"retriever": "e5"})

@@ -1,7 +1,13 @@
-"""The server's dialects, its memory of calls, and what it refuses."""
+"""Search as a hosted tool, and the dialects of ``/retrieve``."""
 
+import argparse
 import asyncio
-import socket
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +15,42 @@ import httpx
 import msgpack
 import orjson
 import pytest
+from agentrl_tools.search import SearchOptions, SearchService, SearchTool
 from agentrl_tools.search.bm25 import bm25_corpora
 from agentrl_tools.search.corpora import open_corpora
-from agentrl_tools.search.retriever import Corpora
-from agentrl_tools.search.server import Retrieval, SearchQueue, listen, make_app, serve
+from mcp import Client
 
-from agentrl.core.errors import ConfigError, PortInUseError
+from agentrl.config.toolserver import ServerConfig
+from agentrl.core.child_process import ChildProcess
+from agentrl.core.errors import ConfigError, ToolFailure
+from agentrl.core.types import ToolCall, ToolStatus
+from agentrl.testing import check_tool
+from agentrl.toolserver.launch import launch_tool
+from agentrl.toolserver.options import make_server_config
+from agentrl.toolserver.server.app import make_app
+from agentrl.toolserver.server.sessions import Sessions
+from agentrl.toolserver.service import make_tools
 
-ROWS = [{"id": str(i), "contents": f'"Place {i}"\nPlace {i} is a town.'} for i in range(5)]
+ROWS = [{"id": str(i), "contents": f'"Place {i}"\nPlace {i} is a town.'} for i in range(300)]
 
 
-def post(*bodies: Any, content_type: str = "application/json", accept: str = "*/*", **kwargs: Any) -> list[Any]:
-    """Send each body to one server and return the replies."""
-    queue = SearchQueue(bm25_corpora({"train": ROWS}), **kwargs)
+def search_tool(rows: int = 5, topk: int = 2) -> SearchTool:
+    return SearchTool(SearchOptions(topk=topk), bm25_corpora({"train": ROWS[:rows]}))
+
+
+@asynccontextmanager
+async def client_of(tool: SearchTool) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(make_app(Sessions(None, [tool], ServerConfig())))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        yield http
+
+
+def post(*bodies: Any, content_type: str = "application/json", accept: str = "*/*") -> list[Any]:
+    """Send each body to one server's ``/retrieve`` and return the replies."""
 
     async def send() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(make_app(queue, topk=2))
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
-            headers = {"content-type": content_type, "accept": accept}
+        headers = {"content-type": content_type, "accept": accept}
+        async with client_of(search_tool()) as http:
             return [await http.post("/retrieve", content=body, headers=headers) for body in bodies]
 
     return asyncio.run(send())
@@ -67,60 +91,172 @@ def test_without_scores_documents_are_bare_and_topk_is_the_servers() -> None:
         (packed({"query": "x", "topk": True}), "it is True"),
         (packed({"query": "x", "corpus": "trian"}), "Did you mean 'train'"),
         (packed({"query": "x", "corpus": 1}), "'corpus' must be a string"),
-        (packed({"query": "x", "call_ids": ["a", "b"]}), "one id for each of the 1 queries"),
     ],
 )
-def test_a_request_at_fault_is_told_why(body: bytes, fault: str) -> None:
+def test_a_request_at_fault_gets_the_reason(body: bytes, fault: str) -> None:
     (reply,) = post(body)
     assert reply.status_code == 400
     assert fault in reply.json()["error"]
 
 
-def test_broken_msgpack_is_told() -> None:
+def test_broken_msgpack_is_refused() -> None:
     (reply,) = post(b"\xc1", content_type="application/msgpack")
     assert reply.status_code == 400
 
 
-def test_a_retry_gets_the_first_answer_and_searches_nothing() -> None:
-    queue = SearchQueue(bm25_corpora({"train": ROWS}), remembered=2)
-
-    async def ask(*calls: tuple[str, str]) -> list[Any]:
-        names, queries = [call[0] for call in calls], [call[1] for call in calls]
-        return await queue.retrieve(Retrieval(queries, 1, "train", True, names))
-
-    async def run() -> None:
-        first = await ask(("a", "place 1"), ("b", "place 2"))
-        assert queue.searched == 2
-        assert await ask(("b", "place 2"), ("a", "place 1")) == first[::-1]
-        assert queue.searched == 2
-        (other,) = await ask(("a", "place 4"))
-        assert other[0]["document"]["id"] == "4"
-        # Only two are remembered: the oldest call is searched anew.
-        assert await ask(("a", "place 1")) == first[:1]
-        assert queue.searched == 4
-        # More calls in one request than are remembered all get their answers.
-        assert len(await ask(*((str(i), f"place {i}") for i in range(5)))) == 5
-
-    asyncio.run(run())
-
-
-def test_a_port_in_use_names_option_and_key() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(PortInUseError, match=r"--port \(tools\.search\.port\)"):
-            listen("127.0.0.1", taken.getsockname()[1])
-    with pytest.raises(ConfigError, match="cannot listen on 192\\.0\\.2\\.1"):
-        listen("192.0.2.1", 0)
+def test_a_batch_of_calls_is_searched_by_topk_and_corpus() -> None:
+    tool = search_tool(topk=1)
+    asked = [
+        {"query": "place 3"},
+        {"query": "place 4", "topk": 2},
+        {"query": "x", "corpus": "trian"},
+        {"query": "nowhere"},
+    ]
+    results = tool.answer([ToolCall(str(number), "search", one) for number, one in enumerate(asked)])
+    assert [result.call_id for result in results] == list("0123")
+    assert [[hit["document"] for hit in result.data or ()] for result in results] == [
+        [ROWS[3]],
+        [ROWS[4], ROWS[0]],
+        [],
+        [],
+    ]
+    assert results[0].content == ROWS[3]["contents"]
+    assert results[2].status is ToolStatus.INVALID
+    assert "Did you mean 'train'" in results[2].content
+    assert results[3].content == "No document matches the query."
 
 
-def test_serve_refuses_what_it_cannot_serve() -> None:
-    def never() -> Corpora:
-        raise AssertionError("options are checked first")
+def test_sessions_call_it_as_any_tool_and_queries_share_batches() -> None:
+    class Counting(SearchTool):
+        batches: tuple[int, ...] = ()
 
-    with pytest.raises(ConfigError, match="--topk is 0"):
-        serve(never, host="127.0.0.1", port=0, topk=0)
-    with pytest.raises(ConfigError, match="there is no file"):
-        serve(lambda: open_corpora({"default": Path("nowhere.jsonl")}), host="127.0.0.1", port=0, topk=3)
+        def answer(self, calls: Any) -> Any:
+            self.batches += (len(calls),)
+            return super().answer(calls)
+
+    async def scenario() -> None:
+        tool = Counting(SearchOptions(), bm25_corpora({"train": ROWS}))
+        sessions = Sessions(None, [tool], ServerConfig())
+        opened = [await sessions.open(str(number)) for number in range(64)]
+        calls = [ToolCall("c", "search", {"query": f"place {number}", "topk": 1}) for number in range(64)]
+        answers = await asyncio.gather(*(one.call(call) for one, call in zip(opened, calls, strict=True)))
+        assert [answer.result.content for answer in answers] == [row["contents"] for row in ROWS[:64]]
+        assert sum(tool.batches) == 64
+        assert max(tool.batches) > 32
+        assert tool.health() == {"corpora": {"train": 300}, "searched": 64}
+        await sessions.stop()
+        await tool.close()
+
+    asyncio.run(scenario())
+
+
+def config_of(*words: str) -> Any:
+    """Return the configuration that ``agentrl tools serve search`` makes of its arguments."""
+    found: list[Any] = []
+    parser = argparse.ArgumentParser()
+    service = SearchService()
+    service.add_arguments(parser)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agentrl_tools.search.service.serve", lambda config, **where: found.append(config))
+        service.serve(parser.parse_args(words))
+    (config,) = found
+    return config
+
+
+def test_flags_are_the_tools_options(tmp_path: Path) -> None:
+    file = tmp_path / "tools.yaml"
+    file.write_text("tools: {search: {topk: 7, retriever: e5}}\nserver: {max_sessions: 4}\n")
+    config = config_of(f"--config={file}", "--corpus=a=x.jsonl", "--corpus=b=y.jsonl", "--index=a=z", "--topk=5")
+    assert config.tools == {
+        "search": {
+            "topk": 5,
+            "retriever": "e5",
+            "corpus": {"a": Path("x.jsonl"), "b": Path("y.jsonl")},
+            "index": {"a": Path("z")},
+        }
+    }
+    assert config.server.max_sessions == 4
+    (tool,) = make_tools(config)
+    assert isinstance(tool, SearchTool)
+    assert tool.topk == 5
+    settings = make_server_config(None, ["search.corpus=x.jsonl", "search.topk=2"], ["search"])
+    assert settings.tools == {"search": {"corpus": "x.jsonl", "topk": 2}}
+
+
+def test_a_server_refuses_what_it_cannot_serve() -> None:
+    with pytest.raises(ConfigError, match=r"tools\.search\.topk=0"):
+        make_tools(config_of("--corpus=x.jsonl", "--topk=0"))
+    with pytest.raises(ConfigError, match=r"--index .* is for --retriever e5"):
+        make_tools(config_of("--corpus=x.jsonl", "--index=x.index"))
     with pytest.raises(ConfigError, match=r"--index .* is for --retriever e5"):
         open_corpora({"default": Path("nowhere.jsonl")}, indexes={"default": Path("x.index")})
+
+    async def start(*words: str) -> None:
+        (tool,) = make_tools(config_of(*words))
+        await tool.start()
+
+    with pytest.raises(ConfigError, match=r"--corpus \(tools\.search\.corpus\): no corpus given"):
+        asyncio.run(start())
+    with pytest.raises(ConfigError, match=r"there is no file nowhere\.jsonl"):
+        asyncio.run(start("--corpus=nowhere.jsonl"))
+
+
+def corpus_file(folder: Path) -> Path:
+    path = folder / "corpus.jsonl"
+    path.write_bytes(b"\n".join(orjson.dumps(row) for row in ROWS))
+    return path
+
+
+def test_the_contract_and_a_real_server_that_is_killed_in_mid_run(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with launch_tool("search", [f"--corpus=train={corpus_file(tmp_path)}"], log=log, timeout_s=60) as server:
+        check_tool(SearchService(), {"query": "place 3"}, url=server.url, options={"client": {"retries": 0}})
+
+        async def scenario() -> None:
+            client = SearchService().client(server.url, {"client": {"retries": 0}})
+            calls = [
+                ToolCall(f"c{i}", "search", {"query": f"place {i}", "topk": 1, "corpus": "train"}) for i in range(256)
+            ]
+            results = await asyncio.gather(*(client.call(call, episode_id=call.id) for call in calls))
+            for number, result in enumerate(results):
+                assert (result.call_id, result.status) == (f"c{number}", ToolStatus.OK)
+                assert [hit["document"] for hit in result.data] == [ROWS[number]]
+            async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+                health = (await http.get("/health")).json()
+                assert (health["corpora"], health["sessions"]) == ({"train": 300}, 0)
+                found = await http.post("/retrieve", json={"query": "place 7", "topk": 1})
+                assert found.json() == {"result": [[ROWS[7]]]}
+            async with Client(f"{server.url}/mcp") as mcp:
+                answer = await mcp.call_tool("search", {"query": "place 3", "topk": 1})
+                assert answer.content[0].text == ROWS[3]["contents"]  # type: ignore[union-attr]
+            os.kill(server.pid, signal.SIGKILL)
+            with pytest.raises(ToolFailure, match=r"no tool server answers .*tools\.search\.url"):
+                await client.call(calls[0], episode_id="e")
+            await client.aclose()
+
+        asyncio.run(scenario())
+        assert not server.alive()
+
+
+def test_a_server_that_builds_an_index_ends_when_it_is_stopped(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "import agentrl_tools.search.tool as tool\n"
+        "def slow(*files, **options):\n"
+        "    print('building', flush=True)\n"
+        "    time.sleep(120)\n"
+        "tool.open_corpora = slow\n"
+        "from agentrl.cli.main import main\n"
+        f"main(['tools', 'serve', 'search', '--port=0', '--corpus={corpus_file(tmp_path)}'])\n"
+    )
+    with ChildProcess.start([sys.executable, "-c", code], log=tmp_path / "log", name="search") as child:
+        while "building" not in child.log_tail():
+            child.check()
+        os.kill(child.pid, signal.SIGTERM)
+        for _ in range(1000):
+            if not child.alive():
+                break
+            time.sleep(0.02)
+        assert child.exit_code() == 0, child.log_tail()

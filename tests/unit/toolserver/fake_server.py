@@ -115,6 +115,9 @@ class FakeServer:
             name = known[0] if known else f"s{next(self._numbers)}"
             self.processes[name], _, self.sessions[name] = body["episode_id"].partition("/")
             return 200, {"session_id": name, "server": self.instance}
+        if parts == ["calls"]:
+            results = [{"call_id": one["call_id"], "data": None, **await self.work(one)} for one in body["calls"]]
+            return 200, {"results": results, "server": self.instance}
         if parts[1] not in self.sessions:
             return 404, {"error": f"no session {parts[1]}"}
         if method == "DELETE":

@@ -2,14 +2,19 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
-from agentrl.core.errors import SandboxFailure
+from agentrl.core.errors import SandboxFailure, ToolFailure
+from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
-from agentrl.toolserver.hosted_tool import ToolSession
+from agentrl.toolserver.hosted_tool import StatelessTool, ToolSession
 from agentrl.toolserver.server import app as app_module
 from agentrl.toolserver.server.app import make_app
 from tests.unit.toolserver.crowd import play_at_once
@@ -160,6 +165,81 @@ async def test_failures_of_tools_are_results_and_not_errors_of_http() -> None:
             "content": "the runner is gone",
             "data": None,
         }
+
+
+class Upper(StatelessTool):
+    """Answers in capitals; ``batches`` are the sizes of its batches."""
+
+    def __init__(self) -> None:
+        schema = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+        super().__init__(Tool("upper", "Answers in capitals.", schema), max_batch=8)
+        self.batches: list[int] = []
+
+    async def call_batch(self, calls: Sequence[ToolCall]) -> Sequence[ToolResult]:
+        self.batches.append(len(calls))
+        await asyncio.sleep(0.01)
+        if any(call.arguments["text"] == "break" for call in calls):
+            raise ToolFailure("the index is gone")
+        return [ToolResult(call.id, ToolStatus.OK, call.arguments["text"].upper()) for call in calls]
+
+
+@in_loop
+async def test_stateless_calls_need_no_session_and_share_batches_with_those_of_sessions() -> None:
+    tool = Upper()
+    sessions = make_sessions(tool, FakeTool(echo))
+    async with app_client(make_app(sessions)) as client:
+        session = await opened(client)
+        texts = [f"t{number}" for number in range(12)]
+        body = {"calls": [{"call_id": "same", "tool": "upper", "arguments": {"text": text}} for text in texts]}
+        body["calls"].append({"call_id": "bad", "tool": "upper", "arguments": {"text": 1}})
+        body["calls"].append({"call_id": "odd", "tool": "nope", "arguments": {}})
+        body["calls"].append({"call_id": "half", "tool": "upper", "arguments": {"text": "\ud800"}})
+        reply, of_session = await asyncio.gather(
+            client.post("/calls", content=json.dumps(body)), call(client, session, "1", "upper", text="session")
+        )
+        assert reply.json()["server"] == sessions.instance
+        results = reply.json()["results"]
+        assert [result["content"] for result in results[:12]] == [text.upper() for text in texts]
+        assert [(result["call_id"], result["status"]) for result in results[12:]] == [
+            ("bad", "invalid"),
+            ("odd", "invalid"),
+            ("half", "invalid"),
+        ]
+        assert of_session.json()["content"] == "SESSION"
+        assert sum(tool.batches) == 13
+        assert max(tool.batches) > 1
+        broken = {"calls": [{"call_id": "b", "tool": "upper", "arguments": {"text": "break"}}]}
+        (result,) = (await client.post("/calls", json=broken)).json()["results"]
+        assert (result["status"], result["content"]) == ("unavailable", "the index is gone")
+        counted = sessions.metrics.registry.get_sample_value
+        assert counted("agentrl_tool_calls_total", {"tool": "upper", "status": "ok"}) == 13
+        with_state = {"calls": [{"call_id": "c", "tool": "fake", "arguments": {}}]}
+        refused = await client.post("/calls", json=with_state)
+        assert (refused.status_code, "open a session" in refused.json()["error"]) == (400, True)
+        for bad in ({}, {"calls": {}}, {"calls": [1]}, {"calls": body["calls"] * 40}, {"calls": [], "x": 1}):
+            assert (await client.post("/calls", content=json.dumps(bad))).status_code == 400
+        assert len(sessions) == 1
+        await sessions.drain(0)
+        assert (await client.post("/calls", json=broken)).status_code == 503
+
+
+@in_loop
+async def test_tools_add_routes_and_health() -> None:
+    class Extra(FakeTool):
+        def routes(self) -> Sequence[BaseRoute]:
+            async def answer(request: Request) -> Response:
+                return Response("extra")
+
+            return [Route("/extra", answer)]
+
+        def health(self) -> dict[str, int]:
+            return {"documents": 3}
+
+    async with app_client(make_app(make_sessions(Extra(echo)), token="t")) as client:
+        assert (await client.get("/health")).json()["documents"] == 3
+        assert (await client.get("/extra")).status_code == 401
+        reply = await client.get("/extra", headers={"authorization": "Bearer t"})
+        assert reply.text == "extra"
 
 
 @in_loop

@@ -345,3 +345,96 @@ async def test_hundreds_of_sessions_at_once_and_every_reply_to_its_call():
         assert [server.sessions for server in servers] == [{}, {}]
         assert sum(sum(server.runs.values()) for server in servers) == 600
         await client.aclose()
+
+
+def connect_stateless(*servers, tools=(), **options):
+    urls = ",".join(server.url for server in servers)
+    return ToolServerClient(urls, ClientConfig(**options), key=KEY, tools=tools, stateless=True)
+
+
+@in_loop
+async def test_stateless_calls_of_many_episodes_share_requests_and_open_no_session():
+    async with fake_servers() as (server,):
+        client = connect_stateless(server)
+        calls = (client.call(call("1", n=n), episode_id=f"e{n}") for n in range(150))
+        results = await asyncio.gather(*calls)
+        assert [result.content for result in results] == [f'python {{"n": {n}}}' for n in range(150)]
+        assert server.count("POST", "/sessions") == 0
+        assert [len(body["calls"]) for body in server.bodies] == [64, 64, 22]
+        assert (await client.call(call(n=float("nan")), episode_id="e")).status is ToolStatus.INVALID
+        odd = await client.call(
+            call("\n" * 300, n=1), episode_id="e"
+        )  # no id of one call fails the others of its batch
+        assert (odd.call_id, odd.status) == ("\n" * 300, ToolStatus.OK)
+        await client.close_session("e1")
+        await client.aclose()
+
+
+@in_loop
+async def test_a_lost_reply_to_stateless_calls_is_requested_again():
+    async with fake_servers() as (server,):
+        server.lose = ["/calls", "/calls"]
+        client = connect_stateless(server)
+        assert (await client.call(call("1", n=1), episode_id="e")).content == 'python {"n": 1}'
+        assert server.bodies[0] == server.bodies[-1]
+        assert server.count("POST", "/calls") == 3
+        await client.aclose()
+
+
+@in_loop
+async def test_stateless_calls_go_to_the_servers_that_answer():
+    async with fake_servers(2) as (dead, other):
+        client = connect_stateless(dead, other, retries=0)
+        await dead.stop()
+        results = await asyncio.gather(*(client.call(call(str(n)), episode_id="e") for n in range(8)))
+        assert {result.status for result in results} == {ToolStatus.OK}
+        await other.stop()
+        with pytest.raises(ToolFailure, match=f"no tool server answers .*change {KEY}"):
+            await client.call(call(), episode_id="e")
+        await client.aclose()
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        ((500, {"error": "out of memory"}), ToolFailure, "did not answer stateless calls: HTTP 500: out of memory"),
+        ((400, {"error": "has state"}), ToolFailure, "refused stateless calls with status 400: has state"),
+        ((401, {"error": "who"}), ConfigError, "AGENTRL_TOOLS_TOKEN"),
+        ((200, {"results": []}), ToolFailure, "is not a tool server"),
+        ((200, {"results": [3], "server": "x"}), ToolFailure, "which is not a result"),
+        ((200, {"results": [], "server": "x"}), ToolFailure, "gave 0 results to 1 calls"),
+    ],
+)
+def test_replies_that_answer_no_stateless_call(answer, kind, words):
+    @in_loop
+    async def check():
+        async with fake_servers() as (server,):
+            client = connect_stateless(server, retries=1)
+            server.answers["/calls"] = [answer] * 2
+            with pytest.raises(kind, match=words):
+                await client.call(call(), episode_id="e")
+            server.answers.clear()
+            assert (await client.call(call("2"), episode_id="e")).status is ToolStatus.OK
+            await client.aclose()
+
+    check()
+
+
+@in_loop
+async def test_closing_the_client_ends_stateless_calls_as_failures():
+    async with fake_servers() as (server,):
+        gate = asyncio.Event()
+
+        async def waits(body):
+            await gate.wait()
+            return {"status": "ok", "content": ""}
+
+        server.work = waits
+        client = connect_stateless(server)
+        calls = [asyncio.create_task(client.call(call(str(n)), episode_id="e")) for n in range(200)]
+        await until(lambda: server.count("POST", "/calls") == 2)
+        await client.aclose()
+        gate.set()
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(result, ToolFailure)
+            assert "was closed during the call" in str(result)

@@ -19,9 +19,9 @@ from agentrl.config.toolserver import ServerConfig, ToolServerConfig
 from agentrl.core.errors import ConfigError, MissingError, ToolFailure
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
-from agentrl.toolserver.mcp.client import McpService, McpSource, McpTool, from_mcp, mcp_service
+from agentrl.toolserver.mcp.client import McpService, McpSource, McpTool, from_mcp
 from agentrl.toolserver.mcp.connection import McpConnection, McpOptions, ends_with
-from agentrl.toolserver.server.session import HostedSession
+from agentrl.toolserver.server.session import Session
 from agentrl.toolserver.server.sessions import Sessions
 from agentrl.toolserver.service import make_tools, needs_sandbox
 from tests.unit.toolserver.test_mcp import Code, Echo, served
@@ -29,6 +29,10 @@ from tests.unit.toolserver.test_mcp import Code, Echo, served
 HERE = Path(__file__).parent
 COMMAND = (sys.executable, str(HERE / "mcp_server.py"), "argument")
 BARE = (sys.executable, "-S", str(HERE / "bare_mcp_server.py"))
+
+
+class Files(McpService):
+    name = "files"
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
@@ -41,7 +45,7 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
 
 @asynccontextmanager
 async def hosted(**options: Any) -> AsyncIterator[Sessions]:
-    tools = await asyncio.to_thread(mcp_service("files").make, {"command": COMMAND, **options})
+    tools = await asyncio.to_thread(Files().make, {"command": COMMAND, **options})
     sessions = Sessions(None, tools, ServerConfig())
     for tool in tools:
         await tool.start()
@@ -56,7 +60,7 @@ async def hosted(**options: Any) -> AsyncIterator[Sessions]:
 calls = 0
 
 
-async def say(session: HostedSession, tool: str, **arguments: Any) -> ToolResult:
+async def say(session: Session, tool: str, **arguments: Any) -> ToolResult:
     global calls
     calls += 1
     return (await session.call(ToolCall(f"c{calls}", tool, arguments))).result
@@ -231,7 +235,7 @@ def test_what_cannot_be_used_is_told_before_anything_is_served(
     options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        mcp_service("files").make(options)
+        Files().make(options)
 
 
 def test_messages_hold_nothing_secret() -> None:
@@ -270,7 +274,7 @@ def test_a_server_by_address_has_a_session_for_every_episode() -> None:
                 await sessions.close(other.id)
                 assert len(server.sessions) == 0
             with pytest.raises(MissingError, match="does not answer"):
-                await asyncio.to_thread(mcp_service("files").make, {"url": server.url})
+                await asyncio.to_thread(Files().make, {"url": server.url})
 
     run(main)
 

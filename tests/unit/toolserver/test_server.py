@@ -96,7 +96,7 @@ async def test_sandboxes_are_real_and_gone_at_the_end() -> None:
     before = set(psutil.Process().children(recursive=True))
     async with open_sessions([FakeTool(in_sandbox)], UNSAFE, sandboxed=True) as sessions:
         session = await sessions.open()
-        answer = await sessions.call(session.id, ToolCall("1", "fake", {"code": "print(6 * 7)"}))
+        answer = await session.call(ToolCall("1", "fake", {"code": "print(6 * 7)"}))
         assert (answer.result.status, answer.result.content) == (ToolStatus.OK, "42\n")
         assert set(psutil.Process().children(recursive=True)) > before
     assert set(psutil.Process().children(recursive=True)) <= before

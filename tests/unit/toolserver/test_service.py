@@ -17,7 +17,7 @@ from agentrl.core.child_process import held_port
 from agentrl.core.errors import ConfigError, MissingError, UnknownNameError
 from agentrl.core.registry import register_tool, registered_tool, served_tools, tool_service
 from agentrl.core.task import TaskSet
-from agentrl.core.tool import tool
+from agentrl.core.tool import ToolService, tool
 from agentrl.core.types import ToolResult
 from agentrl.runtime.run_tools import check_tools, service_options
 from agentrl.runtime.run_tools import served_tools as served_in_run
@@ -63,6 +63,23 @@ class CellService(HostedService):
 
 
 register_tool("test_cell")(CellService)
+
+
+@register_tool("test_alone")
+class AloneService(ToolService):
+    name: ClassVar[str] = "test_alone"
+
+    def add_arguments(self, parser):
+        pass
+
+    def serve(self, arguments):
+        pass
+
+    def launch_arguments(self, options, tasks, folder):
+        return ()
+
+    def client(self, url, options):
+        raise NotImplementedError
 
 
 @register_tool("test_triple")
@@ -155,8 +172,8 @@ def test_faults_of_a_server_file(tmp_path):
             make_server_config(None, overrides, tools)
     with pytest.raises(ConfigError, match=r"unknown key 'tools\.test_cell\.loud'"):
         make_tools(make_server_config(None, ["test_cell.loud=1"], ["test_cell"]))
-    with pytest.raises(ConfigError, match=r"tools\.search: search has a server of its own kind"):
-        make_tools(ToolServerConfig(tools={"search": {}}))
+    with pytest.raises(ConfigError, match=r"tools\.test_alone: test_alone is not a hosted tool; start its server with"):
+        make_tools(ToolServerConfig(tools={"test_alone": {}}))
     with pytest.raises(
         UnknownNameError, match=r"unknown tool 'test_cel' \(tools\.test_cel\)\. Did you mean 'test_cell'"
     ):

@@ -69,7 +69,7 @@ async def test_room_is_free_only_once_the_sandbox_is_gone() -> None:
     backend = FakeBackend()
     sessions = make_sessions(FakeTool(in_sandbox), backend=backend, max_sessions=1)
     session = await sessions.open()
-    await sessions.call(session.id, ToolCall("1", "fake", {}))
+    await session.call(ToolCall("1", "fake", {}))
     released = asyncio.Event()
 
     async def slow_close() -> None:
@@ -172,12 +172,12 @@ async def test_idle_sessions_are_reaped_and_busy_ones_are_not() -> None:
         FakeTool(gate, "slow"), FakeTool(in_sandbox, "python"), backend=backend, clock=clock, idle_timeout_s=100
     )
     idle, busy, late = [await sessions.open(name) for name in ("idle", "busy", "late")]
-    await sessions.call(idle.id, ToolCall("1", "python", {}))
-    running = asyncio.create_task(sessions.call(busy.id, ToolCall("1", "slow", {})))
+    await idle.call(ToolCall("1", "python", {}))
+    running = asyncio.create_task(busy.call(ToolCall("1", "slow", {})))
     await until(lambda: bool(busy.running))
     clock.now += 60
     assert await sessions.reap() == 0
-    await sessions.call(late.id, ToolCall("1", "python", {}))
+    await late.call(ToolCall("1", "python", {}))
     clock.now += 40
     assert await sessions.reap() == 1
     with pytest.raises(SessionGone, match="closed after 100 s without a call"):
@@ -227,7 +227,7 @@ async def test_draining_lets_calls_end_and_begins_nothing() -> None:
     gate, backend = Gate(), FakeBackend()
     sessions = make_sessions(FakeTool(gate), FakeTool(echo, "quick"), backend=backend, max_sessions=1)
     session = await sessions.open("a")
-    running = asyncio.create_task(sessions.call(session.id, ToolCall("1", "fake", {})))
+    running = asyncio.create_task(session.call(ToolCall("1", "fake", {})))
     waiting = asyncio.create_task(sessions.open("b"))
     await until(lambda: sessions.waiting == 1 and bool(session.running))
     draining = asyncio.create_task(sessions.drain(10))
@@ -236,8 +236,8 @@ async def test_draining_lets_calls_end_and_begins_nothing() -> None:
     with pytest.raises(Draining):
         await sessions.open("c")
     with pytest.raises(Draining):
-        await sessions.call(session.id, ToolCall("2", "quick", {}))
-    again = asyncio.create_task(sessions.call(session.id, ToolCall("1", "fake", {})))
+        await session.call(ToolCall("2", "quick", {}))
+    again = asyncio.create_task(session.call(ToolCall("1", "fake", {})))
     await asyncio.sleep(0.01)
     assert not draining.done()
     gate.open.set()
@@ -253,7 +253,7 @@ async def test_what_does_not_end_in_time_is_cut_and_answered() -> None:
     gate = Gate()
     sessions = make_sessions(FakeTool(gate))
     session = await sessions.open("a")
-    running = asyncio.create_task(sessions.call(session.id, ToolCall("1", "fake", {})))
+    running = asyncio.create_task(session.call(ToolCall("1", "fake", {})))
     await until(lambda: bool(session.running))
     await sessions.drain(0.01)
     assert not running.done()

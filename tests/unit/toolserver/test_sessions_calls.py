@@ -13,16 +13,16 @@ from agentrl.core.errors import SandboxFailure, ToolFailure
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.sandbox.base import Sandbox
 from agentrl.toolserver.hosted_tool import ToolSession
-from agentrl.toolserver.server import idempotency as callmemory
+from agentrl.toolserver.server import idempotency
 from agentrl.toolserver.server import session as session_module
 from agentrl.toolserver.server.errors import Conflict
-from agentrl.toolserver.server.session import HostedSession
+from agentrl.toolserver.server.session import Session
 from agentrl.toolserver.server.sessions import Sessions
 from tests.unit.toolserver.hosts import FakeBackend, FakeTool, Gate, echo, in_loop, in_sandbox, make_sessions, until
 
 
-async def say(sessions: Sessions, session: HostedSession, call: ToolCall) -> ToolResult:
-    return (await sessions.call(session.id, call)).result
+async def say(sessions: Sessions, session: Session, call: ToolCall) -> ToolResult:
+    return (await session.call(call)).result
 
 
 @in_loop
@@ -30,8 +30,8 @@ async def test_a_retry_gets_the_first_result() -> None:
     tool = FakeTool(echo)
     sessions = make_sessions(tool)
     session = await sessions.open("e")
-    first = await sessions.call(session.id, ToolCall("c", "fake", {"a": 1, "b": 2}))
-    again = await sessions.call(session.id, ToolCall("c", "fake", {"b": 2, "a": 1}))
+    first = await session.call(ToolCall("c", "fake", {"a": 1, "b": 2}))
+    again = await session.call(ToolCall("c", "fake", {"b": 2, "a": 1}))
     assert again is first
     assert len(tool.calls) == 1
 
@@ -381,8 +381,8 @@ async def test_memory_of_results_is_bounded_and_a_forgotten_one_is_not_run_again
     async def long(session: ToolSession, call: ToolCall) -> ToolResult:
         return ToolResult(call.id, ToolStatus.OK, "x" * 1000)
 
-    monkeypatch.setattr(callmemory, "KEPT_BYTES", 3500)
-    monkeypatch.setattr(callmemory, "KEPT_IDS", 10)
+    monkeypatch.setattr(idempotency, "KEPT_BYTES", 3500)
+    monkeypatch.setattr(idempotency, "KEPT_IDS", 10)
     tool = FakeTool(long)
     sessions = make_sessions(tool)
     session = await sessions.open()
@@ -395,7 +395,7 @@ async def test_memory_of_results_is_bounded_and_a_forgotten_one_is_not_run_again
     assert len(tool.calls) == 8
     for number in range(8, 30):
         await say(sessions, session, ToolCall(str(number), "fake", {}))
-    assert sum(session.remembers(str(number)) for number in range(30)) == 10
+    assert sum(str(number) in session._calls for number in range(30)) == 10
 
 
 @in_loop
