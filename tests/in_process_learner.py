@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.cli.main import main as command_line
+from agentrl.cluster import run_cluster
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.learner.in_process import LocalLearnerGroup
-from agentrl.train import run as training_run
 
 
 class InProcessLearner(LocalLearnerGroup):
-    """What `agentrl.train.run` expects of a learner whose ranks start beside the engines."""
+    """The part of `RayLearnerGroup` that `agentrl.cluster.run_cluster` uses: its ranks start while engines do."""
 
     def ready(self) -> None:
         """Return at once: it is loaded since it was made."""
@@ -27,14 +27,14 @@ def start_learners(
     seed: int,
     run_dir: Path,
     reference: Path | None = None,
-    room: Any = None,
+    placement: Any = None,
 ) -> InProcessLearner:
     """Load the learner; takes the place of `agentrl.cluster.learner_group.start_learners`."""
-    assert room is None, "a placement group is Ray's"
+    assert placement is None, "a placement group is Ray's"
     return InProcessLearner(model, learner, algo, seed=seed, reference=reference)
 
 
 def main() -> int:
     """Run the command line."""
-    training_run.start_learners = start_learners  # type: ignore[assignment]
+    run_cluster.start_learners = start_learners  # type: ignore[assignment]
     return command_line()

@@ -1,4 +1,4 @@
-"""Engines on the machines of a Ray cluster: an actor beside each starts it, watches it, and ends it."""
+"""Engines on the machines of a Ray cluster. An actor on the same machine starts, watches and ends each engine."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from agentrl.cluster.placement_group import Room, Seat, own_seat
+from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement, actor_location
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, EngineError
 from agentrl.inference.launch.launcher import EngineSpec
 from agentrl.inference.launch.processes import EngineProcess
 
-_LOOK_S = 0.2
-"""Seconds between two looks at whether a process lives."""
+_POLL_S = 0.2
+"""Seconds between two checks whether a process is alive."""
 _ANSWER_S = 30.0
-"""Seconds that a host may take for what needs no time."""
+"""Time limit of calls that a host answers at once."""
 _HOST_S = 120.0
-"""Seconds that a host may take to start itself."""
+"""Time limit of a host's start."""
 
 
 class EngineHost:
-    """Holds one engine as a child of its own process, in an actor. When the actor ends, however that may be, so does the
-    engine: see `agentrl.inference.launch.guard`. Its methods run in threads.
+    """An actor with one engine as a child process. The engine ends with the actor, however that ends: see
+    `agentrl.inference.launch.guard`. Its methods run in threads.
     """
 
     def __init__(self) -> None:
         self._engine: EngineProcess | None = None
 
     def start(self, spec: EngineSpec, number: int, address: str, gpus: Sequence[str]) -> tuple[str, int]:
-        """Start the engine, in place of one that it held, and block until it is healthy; return its URL and process id."""
+        """Start the engine in place of the previous one, and block until it is healthy; return its URL and process id."""
         self.kill()
         self._engine = spec.start(number, host=address, gpus=gpus)
         return self._engine.url, self._engine.child.pid
@@ -47,7 +47,7 @@ class EngineHost:
                 engine.check()
             except EngineError as error:
                 return str(error)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             engine = self._engine
         return "it was ended"
 
@@ -70,16 +70,16 @@ class RayEngine:
     """Implements `agentrl.inference.launch.launcher.RunningEngine` for the engine of an `EngineHost`."""
 
     def __init__(self, host: Any, url: str, pid: int, log: str) -> None:
-        """Begin to watch it."""
+        """Start to watch the engine."""
         self.url = url
         self.pid = pid
-        """On its machine."""
+        """Process id on the engine's machine."""
         self.log = log
         self._host = host
         self._ended = host.ended.remote(pid)
 
     def check(self) -> None:
-        """Raise where it has ended; see `RunningEngine.check`."""
+        """Raise if the engine has ended; see `RunningEngine.check`."""
         done, _ = ray.wait([self._ended], timeout=0)
         if done:
             try:
@@ -89,18 +89,18 @@ class RayEngine:
             raise EngineError(words)
 
     def log_tail(self, lines: int = 20) -> str:
-        """Return the last lines of its log, or why they cannot be had."""
+        """Return the last lines of the engine's log, or why they cannot be read."""
         try:
             return str(ray.get(self._host.log_tail.remote(lines), timeout=_ANSWER_S))
         except RayError as error:
             return f"(it cannot be read: {_first_line(error)})"
 
     def stop(self) -> None:
-        """End it."""
+        """End the engine."""
         self._end(self._host.stop)
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the engine at once."""
         self._end(self._host.kill)
 
     def _end(self, method: Any) -> None:
@@ -113,25 +113,25 @@ class RayEngine:
 
 
 class RayLauncher:
-    """Starts the engines of a run in its `Room`. Implements `agentrl.inference.launch.launcher.Launcher`."""
+    """Starts the engines of a run in its `ReservedPlacement`. Implements `agentrl.inference.launch.launcher.Launcher`."""
 
-    def __init__(self, spec: EngineSpec, room: Room, ranks: Sequence[Seat]) -> None:
-        """Start nothing yet.
+    def __init__(self, spec: EngineSpec, placement: ReservedPlacement, ranks: Sequence[ActorLocation]) -> None:
+        """Prepare to start engines.
 
         Args:
-            spec: what the engines are.
-            room: where they belong.
-            ranks: where the learner's ranks are, by rank.
+            spec: of the engines.
+            placement: contains the engines.
+            ranks: locations of the learner's ranks, by rank.
 
         """
-        self._spec = _carried(spec, in_turns=not room.layout.engine_needs)
-        self._room = room
+        self._spec = _portable(spec, colocated=not placement.layout.engine_needs)
+        self._placement = placement
         self._ranks = ranks
         self._hosts: dict[int, Any] = {}
         self._lock = threading.Lock()
 
     def launch(self, number: int) -> RayEngine:
-        """Start an engine; see `Launcher.launch`. Where its host has died meanwhile, it gets a new one."""
+        """Start an engine; see `Launcher.launch`. If its host has died, a new one is started."""
         try:
             try:
                 return self._launch(number)
@@ -152,38 +152,40 @@ class RayLauncher:
             raise EngineError(f"engine-{number}: {_first_line(error)}") from error
 
     def _launch(self, number: int) -> RayEngine:
-        spec, room = self._spec, self._room
+        spec, placement = self._spec, self._placement
         host = self._host(number)
-        seat: Seat = ray.get(host.__ray_call__.remote(own_seat), timeout=_HOST_S)
-        address = room.address(seat)
-        start = host.start.remote(spec, number, address, self._shared_gpus(number) or seat.gpus)
+        location: ActorLocation = ray.get(host.__ray_call__.remote(actor_location), timeout=_HOST_S)
+        address = placement.address(location)
+        start = host.start.remote(spec, number, address, self._shared_gpus(number) or location.gpus)
         url, pid = ray.get(start, timeout=spec.config.start_timeout_s + _ANSWER_S)
-        log = str(spec.logs / f"engine-{number}.log") + ("" if address in (LOOPBACK, room.here) else f" on {address}")
+        log = str(spec.logs / f"engine-{number}.log") + (
+            "" if address in (LOOPBACK, placement.here) else f" on {address}"
+        )
         return RayEngine(host, url, pid, log)
 
     def _host(self, number: int) -> Any:
         with self._lock:
             if number not in self._hosts:
                 actor: Any = ray.remote(EngineHost)
-                options = {"max_restarts": 0, "max_concurrency": 8} | self._room.engine_options(number)
+                options = {"max_restarts": 0, "max_concurrency": 8} | self._placement.engine_options(number)
                 self._hosts[number] = actor.options(**options).remote()
             return self._hosts[number]
 
     def _shared_gpus(self, number: int) -> tuple[str, ...]:
-        """Return the GPUs of the ranks that share a bundle with an engine, in their order."""
-        layout = self._room.layout
-        seats = zip(self._ranks, layout.ranks, strict=True)
-        return tuple(gpu for seat, bundle in seats if bundle == layout.engines[number] for gpu in seat.gpus)
+        """Return the GPUs of the ranks that share a bundle with an engine, by rank."""
+        layout = self._placement.layout
+        ranks = zip(self._ranks, layout.ranks, strict=True)
+        return tuple(gpu for rank, bundle in ranks if bundle == layout.engines[number] for gpu in rank.gpus)
 
 
-def _carried(spec: EngineSpec, *, in_turns: bool) -> EngineSpec:
-    """Return the engines as other processes start them, which may be in other folders."""
+def _portable(spec: EngineSpec, *, colocated: bool) -> EngineSpec:
+    """Return the specification for processes with other working directories: with absolute paths."""
     config = spec.config
     options = dict(config.sglang)
     if config.python is not None:
         options["python"] = str(config.python.absolute())
-    if in_turns and config.device == "cuda":
-        options["enable_memory_saver"] = True  # without it SGLang gives no memory back
+    if colocated and config.device == "cuda":
+        options["enable_memory_saver"] = True  # without it SGLang cannot release memory
     config = config.model_copy(update={"sglang": options})
     return replace(spec, config=config, model=spec.model.absolute(), logs=spec.logs.absolute())
 

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.provenance import admit
 from agentrl.cluster.learner_actor import LearnerActor, RankSpec
-from agentrl.cluster.placement_group import Room, Seat, check_cluster, own_seat
+from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement, actor_location, check_cluster
 from agentrl.cluster.ray_address import learner_device
 from agentrl.cluster.ray_runtime import RayRuntime, store_bytes
 from agentrl.config.algo import AlgoConfig
@@ -29,7 +29,7 @@ from agentrl.learner.export.bucket import views
 from agentrl.obs.waiting import waiting
 
 GRACE_S = 5.0
-"""After one rank failed, the others get this long to fail of the same cause; then they are taken to wait for it."""
+"""Seconds for the other ranks to fail with the same cause after one failed; ranks still running then wait for it."""
 
 
 def start_learners(
@@ -40,29 +40,29 @@ def start_learners(
     seed: int,
     run_dir: Path,
     reference: Path | None = None,
-    room: Room | None = None,
+    placement: ReservedPlacement | None = None,
 ) -> RayLearnerGroup:
-    """Start Ray if none runs, and the ranks in it. Returns before they have loaded the model: see `ready`.
+    """Start the ranks, and Ray if none runs. Returns before the ranks have loaded the model: see `ready`.
 
     Args:
         model_folder: a Hugging Face folder that every rank can read.
         learner: its section; ``ranks`` actors are started.
         algo: the loss.
-        seed: of random states.
+        seed: seed of random states.
         run_dir: a failed rank's traceback is appended to ``learner.log`` there.
-        reference: the folder of the frozen policy that the loss measures itself against; see `resolve_reference`.
-        room: where the ranks belong; it has started Ray, and outlives them. None: wherever Ray finds room.
+        reference: the folder of the frozen reference policy of the loss; see `resolve_reference`.
+        placement: contains the ranks; it has started Ray, and is closed after them. None: anywhere on the cluster.
 
     Raises:
-        ConfigError: ``learner.device`` asks for what is not there.
+        ConfigError: there is no such ``learner.device``.
         LearnerError: Ray does not start.
 
     """
     device = learner_device(learner)
     spec = RankSpec(model_folder, learner, algo, seed, device, reference)
     log = run_dir / "learner.log"
-    if room is not None:
-        return RayLearnerGroup(None, spec, log, room.rank_options)
+    if placement is not None:
+        return RayLearnerGroup(None, spec, log, placement.rank_options)
     runtime = RayRuntime(cpus=learner.ranks, store_bytes=store_bytes(model_folder))
     with waiting("start", "of Ray"):
         runtime.start()
@@ -75,22 +75,22 @@ def start_learners(
 
 
 class RayLearnerGroup:
-    """Implements `agentrl.learner.base.LearnerGroup`. When a rank is lost or hangs, all are ended: the group is over."""
+    """Implements `agentrl.learner.base.LearnerGroup`. If a rank is lost or hangs, all ranks are ended."""
 
     def __init__(
         self,
         runtime: RayRuntime | None,
         spec: RankSpec,
         log: Path,
-        place: Callable[[int], Mapping[str, Any]] = lambda rank: {},
+        rank_options: Callable[[int], Mapping[str, Any]] = lambda rank: {},
     ) -> None:
         """Start the ranks.
 
         Args:
-            runtime: ends with them; None: Ray is somebody else's.
-            spec: what they are.
-            log: gets their tracebacks.
-            place: says by rank how Ray is told where it belongs.
+            runtime: stopped by `close`; None leaves Ray running.
+            spec: of the ranks.
+            log: gets the ranks' tracebacks.
+            rank_options: Ray actor options by rank, such as a scheduling strategy.
 
         """
         self._runtime = runtime
@@ -105,23 +105,23 @@ class RayLearnerGroup:
         ranks = spec.learner.ranks
         options: dict[str, Any] = {"num_gpus": int(spec.device == "cuda"), "concurrency_groups": {"leaving": 1}}
         actor: Any = ray.remote(num_cpus=1, max_restarts=0, **options)(LearnerActor)
-        self._actors: list[Any] = [actor.options(**place(rank)).remote(rank, ranks) for rank in range(ranks)]
-        self._seats = [actor.__ray_call__.remote(own_seat) for actor in self._actors]
-        # Imports take seconds: the actors begin them now, while the caller starts engines.
+        self._actors: list[Any] = [actor.options(**rank_options(rank)).remote(rank, ranks) for rank in range(ranks)]
+        self._locations = [actor.__ray_call__.remote(actor_location) for actor in self._actors]
+        # Imports take seconds: the actors start them now, while the caller starts engines.
         self._nodes = [actor.node.remote() for actor in self._actors]
 
-    def seats(self) -> list[Seat]:
-        """Wait until every rank has its process, and return by rank where that is.
+    def actor_locations(self) -> list[ActorLocation]:
+        """Wait until every rank has its process, and return the locations by rank.
 
         Raises:
             LearnerError: one could not start, or not within ``learner.start_timeout_s``.
 
         """
         limit = time.monotonic() + self._spec.learner.start_timeout_s
-        return self._gather(self._seats, "start", limit, "learner.start_timeout_s")
+        return self._gather(self._locations, "start", limit, "learner.start_timeout_s")
 
     def ready(self) -> None:
-        """Wait until every rank has loaded the model. Other calls do this themselves; a second one returns at once.
+        """Wait until every rank has loaded the model. Other calls include this; a second call returns at once.
 
         Raises:
             ModelError: the model cannot be loaded.
@@ -203,7 +203,7 @@ class RayLearnerGroup:
         self._call_ranks("load", [(folder.absolute(),)] * len(self._actors))
 
     def close(self) -> None:
-        """End the ranks, and Ray if it was started for them. Safe to call again."""
+        """End the ranks, and Ray if it was started for them. Idempotent."""
         if self._actors:
             self._end("it was closed")
             self._actors = []
@@ -244,7 +244,7 @@ class RayLearnerGroup:
             raise LearnerError(f"the learner has ended: {self._over}")
 
     def _gather(self, refs: Sequence[Any], phase: str, limit: float, key: str) -> list[Any]:
-        """Return all results. The first failure is raised; ranks that then still wait for the failed one are ended."""
+        """Return all results, or raise the first failure; then ranks that still wait for the failed one are ended."""
         self._check_over()
         left = list(refs)
 
@@ -264,7 +264,7 @@ class RayLearnerGroup:
             return list(ray.get(list(refs)))
 
     def _failure(self, error: RayError, rank: int, waiting: list[Any], phase: str) -> AgentrlError:
-        """Return what to raise for a failed rank, and end the others where they are lost without it."""
+        """Return the error to raise for a failed rank, and end the other ranks if they cannot go on without it."""
         cause = error.cause if isinstance(error, RayTaskError) else error
         text = str(cause).strip().splitlines()
         summary = f"{type(cause).__name__}: {text[0] if text else 'no message'}"
@@ -280,7 +280,7 @@ class RayLearnerGroup:
         return LearnerError(f"rank {rank} of {len(self._actors)} failed in {phase}: {summary} (see {self._log})")
 
     def _end(self, why: str) -> None:
-        """Kill all ranks; later calls say why."""
+        """Kill all ranks; the errors of later calls name the reason ``why``."""
         self._over = self._over or why
         for actor in self._actors:
             ray.kill(actor)
@@ -317,7 +317,7 @@ class RayBucket:
 
 
 def _lost(ref: Any) -> bool:
-    """Return whether the rank of a call that has ended is gone."""
+    """Return whether a finished call failed because its rank died."""
     try:
         ray.get(ref)
     except RayActorError:

@@ -1,4 +1,4 @@
-"""The part of a Ray cluster that a run has for itself."""
+"""The reserved placement of a run: a Ray placement group."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from agentrl.obs.waiting import waiting
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """Where an actor runs."""
+class ActorLocation:
+    """The machine and the GPUs of an actor."""
 
     node: str
-    """Ray's id of the machine."""
+    """Ray's node id."""
     gpus: tuple[str, ...]
-    """Those that Ray gave it, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    """The GPUs assigned by Ray, as named in ``CUDA_VISIBLE_DEVICES``."""
 
 
-def own_seat(actor: object) -> Seat:
-    """Return where ``actor`` runs; called in its process, by ``actor.__ray_call__``."""
+def actor_location(actor: object) -> ActorLocation:
+    """Return the location of ``actor``; called in its process, by ``actor.__ray_call__``."""
     ids = [str(gpu) for gpu in ray.get_gpu_ids()]
-    return Seat(ray.get_runtime_context().get_node_id(), tuple(sorted(ids, key=lambda gpu: (len(gpu), gpu))))
+    return ActorLocation(ray.get_runtime_context().get_node_id(), tuple(sorted(ids, key=lambda gpu: (len(gpu), gpu))))
 
 
-class Room:
-    """A placement group: nobody else gets what is in it until it is closed. Made by `reserve`."""
+class ReservedPlacement:
+    """A placement group, whose resources are exclusive to the run until `close`. Created by `reserve`."""
 
     def __init__(self, layout: Layout, runtime: RayRuntime, group: PlacementGroup) -> None:
-        """Take over a group that is ready."""
+        """Take over a placement group that is ready."""
         self.layout = layout
         self._runtime = runtime
         self._group: PlacementGroup | None = group
@@ -48,12 +48,12 @@ class Room:
         self._alone = {_machine(node) for node in nodes} == {self.here}
 
     @classmethod
-    def reserve(cls, layout: Layout, runtime: RayRuntime, timeout_s: float) -> Room:
-        """Start or join Ray, and wait until it has what ``layout`` wants.
+    def reserve(cls, layout: Layout, runtime: RayRuntime, timeout_s: float) -> ReservedPlacement:
+        """Start or join Ray, and wait until it has reserved the bundles of ``layout``.
 
         Raises:
-            ConfigError: it will never have that much.
-            LearnerError: Ray does not start, or others kept what is wanted for ``timeout_s``.
+            ConfigError: the cluster is too small.
+            LearnerError: Ray does not start, or the resources were in use for ``timeout_s``.
 
         """
         with waiting("start", "of Ray"):
@@ -76,11 +76,11 @@ class Room:
             raise
 
     def rank_options(self, rank: int) -> dict[str, Any]:
-        """Return how Ray is told where a rank of the learner belongs."""
+        """Return the actor options that place a learner rank."""
         return {"scheduling_strategy": self._strategy(self.layout.ranks[rank])}
 
     def engine_options(self, engine: int) -> dict[str, Any]:
-        """Return how Ray is told where the host of an engine belongs, and what it takes of that."""
+        """Return the actor options that place the host of an engine, with its resources."""
         needs = self.layout.engine_needs
         return {
             "num_cpus": needs.get("CPU", 0),
@@ -88,13 +88,13 @@ class Room:
             "scheduling_strategy": self._strategy(self.layout.engines[engine]),
         }
 
-    def address(self, seat: Seat) -> str:
-        """Return the address at which what sits there listens: the loopback's where the whole run is on one machine."""
-        machine = _machine(seat.node)
+    def address(self, location: ActorLocation) -> str:
+        """Return the address for servers at a location: the loopback address if the whole run is on one machine."""
+        machine = _machine(location.node)
         return LOOPBACK if self._alone and machine == self.here else machine
 
     def close(self) -> None:
-        """Give everything back: whatever runs in it ends; so does Ray where it was started for the run."""
+        """Remove the placement group, which ends its actors; end Ray if it was started for the run."""
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
@@ -106,10 +106,10 @@ class Room:
 
 
 def check_cluster(bundles: Sequence[Resources]) -> None:
-    """Refuse what the whole cluster could not hold if it were free.
+    """Refuse bundles that do not fit on the whole cluster, even if it were idle.
 
     Raises:
-        ConfigError: with what is wanted, what there is, and the keys to change.
+        ConfigError: with the needed and the existing resources, and the keys to change.
 
     """
     machines = [node["Resources"] for node in _nodes() if node["Alive"]]
@@ -132,7 +132,7 @@ def _nodes() -> list[dict[str, Any]]:
 
 
 def _machine(node: str) -> str:
-    """Return the address of a machine that Ray knows."""
+    """Return the IP address of a machine by Ray's node id."""
     return next(str(known["NodeManagerAddress"]) for known in _nodes() if known["NodeID"] == node)
 
 

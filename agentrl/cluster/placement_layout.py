@@ -1,4 +1,4 @@
-"""What a run reserves from Ray, and who gets which part of it. Without Ray, so that it can be checked before any start."""
+"""The resources that a run reserves, by learner rank and engine. Imports no Ray, so that it can be checked first."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ Resources = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The bundles of a placement group; Ray keeps each on one machine."""
+    """The bundles of a placement group; Ray places each bundle on one machine."""
 
     bundles: tuple[Resources, ...]
-    """What each reserves."""
+    """The resources of each bundle."""
     ranks: tuple[int, ...]
     """The bundle of each of the learner's ranks."""
     engines: tuple[int, ...]
     """The bundle of each engine."""
     rank_needs: Resources
-    """What a rank takes of its bundle."""
+    """The resources that a rank takes from its bundle."""
     engine_needs: Resources
-    """What an engine takes of its bundle: nothing where it shares the ranks' GPUs."""
+    """The resources that an engine takes from its bundle: none if it shares the GPUs of ranks."""
 
     @property
     def total(self) -> Resources:
-        """What all of it needs."""
+        """The resources of all bundles."""
         total: Counter[str] = Counter()
         for bundle in self.bundles:
             total.update(bundle)
@@ -37,10 +37,10 @@ class Layout:
 
 
 def lay_out(config: Config, device: str) -> Layout:
-    """Return what a run with ``placement.mode`` ``colocate`` or ``disaggregate`` reserves.
+    """Return the layout of a run with ``placement.mode`` ``colocate`` or ``disaggregate``.
 
-    Where they share, the bundle of engine ``e`` holds the ranks ``e*g`` to ``e*g+g-1`` of the learner too, ``g`` being
-    `engine_ranks`; otherwise each engine and each rank has a bundle of its own.
+    Colocated, the bundle of engine ``e`` also holds the learner's ranks ``e*g`` to ``e*g+g-1``, where ``g`` is
+    `engine_ranks`; otherwise each engine and each rank has a separate bundle.
 
     Args:
         config: checked by `agentrl.runtime.placement_check.check_placement`.

@@ -1,4 +1,4 @@
-"""Whether a run joins a Ray that runs already, and what follows for its device. Imports no Ray."""
+"""The address of a running Ray cluster to join, and the learner's device there. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ JOIN_TIMEOUT_S = 1.0
 
 
 def running_address() -> str | None:
-    """Return the address of a Ray to join: ``RAY_ADDRESS``, or what ``ray start`` left on this machine if it answers.
+    """Return the address of a Ray cluster to join: ``RAY_ADDRESS``, or that of ``ray start`` on this machine if it answers.
 
-    A Ray that belongs to another run is never joined: it would end with that run.
+    A Ray that another run started is never joined, as it ends with that run.
     """
     named = os.environ.get("RAY_ADDRESS")
     if named:
@@ -33,8 +33,8 @@ def running_address() -> str | None:
 
 
 def learner_device(config: LearnerConfig) -> str:
-    """Return ``cpu`` or ``cuda`` for ``learner.device``. Where a Ray is joined, its machines may have GPUs that this one
-    has not, and ``cuda`` is taken at its word.
+    """Return ``cpu`` or ``cuda`` for ``learner.device``. If a Ray cluster is joined, ``cuda`` is not checked here, as its
+    machines may have GPUs that this machine lacks.
 
     Raises:
         ConfigError: ``learner.device=cuda``, no Ray is joined, and there is no GPU here.

@@ -1,4 +1,4 @@
-"""Ray for one run: joined where one runs, else started, small and quiet, and ended with the run."""
+"""Ray for one run: a running cluster is joined; otherwise a small local one is started, and ended with the run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from agentrl.cluster.ray_address import running_address
 from agentrl.core.errors import LearnerError
 
 _STORE_BYTES = 256 << 20
-"""Least size of the object store. Batches and weights pass through it; pages that nothing wrote cost no memory."""
+"""Minimum size of the object store. Batches and weights pass through it; unwritten pages cost no memory."""
 
 
 class RayRuntime:
-    """A connection to Ray. Ray's processes die with the thread that started them, so a thread of its own holds it.
+    """A connection to Ray, held by a separate thread, as Ray's processes die with the thread that started them.
 
     Args:
-        cpus: CPUs of a Ray that is started here; it keeps as many workers at hand. One that is joined has its own.
-        store_bytes: size of the object store of a Ray that is started here.
+        cpus: CPUs of a Ray that is started here, which also prestarts as many workers. Ignored if one is joined.
+        store_bytes: object store size of a Ray that is started here.
 
     """
 
@@ -34,7 +34,7 @@ class RayRuntime:
         self._thread = threading.Thread(target=self._hold, name="ray", daemon=True)
 
     def start(self) -> None:
-        """Join or start Ray; returns once it is usable. One that this process is connected to already is used as it is.
+        """Join or start Ray; returns once it is usable. An existing connection of this process is used unchanged.
 
         Raises:
             LearnerError: Ray does not start, or the one that ``RAY_ADDRESS`` names does not answer.
@@ -48,7 +48,7 @@ class RayRuntime:
             raise LearnerError(f"Ray does not start: {self._fault}") from self._fault
 
     def stop(self) -> None:
-        """Leave Ray; one that was started here ends."""
+        """Disconnect from Ray; a Ray that was started here ends."""
         self._end.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -56,7 +56,7 @@ class RayRuntime:
     def _hold(self) -> None:
         try:
             ray.init(**self._options)
-        except Exception as error:  # handed to the thread that waits in `start`
+        except Exception as error:  # raised by `start` in the calling thread
             self._fault = error
         finally:
             self._up.set()
@@ -66,19 +66,19 @@ class RayRuntime:
 
 
 def store_bytes(model: Path) -> int:
-    """Return the size of an object store through which the weights of a model folder go."""
+    """Return the object store size for the weights of a model folder."""
     return max(_STORE_BYTES, 4 * sum(file.stat().st_size for file in model.glob("*.safetensors")))
 
 
 def _options(cpus: int, store_bytes: int) -> dict[str, Any]:
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": True}
-    # Ray must not hide the GPUs from actors that reserve none, and prints a warning until it is told so.
+    # Ray must not hide the GPUs from actors that reserve none, and prints a warning unless this is set.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray lowers the priority of its workers by 15, and engines are their children.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # OpenMP's threads spin while they wait for each other. With its default count (about 1 ms) a step of seconds takes
-    # minutes once something else wants the cores too; without spinning it takes half as long again on free ones.
+    # OpenMP's threads spin while they wait for each other. With the default count (about 1 ms) a step of seconds takes
+    # minutes once another process needs the cores too; without spinning it takes 1.5 times as long on idle cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     address = running_address()
     if address is not None:

@@ -22,7 +22,7 @@ from ray.cluster_utils import Cluster
 from shared_runs import SMALL, Running
 
 from agentrl.cluster.engine_actors import EngineHost, RayEngine, RayLauncher
-from agentrl.cluster.placement_group import Room, Seat, own_seat
+from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement, actor_location
 from agentrl.cluster.placement_layout import lay_out
 from agentrl.cluster.ray_runtime import RayRuntime
 from agentrl.config.load import load_config
@@ -57,17 +57,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("models") / "a", seed=0)
 
 
-def reserve(settings: list[str], device: str, seconds: float = 20) -> tuple[Any, Room]:
+def reserve(settings: list[str], device: str, seconds: float = 20) -> tuple[Any, ReservedPlacement]:
     config = load_config(None, settings)
-    return config, Room.reserve(lay_out(config, device), RayRuntime(cpus=1), seconds)
+    return config, ReservedPlacement.reserve(lay_out(config, device), RayRuntime(cpus=1), seconds)
 
 
-def seats(room: Room) -> list[Seat]:
+def actor_locations(placement: ReservedPlacement) -> list[ActorLocation]:
     """Start actors in place of the learner's ranks: what these compute does not matter for where they are."""
-    needs = room.layout.rank_needs
+    needs = placement.layout.rank_needs
     actor: Any = ray.remote(num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0))(EngineHost)
-    ranks = [actor.options(**room.rank_options(rank)).remote() for rank in range(len(room.layout.ranks))]
-    found = ray.get([rank.__ray_call__.remote(own_seat) for rank in ranks])
+    ranks = [actor.options(**placement.rank_options(rank)).remote() for rank in range(len(placement.layout.ranks))]
+    found = ray.get([rank.__ray_call__.remote(actor_location) for rank in ranks])
     KEPT.append(ranks)
     return list(found)
 
@@ -102,11 +102,11 @@ def until(true: Callable[[], bool], seconds: float = 30) -> None:
 
 
 def test_an_engine_is_started_again_where_it_belongs(cluster: Cluster, model: Path, tmp_path: Path) -> None:
-    """After it was killed, and after the actor that holds it was; it ends with its room."""
+    """After it was killed, and after the actor that holds it was; it ends with its placement."""
     settings = ["placement.mode=disaggregate", "learner.ranks=2", "sampler.engines=1", *EMBEDDED]
-    config, room = reserve(settings, "cpu")
+    config, placement = reserve(settings, "cpu")
     try:
-        launcher = RayLauncher(EngineSpec(config.sampler, model, tmp_path, 0), room, seats(room))
+        launcher = RayLauncher(EngineSpec(config.sampler, model, tmp_path, 0), placement, actor_locations(placement))
         first = launcher.launch(0)
         machine = urlsplit(first.url).hostname
         assert machine in MACHINES
@@ -126,10 +126,10 @@ def test_an_engine_is_started_again_where_it_belongs(cluster: Cluster, model: Pa
         assert "cannot be read" in second.log_tail()
         third = launcher.launch(0)
         third.check()
-        room.close()
+        placement.close()
         until(lambda: gone(third.pid))
     finally:
-        room.close()
+        placement.close()
 
 
 STAND_IN = """
@@ -161,12 +161,12 @@ def stand_in(folder: Path) -> Path:
     return python
 
 
-def launched(settings: list[str], folder: Path, model: Path) -> tuple[list[Seat], list[dict[str, Any]]]:
+def launched(settings: list[str], folder: Path, model: Path) -> tuple[list[ActorLocation], list[dict[str, Any]]]:
     """Start all engines in a room; return where the ranks are, and what each engine was told."""
-    config, room = reserve(settings, "cuda")
+    config, placement = reserve(settings, "cuda")
     try:
-        ranks = seats(room)
-        launcher = RayLauncher(EngineSpec(config.sampler, model, folder / "logs", 0), room, ranks)
+        ranks = actor_locations(placement)
+        launcher = RayLauncher(EngineSpec(config.sampler, model, folder / "logs", 0), placement, ranks)
         for number in range(config.sampler.engines):
             launcher.launch(number)
         told = [
@@ -174,7 +174,7 @@ def launched(settings: list[str], folder: Path, model: Path) -> tuple[list[Seat]
         ]
         return ranks, told
     finally:
-        room.close()
+        placement.close()
 
 
 def test_engines_get_the_gpus_of_their_ranks_or_their_own(cluster: Cluster, model: Path, tmp_path: Path) -> None:
@@ -210,15 +210,15 @@ def test_what_a_cluster_cannot_hold_is_refused_and_what_others_hold_is_waited_fo
         reserve([*apart, "learner.ranks=4"], "cuda")
     with pytest.raises(ConfigError, match=r"an engine wants 3 GPUs of one machine, and Ray has none with more than 2"):
         reserve([*apart, "sampler.sglang.tp_size=3"], "cuda")
-    _, room = reserve([*apart, "learner.ranks=3"], "cuda")
+    _, placement = reserve([*apart, "learner.ranks=3"], "cuda")
     try:
         with pytest.raises(
             LearnerError, match=r"1 GPU and 1 CPU after learner\.start_timeout_s=1 s; free now: 0 GPUs and 1 CPU"
         ):
             reserve(["placement.mode=colocate", "sampler.backend=sglang"], "cuda", seconds=1)
-        seats(room)
+        actor_locations(placement)
     finally:
-        room.close()
+        placement.close()
     assert not ray.is_initialized()
 
 
@@ -262,5 +262,5 @@ def test_a_run_on_a_cluster_and_nothing_left_of_it_when_it_is_killed(cluster: Cl
         run.process.kill()
         run.process.wait()
     until(lambda: all(gone(engine.pid) for engine in last))
-    _, room = reserve(["placement.mode=disaggregate", "learner.ranks=3"], "cpu")
-    room.close()
+    _, placement = reserve(["placement.mode=disaggregate", "learner.ranks=3"], "cpu")
+    placement.close()

@@ -1,7 +1,7 @@
 """What a training run shows of its evaluations."""
 
 from agentrl.config.load import load_config
-from agentrl.train.run import _worth_a_look, curve_keys
+from agentrl.train.run_outputs import curve_keys, is_main_metric
 
 
 def test_the_curve_shows_every_set() -> None:
@@ -14,4 +14,4 @@ def test_the_curve_shows_every_set() -> None:
 def test_the_end_of_a_run_says_what_matters() -> None:
     shown = ["eval/reward", "eval/a/pass@4", "eval/exact_match/hops=2", "eval/a/reward/hops=1", "time/eval_s"]
     hidden = ["eval/reward/ci95", "eval/a/pass@4/ci95", "eval/searches/hops=2"]
-    assert [key for key in shown + hidden if _worth_a_look(key)] == shown
+    assert [key for key in shown + hidden if is_main_metric(key)] == shown

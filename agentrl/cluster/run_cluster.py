@@ -1,0 +1,109 @@
+"""What a training run has on Ray: reserved placement, learner ranks, and the launcher of its engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.cluster.engine_actors import RayLauncher
+from agentrl.cluster.learner_group import RayLearnerGroup, start_learners
+from agentrl.cluster.placement_group import ReservedPlacement
+from agentrl.cluster.placement_layout import lay_out
+from agentrl.cluster.ray_address import learner_device
+from agentrl.cluster.ray_runtime import RayRuntime, store_bytes
+from agentrl.config.schema import Config
+from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLauncher
+from agentrl.learner.base import LearnerGroup
+from agentrl.models.reference_policy import resolve_reference
+
+
+@dataclass(slots=True)
+class RunCluster:
+    """Starts the learner in the background while the caller starts engines, and ends everything in `aclose`.
+
+    With ``placement.mode=colocate`` the learner loads its model only in `learner`, after the engines have released the
+    GPUs.
+    """
+
+    config: Config
+    folder: Path
+    """Folder of the run."""
+    model: Path
+    """Folder of the initial weights."""
+    checkpoint: Path | None = None
+    """Checkpoint that the learner loads."""
+    with_engines: bool = True
+    """Whether the run has engines; a replay has none, and reserves nothing."""
+    _placement: ReservedPlacement | None = field(default=None, init=False)
+    _started: asyncio.Future[RayLearnerGroup] = field(init=False)
+    _loaded: asyncio.Future[RayLearnerGroup] | None = field(default=None, init=False)
+    _exits: AsyncExitStack = field(default_factory=AsyncExitStack, init=False)
+
+    async def open(self) -> None:
+        """Reserve what ``placement.mode`` needs, and start the learner's ranks in the background.
+
+        Raises:
+            ConfigError: Ray will never have the resources.
+            LearnerError: Ray does not start, or did not give the resources in time.
+
+        """
+        if self.config.placement.mode != "separate" and self.with_engines:
+            layout = lay_out(self.config, learner_device(self.config.learner))
+            runtime = RayRuntime(cpus=layout.total["CPU"], store_bytes=store_bytes(self.model))
+            timeout_s = self.config.learner.start_timeout_s
+            self._placement = await asyncio.to_thread(ReservedPlacement.reserve, layout, runtime, timeout_s)
+            self._exits.push_async_callback(asyncio.to_thread, self._placement.close)
+        self._started = asyncio.ensure_future(asyncio.to_thread(self._start_ranks))
+        self._exits.push_async_callback(self._close_ranks)
+        if self._placement is None or self.config.placement.mode != "colocate":
+            self._loaded = asyncio.ensure_future(self._load())
+            self._exits.push_async_callback(self._wait_for_load, self._loaded)
+
+    async def engine_launcher(self) -> Callable[[EngineSpec], Launcher]:
+        """Return what starts the engines: on this machine, or in the reserved placement once the ranks have theirs."""
+        placement = self._placement
+        if placement is None:
+            return LocalLauncher
+        ranks = await asyncio.shield(self._started)
+        locations = await asyncio.to_thread(ranks.actor_locations)
+        return lambda spec: RayLauncher(spec, placement, locations)
+
+    async def learner(self) -> LearnerGroup:
+        """Return the learner once it has loaded its weights."""
+        return await (self._loaded or self._load())
+
+    async def aclose(self) -> None:
+        """End the ranks and give the placement back."""
+        await self._exits.aclose()
+
+    def _start_ranks(self) -> RayLearnerGroup:
+        config = self.config
+        return start_learners(
+            self.model,
+            config.learner,
+            config.algo,
+            seed=config.run.seed,
+            run_dir=self.folder,
+            reference=resolve_reference(config),
+            placement=self._placement,
+        )
+
+    async def _load(self) -> RayLearnerGroup:
+        learner = await asyncio.shield(self._started)
+        await asyncio.to_thread(learner.ready)
+        if self.checkpoint is not None:
+            await asyncio.to_thread(learner.load, self.checkpoint)
+        return learner
+
+    async def _wait_for_load(self, loaded: asyncio.Future[RayLearnerGroup]) -> None:
+        await asyncio.gather(loaded, return_exceptions=True)
+
+    async def _close_ranks(self) -> None:
+        try:
+            learner = await self._started
+        except Exception:
+            return
+        await asyncio.to_thread(learner.close)

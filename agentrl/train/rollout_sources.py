@@ -1,0 +1,88 @@
+"""Opens the rollout source of a training run: sampling with engines and tool servers, or a replay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from agentrl.cluster.ray_address import learner_device
+from agentrl.config.schema import Config
+from agentrl.evaluation.sets import choose_tasks
+from agentrl.inference.launch.launcher import EngineSpec, Launcher
+from agentrl.obs.rollouts import RolloutRecorder
+from agentrl.runtime.checks import open_tasks
+from agentrl.runtime.interrupt import Interrupt
+from agentrl.runtime.services import open_stack
+from agentrl.runtime.task_order import TaskOrder
+from agentrl.train.replay import RecordedRollouts, Replay, sample_check
+from agentrl.train.sampling import RolloutSource, Sampling
+from agentrl.weight_sync.base import WeightSync
+from agentrl.weight_sync.registry import make_sync
+
+
+async def open_sampling(
+    config: Config,
+    folder: Path,
+    model: Path,
+    exits: AsyncExitStack,
+    interrupt: Interrupt,
+    *,
+    launcher: Callable[[EngineSpec], Launcher],
+    resume_after: int | None,
+) -> RolloutSource:
+    """Start engines and tool servers, which ``exits`` ends, and return their rollout source.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        model: loaded by engines and tokenizer.
+        exits: gets what ends the services.
+        interrupt: ends sampling.
+        launcher: starts the engines.
+        resume_after: rollouts recorded after this step are deleted; None keeps all.
+
+    """
+    tasks = open_tasks(config)
+    services = open_stack(config, tasks, model, folder, config.run.seed, launcher=launcher)
+    stack = await exits.enter_async_context(services)
+    if config.placement.mode == "colocate":  # the learner loads next
+        await asyncio.gather(*(engine.release_memory() for engine in stack.fleet.live))
+    sync = _weight_sync(config, folder, config.weights.transport)
+    exits.push_async_callback(sync.aclose)
+    recorder = RolloutRecorder(
+        folder / "rollouts", keep=config.obs.rollouts, form=config.obs.rollout_format, after=resume_after
+    )
+    source = Sampling(
+        config=config,
+        stack=stack,
+        order=TaskOrder(tasks.split(config.tasks.train_split), config.run.seed),
+        sync=sync,
+        recorder=recorder,
+        interrupt=interrupt,
+        eval_sets=choose_tasks(config, tasks),
+        # An offloaded learner has no GPU memory that an engine could open.
+        restart_sync=_weight_sync(config, folder, "tensor") if config.weights.transport == "ipc" else None,
+    )
+    await source.open()
+    return source
+
+
+def open_replay(config: Config, path: Path, model: Path, interrupt: Interrupt) -> RolloutSource:
+    """Return the rollout source of recorded rollouts, which are checked against the tokenizer of ``model``."""
+    recorded = RecordedRollouts(path, config.rollout.batch_size)
+    return Replay(config, recorded, sample_check(model, config.sampler.temperature), interrupt)
+
+
+def _weight_sync(config: Config, folder: Path, transport: str) -> WeightSync:
+    gpus = config.sampler.device == learner_device(config.learner) == "cuda"
+    return make_sync(
+        transport,
+        bucket_bytes=config.weights.bucket_mib << 20,
+        folder=folder / "weights",
+        dtype=config.weights.dtype,
+        check=config.weights.check,
+        backend="nccl" if gpus else "gloo",
+        timeout_s=config.sampler.request_timeout_s,
+    )

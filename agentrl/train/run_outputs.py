@@ -1,0 +1,75 @@
+"""Outputs of a training run: metrics and trackers, the learning curve, and the summary at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from agentrl.config.schema import Config
+from agentrl.obs.learning_curve import plot_curve
+from agentrl.obs.metrics import MetricsLog
+from agentrl.obs.trackers import TensorBoard, Tracker
+from agentrl.obs.wandb import open_wandb
+
+CURVE = ("reward", "exact_match")
+"""Evaluation metrics of the learning curve."""
+
+
+def open_metrics(config: Config, folder: Path, note: Callable[[str], None], resume_after: int | None) -> MetricsLog:
+    """Return the metrics log of a run with its trackers.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        note: prints a line for the user.
+        resume_after: metrics after this step are deleted; None starts a new log.
+
+    """
+    trackers: list[Tracker] = []
+    if config.obs.tensorboard:
+        trackers.append(TensorBoard(folder / "tensorboard", resume_after=resume_after))
+    if config.obs.wandb != "off":
+        settings = config.model_dump(mode="json")
+        wandb = open_wandb(folder, mode=config.obs.wandb, project=config.obs.wandb_project, config=settings, note=note)
+        trackers += [wandb] if wandb else []
+    return MetricsLog(folder, trackers=trackers, table_rows=config.obs.table_rows, resume_after=resume_after)
+
+
+def curve_keys(config: Config) -> list[str]:
+    """Return the metrics that the learning curve shows, including those of each evaluation set."""
+    prefixes = [f"eval/{name}/" for name in config.eval.sets] or ["eval/"]
+    return ["train/reward", "rollout/exact_match", *(prefix + key for prefix in prefixes for key in CURVE)]
+
+
+def draw_curve(config: Config, folder: Path) -> Path | None:
+    """Draw the learning curve of a run, and return its file, or None if there is nothing to draw."""
+    return plot_curve(folder / "metrics.jsonl", folder / "curve.png", curve_keys(config))
+
+
+def print_summary(
+    console: Console, folder: Path, step: int, evaluation: Mapping[str, float], curve: Path | None
+) -> None:
+    """Print where the outputs of a run are, and the main metrics of the last evaluation."""
+    lines = {
+        "checkpoint": folder / "checkpoints" / f"step_{step:06d}",
+        "metrics": folder / "metrics.jsonl",
+        "rollouts": folder / "rollouts",
+        "curve": curve,
+    }
+    console.print(
+        "\n".join(f"{name:<11} {path}" for name, path in lines.items() if path and path.exists()),
+        highlight=False,
+        soft_wrap=True,
+    )
+    if evaluation:
+        shown = {key: round(value, 4) for key, value in evaluation.items() if is_main_metric(key)}
+        console.print(json.dumps(shown), highlight=False, markup=False, soft_wrap=True)
+
+
+def is_main_metric(key: str) -> bool:
+    """Return whether the summary shows an evaluation metric; ``metrics.jsonl`` has all of them."""
+    metric, _, rest = key.rpartition("/")
+    return rest != "ci95" and ("=" not in rest or metric.endswith(CURVE))
