@@ -1,11 +1,20 @@
-"""agentrl: multi-turn agentic reinforcement learning for language models."""
+"""agentrl: multi-turn agentic reinforcement learning for language models.
 
-from agentrl.core.env import AsyncEnv, Env
+The names here are the public interface for environments, tools, tasks, rewards and multi-turn loops of other projects;
+`agentrl.testing` has the fakes and contract checks for their tests.
+"""
+
+from agentrl.core.env import AsyncEnv, Env, Step
+from agentrl.core.errors import ConfigError, MissingError, TaskError, ToolFailure, UserError, unknown_name
 from agentrl.core.registry import make_env, register_env, register_tool, served_tools
-from agentrl.core.task import Task, TaskSet
+from agentrl.core.task import MadeTasks, Task, TaskSet
 from agentrl.core.tool import Tool, ToolService, tool
 from agentrl.core.types import (
+    Action,
+    CallStatus,
+    Info,
     Message,
+    Observation,
     Rewrite,
     Rollout,
     StopReason,
@@ -22,28 +31,40 @@ from agentrl.rewards.sample import Sample
 __version__ = "0.1.0"
 
 __all__ = [
+    "Action",
     "Agent",
     "AsyncEnv",
+    "CallStatus",
     "Chat",
+    "ConfigError",
     "Env",
+    "Info",
+    "MadeTasks",
     "Message",
+    "MissingError",
+    "Observation",
     "Rewrite",
     "Rollout",
     "Sample",
+    "Step",
     "StopReason",
     "Task",
+    "TaskError",
     "TaskSet",
     "Tool",
     "ToolCall",
     "ToolCalls",
+    "ToolFailure",
     "ToolResult",
     "ToolResults",
     "ToolService",
     "ToolStatus",
+    "UserError",
     "make_env",
     "register_env",
     "register_tool",
     "served_tools",
     "tool",
+    "unknown_name",
     "uses_tools",
 ]

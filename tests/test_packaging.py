@@ -1,5 +1,6 @@
 """What pyproject.toml says of packages is what lies on disk."""
 
+import ast
 import tomllib
 from pathlib import Path
 
@@ -55,12 +56,28 @@ def test_python_and_torch_ranges() -> None:
     assert {"sglang", "megatron", "dev"} <= set(project["optional-dependencies"])
 
 
+PUBLIC = (
+    "Action", "Agent", "AsyncEnv", "CallStatus", "Chat", "ConfigError", "Env", "Info", "MadeTasks", "Message", "MissingError",
+    "Observation", "Rewrite", "Rollout", "Sample", "Step", "StopReason", "Task", "TaskError", "TaskSet", "Tool", "ToolCall",
+    "ToolCalls", "ToolFailure", "ToolResult", "ToolResults", "ToolService", "ToolStatus", "UserError", "make_env",
+    "register_env", "register_tool", "served_tools", "tool", "unknown_name", "uses_tools",
+)  # fmt: skip
+
+
 def test_public_names() -> None:
     import agentrl
 
-    assert set(agentrl.__all__) == {
-        "Agent", "AsyncEnv", "Chat", "Env", "Message", "Rewrite", "Rollout", "Sample", "StopReason", "Task", "TaskSet", "Tool",
-        "ToolCall", "ToolCalls", "ToolResult", "ToolResults", "ToolService", "ToolStatus", "make_env", "register_env",
-        "register_tool", "served_tools", "tool", "uses_tools",
-    }  # fmt: skip
-    assert all(hasattr(agentrl, name) for name in agentrl.__all__)
+    assert tuple(agentrl.__all__) == PUBLIC
+    assert all(hasattr(agentrl, name) for name in PUBLIC)
+
+
+def test_examples_and_the_template_need_public_names_only() -> None:
+    allowed = ("agentrl", "agentrl.testing", "agentrl.rewards")
+    files = [*ROOT.glob("examples/**/*.py"), *ROOT.glob("agentrl/project_template/template/**/*.py")]
+    assert len(files) > 8
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            for module in modules:
+                assert module in allowed or module.partition(".")[0] != "agentrl", f"{file}: {module}"

@@ -6,10 +6,26 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, get_args
 
-from agentrl import Env, Message, Task, Tool, ToolCall, ToolCalls, ToolResult, ToolResults, ToolStatus, served_tools
-from agentrl.core.env import Step
-from agentrl.core.errors import ConfigError, TaskError, ToolFailure
-from agentrl.core.types import Action, CallStatus, Info, Observation
+from agentrl import (
+    Action,
+    CallStatus,
+    ConfigError,
+    Env,
+    Info,
+    Message,
+    Observation,
+    Step,
+    Task,
+    TaskError,
+    Tool,
+    ToolCall,
+    ToolCalls,
+    ToolFailure,
+    ToolResult,
+    ToolResults,
+    ToolStatus,
+    served_tools,
+)
 
 from .hidden import hidden_tests
 from .program import can_be_sent, program_in

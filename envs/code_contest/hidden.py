@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, TypeAdapter, ValidationError
 
-from agentrl.core.errors import TaskError
-from agentrl.core.task import Task
+from agentrl import Task, TaskError
 
 
 @dataclass(frozen=True, slots=True)

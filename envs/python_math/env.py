@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from agentrl import Env, Message, Task, ToolCall, ToolCalls, ToolResult, ToolResults, ToolStatus, served_tools
-from agentrl.core.env import Step
-from agentrl.core.errors import ConfigError, TaskError
-from agentrl.core.types import Action, CallStatus, Info, Observation
+from agentrl import (
+    Action,
+    CallStatus,
+    ConfigError,
+    Env,
+    Info,
+    Message,
+    Observation,
+    Step,
+    Task,
+    TaskError,
+    ToolCall,
+    ToolCalls,
+    ToolResult,
+    ToolResults,
+    ToolStatus,
+    served_tools,
+)
 from agentrl.rewards import answer_text, last_boxed
 
 from .scoring import same_answer

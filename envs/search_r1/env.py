@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from agentrl import Env, Message, Task, ToolCall, ToolCalls, ToolResult, ToolResults, ToolStatus
-from agentrl.core.env import Step
-from agentrl.core.errors import ConfigError, TaskError
-from agentrl.core.types import Action, Info, Observation
+from agentrl import (
+    Action,
+    ConfigError,
+    Env,
+    Info,
+    Message,
+    Observation,
+    Step,
+    Task,
+    TaskError,
+    ToolCall,
+    ToolCalls,
+    ToolResult,
+    ToolResults,
+    ToolStatus,
+)
 from agentrl.rewards import exact_match
 
 from .protocol import INVALID_ACTION, PROMPT, STOP, documents, information, parse

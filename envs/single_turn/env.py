@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from agentrl import Env
-from agentrl.core.env import Step
-from agentrl.core.types import Action
+from agentrl import Action, Env, Step
 
 
 class SingleTurnEnv(Env):

@@ -9,9 +9,7 @@ from typing import Any, ClassVar
 
 from agentrl_envs.search_r1.protocol import PROMPT
 
-from agentrl import Env, Message, Task, register_env
-from agentrl.core.env import Step
-from agentrl.core.types import Action, Info, Observation
+from agentrl import Action, Env, Info, Message, Observation, Step, Task, register_env
 
 LINKS = {
     "spouse": "is married to",

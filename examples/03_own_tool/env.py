@@ -9,9 +9,22 @@ from typing import Any, ClassVar, Literal
 
 from agentrl_envs.search_r1.protocol import PROMPT
 
-from agentrl import Env, Message, Task, Tool, ToolCall, ToolCalls, ToolResults, ToolStatus, register_env, tool
-from agentrl.core.env import Step
-from agentrl.core.types import Action, Info, Observation
+from agentrl import (
+    Action,
+    Env,
+    Info,
+    Message,
+    Observation,
+    Step,
+    Task,
+    Tool,
+    ToolCall,
+    ToolCalls,
+    ToolResults,
+    ToolStatus,
+    register_env,
+    tool,
+)
 
 SAYS = {"birthplace": "was born in", "employer": "works for", "spouse": "is married to"}
 

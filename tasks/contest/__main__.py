@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from agentrl import UserError
 from agentrl.config.sandbox import SandboxConfig
-from agentrl.core.errors import UserError
 from agentrl.core.registry import SANDBOXES, names, tool_service
 from agentrl.toolserver.in_process import LocalTools
 

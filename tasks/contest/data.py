@@ -10,9 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from agentrl.core.errors import ConfigError, unknown_name
-from agentrl.core.task import MadeTasks, Task, TaskSet
-from agentrl.core.types import Message
+from agentrl import ConfigError, MadeTasks, Message, Task, TaskSet, unknown_name
 from agentrl.data.files import Files, check_files, file_paths
 from agentrl.data.rows import read_rows
 

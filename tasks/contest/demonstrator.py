@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.core.types import Message
+from agentrl import Message
 
 from .problem import Problem
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from agentrl.core.registry import make_env
-from agentrl.core.task import Task
-from agentrl.core.types import Message, ToolCalls, ToolResults
+from agentrl import Message, Task, ToolCalls, ToolResults, make_env
 from agentrl.toolserver.in_process import LocalTools
 
 from .data import Contest

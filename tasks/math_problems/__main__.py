@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from agentrl.core.errors import UserError
+from agentrl import UserError
 
 from .data import MathProblems
 from .rows import FORMATS

@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 from agentrl_tasks.faults import check_faults, draw_fault
 
-from agentrl.core.errors import ConfigError, unknown_name
-from agentrl.core.task import MadeTasks, Task, TaskSet
-from agentrl.core.types import Message
+from agentrl import ConfigError, MadeTasks, Message, Task, TaskSet, unknown_name
 from agentrl.data.files import Files, check_files, file_paths
 from agentrl.data.rows import Row, read_rows
 

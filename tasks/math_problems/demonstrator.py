@@ -7,8 +7,7 @@ import re
 
 import numpy as np
 
-from agentrl.core.task import Task
-from agentrl.core.types import Message
+from agentrl import Message, Task
 
 FAULTS = ("guess", "method", "copy", "read", "unboxed", "call")
 """Faults of an expert, at most one per episode.

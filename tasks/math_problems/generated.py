@@ -6,8 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from random import Random
 
-from agentrl.core.task import MadeTasks, Task
-from agentrl.core.types import Message
+from agentrl import MadeTasks, Message, Task
 
 from .families import FAMILIES, Problem
 

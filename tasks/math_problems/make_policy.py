@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from agentrl_tasks.small_policy import save_policy
 
-from agentrl.core.types import Message
+from agentrl import Message
 
 from .data import MathProblems
 from .families import FAMILIES

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.core.errors import ConfigError
+from agentrl import ConfigError
 from agentrl.data.rows import Row
 
 COLUMNS = ("prompt", "question", "answer", "reward_model", "label", "data_source", "extra_info")

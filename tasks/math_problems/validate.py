@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from agentrl import Env
-from agentrl.core.errors import TaskError
-from agentrl.core.registry import make_env
-from agentrl.core.task import Task
-from agentrl.core.types import Message
+from agentrl import Env, Message, Task, TaskError, make_env
 
 WRONG = "-31415926535"
 """Not the answer of any problem."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentrl.core.types import Message
+from agentrl import Message
 
 from .world import RELATIONS_OF, Question, World
 

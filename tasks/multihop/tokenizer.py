@@ -8,8 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from agentrl.core.registry import make_env
-from agentrl.core.types import Message
+from agentrl import Message, make_env
 
 from .data import Multihop
 

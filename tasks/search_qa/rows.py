@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.core.errors import ConfigError
+from agentrl import ConfigError
 from agentrl.data.rows import Row
 
 COLUMNS = ("data_source", "prompt", "question", "golden_answers", "reward_model", "extra_info")

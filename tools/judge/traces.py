@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.core.types import ToolStatus
+from agentrl import ToolStatus
 from agentrl.sandbox.base import Job, Sandbox
 
 LOOK = r"""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from agentrl.core.types import ToolStatus
+from agentrl import ToolStatus
 from agentrl.sandbox.base import Outcome
 
 Compare = Literal["tokens", "lines"]

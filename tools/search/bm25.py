@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.core.errors import ConfigError
+from agentrl import ConfigError
 
 from .corpus import Document
 from .retriever import Corpora, Hit

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from agentrl.core.errors import ConfigError, MissingError
+from agentrl import ConfigError, MissingError
 
 from .corpus import open_corpus
 from .retriever import Corpora

@@ -11,7 +11,7 @@ from typing import IO, overload
 
 import orjson
 
-from agentrl.core.errors import ConfigError
+from agentrl import ConfigError
 
 Document = Mapping[str, str]
 """``{"id", "contents"}``."""

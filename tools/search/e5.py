@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentrl.core.errors import ConfigError
+from agentrl import ConfigError
 
 from .corpus import Document
 from .encoder import Encoder

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModel, AutoTokenizer
 
-from agentrl.core.errors import ConfigError
+from agentrl import ConfigError
 
 MAX_TOKENS = 256
 """Longer texts are cut here, as the published wiki-18 index was made."""

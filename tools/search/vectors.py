@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agentrl.core.errors import ConfigError
+from agentrl import ConfigError
 
 from .corpus import Document
 from .encoder import BATCH, Encoder, Vectors

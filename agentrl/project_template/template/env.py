@@ -5,10 +5,21 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar
 
-from agentrl import Env, Message, Task, Tool, ToolCall, ToolCalls, ToolResults, ToolStatus
-from agentrl.core.env import Step
-from agentrl.core.errors import ConfigError
-from agentrl.core.types import Action, Info, Observation
+from agentrl import (
+    Action,
+    ConfigError,
+    Env,
+    Info,
+    Message,
+    Observation,
+    Step,
+    Task,
+    Tool,
+    ToolCall,
+    ToolCalls,
+    ToolResults,
+    ToolStatus,
+)
 
 from tools import look_up
 

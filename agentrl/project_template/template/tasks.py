@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from agentrl import Message, Task, TaskSet
-from agentrl.core.errors import unknown_name
+from agentrl import Message, Task, TaskSet, unknown_name
 
 Facts = dict[str, str]
 """What is true of a person: ``{"birthplace": "Sadova", "employer": "Kelocorp", "spouse": "Tamo Rilek"}``."""

@@ -2,9 +2,8 @@
 
 import asyncio
 
-from agentrl import Task, ToolCall, ToolResult
+from agentrl import StopReason, Task, ToolCall, ToolResult
 from agentrl.testing import check_env, check_tool, play_episode
-from agentrl.core.types import StopReason
 
 from env import DirectoryEnv
 from tasks import DIRECTORIES, People
