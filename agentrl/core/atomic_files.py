@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PARTIAL = ".partial"
@@ -28,6 +30,14 @@ def publish(part: Path, folder: Path) -> None:
     else:
         os.replace(part, folder)
     _sync(folder.parent)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, which replaces the file ``path`` when the block ends without an error."""
+    partial = partial_path(path)
+    yield partial
+    os.replace(partial, path)
 
 
 def _sync(path: Path) -> None:

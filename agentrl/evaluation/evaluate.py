@@ -19,7 +19,7 @@ from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.sets import TaskChoice, choose_tasks
 from agentrl.learner.checkpoints import latest_checkpoint
 from agentrl.models.resolve import resolve_model
-from agentrl.obs.episode_progress import EpisodeCount
+from agentrl.obs.episode_progress import EpisodeProgress
 from agentrl.obs.rollouts import RolloutFile
 from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
@@ -119,7 +119,7 @@ async def evaluate_policy(config: Config, console: Console, samples: Path | None
     model = resolve_model(config.model.path)
     episodes = sum(len(choice.tasks) * choice.plan.n_samples for choice in sets)
     file = RolloutFile(samples) if samples is not None else None
-    with tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder, EpisodeCount(console, episodes) as count:
+    with tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder, EpisodeProgress(console, episodes) as count:
 
         def done(rollout: Rollout) -> None:
             count.add()
@@ -128,7 +128,7 @@ async def evaluate_policy(config: Config, console: Console, samples: Path | None
 
         async with open_stack(config, tasks, model, Path(folder), config.run.seed) as stack:
             count.begin()
-            with Interrupt() as interrupt, Watchdog(config.obs.stall_warning_s, count.say):
+            with Interrupt() as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
                 results = await evaluate_watched(sets, stack, interrupt, done)
     if file is not None:
         file.finish()

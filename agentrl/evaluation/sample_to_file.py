@@ -20,7 +20,7 @@ from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.sets import TaskChoice
 from agentrl.evaluation.table import results_table
 from agentrl.models.resolve import resolve_model
-from agentrl.obs.episode_progress import EpisodeCount
+from agentrl.obs.episode_progress import EpisodeProgress
 from agentrl.obs.rollouts import RolloutFile
 from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
@@ -81,7 +81,7 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
     done: list[Rollout] = []
     total = plan.tasks * config.rollout.n_samples_per_prompt
     try:
-        with tempfile.TemporaryDirectory() as folder, EpisodeCount(console, total, "sampling") as count:
+        with tempfile.TemporaryDirectory() as folder, EpisodeProgress(console, total, "sampling") as count:
 
             def write(rollout: Rollout) -> None:
                 file.write(rollout)
@@ -91,7 +91,7 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
             async with open_stack(config, tasks, model, Path(folder), config.run.seed) as stack:
                 count.begin()
                 runner = stack.runner()
-                with Interrupt() as interrupt, Watchdog(config.obs.stall_warning_s, count.say):
+                with Interrupt() as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
                     for number, (start, some) in enumerate(steps, 1):
                         jobs = step_jobs(config, order, number, start, some)
                         await sample_watched(runner, jobs, stack, interrupt, write)

@@ -1,4 +1,4 @@
-"""How far an evaluation or sampling is, for whoever waits for it."""
+"""Progress of an evaluation or of sampling, in episodes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from agentrl.obs.progress import format_left
 
 EVERY_S = 10.0
-"""Seconds between two lines where the output is no terminal."""
+"""Seconds between two lines if the output is not a terminal."""
 
 
-class EpisodeCount:
-    """Counts episodes: a bar in a terminal, elsewhere a line now and then."""
+class EpisodeProgress:
+    """Counts finished episodes: a progress bar in a terminal, elsewhere a line every `EVERY_S`."""
 
-    def __init__(self, console: Console, total: int, doing: str = "evaluating") -> None:
+    def __init__(self, console: Console, total: int, activity: str = "evaluating") -> None:
         self.done = 0
         self._console = console
         self._total = total
-        self._doing = doing
+        self._activity = activity
         self._began = self._shown = time.monotonic()
         self._bar: Progress | None = None
         if console.is_terminal:
@@ -30,15 +30,15 @@ class EpisodeCount:
             self._task = self._bar.add_task("starting engine and tools", total=total)
 
     def begin(self) -> None:
-        """Say that the first episodes start now."""
+        """Start the clock: the first episodes start now."""
         self._began = self._shown = time.monotonic()
         if self._bar is not None:
-            self._bar.reset(self._task, description=self._doing)
+            self._bar.reset(self._task, description=self._activity)
         else:
-            self._console.print(f"{self._doing}: {self._total} episodes", highlight=False, soft_wrap=True)
+            self._console.print(f"{self._activity}: {self._total} episodes", highlight=False, soft_wrap=True)
 
     def add(self) -> None:
-        """Count one episode that has ended."""
+        """Count a finished episode."""
         self.done += 1
         now = time.monotonic()
         if self._bar is not None:
@@ -46,15 +46,15 @@ class EpisodeCount:
         elif now - self._shown >= EVERY_S and self.done < self._total:
             self._shown = now
             left = (now - self._began) / self.done * (self._total - self.done)
-            line = f"{self._doing}: {self.done}/{self._total} episodes, about {format_left(left)} left"
+            line = f"{self._activity}: {self.done}/{self._total} episodes, about {format_left(left)} left"
             self._console.print(line, highlight=False, soft_wrap=True)
 
-    def say(self, what: str) -> None:
-        """Print something that stays."""
-        self._console.print(what, highlight=False, markup=False, soft_wrap=True)
+    def print_text(self, text: str) -> None:
+        """Print text without markup or wrapping above the progress bar."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def __enter__(self) -> EpisodeCount:
-        """Show the bar."""
+    def __enter__(self) -> EpisodeProgress:
+        """Show the progress bar."""
         if self._bar is not None:
             self._bar.start()
         return self
@@ -62,6 +62,6 @@ class EpisodeCount:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Take the bar away; what it counted is said by the results."""
+        """Remove the progress bar."""
         if self._bar is not None:
             self._bar.stop()

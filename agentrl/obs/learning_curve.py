@@ -1,4 +1,4 @@
-"""The learning curve as a picture."""
+"""Plot of a run's metrics over its steps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from agentrl.obs.metrics import read_metrics
 
 
 def plot_curve(metrics: Path, out: Path, keys: Sequence[str]) -> Path | None:
-    """Draw the ``keys`` of a ``metrics.jsonl`` over steps into the PNG ``out``; None where no step has any of them.
+    """Plot the ``keys`` of a ``metrics.jsonl`` over steps to the PNG ``out``; return None if no step has any of them.
 
-    Keys that start with ``eval/`` are points joined by a line, the others a line. Of series that are the same all along
-    one is drawn, under both names.
+    Keys that start with ``eval/`` are drawn as points joined by a line, others as a line. Identical series are drawn once,
+    with all of their names.
     """
     rows = read_metrics(metrics)
     series = {key: [(row["step"], row[key]) for row in rows if key in row] for key in keys}
@@ -39,7 +39,7 @@ Points = list[tuple[float, float]]
 
 
 def distinct(series: Mapping[str, Points]) -> list[tuple[list[str], Points]]:
-    """Return each different series once, with all names it goes by."""
+    """Return each distinct series once, with all of its names."""
     found: list[tuple[list[str], Points]] = []
     for name, points in series.items():
         same = next((names for names, others in found if others == points), None)

@@ -1,26 +1,26 @@
-"""A run's figures: one JSON object a step in ``metrics.jsonl``, the record, and trackers beside it."""
+"""Metrics of a run: one JSON object per step in ``metrics.jsonl``, which is the record, and trackers."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from agentrl.core.atomic_files import replacing
 from agentrl.core.types import Rollout
 from agentrl.obs.trackers import Tracker, sample_table
 
 
 class MetricsLog:
-    """Appends a line a step and flushes it, so that a killed run has every finished step.
+    """Appends and flushes one line per step, so that a killed run has the metrics of every finished step.
 
     Args:
-        folder: the run's.
-        trackers: get the same figures; closed with the log.
+        folder: folder of the run.
+        trackers: receive the same metrics; closed with the log.
         table_rows: rollouts of each step in the trackers' sample tables.
-        resume_after: the step of the checkpoint that a resumed run starts from. Later lines are dropped: those steps
-            are done again.
+        resume_after: step of the checkpoint from which a run is resumed. Lines of later steps are removed, because these
+            steps are run again.
 
     """
 
@@ -35,39 +35,39 @@ class MetricsLog:
         _rewrite(self.path, kept)
         self._file = self.path.open("a", encoding="utf-8")
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Record the figures of one step."""
-        self._file.write(json.dumps({"step": step, **{key: round(value, 8) for key, value in figures.items()}}) + "\n")
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of one step."""
+        self._file.write(json.dumps({"step": step, **{key: round(value, 8) for key, value in metrics.items()}}) + "\n")
         self._file.flush()
         for tracker in self._trackers:
-            tracker.log(step, figures)
+            tracker.log(step, metrics)
 
     def samples(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Show some of a step's rollouts in the trackers' sample tables."""
+        """Write some of a step's rollouts to the trackers' sample tables."""
         if self._table_rows and self._trackers and rollouts:
             table = sample_table(rollouts, self._table_rows)
             for tracker in self._trackers:
                 tracker.samples(step, table)
 
     def close(self) -> None:
-        """Flush everything."""
+        """Close the file and the trackers."""
         self._file.close()
         for tracker in self._trackers:
             tracker.close()
 
     def __enter__(self) -> MetricsLog:
-        """Return itself."""
+        """Return the log."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close."""
+        """Close the log."""
         self.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return all rows of a ``metrics.jsonl``; a last line that a kill cut short is left out."""
+    """Return all rows of a ``metrics.jsonl``; an incomplete last line, from a killed run, is skipped."""
     if not path.is_file():
         return []
     rows: list[dict[str, float]] = []
@@ -82,6 +82,5 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def _rewrite(path: Path, rows: Iterable[Mapping[str, float]]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

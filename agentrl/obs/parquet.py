@@ -1,9 +1,8 @@
-"""Rollouts as parquet: a line a rollout; tokens, masks, log-probabilities and provenance as list columns."""
+"""Rollouts as parquet: one line per rollout; tokens, masks, log-probabilities and provenance are list columns."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -12,44 +11,44 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.core.atomic_files import replacing
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Rollout
 from agentrl.obs.rollout_format import ARRAYS, rollout_from_dict, rollout_to_dict
 
 AS_JSON = ("label", "metadata")
-"""Columns of any shape, kept as JSON text."""
+"""Columns of arbitrary structure, stored as JSON text."""
 SMALL = ("agent_id", "row", "request_ids", "fork", "temperature", "crc32")
-"""What a row holds beside its arrays."""
+"""Fields of a row besides its arrays."""
 ROW_GROUP = 512
-"""Rollouts that are compressed together."""
+"""Rollouts per parquet row group."""
 
 
 def write_parquet(path: Path, rollouts: Sequence[Rollout]) -> None:
-    """Write ``path``, which appears whole or not at all."""
+    """Write rollouts to ``path`` atomically."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     table = pa.Table.from_pylist([_to_line(rollout) for rollout in rollouts], schema=_schema())
-    partial = path.with_name(path.name + ".partial")
-    pq.write_table(table, partial, compression="zstd", row_group_size=ROW_GROUP)
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        pq.write_table(table, partial, compression="zstd", row_group_size=ROW_GROUP)
 
 
 def read_parquet(path: Path) -> list[Rollout]:
-    """Return what `write_parquet` was given.
+    """Return the rollouts that `write_parquet` has written.
 
     Raises:
-        ConfigError: the file cannot be read, or is none of these.
+        ConfigError: the file cannot be read, or has no rollouts.
 
     """
     return [rollout_from_dict(data) for data in iter_parquet(path)]
 
 
 def iter_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    """Iterate over the rollouts of a file as `rollout_to_dict` makes them, a row group in memory at a time.
+    """Iterate over the rollouts of a file in the format of `rollout_to_dict`, with one row group in memory at a time.
 
     Raises:
-        ConfigError: as `read_parquet`.
+        ConfigError: as in `read_parquet`.
 
     """
     import pyarrow as pa
@@ -66,7 +65,7 @@ def iter_parquet(path: Path) -> Iterator[dict[str, Any]]:
             for line, rows in zip(lines, _read_rows(table["rows"]), strict=True):
                 yield _from_line(line, rows)
     except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"{path} is no parquet file that can be read: {error}") from None
+        raise ConfigError(f"{path} is not a readable parquet file: {error}") from None
 
 
 def _schema() -> Any:
@@ -119,7 +118,7 @@ def _from_line(line: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, An
 
 
 def _read_rows(column: Any) -> list[list[dict[str, Any]]]:
-    """Return the rows of each rollout with NumPy arrays; as Python numbers they would take minutes."""
+    """Return the rows of each rollout with NumPy arrays: converting them to Python numbers would take minutes."""
     found = []
     for chunk in column.chunks:
         structs = chunk.values
@@ -132,7 +131,7 @@ def _read_rows(column: Any) -> list[list[dict[str, Any]]]:
 
 
 def _split(lists: Any) -> list[NDArray[np.generic]]:
-    """Return the arrays in a column of lists."""
+    """Return the arrays of a list column."""
     bounds = lists.offsets.to_numpy()
     values = lists.values.to_numpy(zero_copy_only=False)
     return [values[start:stop].copy() for start, stop in pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""Progress of a run on the console: a live table in a terminal, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("sync", "time/sync_s", "{:.1f}"),
     ("train", "time/train_s", "{:.1f}"),
 )
-"""Title, metric and format of the columns beside the step; one that the environment has no figure for is left out.
+"""Title, metric and format of the columns after the step; columns whose metric the run lacks are omitted.
 
-``flat groups`` is the share of groups without variance; behind a step's seconds stand those of its phases, and the share
-of the episodes' time that tools took."""
+``flat groups`` is the share of groups without reward variance, ``tools`` the share of the episodes' time in tool calls. The
+seconds of a step are followed by those of its phases."""
 
 SHOWN_STEPS = 12
 
 
 def format_left(seconds: float) -> str:
-    """Return seconds as ``4m05s``."""
+    """Return seconds as ``4m05s`` or ``1h02m``."""
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
 
 
 class ProgressView:
-    """A live table in a terminal; plain lines where the output is no terminal or ``mode`` asks for them."""
+    """A live table in a terminal; plain lines if the output is not a terminal, or in mode ``plain``."""
 
     def __init__(self, console: Console, total_steps: int, mode: Literal["auto", "live", "plain"] = "auto") -> None:
         self.console = console
         self.total = total_steps
-        """Steps of the whole run."""
+        """Number of steps of the run."""
         self._rows: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=SHOWN_STEPS)
         self._durations: deque[float] = deque(maxlen=8)
         self._phase = "starting"
@@ -65,35 +65,35 @@ class ProgressView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the live view; the last state stays on screen."""
+        """Stop the live view; its last state stays on the screen."""
         if self._live:
             self._live.update(self._table(), refresh=True)
             self._live.stop()
 
     def phase(self, name: str) -> None:
-        """Say what the run does now."""
+        """Show the current phase."""
         self._phase = name
         if self._live:
             self._live.update(self._table())
 
     def note(self, what: RenderableType) -> None:
-        """Print something that stays."""
+        """Print a message above the live view."""
         self.console.print(what)
 
-    def say(self, text: str) -> None:
-        """Print text that stays as it is, whichever thread it comes from."""
+    def print_text(self, text: str) -> None:
+        """Print text without markup or wrapping; safe to call from any thread."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def step(self, step: int, figures: Mapping[str, float], seconds_left: float | None = None) -> None:
-        """Show a finished step; the run ends once ``seconds_left`` are over, where it has such a limit."""
+    def step(self, step: int, metrics: Mapping[str, float], seconds_left: float | None = None) -> None:
+        """Show the metrics of a finished step; ``seconds_left`` is the rest of the run's time limit, if it has one."""
         self._done = step
         self._seconds_left = seconds_left
-        self._rows.append((step, figures))
-        self._durations.append(figures.get("time/step_s", 0.0))
+        self._rows.append((step, metrics))
+        self._durations.append(metrics.get("time/step_s", 0.0))
         if self._live:
             self._live.update(self._table())
         else:
-            cells = "  ".join(f"{title} {form.format(figures[key])}" for title, key, form in COLUMNS if key in figures)
+            cells = "  ".join(f"{title} {form.format(metrics[key])}" for title, key, form in COLUMNS if key in metrics)
             self.console.print(
                 f"step {step}/{self.total}  {cells}  left {self._left()}", highlight=False, soft_wrap=True
             )
@@ -106,12 +106,12 @@ class ProgressView:
         return format_left(left if self._seconds_left is None else max(0.0, min(left, self._seconds_left)))
 
     def _table(self) -> RenderableType:
-        shown = [column for column in COLUMNS if any(column[1] in figures for _, figures in self._rows)]
+        shown = [column for column in COLUMNS if any(column[1] in metrics for _, metrics in self._rows)]
         table = Table(box=None, pad_edge=False, header_style="bold")
         for title in ("step", *(title for title, _, _ in shown)):
             table.add_column(title, justify="right")
-        for step, figures in self._rows:
-            cells = (form.format(figures[key]) if key in figures else "–" for _, key, form in shown)
+        for step, metrics in self._rows:
+            cells = (form.format(metrics[key]) if key in metrics else "–" for _, key, form in shown)
             table.add_row(str(step), *cells)
         status = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=max(1, self.total), completed=self._done, width=30)
@@ -122,7 +122,7 @@ class ProgressView:
 
 
 class Stopwatch:
-    """Seconds by phase: ``with watch("rollout"): …`` adds to ``time/rollout_s``."""
+    """Adds up seconds by phase: ``with watch("rollout"): …`` adds to ``time/rollout_s``."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -130,21 +130,21 @@ class Stopwatch:
         self._start = 0.0
 
     def __call__(self, name: str) -> Stopwatch:
-        """Name the phase that the next ``with`` measures."""
+        """Set the phase that the next ``with`` measures."""
         self._name = name
         return self
 
     def __enter__(self) -> None:
-        """Start."""
+        """Start the measurement."""
         self._start = time.perf_counter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Add what passed."""
+        """Add the elapsed seconds to the phase."""
         spent = time.perf_counter() - self._start
         self.seconds[self._name] = self.seconds.get(self._name, 0.0) + spent
 
     def metrics(self) -> dict[str, float]:
-        """Return the phases as metrics."""
+        """Return ``time/PHASE_s`` for each phase."""
         return {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}

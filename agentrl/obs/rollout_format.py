@@ -1,4 +1,4 @@
-"""A rollout as JSON-able data, with every token and who made it, and back."""
+"""Conversion of rollouts to and from JSON-able data, with every token and its provenance."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ ARRAYS: dict[str, type[np.generic]] = {
     "versions": np.int32,
     "requests": np.int32,
 }
-"""The arrays of a `Row`, ``[T]`` each, and what they are made of."""
+"""The arrays of a `Row`, each ``[T]``, and their dtypes."""
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
 
 
 def encode_rollout(rollout: Rollout) -> bytes:
-    """Return a rollout as one line of JSON. What JSON cannot hold in labels and texts is written as readable text."""
+    """Return a rollout as one line of JSON. Values in labels and texts that JSON cannot represent are written as text."""
     data = rollout_to_dict(rollout)
     try:
         return orjson.dumps(data, option=_OPTIONS)
-    except TypeError:  # orjson's JSONEncodeError is one
+    except TypeError:  # base class of orjson.JSONEncodeError
         return orjson.dumps(_portable(data), option=_OPTIONS)
 
 
 def decode_rollout(line: bytes) -> Rollout:
-    """Return what `encode_rollout` was given."""
+    """Return the rollout of a line of `encode_rollout`."""
     return rollout_from_dict(orjson.loads(line))
 
 
 def rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout as data; the arrays of its rows stay NumPy arrays."""
+    """Return a rollout as a dictionary; the arrays of its rows stay NumPy arrays."""
     failure = rollout.failure
     return {
         "prompt_id": rollout.prompt_id,
@@ -74,7 +74,7 @@ def rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
 
 
 def rollout_from_dict(data: Mapping[str, Any]) -> Rollout:
-    """Return what `rollout_to_dict` was given; a figure that is no number in JSON comes back as NaN."""
+    """Return the rollout of a `rollout_to_dict`; a number that is null in JSON becomes NaN."""
     failure = data["failure"]
     return Rollout(
         prompt_id=data["prompt_id"],
@@ -96,7 +96,7 @@ def rollout_from_dict(data: Mapping[str, Any]) -> Rollout:
 
 
 def row_checksum(row: Row) -> int:
-    """Return the CRC-32 of all that a row holds but its key; it is written beside the row, for ``agentrl audit``."""
+    """Return the CRC-32 of all fields of a row except its key; it is stored with the row, for ``agentrl audit``."""
     small = orjson.dumps([row.request_ids, row.fork and row.fork.value, row.temperature])
     checksum = zlib.crc32(small)
     for name, kind in ARRAYS.items():
@@ -106,7 +106,7 @@ def row_checksum(row: Row) -> int:
 
 
 def turn_to_dict(turn: Turn) -> dict[str, Any]:
-    """Return a turn as JSON-able data."""
+    """Return a turn as a JSON-able dictionary."""
     return {
         "action": turn.action,
         "observation": turn.observation,
@@ -116,7 +116,7 @@ def turn_to_dict(turn: Turn) -> dict[str, Any]:
 
 
 def turn_from_dict(data: Mapping[str, Any]) -> Turn:
-    """Return what `turn_to_dict` was given."""
+    """Return the turn of a `turn_to_dict`."""
     return Turn(data["action"], data["observation"], FinishReason(data["finish_reason"]), _number(data["reward"]))
 
 
@@ -150,7 +150,7 @@ def _number(value: float | None) -> float:
 
 
 def _portable(value: Any) -> Any:
-    """Return data that JSON holds: lone surrogates replaced, whole numbers beyond 64 bits and other objects as text."""
+    """Return JSON-able data: lone surrogates replaced, integers beyond 64 bits and other objects as text."""
     if isinstance(value, Mapping):
         return {_portable(str(key)): _portable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

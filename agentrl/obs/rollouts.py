@@ -1,17 +1,16 @@
-"""Rollouts on disk: a file a step, and beside it the advantages that they were trained with.
+"""Rollout files: one file per step, and the advantages with which its rollouts were trained.
 
 ::
 
     rollouts/
-      step_000012.jsonl             one JSON object a line, written as rollouts end; or
-      step_000012.parquet           the same, made of the lines once the step is whole
-      step_000012.advantages.json   {rollout_id: advantage} of all that were not dropped
+      step_000012.jsonl             one JSON object per line, written when a rollout ends; or
+      step_000012.parquet           the same, converted from the lines when the step is complete
+      step_000012.advantages.json   {rollout_id: advantage} of all rollouts that were not dropped
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, Literal
 
 import orjson
 
+from agentrl.core.atomic_files import replacing
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Rollout
 from agentrl.obs.parquet import iter_parquet, read_parquet, write_parquet
@@ -27,17 +27,17 @@ from agentrl.obs.rollout_format import decode_rollout, encode_rollout, rollout_f
 Keep = Literal["all", "first", "none"]
 """Which of a step's rollouts are written: all, those of the step's first task, or none."""
 
-_NO_ROLLOUT = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
-"""What comes of reading what is no rollout."""
+_DECODE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
+"""Errors of decoding data that is not a rollout."""
 
 _STEP = re.compile(r"step_(\d{6,})\.(?:jsonl|parquet|advantages\.json)")
 
 
 class RolloutFile:
-    """One file of rollouts, written as they come: each is handed to the system before `write` returns.
+    """A file of rollouts to which each rollout is appended when it ends; `write` returns after the system call.
 
     Args:
-        path: ``….jsonl``, or ``….parquet``, which `finish` makes of the JSON lines that lie beside it until then.
+        path: ``….jsonl``, or ``….parquet``; JSON lines next to it are converted to parquet by `finish`.
 
     """
 
@@ -49,13 +49,13 @@ class RolloutFile:
         self.lines.write_bytes(b"")
 
     def write(self, rollouts: Rollout | Sequence[Rollout]) -> None:
-        """Add rollouts."""
+        """Append rollouts."""
         some = [rollouts] if isinstance(rollouts, Rollout) else rollouts
         with self.lines.open("ab") as file:
             file.write(b"".join(encode_rollout(rollout) for rollout in some))
 
     def finish(self) -> Path:
-        """Say that no rollout follows, and return the file's path."""
+        """Complete the file, and return its path."""
         if self.path != self.lines:
             write_parquet(self.path, read_rollouts(self.lines))
             self.lines.unlink()
@@ -63,13 +63,13 @@ class RolloutFile:
 
 
 class RolloutRecorder:
-    """Writes the rollouts of a run. A step that is done again starts its file anew.
+    """Writes the rollouts of a run. If a step is run again, its file is overwritten.
 
     Args:
         folder: ``rollouts/`` of the run.
-        keep: which rollouts of each step.
-        form: how a step's file ends.
-        after: files of later steps are deleted: a resumed run does those steps again.
+        keep: which rollouts of each step are written.
+        form: file format.
+        after: files of later steps are deleted, because a resumed run repeats these steps.
 
     """
 
@@ -88,11 +88,11 @@ class RolloutRecorder:
                     path.unlink()
 
     def begin(self, step: int, first: str) -> None:
-        """Begin a step whose first task is ``first``; without this it is that of the rollout written first."""
+        """Start a step whose first task is ``first``; without this call it is the task of the first rollout written."""
         self._first[step] = first
 
     def write(self, step: int, rollouts: Rollout | Sequence[Rollout]) -> None:
-        """Add those of the rollouts that are kept to the step's file."""
+        """Append rollouts, as far as they are kept, to the step's file."""
         some = [rollouts] if isinstance(rollouts, Rollout) else rollouts
         if self._keep == "first" and some:
             first = self._first.setdefault(step, some[0].prompt_id)
@@ -104,7 +104,7 @@ class RolloutRecorder:
         self._files[step].write(some)
 
     def finish(self, step: int, advantages: Mapping[str, float]) -> None:
-        """Say that a step is whole; ``advantages`` are what its rollouts are trained with."""
+        """Complete a step's file, and write the ``advantages`` with which its rollouts are trained."""
         file = self._files.pop(step, None)
         self._first.pop(step, None)
         if file is not None:
@@ -113,15 +113,15 @@ class RolloutRecorder:
 
 
 def step_name(step: int) -> str:
-    """Return what the files of a step are called, without their suffix."""
+    """Return the name of a step's files without the suffix."""
     return f"step_{step:06d}"
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """Return the rollouts of a JSON lines or parquet file; a last line that a kill cut short is left out.
+    """Return the rollouts of a JSON lines or parquet file; an incomplete last line, from a killed run, is skipped.
 
     Raises:
-        ConfigError: the file cannot be read, or a line of it is no rollout.
+        ConfigError: the file cannot be read, or a line is not a rollout.
 
     """
     if path.suffix == ".parquet":
@@ -134,10 +134,10 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
 
 def scan_rollouts(path: Path) -> Iterator[tuple[Rollout | str, list[int]]]:
-    """Iterate over a file's rollouts one at a time, those that are damaged included; for checks.
+    """Iterate over a file's rollouts one at a time, including damaged ones; for checks.
 
     Yields:
-        a rollout, or in words why it is none, and the places of its rows that are not as they were written.
+        a rollout, or the reason why it cannot be decoded, and the indices of its rows whose checksum is wrong.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -160,22 +160,20 @@ def _scanned(line: bytes | dict[str, Any]) -> tuple[Rollout | str, list[int]]:
         data = orjson.loads(line) if isinstance(line, bytes) else line
         rollout = rollout_from_dict(data)
         rows = enumerate(zip(rollout.rows, data["rows"], strict=True))
-        return rollout, [place for place, (row, saved) in rows if saved.get("crc32") != row_checksum(row)]
-    except _NO_ROLLOUT as error:
-        return f"no rollout as agentrl writes them: {type(error).__name__}: {error}", []
+        return rollout, [index for index, (row, saved) in rows if saved.get("crc32") != row_checksum(row)]
+    except _DECODE_ERRORS as error:
+        return f"not a rollout of agentrl: {type(error).__name__}: {error}", []
 
 
 def _decode(path: Path, number: int, line: bytes) -> Rollout:
     try:
         return decode_rollout(line)
-    except _NO_ROLLOUT as error:
-        raise ConfigError(
-            f"{path}, line {number}: no rollout as agentrl writes them: {type(error).__name__}: {error}"
-        ) from None
+    except _DECODE_ERRORS as error:
+        raise ConfigError(f"{path}, line {number}: not a rollout of agentrl: {type(error).__name__}: {error}") from None
 
 
 def rollout_files(folder: Path) -> dict[int, Path]:
-    """Return the files of a run's folder, or of its ``rollouts/``, by step; a step's parquet file goes before its lines."""
+    """Return the rollout files of a run's folder, or of its ``rollouts/``, by step; parquet has priority over JSON lines."""
     inner = folder / "rollouts"
     found: dict[int, Path] = {}
     for path in sorted((inner if inner.is_dir() else folder).iterdir()):  # .jsonl before .parquet
@@ -184,23 +182,16 @@ def rollout_files(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def read_run(folder: Path) -> Iterator[tuple[int, list[Rollout]]]:
-    """Iterate over the steps of a run's folder, or of its ``rollouts/``, reading one at a time."""
-    for step, path in rollout_files(folder).items():
-        yield step, read_rollouts(path)
-
-
 def write_advantages(folder: Path, step: int, advantages: Mapping[str, float]) -> Path:
-    """Write the advantage of each rollout of a step, by ``rollout_id``, beside its rollouts; return the file's path."""
+    """Write the advantages of a step's rollouts by ``rollout_id``; return the file's path."""
     path = folder / f"{step_name(step)}.advantages.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(dict(advantages)), encoding="utf-8")
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(dict(advantages)), encoding="utf-8")
     return path
 
 
 def read_advantages(folder: Path, step: int) -> dict[str, float]:
-    """Return what `write_advantages` wrote; empty where the step was not trained on."""
+    """Return the advantages of a step by ``rollout_id``; empty if the step was not trained on."""
     path = folder / f"{step_name(step)}.advantages.json"
     if not path.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""Where a run's figures are shown beside ``metrics.jsonl``: TensorBoard, and Weights & Biases (`agentrl.obs.wandb`)."""
+"""Metric trackers besides ``metrics.jsonl``: TensorBoard, and Weights & Biases (`agentrl.obs.wandb`)."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any, Protocol
 from agentrl.core.types import Rollout
 
 COLUMNS = ("task", "prompt", "response", "label", "reward", "stop reason", "turns", "sampled tokens")
-"""Of a sample table."""
+"""Columns of a sample table."""
 
 
 class Tracker(Protocol):
-    """Shows a run's figures somewhere. ``metrics.jsonl`` stays the record: a tracker that fails must not end the run."""
+    """Receives a run's metrics. ``metrics.jsonl`` stays the record: a tracker that fails must not end the run."""
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Show the figures of a step; a step may come in several parts, and again after a resume."""
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log metrics of a step; a step may be logged in several calls, and again after a resume."""
         ...
 
     def samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
-        """Show some of a step's rollouts: lines of `COLUMNS`."""
+        """Log some of a step's rollouts, as lines of `COLUMNS`."""
         ...
 
     def close(self) -> None:
-        """Hand over everything that is left."""
+        """Flush and close the tracker."""
         ...
 
 
 class TensorBoard:
-    """Event files under ``folder``; a resumed run hides the steps after ``resume_after``."""
+    """Event files under ``folder``; steps after ``resume_after`` of the run before a resume are hidden."""
 
     def __init__(self, folder: Path, *, resume_after: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -37,9 +37,9 @@ class TensorBoard:
         purge = None if resume_after is None else resume_after + 1
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge, flush_secs=5)
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write scalars."""
-        for key, value in figures.items():
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write metrics as scalars."""
+        for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
 
     def samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
@@ -47,12 +47,12 @@ class TensorBoard:
         self._writer.add_text("samples", markdown(table), step)
 
     def close(self) -> None:
-        """Flush the files."""
+        """Flush and close the event files."""
         self._writer.close()
 
 
 def sample_table(rollouts: Sequence[Rollout], count: int) -> list[list[Any]]:
-    """Return ``count`` rollouts, evenly from the whole step, as lines of `COLUMNS`."""
+    """Return ``count`` rollouts, evenly spaced over the step, as lines of `COLUMNS`."""
     some = [rollouts[index * len(rollouts) // count] for index in range(count)] if len(rollouts) > count else rollouts
     return [
         [
@@ -70,7 +70,7 @@ def sample_table(rollouts: Sequence[Rollout], count: int) -> list[list[Any]]:
 
 
 def markdown(table: Sequence[Sequence[Any]]) -> str:
-    """Return a table of `COLUMNS` as Markdown, its text shown as it is."""
+    """Return a table of `COLUMNS` as Markdown, with all text escaped."""
     head = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}\n"
     return head + "".join(f"| {' | '.join(_cell(value) for value in line)} |\n" for line in table)
 

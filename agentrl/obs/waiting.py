@@ -1,12 +1,12 @@
-"""What a run waits for now: every place where it may hang says so while it is in there.
+"""Registry of what a run is waiting for: code that may hang registers itself while it waits.
 
 ::
 
     with waiting("tool", "search", "call search-1"):
         result = await client.call(call)
 
-Costs a microsecond or two, and nothing but a look at a context variable where nobody watches (`agentrl.obs.watchdog`).
-Waits nest by context: those of a task or a thread (`asyncio.to_thread`) that was started inside another wait belong to it.
+A wait costs a microsecond or two, or the lookup of a context variable without a watchdog (`agentrl.obs.watchdog`). WaitRegistry
+nest by context: a wait in a task or thread (`asyncio.to_thread`) that was started inside another wait is nested in that.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from time import monotonic
 from types import TracebackType
 
 Detail = str | Callable[[], str]
-"""A word of what is waited for; a function is asked when a report is written, in the watchdog's thread."""
+"""A detail of a wait; a function is called when a report is written, in the watchdog's thread."""
 
 PHASE = "phase"
-"""The kind of the outermost waits: a report names them first."""
+"""The kind of the outermost waits; a report groups the others by them."""
 
-_inside: ContextVar[Waits | waiting | None] = ContextVar("agentrl_waiting", default=None)
+_inside: ContextVar[WaitRegistry | waiting | None] = ContextVar("agentrl_waiting", default=None)
 
 
 class waiting:
-    """While entered, the run is known to wait for this; an exit without an error is progress.
+    """Context manager that registers a wait; an exit without an error counts as progress.
 
     Args:
-        kind: one word: ``engine``, ``tool``, ``environment``, …; reports count by it.
-        details: which one; see `Detail`.
+        kind: one word, such as ``engine``, ``tool`` or ``environment``; reports count waits by kind.
+        details: what exactly is waited for; see `Detail`.
 
     """
 
     __slots__ = ("_details", "kind", "parent", "since", "waits")
 
-    parent: waiting | Waits
-    """The wait that this one is part of."""
+    parent: waiting | WaitRegistry
+    """The wait in which this one is nested."""
     since: float
     """When it began, on `time.monotonic`'s clock."""
 
     def __init__(self, kind: str, *details: Detail) -> None:
         self.kind = kind
-        self.waits: Waits | None = None
-        """Those of the run; None where nobody watches."""
+        self.waits: WaitRegistry | None = None
+        """The registry of the run; None without a watchdog."""
         self._details = details
 
     def __enter__(self) -> None:
-        """Begin to wait."""
+        """Register the wait."""
         outer = _inside.get()
         if outer is None:
             return
         waits = outer.waits
-        assert waits is not None, "a wait that others are inside of is watched"
+        assert waits is not None, "an outer wait has a registry"
         self.parent, self.waits, self.since = outer, waits, monotonic()
         waits.open.add(self)
         _inside.set(self)
@@ -62,75 +62,75 @@ class waiting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the wait."""
+        """Remove the wait."""
         waits = self.waits
         if waits is None:
             return
         waits.open.discard(self)
         if error is None:
-            waits.moved = monotonic()
-        # A coroutine that is thrown away ends in whichever context that happens in.
+            waits.last_progress = monotonic()
+        # A coroutine that is closed before its end may exit in another context.
         if _inside.get() is self:
             _inside.set(self.parent)
 
     @property
     def text(self) -> str:
-        """What is waited for, in a few words."""
+        """The kind and the details of the wait."""
         words = [detail if isinstance(detail, str) else detail() for detail in self._details]
         return " ".join((self.kind, ", ".join(word for word in words if word))).strip()
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """One wait as a report shows it."""
+class WaitReport:
+    """A wait as shown in a report."""
 
     kind: str
     text: str
-    """What is waited for, and for whom: ``rollout 3/0/1, turn 2: tool search, call search-1``."""
+    """The wait with the outer waits: ``rollout 3/0/1, turn 2: tool search, call search-1``."""
     phase: str
-    """What the run does: ``step 3: rollout``; empty outside of all phases."""
+    """Phase of the run: ``step 3: rollout``; empty outside of all phases."""
     seconds: float
-    """How long by now."""
+    """Seconds since the wait began."""
 
 
-class Waits:
-    """All waits of a run. `waiting` adds to it in the contexts that are entered or made after `enter`."""
+class WaitRegistry:
+    """All current waits of a run. `waiting` registers waits in contexts that were entered or created after `enter`."""
 
     def __init__(self) -> None:
         self.waits = self
-        """As a wait's."""
+        """The registry itself, so that it can stand in for an outer wait."""
         self.open: set[waiting] = set()
-        """Those that go on; added and removed by any thread."""
-        self.moved = monotonic()
-        """When one last ended well."""
+        """WaitRegistry in progress; added and removed by any thread."""
+        self.last_progress = monotonic()
+        """Time of the last exit without an error, on `time.monotonic`'s clock."""
 
-    def enter(self) -> Token[Waits | waiting | None]:
-        """Take the waits of this context, and of what is started in it, until `leave`."""
+    def enter(self) -> Token[WaitRegistry | waiting | None]:
+        """Register the waits of this context, and of tasks started in it, until `leave`."""
         return _inside.set(self)
 
-    def leave(self, token: Token[Waits | waiting | None]) -> None:
-        """Take no more."""
+    def leave(self, token: Token[WaitRegistry | waiting | None]) -> None:
+        """Stop registering waits."""
         _inside.reset(token)
 
-    def now(self) -> list[Waiting]:
-        """Return what is waited for, the longest wait first; of waits inside each other the innermost."""
-        some = list(self.open)
-        outer = {id(one.parent) for one in some}
+    def now(self) -> list[WaitReport]:
+        """Return the innermost waits, the longest first."""
+        waits = list(self.open)
+        outer = {id(wait.parent) for wait in waits}
         clock = monotonic()
-        inner = sorted((one for one in some if id(one) not in outer), key=lambda one: one.since)
-        return [_shown(one, clock - one.since, self.open) for one in inner]
+        inner = sorted((wait for wait in waits if id(wait) not in outer), key=lambda wait: wait.since)
+        return [_report(wait, clock - wait.since, self.open) for wait in inner]
 
 
-def _shown(innermost: waiting, seconds: float, still_open: set[waiting]) -> Waiting:
+def _report(innermost: waiting, seconds: float, still_open: set[waiting]) -> WaitReport:
     words: list[str] = []
     phase = ""
-    one: waiting | Waits = innermost
-    while isinstance(one, waiting):
-        if one is not innermost and one not in still_open:
-            pass  # a task that was started in it has outlived it
-        elif one.kind == PHASE:
-            phase = one.text.removeprefix(PHASE).strip()
+    wait: waiting | WaitRegistry = innermost
+    while isinstance(wait, waiting):
+        if wait is not innermost and wait not in still_open:
+            pass  # a task that was started inside it outlives it
+        elif wait.kind == PHASE:
+            phase = wait.text.removeprefix(PHASE).strip()
         else:
-            words.insert(0, one.text)
-        one = one.parent
-    return Waiting(innermost.kind, ": ".join(words), phase, seconds)
+            words.insert(0, wait.text)
+        wait = wait.parent
+    return WaitReport(innermost.kind, ": ".join(words), phase, seconds)

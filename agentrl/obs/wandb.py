@@ -1,4 +1,4 @@
-"""Weights & Biases, where it is wanted and installed."""
+"""The tracker of Weights & Biases."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from agentrl.obs.trackers import COLUMNS
 Mode = Literal["online", "offline"]
 
 ID_FILE = "wandb_run_id"
-"""In the run's folder: the id under which a resumed run goes on."""
+"""File in the run's folder with the W&B run id, for a resume."""
 STEP = "step"
-"""The axis of all figures. W&B's own count only grows, and would refuse the steps that a resumed run does again."""
+"""The x-axis of all metrics. W&B's own step counter only grows, and would reject the steps that a resumed run repeats."""
 
 
 class Wandb:
-    """One run at Weights & Biases, or on disk for ``wandb sync``; made by `open_wandb`."""
+    """A run at Weights & Biases, or on disk for ``wandb sync``; opened by `open_wandb`."""
 
     def __init__(self, run: Any, note: Callable[[str], None]) -> None:
         self._run = run
         self._note = note
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Send figures."""
-        self._send({STEP: step, **figures})
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log metrics."""
+        self._send({STEP: step, **metrics})
 
     def samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
-        """Send the table; W&B shows that of every step."""
+        """Log the sample table of a step."""
         import wandb
 
         lines = [[step, *line] for line in table]
         self._send({STEP: step, "samples": wandb.Table(columns=[STEP, *COLUMNS], data=lines)})
 
     def close(self) -> None:
-        """Send what is left and end W&B's own process."""
+        """Finish the W&B run and end its process."""
         import wandb
 
         if self._run is not None:
@@ -53,8 +53,8 @@ class Wandb:
             return
         try:
             self._run.log(dict(data))
-        except Exception as error:  # of any kind: a tracker that fails must not end hours of training
-            self._note(f"Weights & Biases gets nothing more of this run: {type(error).__name__}: {error}")
+        except Exception as error:  # any error: a tracker that fails must not end the run
+            self._note(f"Weights & Biases logs nothing more of this run: {type(error).__name__}: {error}")
             self._run = None
 
 
@@ -66,15 +66,16 @@ def open_wandb(
     config: Mapping[str, Any],
     note: Callable[[str], None],
 ) -> Wandb | None:
-    """Begin the run, or go on with the one whose id lies in ``folder``; None (and a note) where it is to go online
-    but there is no key, or where ``WANDB_MODE`` switches it off.
+    """Start a W&B run, or resume the one whose id is in ``folder``.
+
+    Returns None, and calls ``note``, if an online run has no API key or ``WANDB_MODE`` disables W&B.
 
     Args:
-        folder: the run's; W&B's files lie in ``folder/wandb``.
-        mode: ``WANDB_MODE`` of the environment goes before it.
-        project: the project's name.
-        config: what is shown as the run's configuration.
-        note: tells the user.
+        folder: folder of the run; W&B's files are in ``folder/wandb``.
+        mode: overridden by the environment variable ``WANDB_MODE``.
+        project: name of the W&B project.
+        config: configuration to log.
+        note: prints a message for the user.
 
     Raises:
         ConfigError: the package is not installed.
@@ -84,20 +85,20 @@ def open_wandb(
         raise ConfigError(
             f"obs.wandb={mode}, but wandb is not installed here: pip install 'agentrl[wandb]', or set obs.wandb=off"
         )
-    wanted = os.environ.get("WANDB_MODE", mode)
-    if wanted not in ("online", "offline"):
-        note(f"Weights & Biases is switched off by WANDB_MODE={wanted}")
+    chosen = os.environ.get("WANDB_MODE", mode)
+    if chosen not in ("online", "offline"):
+        note(f"Weights & Biases is disabled by WANDB_MODE={chosen}")
         return None
-    if wanted == "online" and not has_key():
-        note("obs.wandb=online, but there is no key: the run goes on without Weights & Biases. "
-             "Set WANDB_API_KEY or type `wandb login`, or set obs.wandb=offline")  # fmt: skip
+    if chosen == "online" and not has_key():
+        note("obs.wandb=online, but there is no API key: the run continues without Weights & Biases. "
+             "Set WANDB_API_KEY or run `wandb login`, or set obs.wandb=offline")  # fmt: skip
         return None
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    return Wandb(_begin(folder, "online" if wanted == "online" else "offline", project, config, note), note)
+    return Wandb(_start_run(folder, "online" if chosen == "online" else "offline", project, config, note), note)
 
 
 def has_key() -> bool:
-    """Return whether a key for W&B lies in the environment or in the netrc file; nothing is sent."""
+    """Return whether the environment or the netrc file has an API key for W&B; sends no request."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -108,7 +109,7 @@ def has_key() -> bool:
         return False
 
 
-def _begin(folder: Path, mode: Mode, project: str, config: Mapping[str, Any], note: Callable[[str], None]) -> Any:
+def _start_run(folder: Path, mode: Mode, project: str, config: Mapping[str, Any], note: Callable[[str], None]) -> Any:
     import wandb
 
     file = folder / ID_FILE
@@ -117,7 +118,7 @@ def _begin(folder: Path, mode: Mode, project: str, config: Mapping[str, Any], no
     try:
         run = _init(folder, mode, project, config, run_id)
     except wandb.errors.Error as error:
-        note(f"Weights & Biases cannot be reached ({error}): the run is kept offline, for `wandb sync` later")
+        note(f"Weights & Biases cannot be reached ({error}): the run is logged offline, for `wandb sync` later")
         mode = "offline"
         run = _init(folder, mode, project, config, run_id)
     run.define_metric("*", step_metric=STEP)
@@ -128,10 +129,10 @@ def _begin(folder: Path, mode: Mode, project: str, config: Mapping[str, Any], no
 def _init(folder: Path, mode: Mode, project: str, config: Mapping[str, Any], run_id: str) -> Any:
     import wandb
 
-    # Its own console capture would break the live table.
-    chosen: dict[str, Any] = {"console": "off", "silent": True, "disable_git": True, "disable_code": True}
+    # Its console capture would break the live table.
+    settings: dict[str, Any] = {"console": "off", "silent": True, "disable_git": True, "disable_code": True}
     if mode == "offline" and "x_disable_machine_info" in wandb.Settings.model_fields:
-        chosen["x_disable_machine_info"] = True  # it would ask for a cloud's metadata over the network
+        settings["x_disable_machine_info"] = True  # it would request cloud metadata over the network
     return wandb.init(
         project=project,
         dir=str(folder),
@@ -140,5 +141,5 @@ def _init(folder: Path, mode: Mode, project: str, config: Mapping[str, Any], run
         resume="allow",
         mode=mode,
         config=dict(config),
-        settings=wandb.Settings(**chosen),
+        settings=wandb.Settings(**settings),
     )

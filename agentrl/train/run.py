@@ -52,7 +52,7 @@ class TrainingRun:
         async with AsyncExitStack() as exits:
             view = exits.enter_context(ProgressView(self.console, config.train.steps, config.obs.progress))
             view.phase("starting")
-            exits.enter_context(Watchdog(config.obs.stall_warning_s, view.say, folder / "logs" / "watchdog.log"))
+            exits.enter_context(Watchdog(config.obs.stall_warning_s, view.print_text, folder / "logs" / "watchdog.log"))
             with waiting(PHASE, "start"):
                 source, learner = await self._open(interrupt, exits)
             view.total = source.steps

@@ -300,7 +300,7 @@ def test_the_command_line(tmp_path, capsys):
     status, out, err = audit(capsys, path)
     assert status == 1
     assert "samples.jsonl:2, rollout r2, row 0, token 3: its log-probability is no finite number" in out
-    assert "samples.jsonl:3: no rollout as agentrl writes them: KeyError" in out
+    assert "samples.jsonl:3: not a rollout of agentrl: KeyError" in out
     assert "samples.jsonl:4, rollout r1: the file holds a rollout of this id already" in out
     assert "3 violations in 3 rollouts" in err
 
@@ -335,7 +335,7 @@ def test_a_runs_folder_names_its_tokenizer_and_drift_is_shown(tmp_path, capsys):
         (("nowhere",), "nowhere: there is no such folder"),
         ((".",), "is no run"),
         (("a.jsonl", "--tokenizer", "./nowhere"), "--tokenizer=./nowhere"),
-        (("a.parquet",), "is no parquet file"),
+        (("a.parquet",), "is not a readable parquet file"),
     ],
 )
 def test_mistakes_exit_with_two(tmp_path, monkeypatch, capsys, words, message):

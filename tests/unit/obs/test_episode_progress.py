@@ -3,15 +3,15 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from agentrl.obs import episode_progress as counting
-from agentrl.obs.episode_progress import EpisodeCount
+from agentrl.obs import episode_progress
+from agentrl.obs.episode_progress import EpisodeProgress
 
 
-def test_lines_where_the_output_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_when_the_output_is_not_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(float(second) for second in range(0, 1000, 4))
-    monkeypatch.setattr(counting.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(episode_progress.time, "monotonic", lambda: next(clock))
     text = StringIO()
-    with EpisodeCount(Console(file=text, width=100), 6) as count:
+    with EpisodeProgress(Console(file=text, width=100), 6) as count:
         count.begin()
         for _ in range(6):
             count.add()
@@ -21,7 +21,7 @@ def test_lines_where_the_output_is_no_terminal(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_bar_in_a_terminal() -> None:
     text = StringIO()
-    with EpisodeCount(Console(file=text, width=120, force_terminal=True), 3) as count:
+    with EpisodeProgress(Console(file=text, width=120, force_terminal=True), 3) as count:
         count.begin()
         count.add()
         count.add()

@@ -59,7 +59,7 @@ def test_time_left_is_what_the_minutes_leave() -> None:
 
 
 def test_progress_shows_every_figure_in_a_terminal_and_in_a_log() -> None:
-    figures = {
+    metrics = {
         "train/reward": 0.25, "rollout/exact_match": 0.3, "rollout/searches": 1.5, "rollout/valid_format": 0.9,
         "train/flat_groups": 0.4, "time/tokens_per_s": 1234.0, "time/step_s": 30.0,
     }  # fmt: skip
@@ -67,7 +67,7 @@ def test_progress_shows_every_figure_in_a_terminal_and_in_a_log() -> None:
         out = io.StringIO()
         with ProgressView(Console(file=out, width=120, force_terminal=mode == "live"), 10, mode) as view:
             view.phase("rollout")
-            view.step(8, figures)
+            view.step(8, metrics)
         text = out.getvalue()
         for expected in ("0.250", "0.300", "1.50", "90%", "40%", "1,234", "1m00s"):
             assert expected in text, (mode, expected)

@@ -12,10 +12,13 @@ from agentrl.obs.rollouts import (
     RolloutRecorder,
     read_advantages,
     read_rollouts,
-    read_run,
     rollout_files,
     write_advantages,
 )
+
+
+def recorded_ids(folder):
+    return [found.rollout_id for path in rollout_files(folder).values() for found in read_rollouts(path)]
 
 
 def rollout(number=0, **changes):
@@ -133,13 +136,13 @@ def test_a_step_becomes_parquet_once_it_is_whole(tmp_path):
         1: "step_000001.parquet",
         2: "step_000002.jsonl",
     }
-    assert [(step, len(found)) for step, found in read_run(tmp_path)] == [(1, 1), (2, 2)]
+    assert [(step, len(read_rollouts(path))) for step, path in rollout_files(tmp_path).items()] == [(1, 1), (2, 2)]
     assert read_advantages(tmp_path / "rollouts", 1) == {"r0": 0.5}
     assert read_advantages(tmp_path / "rollouts", 2) == {}
     again = RolloutRecorder(tmp_path / "rollouts", after=1)
-    assert [step for step, _ in read_run(tmp_path)] == [1]
+    assert list(rollout_files(tmp_path)) == [1]
     again.write(2, rollout(3))
-    assert [found.rollout_id for _, some in read_run(tmp_path) for found in some] == ["r0", "r3"]
+    assert recorded_ids(tmp_path) == ["r0", "r3"]
 
 
 @pytest.mark.parametrize(("keep", "expected"), [("all", ["r0", "r1", "r2"]), ("first", ["r1"]), ("none", [])])
@@ -149,7 +152,7 @@ def test_which_rollouts_are_kept(tmp_path, keep, expected):
     for number, prompt in enumerate(["other", "wanted", "other"]):
         recorder.write(1, rollout(number, prompt_id=prompt))
     recorder.finish(1, {"r0": 1.0, "r1": 0.0, "r2": -1.0})
-    assert [found.rollout_id for _, some in read_run(tmp_path) for found in some] == expected
+    assert recorded_ids(tmp_path) == expected
     assert read_advantages(tmp_path, 1) == ({"r0": 1.0, "r1": 0.0, "r2": -1.0} if expected else {})
 
 

@@ -34,8 +34,8 @@ class Listener:
     def __init__(self) -> None:
         self.heard: list[Any] = []
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self.heard.append((step, dict(figures)))
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.heard.append((step, dict(metrics)))
 
     def samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
         self.heard.append((step, [line[0] for line in table]))

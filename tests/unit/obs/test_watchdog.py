@@ -1,4 +1,4 @@
-"""What a watchdog says, and when it says nothing."""
+"""Reports of the watchdog, and when there is none."""
 
 import asyncio
 import contextvars
@@ -10,13 +10,13 @@ import time
 
 import pytest
 
-from agentrl.obs.waiting import PHASE, Waits, waiting
+from agentrl.obs.waiting import PHASE, WaitRegistry, waiting
 from agentrl.obs.watchdog import Watchdog
 
 
 @pytest.fixture
 def waits():
-    waits = Waits()
+    waits = WaitRegistry()
     token = waits.enter()
     yield waits
     waits.leave(token)
@@ -26,16 +26,16 @@ def texts(waits):
     return [(one.phase, one.text) for one in waits.now()]
 
 
-def watch(stall_warning_s, play, log=None):
-    """Run ``play(said)`` under a watchdog and return its reports."""
-    said = []
+def watch(stall_warning_s, run, log=None):
+    """Run ``run(reports)`` under a watchdog and return its reports."""
+    reports = []
 
     async def watched():
-        with Watchdog(stall_warning_s, said.append, log):
-            await play(said)
+        with Watchdog(stall_warning_s, reports.append, log):
+            await run(reports)
 
     asyncio.run(watched())
-    return said
+    return reports
 
 
 async def until(condition, timeout_s=10.0):
@@ -57,21 +57,21 @@ def test_the_innermost_waits_are_named_with_those_they_are_in(waits):
 
 
 def test_tasks_and_threads_wait_for_what_they_were_started_in(waits):
-    async def play():
+    async def run():
         gate = threading.Event()
 
         def blocked():
             with waiting("learner", "rank 0"):
                 gate.wait(10)
 
-        async def asked(name):
+        async def request(name):
             with waiting("engine", name):
                 await asyncio.sleep(10)
 
         with waiting(PHASE, "train"):
             thread = asyncio.create_task(asyncio.to_thread(blocked))
             await until(lambda: waits.now()[0].kind == "learner")
-            tasks = [asyncio.create_task(asked(name)) for name in "ab"]
+            tasks = [asyncio.create_task(request(name)) for name in "ab"]
             await until(lambda: len(waits.now()) == 3)
             assert texts(waits) == [("train", "learner rank 0"), ("train", "engine a"), ("train", "engine b")]
             for task in tasks:
@@ -80,11 +80,11 @@ def test_tasks_and_threads_wait_for_what_they_were_started_in(waits):
             await asyncio.gather(thread, *tasks, return_exceptions=True)
             assert texts(waits) == [("train", "")]
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 def test_a_task_that_outlives_what_it_was_started_in_waits_for_itself_alone(waits):
-    async def play():
+    async def run():
         async def watch():
             with waiting("engine", "a"):
                 await asyncio.sleep(10)
@@ -97,20 +97,20 @@ def test_a_task_that_outlives_what_it_was_started_in_waits_for_itself_alone(wait
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 def test_only_an_exit_without_an_error_is_progress(waits):
-    waits.moved = 0.0
+    waits.last_progress = 0.0
     with pytest.raises(ZeroDivisionError), waiting("tool"):
         raise ZeroDivisionError
-    assert waits.moved == 0.0
+    assert waits.last_progress == 0.0
     with waiting("tool"):
         pass
-    assert time.monotonic() - waits.moved < 5
+    assert time.monotonic() - waits.last_progress < 5
 
 
-def test_nothing_is_kept_where_nobody_watches(waits):
+def test_without_a_watchdog_nothing_is_kept(waits):
     def elsewhere():
         with waiting("tool"):
             assert not waits.now()
@@ -137,25 +137,25 @@ def test_a_coroutine_that_is_thrown_away_leaves_others_their_waits(waits):
 
 
 def test_no_report_while_there_is_progress():
-    async def play(said):
+    async def run(reports):
         end = time.monotonic() + 1.5
         while time.monotonic() < end:
             with waiting("tool"):
                 await asyncio.sleep(0.02)
 
-    assert watch(1.0, play) == []
+    assert watch(1.0, run) == []
 
 
-def test_it_reports_again_after_twice_as_long_and_says_when_the_run_goes_on(tmp_path):
+def test_it_reports_again_after_twice_as_long_and_when_the_run_continues(tmp_path):
     log = tmp_path / "logs" / "watchdog.log"
 
-    async def play(said):
+    async def run(reports):
         with waiting(PHASE, "step 1", "rollout"), waiting("tool", "search"):
-            await until(lambda: len(said) > 2)
-        await until(lambda: len(said) > 3)
+            await until(lambda: len(reports) > 2)
+        await until(lambda: len(reports) > 3)
 
     begun = time.monotonic()
-    first, second, third, end, *_ = watch(0.3, play, log)
+    first, second, third, end, *_ = watch(0.3, run, log)
     reports = [first, second, third]
     assert time.monotonic() - begun >= 1.2
     ages = [float(re.search(r"nothing has ended for ([\d.]+)s", report)[1]) for report in reports]
@@ -165,49 +165,49 @@ def test_it_reports_again_after_twice_as_long_and_says_when_the_run_goes_on(tmp_
     for report in reports:
         assert "step 1, rollout, waiting for\n    tool search, since " in report
         assert str(log) in report
-    assert "the run goes on" in end
+    assert "the run continues" in end
     written = log.read_text()
     assert written.count("    tool search, since ") == 3
     assert written.count("in _watch") >= 3, "with the stacks of all threads"
 
 
 def test_many_waits_are_counted():
-    async def play(said):
+    async def run(reports):
         async def ask(kind, number):
             with waiting(kind, str(number)):
-                await until(lambda: said)
+                await until(lambda: reports)
 
         await asyncio.gather(*(ask("engine", number) for number in range(9)), ask("tool", 9))
 
-    report = watch(0.2, play)[0]
+    report = watch(0.2, run)[0]
     assert report.count("engine ") == 8
     assert report.endswith("and 1 more: engine, 1 more: tool")
 
 
-def test_a_call_that_holds_up_the_event_loop_is_named():
-    async def play(said):
+def test_a_call_that_blocks_the_event_loop_is_named():
+    async def run(reports):
         def never_returns():
             end = time.monotonic() + 10
-            while not said and time.monotonic() < end:
+            while not reports and time.monotonic() < end:
                 time.sleep(0.01)
 
         with waiting("environment", "Slow.astep"):
             never_returns()
 
-    report = watch(0.2, play)[0]
-    assert re.search(r"the event loop is held up, by a call in\n    .*test_watchdog\.py:\d+ in never_returns", report)
+    report = watch(0.2, run)[0]
+    assert re.search(r"the event loop is blocked by a call in\n    .*test_watchdog\.py:\d+ in never_returns", report)
     assert "environment Slow.astep" in report
 
 
-def test_a_signal_asks_for_a_report_at_once():
+def test_a_signal_requests_a_report_at_once():
     before = signal.getsignal(signal.SIGUSR1)
 
-    async def play(said):
+    async def run(reports):
         with waiting("engine", "http://127.0.0.1:1"):
             os.kill(os.getpid(), signal.SIGUSR1)
-            await until(lambda: said)
+            await until(lambda: reports)
 
-    [report] = watch(0, play)
-    assert "asked by SIGUSR1" in report
+    [report] = watch(0, run)
+    assert "requested by SIGUSR1" in report
     assert "engine http://127.0.0.1:1" in report
     assert signal.getsignal(signal.SIGUSR1) == before
