@@ -1,1 +1,1 @@
-"""Process groups for weight transfer, and the network interface they use."""
+"""Process groups for weight transfer, and their network interface."""

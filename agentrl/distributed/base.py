@@ -1,4 +1,4 @@
-"""Descriptions of weight transfers: the process group and the tensors. No torch."""
+"""Descriptions of weight transfers: process group and tensors. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """A ``torch.distributed`` group through which weights go. Example: ``WeightGroup("w1", "127.0.0.1", 29500, 3, "gloo")``."""
+    """A ``torch.distributed`` group for weight transfer. Example: ``WeightGroup("w1", "127.0.0.1", 29500, 3, "gloo")``."""
 
     name: str
-    """Never used twice, as engines may know the earlier group still."""
+    """Unique, as engines may still know an earlier group."""
     host: str
-    """Where its store is."""
+    """Host of the group's store."""
     port: int
-    """Of the store."""
+    """Port of the store."""
     size: int
-    """Processes in it: the sender, which is rank 0, and those of all engines."""
+    """Number of processes: the sender, which is rank 0, and those of all engines."""
     backend: str
     """``nccl`` or ``gloo``."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a tensor of a bucket is. Example: ``TensorSpec("model.norm.weight", "float32", (64,))``."""
+    """Name, dtype and shape of a tensor in a bucket. Example: ``TensorSpec("model.norm.weight", "float32", (64,))``."""
 
     name: str
-    """Hugging Face's."""
+    """Hugging Face parameter name."""
     dtype: str
-    """As ``torch`` has it, such as ``bfloat16``."""
+    """Name of a torch dtype, such as ``bfloat16``."""
     shape: tuple[int, ...]

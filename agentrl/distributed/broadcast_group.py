@@ -1,7 +1,7 @@
-"""A `torch.distributed` group of its own, through which one process sends tensors to others.
+"""A separate `torch.distributed` group, in which one process broadcasts tensors to others.
 
-It is beside the default group, which need not exist, and is found through the store and under the prefixes that torch's
-own groups have: ``torch.distributed.broadcast`` in another process (SGLang's) is the other end of `BroadcastGroup`.
+It is independent of the default group, which need not exist. Members meet in the store under the prefixes of torch's own
+groups: ``torch.distributed.broadcast`` in another process (SGLang's) is the other end of `BroadcastGroup`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from agentrl.distributed.base import WeightGroup
 from agentrl.distributed.network_interface import gloo_on
 
 _CLOSE_S = 5.0
-"""Leaving is waited for so long."""
+"""Time limit of leaving a group."""
 
 
 def host_towards(url: str) -> str:
-    """Return the address of this machine under which the one at ``url`` can reach it."""
+    """Return the address of this machine that the machine at ``url`` can reach."""
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Connecting a datagram socket sends nothing: it only picks the route.
@@ -40,7 +40,7 @@ def host_towards(url: str) -> str:
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
-    """Open the meeting point of a group on a free port of ``host``, and nowhere else."""
+    """Open the store of a group on a free port of ``host``, and on no other address."""
     with socket.socket() as listener:
         listener.bind((host, 0))
         listener.listen()
@@ -56,14 +56,14 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
 
 
 class BroadcastGroup:
-    """The place of this process in a group; rank 0 sends. Made by `join`. Methods block: call them in a thread.
+    """Membership of this process in a group; rank 0 sends. Created by `join`. Methods block: call them in a thread.
 
-    NCCL meets the other ranks in the first broadcast, without a limit of time and deaf to being aborted. So all that may
-    block runs in threads that `close` and the time limit leave behind.
+    NCCL connects to the other ranks in the first broadcast, without a time limit, and cannot be aborted meanwhile. So
+    everything that may block runs in threads, which `close` and the time limit abandon.
     """
 
     def __init__(self, backend: Any, group: WeightGroup, timeout_s: float) -> None:
-        """Take over a process group of torch."""
+        """Take over a torch process group."""
         self._backend = backend
         self.group = group
         self._timeout_s = timeout_s
@@ -77,11 +77,11 @@ class BroadcastGroup:
         Args:
             group: which group.
             rank: of this process; 0 sends.
-            timeout_s: seconds that joining, and later each broadcast, may take.
-            store: the meeting point, for the process that opened it.
+            timeout_s: time limit of joining, and later of each broadcast.
+            store: the group's store, in the process that opened it.
 
         Raises:
-            EngineError: not all were there in time, or ``backend`` is none that torch has here.
+            EngineError: not all ranks joined in time, or torch lacks the ``backend`` here.
         """
         timeout = timedelta(seconds=timeout_s)
         try:
@@ -98,10 +98,10 @@ class BroadcastGroup:
             ) from error
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send the tensors, or on other ranks receive into them; returns when all have passed.
+        """Send the tensors, or on other ranks receive into them; returns when all have been transferred.
 
         Raises:
-            EngineError: another rank is gone, or too slow, or `close` was called. The group cannot be used any more.
+            EngineError: another rank died or is too slow, or `close` was called. The group is then unusable.
         """
         backend = self._backend
         if backend is None:
@@ -119,18 +119,18 @@ class BroadcastGroup:
             raise EngineError(f"the broadcast of weights broke off: {_first_line(error)}") from error
 
     def close(self) -> None:
-        """Leave: what other ranks still wait for fails, and so does what this one waits for."""
+        """Leave the group: pending calls of this and of other ranks fail."""
         with self._lock:
             backend, self._backend = self._backend, None
         if backend is None:
             return
         self._left.set_result(None)
-        # gloo's connections end with the object.
+        # gloo's connections close with the object.
         wait((_in_thread(partial(_end, backend)),), timeout=_CLOSE_S)
 
 
 def _in_thread(call: Callable[[], None]) -> Future[None]:
-    """Run a call in a thread that the end of the program does not wait for."""
+    """Run a call in a daemon thread."""
     future: Future[None] = Future()
 
     def run() -> None:
@@ -148,7 +148,7 @@ def _in_thread(call: Callable[[], None]) -> Future[None]:
 def _pass(backend: Any, tensors: Sequence[torch.Tensor]) -> None:
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     assert len(devices) <= 1, devices
-    # Which device and stream are current belongs to the thread.
+    # The current device and stream are per thread.
     with torch.cuda.device(*devices) if devices else nullcontext():
         for work in [backend.broadcast(tensor, 0) for tensor in tensors]:
             work.wait()
@@ -162,9 +162,9 @@ def _end(backend: Any) -> None:
 
 
 def nccl_as_in_sglang() -> None:
-    """Set up NCCL in this process, before its first use here, as SGLang does in its own.
+    """Configure NCCL like SGLang does, before its first use in this process.
 
-    It turns cuMem allocations off. Where only one of two processes has them, the other fails to map its memory.
+    It disables cuMem allocations. If only one of two processes uses them, the other fails to map its memory.
     """
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
 
@@ -175,7 +175,7 @@ def _make(group: WeightGroup, store: Store, rank: int, timeout: timedelta) -> An
 
         nccl_as_in_sglang()
         options = ProcessGroupNCCL.Options()
-        # Past its own limit NCCL ends the whole process, so that must never come first.
+        # NCCL's own time limit ends the whole process, so it must never be reached first.
         options._timeout = 2 * timeout + timedelta(minutes=10)
         return ProcessGroupNCCL(store, rank, group.size, options)
     from torch.distributed.distributed_c10d import ProcessGroupGloo

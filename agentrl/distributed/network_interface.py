@@ -1,4 +1,4 @@
-"""Which network gloo takes."""
+"""The network interface of gloo."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NAME = "GLOO_SOCKET_IFNAME"
 
 @contextmanager
 def gloo_on(address: str) -> Iterator[None]:
-    """Have gloo's groups that are made meanwhile use the network of this machine's ``address``.
+    """Let gloo groups that are created in this context use the network interface with ``address``.
 
-    By itself it takes what the host's name stands for, which may be no address that others can reach. A name that the
-    environment has already stays.
+    By default gloo uses the address of the host name, which other machines may not be able to reach. An interface that is
+    already set in the environment is kept, as is the default if this machine does not have ``address``.
     """
     name = interface_of(address)
     if name is None or NAME in os.environ or sys.platform != "linux":
@@ -31,6 +31,6 @@ def gloo_on(address: str) -> Iterator[None]:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has ``address``, or None where none has."""
+    """Return the network interface with ``address``, or None."""
     found = psutil.net_if_addrs().items()
     return next((name for name, own in found if address in [one.address for one in own]), None)

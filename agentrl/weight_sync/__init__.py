@@ -1,1 +1,1 @@
-"""Weight sync: transports from the learner into the engines."""
+"""Weight sync: transports of weights from the learner to the engines."""

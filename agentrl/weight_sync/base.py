@@ -1,4 +1,4 @@
-"""The weight sync contract: from the learner into the engines."""
+"""The weight sync contract."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from agentrl.learner.base import LearnerGroup
 
 
 class WeightSync(Protocol):
-    """Brings the learner's weights into the engines."""
+    """Syncs the learner's weights to the engines."""
 
     async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> None:
-        """Send the weights, then check the engines as ``weights.check`` says.
+        """Sync the weights as policy ``version``, then check the engines according to ``weights.check``.
 
         Raises:
-            EngineError: an engine failed, or the check did. Those that may hold a mixture sample nothing until a whole
-                update has come.
+            EngineError: an engine or the check failed. Engines that may hold a mixture of versions sample nothing until
+                a whole update has arrived.
 
         """
         ...
 
     async def aclose(self) -> None:
-        """Give back what is kept from one update to the next."""
+        """Release resources that are kept between updates."""
         ...

@@ -1,4 +1,4 @@
-"""What the transports share that bring weights into the engines bucket by bucket."""
+"""The base class of transports that send one bucket at a time."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
-from agentrl.weight_sync.engines import Check, begin_all, give_up
+from agentrl.weight_sync.engines import UpdateCheck, begin_updates, cancel_updates
 
 
 class BucketwiseSync(ABC):
     """Sends one bucket at a time to all engines.
 
     Args:
-        bucket_bytes: size of a bucket; a larger tensor makes one of its own.
-        dtype: what weights are cast to before they are sent; None leaves them as the learner holds them.
-        check: what engines are asked afterwards; see `Check`.
+        bucket_bytes: size of a bucket; a larger tensor gets a separate bucket.
+        dtype: weights are cast to it before they are sent; None keeps the learner's dtype.
+        check: how engines are checked afterwards; see `UpdateCheck`.
 
     """
 
@@ -27,33 +27,33 @@ class BucketwiseSync(ABC):
         self.check = check
 
     async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> None:
-        """Send the weights; see `WeightSync.push`. The learner is called in threads, as its calls block.
+        """Sync the weights; see `WeightSync.push`. The learner is called in threads, as its calls block.
 
         Raises:
             EngineError: an engine refused a bucket, died or did not answer in time, or the check afterwards fails.
 
         """
-        check = await Check.begin(self.check, engines)
+        check = await UpdateCheck.start(self.check, engines)
         try:
-            await begin_all(engines, version)
+            await begin_updates(engines, version)
             buckets = learner.buckets(self.bucket_bytes, self.dtype)
             number = 0
-            # A bucket is held until the next one is asked for.
+            # A bucket is valid until the next one is requested.
             while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
                 number += 1
-                await check.note(bucket)
-                await self._send(learner, engines, bucket, version, number)
+                await check.add(bucket)
+                await self._transfer(learner, engines, bucket, version, number)
         except BaseException:
             await self.aclose()
-            await give_up(engines)
+            await cancel_updates(engines)
             raise
-        await check.of(engines, version)
+        await check.verify(engines, version)
 
-    async def aclose(self) -> None:  # noqa: B027 - not every transport keeps anything
-        """Give back what is kept between updates."""
+    async def aclose(self) -> None:  # noqa: B027 - not every transport keeps resources
+        """Release resources that are kept between updates."""
 
     @abstractmethod
-    async def _send(
+    async def _transfer(
         self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, number: int
     ) -> None:
-        """Bring a bucket, ``number`` from 1 on, into all engines; afterwards nobody needs it any more."""
+        """Transfer a bucket, with ``number`` from 1, to all engines; returns when all of them have it."""

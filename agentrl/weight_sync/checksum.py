@@ -1,4 +1,4 @@
-"""Whether the engines hold the weights that were sent: checksums by name, of both sides."""
+"""Checksums that show whether the engines hold the weights that the learner sent."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ _FUSED = {
     ".gate_proj.": (".gate_up_proj.", 0),
     ".up_proj.": (".gate_up_proj.", 1),
 }
-"""Weights that SGLang keeps as one, by part: the name of the whole, and which part of it this is."""
+"""Weights that SGLang fuses: by name of the part, the name of the fused weight and the part's index."""
 _PADDED = ("embed_tokens.weight", "lm_head.weight")
 _ROWS = 64
-"""SGLang fills the rows of vocabularies up with zeros to a multiple of this."""
-_HELD_IN = (torch.float32, torch.bfloat16, torch.float16)
-"""Precisions, beside that in which they are sent, in which an engine may hold them."""
+"""SGLang pads the rows of vocabulary weights with zeros to a multiple of this."""
+_ENGINE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes in which an engine may hold a weight, in addition to that in which it is sent."""
 
 
 class Hash(Protocol):
-    """What takes bytes piece by piece."""
+    """An incremental hash, such as those of `hashlib`."""
 
     def update(self, data: memoryview, /) -> None:
-        """Take more bytes."""
+        """Add bytes."""
         ...
 
     def hexdigest(self) -> str:
-        """Return hexadecimal digits."""
+        """Return the hash of all bytes in hexadecimal."""
         ...
 
 
 KINDS: Mapping[str, Callable[[memoryview], Hash]] = {"sha256": hashlib.sha256, "words": WordHash}
-"""By what `EngineControl.checksum_kind` says."""
+"""Hashes by `EngineControl.checksum_kind`."""
 
 
 class Checksums:
-    """Checksums of weights as they pass on their way to the engines.
+    """Checksums of the weights that are sent to the engines.
 
-    An engine may hold a weight in another precision, filled up with rows of zeros or as a part of a larger one, so there
-    are several checksums that each name may have. By SHA-256, hashing takes about as long as reading the weights thrice.
+    An engine may hold a weight in another dtype, padded with rows of zeros, or fused into a larger weight, so each name
+    has several valid checksums. SHA-256 takes about as long as reading the weights three times.
     """
 
     def __init__(self, kinds: Collection[str]) -> None:
-        """Make those of `KINDS` that engines give."""
+        """Compute the ``kinds`` of `KINDS` that the engines report."""
         self._kinds = [KINDS[kind] for kind in kinds]
         self._digests: dict[str, set[str]] = {}
         self._wholes: dict[str, tuple[int, list[Hash]]] = {}
-        """Of weights that an engine may keep as one: parts so far, and their bytes by precision."""
+        """Of weights that an engine may fuse: the number of parts so far, and hashes by dtype and kind."""
 
     def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Take the checksums of a bucket."""
+        """Add the weights of a bucket."""
         for name, tensor in named:
             self._add(name, tensor)
 
     def difference(self, found: Mapping[str, str]) -> str | None:
-        """Return how an engine's checksums, by its own names, differ from what was sent, or None."""
+        """Return how an engine's checksums, by the engine's names, differ from the sent weights, or None."""
         known = self._digests | {name: {short(one) for one in parts} for name, (_, parts) in self._wholes.items()}
         wrong = [name for name in found if name in known and found[name] not in known[name]]
         strange = [name for name in found if name not in known]
@@ -77,7 +77,7 @@ class Checksums:
         whole, part = _whole(name)
         count, joined = self._wholes.get(whole, (0, []))
         digests = self._digests[name] = set()
-        held = [raw_bytes(tensor.to(dtype)) for dtype in dict.fromkeys((tensor.dtype, *_HELD_IN))]
+        held = [raw_bytes(tensor.to(dtype)) for dtype in dict.fromkeys((tensor.dtype, *_ENGINE_DTYPES))]
         for index, (data, make) in enumerate(product(held, self._kinds)):
             hasher = make(data)
             digests.add(short(hasher))
@@ -94,7 +94,7 @@ class Checksums:
 
 
 def _whole(name: str) -> tuple[str, int]:
-    """Return what SGLang calls the weight that this one is a part of, or an empty name, and which part."""
+    """Return SGLang's name of the fused weight that contains this one, or an empty name, and the part's index."""
     for own, (whole, part) in _FUSED.items():
         if own in name:
             return name.replace(own, whole), part

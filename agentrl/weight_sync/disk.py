@@ -1,4 +1,4 @@
-"""Weights sent through a folder that learner and engines both see."""
+"""Weight sync through a folder that learner and engines share."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 from agentrl.distributed.base import TensorSpec
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup
-from agentrl.weight_sync.engines import Check, on_all
+from agentrl.weight_sync.engines import UpdateCheck, call_all
 
 
 class DiskSync:
-    """Has the learner's rank 0 write a safetensors file a bucket, and the engines read them; then deletes them.
+    """The learner's rank 0 writes one safetensors file per bucket, and the engines read them; then they are deleted.
 
     Args:
-        bucket_bytes: size of a file; a larger tensor makes one of its own.
-        folder: parent of what is written; memory-backed where speed matters.
-        dtype: what weights are cast to before they are written; None leaves them as the learner holds them.
-        check: what engines are asked afterwards; see `Check`.
+        bucket_bytes: size of a file; a larger tensor gets a separate file.
+        folder: parent of the written folders; memory-backed for speed.
+        dtype: weights are cast to it before they are written; None keeps the learner's dtype.
+        check: how engines are checked afterwards; see `UpdateCheck`.
 
     """
 
@@ -35,44 +35,44 @@ class DiskSync:
         self.check = check
 
     async def aclose(self) -> None:
-        """Nothing is kept between updates."""
+        """Do nothing: no resources are kept between updates."""
 
     async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> None:
-        """Write the weights and have them loaded; see `WeightSync.push`.
+        """Write the weights and let the engines load them; see `WeightSync.push`.
 
         Raises:
             EngineError: an engine could not load them, or the check afterwards fails.
 
         """
         folder = self.folder / f"version_{version:06d}"
-        check = await Check.begin(self.check, engines)
+        check = await UpdateCheck.start(self.check, engines)
 
         async def load(engine: EngineControl) -> None:
             await engine.update_from_disk(folder, version)
 
         try:
             await self._write(learner, check, folder)
-            await on_all(engines, f"weights of version {version} from {folder}", load)
+            await call_all(engines, f"weights of version {version} from {folder}", load)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder)
-        await check.of(engines, version)
+        await check.verify(engines, version)
 
-    async def _write(self, learner: LearnerGroup, check: Check, folder: Path) -> None:
-        await asyncio.to_thread(_make_empty, folder)
+    async def _write(self, learner: LearnerGroup, check: UpdateCheck, folder: Path) -> None:
+        await asyncio.to_thread(_create_empty, folder)
         places: dict[str, str] = {}
         size = 0
         buckets = learner.buckets(self.bucket_bytes, self.dtype)
         while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
             file = f"model-{len(places):05d}.safetensors"
             await asyncio.to_thread(bucket.save, folder / file)
-            await check.note(bucket)
+            await check.add(bucket)
             places |= {spec.name: file for spec in bucket.specs}
             size += sum(map(_bytes, bucket.specs))
         index = {"metadata": {"total_size": size}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
-def _make_empty(folder: Path) -> None:
+def _create_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 

@@ -1,4 +1,4 @@
-"""Weights broadcast through a `torch.distributed` group of the learner's rank 0 and the engines: NCCL on GPUs, or gloo."""
+"""Weight sync by broadcast in a `torch.distributed` group of the learner's rank 0 and the engines: NCCL or gloo."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.obs.waiting import waiting
 from agentrl.weight_sync.bucketwise import BucketwiseSync
-from agentrl.weight_sync.engines import begin_all, on_all
+from agentrl.weight_sync.engines import begin_updates, call_all
 
 _REFUSAL_S = 0.05
-"""An engine that refuses a bucket mostly says so within this time; then nothing is broadcast. NCCL gives a broadcast up at
-once, so nobody waits there, as it sends a bucket in less; but for a group's first one, in which it waits for all ranks."""
+"""Wait before a broadcast: most engines that refuse a bucket answer within this time, and then nothing is broadcast. NCCL
+sends a bucket in less time and aborts a broadcast at once, so it waits only in a group's first broadcast."""
 _SETTLE_S = 5.0
-"""After a failure the other engines get this long to notice it."""
+"""Seconds for the other engines to notice a failure."""
 
 
 class _SilentError(EngineError):
-    """An engine does not answer any more."""
+    """An engine no longer answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """A group that is ready."""
+    """A group that all members have joined."""
 
     learner: LearnerGroup
     engines: tuple[EngineControl, ...]
     group: WeightGroup
 
     def has(self, learner: LearnerGroup, engines: Sequence[EngineControl]) -> bool:
-        """Return whether exactly these are in it."""
+        """Return whether exactly these are its members."""
         return self.learner is learner and self.engines == tuple(engines)
 
 
 class DistributedSync(BucketwiseSync):
-    """Has the learner's rank 0 broadcast each bucket to all engines.
+    """The learner's rank 0 broadcasts each bucket to all engines.
 
-    Each engine is told first what comes, so that one that refuses keeps nobody waiting. The group is made at the first
-    push, kept for the next ones to the same engines, and made anew after a failure.
+    Each bucket is announced to the engines first, so that a refusal blocks no other process. The group is created at the
+    first push, kept for further pushes to the same engines, and created again after a failure.
 
     Args:
-        bucket_bytes: size of a bucket; a larger tensor makes one of its own.
-        dtype: what weights are cast to before they are sent; None leaves them as the learner holds them.
-        check: what engines are asked afterwards; see `Check`.
-        backend: ``gloo``, or ``nccl`` where rank 0 and all engines have GPUs of their own.
-        timeout_s: seconds that making the group, or a bucket, may take.
+        bucket_bytes: size of a bucket; a larger tensor gets a separate bucket.
+        dtype: weights are cast to it before they are sent; None keeps the learner's dtype.
+        check: how engines are checked afterwards; see `UpdateCheck`.
+        backend: ``gloo``, or ``nccl`` if rank 0 and all engines have separate GPUs.
+        timeout_s: time limit for creating the group, and for each bucket.
 
     """
 
@@ -67,16 +67,16 @@ class DistributedSync(BucketwiseSync):
         self.backend = backend
         self.timeout_s = timeout_s
         self._joined: _Joined | None = None
-        self._met: WeightGroup | None = None
-        """The last group in which a broadcast has passed."""
+        self._connected: WeightGroup | None = None
+        """The last group in which a broadcast has succeeded."""
 
     async def aclose(self) -> None:
-        """Have the learner and the engines leave the group."""
+        """Let the learner and the engines leave the group."""
         joined, self._joined = self._joined, None
         if joined is not None:
             await _leave(joined.learner, joined.engines, joined.group)
 
-    async def _send(
+    async def _transfer(
         self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, number: int
     ) -> None:
         phase = f"weights of version {version}, bucket {number}"
@@ -86,15 +86,15 @@ class DistributedSync(BucketwiseSync):
         except EngineError as error:
             if number > 1 or not kept or isinstance(error, _SilentError):
                 raise
-            # An engine that was started anew since the last push knows nothing of the group.
+            # An engine that was restarted since the last push is not in the group.
             await self.aclose()
-            await begin_all(engines, version)
+            await begin_updates(engines, version)
             await self._broadcast(await self._group(learner, engines), engines, bucket, version, phase)
 
     async def _broadcast(
         self, group: WeightGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, phase: str
     ) -> None:
-        """Announce a bucket to all engines, then have it sent.
+        """Announce a bucket to all engines, then let rank 0 broadcast it.
 
         Raises:
             EngineError: names the engine and the bucket.
@@ -104,20 +104,20 @@ class DistributedSync(BucketwiseSync):
             for engine in engines
         ]
         with waiting("engine", "broadcast", phase):
-            patience = _REFUSAL_S if self.backend == "gloo" or group != self._met else 0.0
-            early, _ = await asyncio.wait(tasks, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            wait_s = _REFUSAL_S if self.backend == "gloo" or group != self._connected else 0.0
+            early, _ = await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             if all(task.exception() is None for task in early):
                 tasks.append(asyncio.ensure_future(asyncio.to_thread(bucket.broadcast)))
                 await asyncio.wait(tasks, timeout=self.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
                 if all(task.done() and task.exception() is None for task in tasks):
-                    self._met = group
+                    self._connected = group
                     return
             await self._blame(tasks, engines, phase)
 
     async def _blame(self, tasks: Sequence[asyncio.Future[None]], engines: Sequence[EngineControl], phase: str) -> None:
-        """Raise the error of the engine that a broadcast failed over, or the learner's own."""
+        """Raise the error of the engine that made a broadcast fail, or the learner's error."""
         first = next((number for number, task in enumerate(tasks) if task.done() and task.exception()), None)
-        # Engines that still wait for the broadcast learn from this that it does not come.
+        # This ends the wait of engines for the broadcast.
         await self.aclose()
         late = (await asyncio.wait(tasks, timeout=_SETTLE_S))[1]
         for task in late:
@@ -136,7 +136,7 @@ class DistributedSync(BucketwiseSync):
         raise kind(f"engine {number} of {len(engines)} ({engines[number].url}), {phase}: {dead}{why}")
 
     async def _group(self, learner: LearnerGroup, engines: Sequence[EngineControl]) -> WeightGroup:
-        """Return a group with exactly these in it."""
+        """Return a group with exactly these members."""
         if self._joined is not None and self._joined.has(learner, engines):
             return self._joined.group
         await self.aclose()
@@ -148,7 +148,7 @@ class DistributedSync(BucketwiseSync):
         group = await asyncio.to_thread(learner.open_group, urls, size, self.backend, self.timeout_s)
         ours = asyncio.ensure_future(asyncio.to_thread(learner.join_group, group))
         try:
-            await on_all(engines, "group of weights", lambda engine: engine.join_group(group, first[engine]))
+            await call_all(engines, "group of weights", lambda engine: engine.join_group(group, first[engine]))
             await ours
         except BaseException:
             await _leave(learner, engines, group)
@@ -159,10 +159,10 @@ class DistributedSync(BucketwiseSync):
 
 
 async def _leave(learner: LearnerGroup, engines: Sequence[EngineControl], group: WeightGroup) -> None:
-    """Have all leave a group at the same time: what either side still waits for ends when the other leaves."""
+    """Let all members leave a group concurrently: the wait of each side ends when the other leaves."""
 
     async def leave(engine: EngineControl) -> None:
-        with contextlib.suppress(EngineError, TimeoutError):  # one that is gone has left it
+        with contextlib.suppress(EngineError, TimeoutError):  # a dead engine has left it
             await asyncio.wait_for(engine.leave_group(group), _SETTLE_S)
 
     await asyncio.gather(asyncio.to_thread(learner.leave_group), *(leave(engine) for engine in engines))

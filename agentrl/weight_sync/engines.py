@@ -1,4 +1,4 @@
-"""What all transports do with engines."""
+"""Calls of all engines that every transport makes: begin and cancel updates, check the result."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from agentrl.obs.waiting import waiting
 from agentrl.weight_sync.checksum import Checksums
 
 
-async def on_all(
+async def call_all(
     engines: Sequence[EngineControl], phase: str, call: Callable[[EngineControl], Awaitable[None]]
 ) -> None:
-    """Make one call to every engine at the same time, and wait for all of them even when one fails.
+    """Call all engines concurrently, and wait for all of them even if one fails.
 
     Raises:
-        EngineError: names the engine by number, and the phase.
+        EngineError: with the number of the engine, and the phase.
 
     """
 
@@ -35,35 +35,35 @@ async def on_all(
             raise result
 
 
-class Check:
-    """What ``weights.check`` asks of the engines after an update; made anew for each."""
+class UpdateCheck:
+    """The check of the engines after one update, according to ``weights.check``."""
 
     def __init__(self, mode: str, kinds: Collection[str] = ()) -> None:
-        """``mode`` is ``none``, ``version`` or ``checksum``, and then ``kinds`` are how engines make these."""
+        """``mode`` is ``none``, ``version`` or ``checksum``; ``kinds`` are the engines' kinds of checksums."""
         self._mode = mode
         self._sums = Checksums(kinds)
 
     @classmethod
-    async def begin(cls, mode: str, engines: Sequence[EngineControl]) -> Check:
-        """Return what checks the next update of these engines.
+    async def start(cls, mode: str, engines: Sequence[EngineControl]) -> UpdateCheck:
+        """Return the check of the next update of these engines.
 
         Raises:
-            EngineError: one does not answer.
+            EngineError: an engine does not answer.
         """
         if mode != "checksum":
             return cls(mode)
         return cls(mode, set(await asyncio.gather(*(engine.checksum_kind() for engine in engines))))
 
-    async def note(self, bucket: WeightBucket) -> None:
-        """Remember a bucket that is sent."""
+    async def add(self, bucket: WeightBucket) -> None:
+        """Add a bucket that is sent."""
         if self._mode == "checksum":
             await asyncio.to_thread(lambda: self._sums.add(bucket.tensors()))
 
-    async def of(self, engines: Sequence[EngineControl], version: int) -> None:
-        """Ask all engines.
+    async def verify(self, engines: Sequence[EngineControl], version: int) -> None:
+        """Check all engines.
 
         Raises:
-            EngineError: one samples with another version, holds other weights, or cannot say.
+            EngineError: an engine samples with another version, holds other weights, or cannot report them.
         """
         if self._mode != "none":
             await check_version(engines, version)
@@ -76,14 +76,14 @@ class Check:
             if difference is not None:
                 raise EngineError(f"its weights are not those that were sent: {difference}")
 
-        await on_all(engines, "check of the weights", compare)
+        await call_all(engines, "check of the weights", compare)
 
 
 async def check_version(engines: Sequence[EngineControl], version: int) -> None:
     """Check that every engine samples with ``version``.
 
     Raises:
-        EngineError: one cannot say, or says another.
+        EngineError: an engine reports another version, or none.
 
     """
 
@@ -92,21 +92,21 @@ async def check_version(engines: Sequence[EngineControl], version: int) -> None:
         if found != version:
             raise EngineError(f"it samples with version {found}, but {version} was sent")
 
-    await on_all(engines, "check of the policy version", check)
+    await call_all(engines, "check of the policy version", check)
 
 
-async def begin_all(engines: Sequence[EngineControl], version: int) -> None:
-    """Let no engine start a generation until it has all weights.
+async def begin_updates(engines: Sequence[EngineControl], version: int) -> None:
+    """Begin an update on all engines: no generation starts until all weights have arrived.
 
     Raises:
-        EngineError: one does not stand still.
+        EngineError: an engine does not stop sampling.
 
     """
-    await on_all(engines, f"begin of the update to version {version}", lambda engine: engine.begin_update())
+    await call_all(engines, f"begin of the update to version {version}", lambda engine: engine.begin_update())
 
 
-async def give_up(engines: Sequence[EngineControl], *, limit_s: float = 5.0) -> None:
-    """Tell engines that no further bucket comes; those that do not answer are left alone, as the push has failed."""
+async def cancel_updates(engines: Sequence[EngineControl], *, limit_s: float = 5.0) -> None:
+    """Cancel the update on all engines. Errors are ignored, as the push has already failed."""
 
     async def cancel(engine: EngineControl) -> None:
         with contextlib.suppress(EngineError, TimeoutError):

@@ -1,4 +1,4 @@
-"""Weights that engines read where the learner holds them, on the GPU that both share."""
+"""Weight sync by CUDA IPC: engines read the weights in the learner's memory on the GPU that both share."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from agentrl.core.errors import EngineError
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.weight_sync.bucketwise import BucketwiseSync
-from agentrl.weight_sync.engines import on_all
+from agentrl.weight_sync.engines import call_all
 
 
 class IpcSync(BucketwiseSync):
     """Sends CUDA handles: an engine of ``g`` ranks with number ``e`` shares the GPUs of the learner's ranks from ``e * g``.
 
-    Nothing but the copy into the engine's own weights is moved.
+    The only copy is the one into the engine's weights.
     """
 
-    async def _send(
+    async def _transfer(
         self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, number: int
     ) -> None:
         handles = await asyncio.to_thread(bucket.share)
@@ -33,4 +33,4 @@ class IpcSync(BucketwiseSync):
                 )
             await engine.update_from_handles(handles[first : first + ranks], version, last=bucket.last)
 
-        await on_all(engines, f"weights of version {version}, bucket {number}", send)
+        await call_all(engines, f"weights of version {version}, bucket {number}", send)

@@ -1,4 +1,4 @@
-"""The transports that ``weights.transport`` chooses from."""
+"""The transports of ``weights.transport``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentrl.weight_sync.ipc import IpcSync
 from agentrl.weight_sync.tensor import TensorSync
 
 TRANSPORTS = ("tensor", "disk", "distributed", "ipc")
-"""What ``weights.transport`` may be."""
+"""Values of ``weights.transport``."""
 
 
 def make_sync(
@@ -24,16 +24,16 @@ def make_sync(
     backend: str = "gloo",
     timeout_s: float = 300.0,
 ) -> WeightSync:
-    """Return the transport of a name.
+    """Return a transport by name.
 
     Args:
         transport: one of `TRANSPORTS`.
-        bucket_bytes: weights held beside the learner's own at the same time.
-        folder: where ``disk`` writes; the engines must see it under the same path.
+        bucket_bytes: size of a bucket, held in addition to the learner's weights.
+        folder: ``disk`` writes here; the engines must see it under the same path.
         dtype: ``weights.dtype``.
         check: ``weights.check``.
-        backend: of the group that ``distributed`` sends through: ``gloo`` or ``nccl``.
-        timeout_s: seconds that a group, or a bucket in it, may take.
+        backend: of the group of ``distributed``: ``gloo`` or ``nccl``.
+        timeout_s: time limit of ``distributed`` for creating a group, and for each bucket.
 
     """
     if transport == "distributed":

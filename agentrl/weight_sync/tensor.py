@@ -1,4 +1,4 @@
-"""Weights sent in the request."""
+"""Weight sync by value: weights in the body of HTTP requests."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.weight_sync.bucketwise import BucketwiseSync
-from agentrl.weight_sync.engines import on_all
+from agentrl.weight_sync.engines import call_all
 
 
 class TensorSync(BucketwiseSync):
-    """Sends weights by value, which works between any two processes."""
+    """Transfers weights by value, which works between any two processes."""
 
-    async def _send(
+    async def _transfer(
         self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, number: int
     ) -> None:
         named = await asyncio.to_thread(bucket.tensors)
@@ -22,4 +22,4 @@ class TensorSync(BucketwiseSync):
         async def send(engine: EngineControl) -> None:
             await engine.update_from_tensors(named, version, last=bucket.last)
 
-        await on_all(engines, f"weights of version {version}, bucket {number}", send)
+        await call_all(engines, f"weights of version {version}, bucket {number}", send)
