@@ -1,4 +1,4 @@
-"""Writes train.jsonl and eval.jsonl: questions, the name that each is about, and what to find out first."""
+"""Write train.jsonl and eval.jsonl: questions, the name in each, and the fact to look up first."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A reward function: what a good first move is worth."""
+"""A reward function for the first action of an episode."""
 
 import re
 
@@ -8,11 +8,11 @@ MOVE = re.compile(r"<think> (?P<thought>[^<]*) </think><search> (?P<name>[^<]*) 
 
 
 def first_move(sample: Sample) -> dict[str, float]:
-    """Half for searching for whom the question names, half for thinking of the fact to find out first.
+    """Half a point for searching for the name in the question, half for thinking of the fact to look up first.
 
-    ``reward.key=score`` makes one of the figures the reward; the others are logged.
+    ``reward.key=score`` selects the reward; the other values are logged as metrics.
     """
-    said = MOVE.match(sample.final)
-    name = float(said is not None and said["name"] == sample.label)
-    thought = float(said is not None and said["thought"] == sample.metadata["first"])
+    move = MOVE.match(sample.final)
+    name = float(move is not None and move["name"] == sample.label)
+    thought = float(move is not None and move["thought"] == sample.metadata["first"])
     return {"score": (name + thought) / 2, "right_name": name, "right_thought": thought}

@@ -1,4 +1,4 @@
-"""An environment with a world of its own, rewards along the way, and no tool."""
+"""An environment with its own tasks, intermediate rewards, and no tool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENDINGS = {"employer": ("corp", "works", "tex"), "seat": ("burg", "ton", "ville"
 class Trail(Env):
     """Follow a trail of signposts: ``<search> name </search>`` goes there, ``<answer> name </answer>`` ends the walk.
 
-    Every stage reached in its turn is worth a quarter, and so is the right answer at the end.
+    Every stage, reached in order, has a reward of a quarter, and so has the right answer at the end.
     """
 
     stop: ClassVar[tuple[str, ...]] = ("</search>", "</answer>")
@@ -37,21 +37,21 @@ class Trail(Env):
         return self.task.prompt, self._info()
 
     def step(self, action: Action) -> Step:
-        assert isinstance(action, Message), "without tools every action is what the policy said"
-        said = re.search(r"<(search|answer)> ([^<]*) </\1>", action.content)
+        assert isinstance(action, Message), "without tools every action is a turn of the policy"
+        match = re.search(r"<(search|answer)> ([^<]*) </\1>", action.content)
         names: Sequence[str] = self.task.metadata["names"]
-        if said is None:
+        if match is None:
             return (), 0.0, True, False, self._info()
-        if said[1] == "answer":
-            right = float(said[2] == names[-1])
+        if match[1] == "answer":
+            right = float(match[2] == names[-1])
             return (), 0.25 * right, True, False, self._info(right)
-        onward = self.reached < len(names) - 1 and said[2] == names[self.reached]
+        onward = self.reached < len(names) - 1 and match[2] == names[self.reached]
         self.reached += onward
-        sign = self._signpost(said[2])
+        sign = self._signpost(match[2])
         return (Message("user", sign, inline=True),), 0.25 * onward, False, False, self._info()
 
     def _signpost(self, name: str) -> str:
-        """What stands at ``name``: where the trail goes on, and a path that leads astray."""
+        """The signpost at ``name``: the next stage of the trail, and a wrong way."""
         names, links = self.task.metadata["names"], self.task.metadata["links"]
         if name not in names[:-1]:
             return "\n\n<information>There is no such place.</information>\n\n"

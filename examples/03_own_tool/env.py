@@ -1,4 +1,4 @@
-"""A tool of one's own, with typed arguments, and the environment that calls it."""
+"""A tool with typed arguments, and the environment that calls it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from agentrl import (
     tool,
 )
 
-SAYS = {"birthplace": "was born in", "employer": "works for", "spouse": "is married to"}
+PHRASES = {"birthplace": "was born in", "employer": "works for", "spouse": "is married to"}
 
 
 def _word(rng: Random) -> str:
@@ -34,7 +34,7 @@ def _word(rng: Random) -> str:
 
 
 def _person(name: str) -> dict[str, str]:
-    """What is true of a person; equal names give equal facts, so that nothing need be stored."""
+    """Facts about a person. Equal names give equal facts, so that nothing has to be stored."""
     rng = Random(name)
     return {
         "birthplace": _word(rng) + rng.choice(("burg", "ton", "ville", "ford")),
@@ -46,15 +46,15 @@ def _person(name: str) -> dict[str, str]:
 @tool(timeout_s=5)
 async def ask_registry(name: str, fact: Literal["birthplace", "employer", "spouse"]) -> str:
     """Return one fact about a person."""
-    return f"{name} {SAYS[fact]} {_person(name)[fact]}."
+    return f"{name} {PHRASES[fact]} {_person(name)[fact]}."
 
 
 @register_env("registry")
 class Registry(Env):
-    """``<think> fact </think><search> name </search>`` asks the registry, ``<answer> … </answer>`` ends the episode.
+    """``<think> fact </think><search> name </search>`` queries the registry, ``<answer> … </answer>`` ends the episode.
 
-    The registry says nothing but the fact it was asked for. The reward is 1 for the right answer, 0.2 less for
-    every call that the tool refuses.
+    The registry returns one fact per call. The reward is 1 for the right answer, minus 0.2 for every call with invalid
+    arguments.
     """
 
     stop: ClassVar[tuple[str, ...]] = ("</search>", "</answer>")
@@ -73,16 +73,16 @@ class Registry(Env):
         if answer is not None:
             right = float(answer[1] == self.task.answer)
             return (), right * (1 - 0.2 * self.refused), True, False, self._info(right)
-        asked = re.search(r"<think> ([^<]*) </think><search> ([^<]*) </search>", action.content)
-        if asked is None:
+        query = re.search(r"<think> ([^<]*) </think><search> ([^<]*) </search>", action.content)
+        if query is None:
             return (), 0.0, True, False, self._info()
         self.calls += 1
-        self.name = asked[2]
-        call = ToolCall(f"call-{self.calls}", ask_registry.name, {"name": asked[2], "fact": asked[1]})
+        self.name = query[2]
+        call = ToolCall(f"call-{self.calls}", ask_registry.name, {"name": query[2], "fact": query[1]})
         return ToolCalls((call,)), 0.0, False, False, self._info()
 
     def _found(self, action: ToolResults) -> Step:
-        """The runner has checked the arguments against the tool's schema: a fact it does not know is ``INVALID``."""
+        """The runner has checked the arguments against the tool's schema: an unknown fact has status ``INVALID``."""
         result = action.results[0]
         self.refused += result.status is ToolStatus.INVALID
         text = f'Doc 1(Title: "{self.name}") {result.content}' if result.status is ToolStatus.OK else result.content
@@ -95,7 +95,7 @@ class Registry(Env):
     @classmethod
     def tasks(cls, split: str, seed: int) -> Sequence[Task]:
         rng = Random(f"{split}/{seed if split == 'train' else 0}")
-        return [_task(rng, f"registry/{split}/{i}", fact) for i in range(170) for fact in SAYS]
+        return [_task(rng, f"registry/{split}/{i}", fact) for i in range(170) for fact in PHRASES]
 
     @classmethod
     def example_task(cls) -> Task:
@@ -110,10 +110,10 @@ class Registry(Env):
 
 
 def _task(rng: Random, name: str, fact: str) -> Task:
-    """Half of the questions are about the spouse of somebody, and take two calls."""
+    """Half of the questions are about the spouse of a person, and need two calls."""
     person = f"{_word(rng)} {_word(rng)}"
     if rng.random() < 0.5:
-        asked, answer = f"the {fact} of {person}", _person(person)[fact]
+        subject, answer = f"the {fact} of {person}", _person(person)[fact]
     else:
-        asked, answer = f"the {fact} of the spouse of {person}", _person(_person(person)["spouse"])[fact]
-    return Task(f"{name}/{fact}", (Message("user", PROMPT.replace("{question}", f"What is {asked}?")),), answer)
+        subject, answer = f"the {fact} of the spouse of {person}", _person(_person(person)["spouse"])[fact]
+    return Task(f"{name}/{fact}", (Message("user", PROMPT.replace("{question}", f"What is {subject}?")),), answer)

@@ -1,4 +1,4 @@
-"""A generate function: the policy answers one small question after another, each in a chat of its own."""
+"""A generate function: the policy answers one small question after another, each in a separate chat."""
 
 import re
 
@@ -9,9 +9,9 @@ from agentrl import Agent, Chat, Message, Rollout, Task, ToolStatus, uses_tools
 
 @uses_tools("search")
 async def generate(task: Task, agent: Agent) -> list[Rollout]:
-    """Take "What is the mayor of the birthplace of X?" apart: first the birthplace of X, then the mayor of that.
+    """Split "What is the mayor of the birthplace of X?": first the birthplace of X, then the mayor of that city.
 
-    Every chat becomes a rollout of its own, and all of them are worth what the last answer is worth.
+    Every chat becomes a rollout. All of them have the reward of the last answer.
     """
     name = task.question.rpartition(" of ")[2].removesuffix("?")
     facts = re.findall(r"the (\w+) of", task.question)
@@ -30,15 +30,15 @@ async def generate(task: Task, agent: Agent) -> list[Rollout]:
 
 
 async def answer_by_searching(chat: Chat, agent: Agent, corpus: str) -> str | None:
-    """Return what the policy answers, or None where a limit of ``rollout`` or a turn without a tag ends the chat."""
-    while (said := await chat.sample(stop=STOP)) is not None:
-        move = parse(said.content)
+    """Return the policy's answer, or None if a limit of ``rollout`` or a turn without a tag ends the chat."""
+    while (turn := await chat.sample(stop=STOP)) is not None:
+        move = parse(turn.content)
         if move.kind == "answer":
             return move.text
         if move.kind == "invalid":
             return None
         found = await agent.call("search", {"query": move.text, "topk": 2, "corpus": corpus})
         text = documents(found.data) if found.status is ToolStatus.OK else found.content
-        # What is added is read and not trained on; the masks follow from who said what.
+        # Added messages are not trained on; the chat records which tokens were sampled.
         chat.add(Message("user", information(text), inline=True))
     return None

@@ -1,4 +1,4 @@
-"""Writes documents.jsonl, train.jsonl and eval.jsonl: put your own in their place."""
+"""Write documents.jsonl, train.jsonl and eval.jsonl: replace them by your own."""
 
 import json
 from collections.abc import Iterable, Mapping
