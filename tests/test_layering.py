@@ -1,4 +1,4 @@
-"""Limits of the structure: imports point down, no loose modules, and what each package may import.
+"""Limits of the structure: imports point down, no cycles, no loose modules, and what each package may import.
 
 The packages and their order are ``tests.structure.layers.LAYERS``; imports inside functions and under
 ``if TYPE_CHECKING`` count like all others.
@@ -6,7 +6,7 @@ The packages and their order are ``tests.structure.layers.LAYERS``; imports insi
 
 import pytest
 
-from tests.structure.graph import Graph, Kind, read_graph, violations
+from tests.structure.graph import Graph, Kind, read_graph, strongly_connected, violations
 from tests.structure.layers import LAYERS, PACKAGE, REPOSITORY
 from tests.structure.measure import is_loose
 
@@ -32,6 +32,10 @@ def graph() -> Graph:
 
 def test_imports_point_down(graph: Graph) -> None:
     assert violations(graph, LAYERS) == []
+
+
+def test_no_import_cycles(graph: Graph) -> None:
+    assert strongly_connected(graph.edges()) == []
 
 
 def test_every_module_is_in_a_package(graph: Graph) -> None:
