@@ -28,7 +28,7 @@ from agentrl.inference.client.requests import generate_body
 from agentrl.models.load import load_tokenizer
 from agentrl.models.random_models import find_shape, make_folder
 from agentrl.models.resolve import resolve_model
-from agentrl.runtime.services import Stack, open_stack
+from agentrl.runtime.services import Services, open_services
 from agentrl.runtime.task_order import NoTasks
 
 _WARM_TOKENS = 4
@@ -210,46 +210,46 @@ async def measure_efficiency(
         made_up = config.sampler.sglang.get("load_format") == "dummy" and config.sampler.backend == "sglang"
         make_folder(folder / "model", find_shape(bench.size), tokenizer=source, weights=not made_up)
         progress("starting the engine")
-        async with open_stack(config, NoTasks(), folder / "model", folder, config.run.seed) as stack:
-            urls = [client.url for client in stack.fleet.live]
+        async with open_services(config, NoTasks(), folder / "model", folder, config.run.seed) as services:
+            urls = [client.url for client in services.fleet.live]
             bare = BareClient(urls, bench.concurrency, config.sampler.request_timeout_s)
             try:
-                async for one in _passes(stack, bare, make_jobs(source, bench, config.run.seed), bench, progress):
+                async for one in _passes(services, bare, make_jobs(source, bench, config.run.seed), bench, progress):
                     yield one
             finally:
                 await bare.aclose()
 
 
 async def _passes(
-    stack: Stack, bare: BareClient, jobs: Sequence[Job], bench: EfficiencyBench, progress: Callable[[str], None]
+    services: Services, bare: BareClient, jobs: Sequence[Job], bench: EfficiencyBench, progress: Callable[[str], None]
 ) -> AsyncIterator[Pass]:
     progress("warming up")
-    scripts = await _record(stack, jobs)
+    scripts = await _record(services, jobs)
     await bare.run(scripts)
     scripts = [
         replace(script, params=[replace(one, max_new_tokens=bench.new_tokens) for one in script.params])
         for script in scripts
     ]
-    runner = _runner(stack, bench.new_tokens)
+    runner = _runner(services, bench.new_tokens)
     for number in range(2 * bench.repeats):
         by_runner = number % 4 in (0, 3)
         progress(f"pass {number + 1} of {2 * bench.repeats}")
-        await stack.fleet.flush()
+        await services.fleet.flush()
         one = await (_by_runner(runner, jobs) if by_runner else _by_bare_client(bare, scripts))
         if one.tokens != bench.sampled:
             raise EngineError(f"the {one.who} got {one.tokens} tokens of the engine, it asked for {bench.sampled}")
         yield one
 
 
-async def _record(stack: Stack, jobs: Sequence[Job]) -> list[Script]:
-    recorder = Recorder(stack.fleet.sampler)
-    await _runner(stack, _WARM_TOKENS, recorder).run_many(jobs)
+async def _record(services: Services, jobs: Sequence[Job]) -> list[Script]:
+    recorder = Recorder(services.fleet.sampler)
+    await _runner(services, _WARM_TOKENS, recorder).run_many(jobs)
     return list(recorder.scripts.values())
 
 
-def _runner(stack: Stack, new_tokens: int, sampler: Sampler | None = None) -> EpisodeRunner:
-    options = stack.config.sampler
-    return stack.runner(sampler=sampler).with_sampling(
+def _runner(services: Services, new_tokens: int, sampler: Sampler | None = None) -> EpisodeRunner:
+    options = services.config.sampler
+    return services.runner(sampler=sampler).with_sampling(
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
@@ -286,7 +286,7 @@ def bench_config(config: Config, bench: EfficiencyBench) -> Config:
         "max_tokens": bench.context,
         "max_seconds": 3600.0,
         "concurrency": bench.concurrency,
-        "failure": dict.fromkeys(("policy", "sampler", "environment", "task"), "stop"),
+        "failure": dict.fromkeys(("sampler", "environment", "task"), "stop"),
     }
     env = {"name": f"{RecordedEnv.__module__}:{RecordedEnv.__qualname__}", "options": {"turns": bench.turns}}
     return validate({**kept, "env": env, "rollout": rollout})

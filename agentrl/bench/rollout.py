@@ -22,7 +22,7 @@ from agentrl.models.load import load_tokenizer
 from agentrl.models.resolve import resolve_model
 from agentrl.render.registry import make_renderer
 from agentrl.runtime.checks import open_tasks
-from agentrl.runtime.services import open_stack
+from agentrl.runtime.services import open_services
 from agentrl.runtime.task_order import TaskOrder, episode_seed
 
 
@@ -75,12 +75,12 @@ async def measure_rollout(config: Config, episodes: int) -> dict[str, RolloutFig
     tasks = open_tasks(config)
     model = resolve_model(config.model.path)
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder:
-        async with open_stack(config, tasks, model, Path(folder), config.run.seed) as stack:
-            replay = Replay(stack.fleet.sampler)
-            runner: EpisodeRunner = stack.runner(sampler=replay)
+        async with open_services(config, tasks, model, Path(folder), config.run.seed) as services:
+            replay = Replay(services.fleet.sampler)
+            runner: EpisodeRunner = services.runner(sampler=replay)
             jobs = jobs_of(config, tasks, episodes)
-            await bench_rollout(stack.runner(), jobs[: min(64, len(jobs))])
-            await stack.fleet.flush()
+            await bench_rollout(services.runner(), jobs[: min(64, len(jobs))])
+            await services.fleet.flush()
             engine = await bench_rollout(runner, jobs)
             replay.recording = False
             await bench_rollout(runner, jobs)

@@ -24,7 +24,7 @@ from agentrl.obs.rollouts import RolloutFile
 from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.services import Stack, open_stack
+from agentrl.runtime.services import Services, open_services
 from agentrl.runtime.task_order import NoTasks, episode_seed
 
 OnDone = Callable[[Rollout], None]
@@ -126,23 +126,23 @@ async def evaluate_policy(config: Config, console: Console, samples: Path | None
             if file is not None:
                 file.write(rollout)
 
-        async with open_stack(config, tasks, model, Path(folder), config.run.seed) as stack:
+        async with open_services(config, tasks, model, Path(folder), config.run.seed) as services:
             count.begin()
             with Interrupt() as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
-                results = await evaluate_watched(sets, stack, interrupt, done)
+                results = await evaluate_watched(sets, services, interrupt, done)
     if file is not None:
         file.finish()
     return results
 
 
 async def evaluate_watched(
-    sets: Sequence[TaskChoice], stack: Stack, interrupt: Interrupt, on_done: OnDone | None = None
+    sets: Sequence[TaskChoice], services: Services, interrupt: Interrupt, on_done: OnDone | None = None
 ) -> list[SetResult]:
-    """Evaluate on a running stack. Ctrl-C ends it, and a server that dies ends it with the server's own error."""
+    """Evaluate on a running services. Ctrl-C ends it, and a server that dies ends it with the server's own error."""
     try:
-        return await interrupt.guard(evaluate(sets, stack.runner(), on_done), stack.check)
+        return await interrupt.guard(evaluate(sets, services.runner(), on_done), services.check)
     except AgentrlError:
-        stack.check()
+        services.check()
         raise
 
 

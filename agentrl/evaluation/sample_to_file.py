@@ -26,7 +26,7 @@ from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import sample_watched, step_jobs
-from agentrl.runtime.services import open_stack
+from agentrl.runtime.services import open_services
 from agentrl.runtime.task_order import TaskOrder
 
 
@@ -88,13 +88,13 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
                 done.append(rollout)
                 count.add()
 
-            async with open_stack(config, tasks, model, Path(folder), config.run.seed) as stack:
+            async with open_services(config, tasks, model, Path(folder), config.run.seed) as services:
                 count.begin()
-                runner = stack.runner()
+                runner = services.runner()
                 with Interrupt() as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
                     for number, (start, some) in enumerate(steps, 1):
                         jobs = step_jobs(config, order, number, start, some)
-                        await sample_watched(runner, jobs, stack, interrupt, write)
+                        await sample_watched(runner, jobs, services, interrupt, write)
     except RunStopped as stop:
         raise RunStopped(f"{stop}. {len(done)} of {total} rollouts are in {plan.out}") from None
     finally:

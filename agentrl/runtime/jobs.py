@@ -9,7 +9,7 @@ from agentrl.core.errors import AgentrlError
 from agentrl.core.types import Rollout
 from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.services import Stack
+from agentrl.runtime.services import Services
 from agentrl.runtime.task_order import TaskOrder, episode_seed
 
 OnDone = Callable[[Rollout], None]
@@ -25,11 +25,11 @@ def step_jobs(config: Config, order: TaskOrder, step: int, position: int, tasks:
 
 
 async def sample_watched(
-    runner: EpisodeRunner, jobs: Sequence[Job], stack: Stack, interrupt: Interrupt, on_done: OnDone
+    runner: EpisodeRunner, jobs: Sequence[Job], services: Services, interrupt: Interrupt, on_done: OnDone
 ) -> list[Rollout]:
     """Play episodes. Ctrl-C ends them, and a server that dies ends them with the server's own error."""
     try:
-        return await interrupt.guard(runner.run_many(jobs, on_done), stack.check)
+        return await interrupt.guard(runner.run_many(jobs, on_done), services.check)
     except AgentrlError:
-        stack.check()
+        services.check()
         raise

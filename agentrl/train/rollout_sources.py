@@ -14,7 +14,7 @@ from agentrl.inference.launch.launcher import EngineSpec, Launcher
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.runtime.checks import open_tasks
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.services import open_stack
+from agentrl.runtime.services import open_services
 from agentrl.runtime.task_order import TaskOrder
 from agentrl.train.replay import RecordedRollouts, Replay, sample_check
 from agentrl.train.sampling import RolloutSource, Sampling
@@ -45,10 +45,10 @@ async def open_sampling(
 
     """
     tasks = open_tasks(config)
-    services = open_stack(config, tasks, model, folder, config.run.seed, launcher=launcher)
-    stack = await exits.enter_async_context(services)
+    opening = open_services(config, tasks, model, folder, config.run.seed, launcher=launcher)
+    services = await exits.enter_async_context(opening)
     if config.placement.mode == "colocate":  # the learner loads next
-        await asyncio.gather(*(engine.release_memory() for engine in stack.fleet.live))
+        await asyncio.gather(*(engine.release_memory() for engine in services.fleet.live))
     sync = _weight_sync(config, folder, config.weights.transport)
     exits.push_async_callback(sync.aclose)
     recorder = RolloutRecorder(
@@ -56,7 +56,7 @@ async def open_sampling(
     )
     source = Sampling(
         config=config,
-        stack=stack,
+        services=services,
         order=TaskOrder(tasks.split(config.tasks.train_split), config.run.seed),
         sync=sync,
         recorder=recorder,

@@ -22,7 +22,7 @@ from agentrl.obs.progress import Stopwatch
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import OnDone, sample_watched, step_jobs
-from agentrl.runtime.services import Stack
+from agentrl.runtime.services import Services
 from agentrl.runtime.task_order import TaskOrder
 from agentrl.train.gpu_time_sharing import GpuTimeSharing
 from agentrl.weight_sync.base import WeightSync
@@ -90,7 +90,7 @@ class Sampling:
     """
 
     config: Config
-    stack: Stack
+    services: Services
     order: TaskOrder
     sync: WeightSync
     recorder: RolloutRecorder
@@ -113,7 +113,7 @@ class Sampling:
     async def open(self) -> None:
         """Connect to the fleet's restarts; the trainer has exclusive use of the learner from here on."""
         await self._learner_lock.acquire()
-        fleet = self.stack.fleet
+        fleet = self.services.fleet
         if self.config.placement.mode == "colocate":
             self._gpu_sharing = GpuTimeSharing(fleet)
             fleet.set_weight_sync(self._sync_restarted, launch_in=self._learner_lock)
@@ -133,7 +133,7 @@ class Sampling:
     @property
     def pad_token_id(self) -> int:
         """Return the tokenizer's pad token."""
-        return self.stack.renderer.pad_token_id
+        return self.services.renderer.pad_token_id
 
     async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
         """Sync the weights to all engines, or only every ``weights.sync_every`` versions.
@@ -162,7 +162,7 @@ class Sampling:
 
     async def _push(self) -> None:
         assert self._learner is not None, "sync_weights comes first"
-        fleet = self.stack.fleet
+        fleet = self.services.fleet
         while engines := fleet.live:
             try:
                 await self.sync.push(self._learner, engines, self._version)
@@ -195,15 +195,15 @@ class Sampling:
         """Run a step's episodes; each rollout is written to disk as soon as it has its reward."""
         jobs = step_jobs(self.config, self.order, step, position, self.config.rollout.batch_size)
         self.recorder.begin(step, jobs[0].task.id)
-        self._runner = self._runner or self.stack.runner()
+        self._runner = self._runner or self.services.runner()
         write = partial(self.recorder.write, step)
-        self.stack.fleet.metrics()  # drops what was measured before the step, such as in an evaluation
+        self.services.fleet.metrics()  # drops what was measured before the step, such as in an evaluation
         async with self._episodes_running():
-            return await sample_watched(self._runner, jobs, self.stack, self.interrupt, write)
+            return await sample_watched(self._runner, jobs, self.services, self.interrupt, write)
 
     def metrics(self) -> dict[str, float]:
         """Return the fleet's metrics."""
-        return self.stack.fleet.metrics()
+        return self.services.fleet.metrics()
 
     async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:
         """Write the advantages next to the step's rollouts."""
@@ -214,4 +214,4 @@ class Sampling:
         if self._synced != self._version:
             await self._push()
         async with self._episodes_running():
-            return await evaluate_watched(self.eval_sets, self.stack, self.interrupt, on_done)
+            return await evaluate_watched(self.eval_sets, self.services, self.interrupt, on_done)

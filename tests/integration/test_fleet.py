@@ -182,9 +182,9 @@ def test_an_engine_that_goes_during_the_push_gets_its_weights_later(tmp_path: Pa
                 return lambda: os.kill(pids(fleet)[1], fault)
 
             sync = KillingSync(second, [strike(signal.SIGKILL), lambda: None, strike(signal.SIGSTOP)])
-            stack: Any = SimpleNamespace(fleet=fleet)
+            services: Any = SimpleNamespace(fleet=fleet)
             unused: Any = None
-            source = Sampling(config, stack, unused, sync, unused, unused)
+            source = Sampling(config, services, unused, sync, unused, unused)
             learner: Any = object()
             await source.open()
             await source.sync_weights(learner, 4, Stopwatch())
@@ -223,10 +223,10 @@ def test_an_engine_that_dies_in_the_learners_turn_waits_for_its_own(tmp_path: Pa
     async def run() -> None:
         config = configured("placement.mode=colocate")
         async with opened(config, first, tmp_path) as fleet:
-            stack: Any = SimpleNamespace(fleet=fleet)
+            services: Any = SimpleNamespace(fleet=fleet)
             unused: Any = None
             learner: Any = Sleeper()
-            source = Sampling(config, stack, unused, KillingSync(second, []), unused, unused)
+            source = Sampling(config, services, unused, KillingSync(second, []), unused, unused)
             watch = Stopwatch()
             await source.open()
             await source.sync_weights(learner, 1, watch)

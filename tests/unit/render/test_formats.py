@@ -208,7 +208,7 @@ def play(renderer, sampler, script):
         tool_clients={},
         limits=Limits(6, 100_000, max_seconds=60.0, max_new_tokens=100_000),
         sampling=SamplingParams(max_new_tokens=100_000),
-        failure=FailurePolicy(FailureConfig.model_validate(dict.fromkeys(("policy", "environment", "task"), "stop"))),
+        failure=FailurePolicy(FailureConfig.model_validate(dict.fromkeys(("environment", "task"), "stop"))),
         max_concurrency=1,
     )
     task = Task(f"t{next(numbers)}", script.first)

@@ -58,10 +58,10 @@ class World:
     def sampling(self, mode: str = "colocate", *settings: str, restart_sync: Any = None) -> Sampling:
         config = load_config(None, settings)
         config.placement.mode = mode  # type: ignore[assignment]
-        stack: Any = SimpleNamespace(fleet=self)
+        services: Any = SimpleNamespace(fleet=self)
         unused: Any = None
         sync: Any = self
-        return Sampling(config, stack, unused, sync, unused, unused, restart_sync=restart_sync)
+        return Sampling(config, services, unused, sync, unused, unused, restart_sync=restart_sync)
 
     def said(self) -> list[str]:
         """What was written down since the last call."""
