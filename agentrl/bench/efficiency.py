@@ -24,7 +24,7 @@ from agentrl.core.sampler import Sampler
 from agentrl.core.task import Task
 from agentrl.core.types import Action, Generation, Message, Prompt, SamplingParams
 from agentrl.episode.runner import EpisodeRunner, Job
-from agentrl.inference.client.requests import generate_body
+from agentrl.inference.client.generation import generate_body
 from agentrl.models.load import load_tokenizer
 from agentrl.models.random_models import find_shape, make_folder
 from agentrl.models.resolve import resolve_model

@@ -1,4 +1,4 @@
-"""The contract for steering an inference engine: health, memory, weight updates."""
+"""Interfaces to control an inference engine: health, pauses, memory, weight updates."""
 
 from __future__ import annotations
 
@@ -12,28 +12,111 @@ if TYPE_CHECKING:
     import torch
 
 MemoryPart = Literal["weights", "kv_cache"]
-"""What of an engine's memory can be given back."""
+"""Part of an engine's memory that can be released."""
+
+
+class EngineMemory(Protocol):
+    """GPU memory of an engine that shares its GPU with the learner."""
+
+    async def release(self) -> None:
+        """Wait for generations in progress, then release weights and KV cache; a second call does nothing.
+
+        Generations wait until all memory has been resumed.
+
+        Raises:
+            EngineError: the engine is paused or receives weights, stays busy, or refuses.
+        """
+        ...
+
+    async def resume(self, part: MemoryPart) -> None:
+        """Allocate a released part again; does nothing if the engine holds it.
+
+        Resumed weights are undefined: nothing is sampled until a whole update has come.
+        """
+        ...
+
+
+class WeightUpdates(Protocol):
+    """Weight updates of an engine. All methods raise `EngineError` with the engine's message if it refuses.
+
+    Weights in several buckets take effect together with the last one. An engine that may hold a mixture, because an
+    update broke off, samples nothing until a whole one has come.
+    """
+
+    async def begin(self) -> None:
+        """Let no generation start until the update has ended, and wait for those in progress."""
+        ...
+
+    async def cancel(self) -> None:
+        """End an update that broke off; does nothing if none is in progress."""
+        ...
+
+    async def from_disk(self, folder: Path, version: int) -> None:
+        """Load a Hugging Face folder's weights; the prefix cache is flushed."""
+        ...
+
+    async def from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
+        """Load one bucket of weights by Hugging Face name; after the ``last`` one, ``version`` samples."""
+        ...
+
+    async def from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
+        """Load one bucket of weights from memory of the engine's GPUs; otherwise like `from_tensors`.
+
+        ``handles`` has one entry for each of the engine's ranks, see `WeightBucket.share`.
+        """
+        ...
+
+    async def from_group(self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool) -> None:
+        """Load one bucket that rank 0 broadcasts, and return when it has arrived; otherwise like `from_tensors`."""
+        ...
+
+
+class WeightGroups(Protocol):
+    """Membership of an engine in process groups in which weights are broadcast."""
+
+    async def ranks(self) -> int:
+        """Return how many processes of the engine join a group."""
+        ...
+
+    async def join(self, group: WeightGroup, first_rank: int) -> None:
+        """Join a group as ``first_rank`` and the following ranks; returns when all ranks have joined."""
+        ...
+
+    async def leave(self, group: WeightGroup) -> None:
+        """Leave a group; pending broadcasts of it fail."""
+        ...
 
 
 class EngineControl(Protocol):
-    """Steers an engine. All raise `EngineError` with the engine's own words when it refuses.
-
-    Weights in several buckets take effect together with the last one. Where an engine may hold a mixture, because an
-    update broke off, it samples nothing until a whole one has come.
-    """
+    """Control of one engine. All methods raise `EngineError` with the engine's message if it refuses."""
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """Address of the engine."""
         ...
 
     @property
     def number(self) -> int:
-        """Which of the run's engines it is, from 0; the same once it was started again."""
+        """Index of the engine in the run, from 0; the same after a restart."""
+        ...
+
+    @property
+    def memory(self) -> EngineMemory:
+        """Memory that can be released."""
+        ...
+
+    @property
+    def updates(self) -> WeightUpdates:
+        """Weight updates."""
+        ...
+
+    @property
+    def groups(self) -> WeightGroups:
+        """Process groups of weight broadcasts."""
         ...
 
     async def healthy(self) -> bool:
-        """Return whether the engine answers."""
+        """Return whether the engine responds."""
         ...
 
     async def pause(self, mode: str = "retract") -> None:
@@ -41,62 +124,15 @@ class EngineControl(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         ...
 
-    async def update_from_disk(self, folder: Path, version: int) -> None:
-        """Load a Hugging Face folder's weights; the prefix cache is flushed."""
+    async def flush(self) -> None:
+        """Drop the prefix cache."""
         ...
 
-    async def update_from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
-        """Take one bucket of weights by Hugging Face name; after the ``last`` one, ``version`` samples."""
-        ...
-
-    async def update_from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
-        """Take one bucket of weights that lie on the engine's GPUs; otherwise as `update_from_tensors`.
-
-        ``handles`` are one for each of its ranks, see `WeightBucket.share`.
-        """
-        ...
-
-    async def release_memory(self) -> None:
-        """Wait for generations under way, then give weights and KV cache back. Twice is once.
-
-        Generations wait until all memory has been taken back. A paused engine, or one that gets weights, refuses.
-        """
-        ...
-
-    async def take_back_memory(self, part: MemoryPart) -> None:
-        """Take a part of the memory again; nothing where the engine holds it.
-
-        After ``weights`` these are garbage: nothing is sampled until a whole update has come.
-        """
-        ...
-
-    async def ranks(self) -> int:
-        """Return how many processes of it join a `WeightGroup`."""
-        ...
-
-    async def join_group(self, group: WeightGroup, first_rank: int) -> None:
-        """Join a group, its processes as ``first_rank`` and the next ones; returns when all ranks have joined."""
-        ...
-
-    async def leave_group(self, group: WeightGroup) -> None:
-        """Leave a group; what it waits for there fails."""
-        ...
-
-    async def begin_update(self) -> None:
-        """Let no generation start until the update has ended, and wait for those under way."""
-        ...
-
-    async def update_from_group(
-        self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool
-    ) -> None:
-        """Take one bucket that rank 0 broadcasts; returns when it has come. Otherwise as `update_from_tensors`."""
-        ...
-
-    async def cancel_update(self) -> None:
-        """Say that no further bucket comes. Does nothing where no update is under way."""
+    async def version(self) -> int:
+        """Return the policy version that samples now."""
         ...
 
     async def checksums(self) -> dict[str, str]:
@@ -104,13 +140,5 @@ class EngineControl(Protocol):
         ...
 
     async def checksum_kind(self) -> Literal["sha256", "words"]:
-        """Return how it makes `checksums`: ``sha256`` on a CPU, `agentrl.models.sglang_gpu_checksum` on a GPU."""
-        ...
-
-    async def version(self) -> int:
-        """Return the policy version that samples now."""
-        ...
-
-    async def flush(self) -> None:
-        """Drop the prefix cache."""
+        """Return the kind of `checksums`: ``sha256`` on a CPU, `agentrl.models.sglang_gpu_checksum` on a GPU."""
         ...

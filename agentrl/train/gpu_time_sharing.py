@@ -33,7 +33,7 @@ class GpuTimeSharing:
         if self._learner_active:
             return
         with watch("wake"):
-            await self.on_live(lambda engine: engine.release_memory())
+            await self.on_live(lambda engine: engine.memory.release())
             await self._fleet.wait_ended()
             await asyncio.to_thread(learner.wake)
         self._learner_active = True
@@ -52,12 +52,12 @@ class GpuTimeSharing:
         """
         await self.switch_to_learner(learner, watch)
         with watch("sleep"):
-            await self.on_live(lambda engine: engine.take_back_memory("weights"))
+            await self.on_live(lambda engine: engine.memory.resume("weights"))
         with watch("sync"):
             await sync()
         with watch("sleep"):
             await asyncio.to_thread(learner.sleep)
-            await self.on_live(lambda engine: engine.take_back_memory("kv_cache"))
+            await self.on_live(lambda engine: engine.memory.resume("kv_cache"))
         self._learner_active = False
 
     async def on_live(self, call: Callable[[EngineControl], Awaitable[None]]) -> None:

@@ -48,7 +48,7 @@ async def open_sampling(
     opening = open_services(config, tasks, model, folder, config.run.seed, launcher=launcher)
     services = await exits.enter_async_context(opening)
     if config.placement.mode == "colocate":  # the learner loads next
-        await asyncio.gather(*(engine.release_memory() for engine in services.fleet.live))
+        await asyncio.gather(*(engine.memory.release() for engine in services.fleet.live))
     sync = _weight_sync(config, folder, config.weights.transport)
     exits.push_async_callback(sync.aclose)
     recorder = RolloutRecorder(

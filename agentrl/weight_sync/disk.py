@@ -48,7 +48,7 @@ class DiskSync:
         check = await UpdateCheck.start(self.check, engines)
 
         async def load(engine: EngineControl) -> None:
-            await engine.update_from_disk(folder, version)
+            await engine.updates.from_disk(folder, version)
 
         try:
             await self._write(learner, check, folder)

@@ -100,7 +100,7 @@ class DistributedSync(BucketwiseSync):
             EngineError: names the engine and the bucket.
         """
         tasks: list[asyncio.Future[None]] = [
-            asyncio.ensure_future(engine.update_from_group(group, bucket.specs, version, last=bucket.last))
+            asyncio.ensure_future(engine.updates.from_group(group, bucket.specs, version, last=bucket.last))
             for engine in engines
         ]
         with waiting("engine", "broadcast", phase):
@@ -140,7 +140,7 @@ class DistributedSync(BucketwiseSync):
         if self._joined is not None and self._joined.has(learner, engines):
             return self._joined.group
         await self.aclose()
-        sizes = dict(zip(engines, await asyncio.gather(*(engine.ranks() for engine in engines)), strict=True))
+        sizes = dict(zip(engines, await asyncio.gather(*(engine.groups.ranks() for engine in engines)), strict=True))
         first, size = {}, 1
         for engine in engines:
             first[engine], size = size, size + sizes[engine]
@@ -148,7 +148,7 @@ class DistributedSync(BucketwiseSync):
         group = await asyncio.to_thread(learner.open_group, urls, size, self.backend, self.timeout_s)
         ours = asyncio.ensure_future(asyncio.to_thread(learner.join_group, group))
         try:
-            await call_all(engines, "group of weights", lambda engine: engine.join_group(group, first[engine]))
+            await call_all(engines, "group of weights", lambda engine: engine.groups.join(group, first[engine]))
             await ours
         except BaseException:
             await _leave(learner, engines, group)
@@ -163,7 +163,7 @@ async def _leave(learner: LearnerGroup, engines: Sequence[EngineControl], group:
 
     async def leave(engine: EngineControl) -> None:
         with contextlib.suppress(EngineError, TimeoutError):  # a dead engine has left it
-            await asyncio.wait_for(engine.leave_group(group), _SETTLE_S)
+            await asyncio.wait_for(engine.groups.leave(group), _SETTLE_S)
 
     await asyncio.gather(asyncio.to_thread(learner.leave_group), *(leave(engine) for engine in engines))
 

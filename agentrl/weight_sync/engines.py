@@ -102,7 +102,7 @@ async def begin_updates(engines: Sequence[EngineControl], version: int) -> None:
         EngineError: an engine does not stop sampling.
 
     """
-    await call_all(engines, f"begin of the update to version {version}", lambda engine: engine.begin_update())
+    await call_all(engines, f"begin of the update to version {version}", lambda engine: engine.updates.begin())
 
 
 async def cancel_updates(engines: Sequence[EngineControl], *, limit_s: float = 5.0) -> None:
@@ -110,6 +110,6 @@ async def cancel_updates(engines: Sequence[EngineControl], *, limit_s: float = 5
 
     async def cancel(engine: EngineControl) -> None:
         with contextlib.suppress(EngineError, TimeoutError):
-            await asyncio.wait_for(engine.cancel_update(), limit_s)
+            await asyncio.wait_for(engine.updates.cancel(), limit_s)
 
     await asyncio.gather(*(cancel(engine) for engine in engines))

@@ -24,13 +24,13 @@ class IpcSync(BucketwiseSync):
         handles = await asyncio.to_thread(bucket.share)
 
         async def send(engine: EngineControl) -> None:
-            ranks = await engine.ranks()
+            ranks = await engine.groups.ranks()
             first = engine.number * ranks
             if first + ranks > len(handles):
                 raise EngineError(
                     f"it has {ranks} GPUs from the learner's rank {first} on, which has {len(handles)}: weights.transport="
                     "ipc wants placement.mode=colocate with at least as many learner.ranks as the engines have GPUs"
                 )
-            await engine.update_from_handles(handles[first : first + ranks], version, last=bucket.last)
+            await engine.updates.from_handles(handles[first : first + ranks], version, last=bucket.last)
 
         await call_all(engines, f"weights of version {version}, bucket {number}", send)

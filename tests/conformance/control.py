@@ -43,7 +43,7 @@ class Control:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             # Without a free place, 80 requests of 480 tokens would stand before this one and outlast the pause's drain.
-            await client.update_from_disk(engine.other, 1)
+            await client.updates.from_disk(engine.other, 1)
             assert (await sample(client, prompt(12), GREEDY)).versions == ((0, 1),)
 
         engine.drive(play)

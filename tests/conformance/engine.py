@@ -69,9 +69,9 @@ class Engine:
                 return await play(client)
             finally:
                 for part in ("weights", "kv_cache"):
-                    await client.take_back_memory(part)
+                    await client.memory.resume(part)
                 await client.resume()
-                await client.update_from_disk(self.folder, 0)
+                await client.updates.from_disk(self.folder, 0)
                 await client.aclose()
 
         return asyncio.run(session())

@@ -24,20 +24,20 @@ class Memory:
             for version in (3, 4):
                 running = asyncio.create_task(sample(client, prompt(60), SamplingParams(max_new_tokens=100), "running"))
                 await asyncio.sleep(0.05)
-                await client.release_memory()
-                await client.release_memory()
+                await client.memory.release()
+                await client.memory.release()
                 assert (await running).finish_reason is FinishReason.LENGTH
                 late = asyncio.create_task(sample(client, prompt(61), GREEDY, "late"))
                 assert await client.healthy()
-                await client.take_back_memory("weights")
-                await client.take_back_memory("weights")
-                await client.update_from_tensors(named[:3], version, last=False)
-                await client.update_from_tensors(named[3:], version, last=True)
+                await client.memory.resume("weights")
+                await client.memory.resume("weights")
+                await client.updates.from_tensors(named[:3], version, last=False)
+                await client.updates.from_tensors(named[3:], version, last=True)
                 assert await client.version() == version
                 assert await client.healthy()
                 await asyncio.sleep(0.1)
                 assert not late.done()
-                await client.take_back_memory("kv_cache")
+                await client.memory.resume("kv_cache")
                 found.append(await late)
             return found
 
@@ -49,19 +49,21 @@ class Memory:
     def test_without_new_weights_nothing_is_sampled(self, engine: Engine) -> None:
         async def play(client: SGLangClient) -> Generation:
             named = list(engine.model.state_dict().items())
-            await client.release_memory()
-            for use in (client.update_from_tensors(named, 5, last=True), client.checksums()):
-                with pytest.raises(EngineError, match="has given its weights' memory back"):
+            await client.memory.release()
+            for use in (client.updates.from_tensors(named, 5, last=True), client.checksums()):
+                with pytest.raises(EngineError, match="has released the memory of its weights"):
                     await use
-            await client.take_back_memory("weights")
-            await client.take_back_memory("kv_cache")
-            with pytest.raises(SamplerError, match="has given its weights back, and got no whole update since"):
+            await client.memory.resume("weights")
+            await client.memory.resume("kv_cache")
+            with pytest.raises(
+                SamplerError, match="has released the memory of its weights, and got no whole update since"
+            ):
                 await sample(client, prompt(62), GREEDY)
-            await client.update_from_tensors(named[:3], 5, last=False)
-            await client.cancel_update()
+            await client.updates.from_tensors(named[:3], 5, last=False)
+            await client.updates.cancel()
             with pytest.raises(SamplerError, match="it samples nothing"):
                 await sample(client, prompt(62), GREEDY)
-            await client.update_from_tensors(named, 6, last=True)
+            await client.updates.from_tensors(named, 6, last=True)
             return await sample(client, prompt(62), GREEDY)
 
         engine.assert_matches(engine.model, prompt(62), engine.drive(play), 0.0)
@@ -70,7 +72,7 @@ class Memory:
         async def play(client: SGLangClient) -> None:
             await client.pause("abort")
             with pytest.raises(EngineError, match="paused or gets weights"):
-                await client.release_memory()
+                await client.memory.release()
             await client.resume()
             await sample(client, prompt(63), GREEDY)
 

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conformance.control import Control
 from conformance.engine import Engine
 from conformance.sampling import Sampling
 
-from agentrl.inference.client.http import Transport
-from agentrl.inference.client.requests import Flights
+from agentrl.core.types import Generation
+from agentrl.inference.client.generation import GenerationClient
+from agentrl.inference.client.http import ConnectionPool
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.sglang_router_process import Workers, launch_router
 
@@ -24,20 +26,39 @@ class RoutedEngine(Engine):
     router: str
 
     def client(self) -> SGLangClient:
-        gate = Gate()
-        gate.client = SGLangClient(self.url, timeout_s=60, flights=Flights(Transport(self.router, 60), gate))
-        return gate.client
+        return RoutedClient(self.url, self.router)
 
 
-class Gate:
-    client: SGLangClient
+class RoutedClient(SGLangClient):
+    """Client of an engine whose generations go through a router."""
+
+    def __init__(self, url: str, router: str) -> None:
+        self._router = RouterClient(ConnectionPool(router, 60), self)
+        super().__init__(url, timeout_s=60, routed=self._router)
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Generation:
+        return await self._router.generate(*args, **kwargs)
+
+    async def abort(self, request_id: str) -> None:
+        await self._router.abort(request_id)
+
+
+class RouterClient(GenerationClient):
+    """Client of a router with one engine."""
+
+    def __init__(self, pool: ConnectionPool, engine: SGLangClient) -> None:
+        super().__init__(pool)
+        self._engine = engine
 
     @property
-    def closed(self) -> bool:
-        return self.client.closed
+    def ready(self) -> bool:
+        return self._engine.ready
 
-    async def opened(self) -> None:
-        await self.client.opened()
+    async def wait_ready(self) -> None:
+        await self._engine.wait_ready()
+
+    async def abort(self, request_id: str) -> None:
+        await self.abort_at(request_id, self._engine.stop)
 
 
 @contextmanager
@@ -53,13 +74,13 @@ def routed(engine: Engine, log: Path) -> Iterator[RoutedEngine]:
 
 
 async def introduced(router: str, engine: str) -> None:
-    transport = Transport(router, 10)
-    workers = Workers(transport)
+    pool = ConnectionPool(router, 10)
+    workers = Workers(pool)
     await workers.add(engine)
     async with asyncio.timeout(20):
         while engine not in await workers.listed():  # noqa: ASYNC110 - of another process
             await asyncio.sleep(0.05)
-    await transport.aclose()
+    await pool.aclose()
 
 
 class ThroughRouter:

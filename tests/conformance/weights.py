@@ -41,7 +41,7 @@ class Weights:
             named = list(engine.other_model.state_dict().items())
             disk = transport == "disk"
             update = (
-                client.update_from_disk(engine.other, 5) if disk else client.update_from_tensors(named, 5, last=True)
+                client.updates.from_disk(engine.other, 5) if disk else client.updates.from_tensors(named, 5, last=True)
             )
             with pytest.raises(EngineError, match="pause it with mode='abort'"):
                 await update
@@ -62,11 +62,11 @@ class Weights:
             await client.pause(mode)
             late = asyncio.create_task(sample(client, prompt(34), params, "late"))
             if transport == "disk":
-                await client.update_from_disk(engine.other, 5)
+                await client.updates.from_disk(engine.other, 5)
             else:
                 named = list(engine.other_model.state_dict().items())
-                await client.update_from_tensors(named[:3], 5, last=False)
-                await client.update_from_tensors(named[3:], 5, last=True)
+                await client.updates.from_tensors(named[:3], 5, last=False)
+                await client.updates.from_tensors(named[3:], 5, last=True)
             assert await client.version() == 5
             await asyncio.sleep(0.05)
             assert not late.done()
@@ -96,7 +96,7 @@ class Weights:
         async def play(client: SGLangClient) -> tuple[list[Generation], Generation]:
             tasks = [asyncio.create_task(sample(client, prompt(40 + index), params, f"r{index}")) for index in range(4)]
             await asyncio.sleep(0.05)
-            await client.update_from_tensors(list(engine.other_model.state_dict().items()), 3, last=True)
+            await client.updates.from_tensors(list(engine.other_model.state_dict().items()), 3, last=True)
             after = await sample(client, prompt(40), params, "after")
             return await asyncio.gather(*tasks), after
 
@@ -115,11 +115,11 @@ class Weights:
             if engine.traits.refuses_unfit_weights:
                 for named in ([(name, tensor), ("no.such.weight", tensor)], [(name, tensor[:1])]):
                     with pytest.raises(EngineError, match=r"no\.such\.weight|is \[384, 48\], not \[1, 48\]"):
-                        await client.update_from_tensors(named, 9, last=True)
+                        await client.updates.from_tensors(named, 9, last=True)
             else:
-                await client.update_from_tensors([("no.such.weight", tensor)], 0, last=True)
+                await client.updates.from_tensors([("no.such.weight", tensor)], 0, last=True)
             with pytest.raises(EngineError, match="nowhere"):
-                await client.update_from_disk(Path("/nowhere"), 9)
+                await client.updates.from_disk(Path("/nowhere"), 9)
             assert await client.version() == 0
             return await sample(client, prompt(50), GREEDY)
 

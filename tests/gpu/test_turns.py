@@ -43,7 +43,7 @@ def test_learner_and_engine_have_the_gpu_in_turns(
             rows = await sample_rows(client, prompts, tokens=TOKENS, version=50)
             learner.sleep()
             left, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
-            await client.release_memory()
+            await client.memory.release()
             given = torch.cuda.mem_get_info()[0] - free
             figures.append(f"the engine gave {given >> 20} MiB back, the learner kept {left >> 20} MiB")
             assert left < 200 << 20

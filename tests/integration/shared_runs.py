@@ -105,9 +105,9 @@ async def _reset(engine: EngineProcess, model: Path) -> None:
     client = SGLangClient(engine.url, timeout_s=60)
     try:
         for part in ("weights", "kv_cache"):
-            await client.take_back_memory(part)
+            await client.memory.resume(part)
         await client.resume()
-        await client.update_from_disk(model, 0)
+        await client.updates.from_disk(model, 0)
     finally:
         await client.aclose()
 

@@ -34,7 +34,7 @@ def test_the_models_own_end_token_ends_a_turn_and_a_broken_model_ends_the_engine
                 assert ends == ([len(generation.token_ids) - 1] if stopped else [])
                 assert generation.versions == ((0, 4),)
             engine.check()
-            await client.update_from_tensors(list(broken.items()), 5, last=True)
+            await client.updates.from_tensors(list(broken.items()), 5, last=True)
             with pytest.raises(SamplerError, match="no finite numbers"):
                 await client.generate(Prompt((5,)), params, session_id="s", request_id="r")
         finally:

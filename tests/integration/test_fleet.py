@@ -107,13 +107,13 @@ def test_killed_and_stopped_in_mid_rollout(tmp_path: Path, models: tuple[Path, P
     first, second = models
 
     async def sync_weights(engine: Any) -> int:
-        await engine.update_from_disk(second, 3)
+        await engine.updates.from_disk(second, 3)
         return 3
 
     async def run() -> None:
         async with opened(configured("sampler.engines=2", f"sampler.router={router}"), first, tmp_path) as fleet:
             for client in fleet.live:
-                await client.update_from_disk(second, 3)
+                await client.updates.from_disk(second, 3)
             fleet.set_weight_sync(sync_weights)
             calm = await play(fleet, sessions=8, turns=3, tokens=60)
             assert all(calm[f"{number}/2"].cached_tokens > 100 for number in range(8)), "each where its prefix is"
@@ -164,7 +164,7 @@ class KillingSync:
         if self.faults:
             self.faults.pop(0)()
         for engine in engines:
-            await engine.update_from_disk(self.folder, version)
+            await engine.updates.from_disk(self.folder, version)
 
     async def aclose(self) -> None:
         pass
@@ -265,7 +265,7 @@ def test_attached_engines_and_the_end_of_the_last_one(tmp_path: Path, models: tu
 
             async def sync_weights(engine: Any) -> int:
                 resent.append(engine)
-                await engine.update_from_disk(second, 2)
+                await engine.updates.from_disk(second, 2)
                 return 2
 
             fleet.set_weight_sync(sync_weights)

@@ -58,7 +58,7 @@ async def aborted_and_updated(fleet: Fleet, second: Path) -> None:
     assert 0 < len(cut.token_ids) < 400
 
     await asyncio.gather(*(engine.pause("abort") for engine in fleet.live))
-    await asyncio.gather(*(engine.update_from_disk(second, 4) for engine in fleet.live))
+    await asyncio.gather(*(engine.updates.from_disk(second, 4) for engine in fleet.live))
     await fleet.live[0].resume()
     assert not any(request.done() for request in asked), "one engine is paused, and it could be the one"
     await fleet.live[1].resume()

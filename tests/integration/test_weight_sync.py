@@ -25,6 +25,7 @@ from agentrl.core.errors import EngineError
 from agentrl.core.types import Generation, Prompt, SamplingParams
 from agentrl.distributed.base import TensorSpec, WeightGroup
 from agentrl.inference.client.sglang_client import SGLangClient
+from agentrl.inference.client.weight_updates import SGLangWeightUpdates
 from agentrl.inference.launch.processes import EngineProcess, launch_embedded
 from agentrl.learner.base import WeightBucket
 from agentrl.models.load import load_model
@@ -104,20 +105,23 @@ def test_all_engines_agree_with_the_learner(engines: Engines, learner: Learner, 
     engines.drive(play)
 
 
-class Renaming(SGLangClient):
-    """Asks for weights that the engine does not have, from the second bucket on."""
+def client_with(updates: type[SGLangWeightUpdates], url: str) -> SGLangClient:
+    """Return a client that sends weights through ``updates``."""
+    client = SGLangClient(url, timeout_s=30)
+    client.updates = updates(client._control, paused=client._paused, keeps_requests=lambda: False)
+    return client
 
-    buckets = 0
 
-    async def update_from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
+class Renaming(SGLangWeightUpdates):
+    """Sends weights that the engine does not have, from the second bucket on."""
+
+    async def from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
         named = [(self.name(name), tensor) for name, tensor in named]
-        await super().update_from_tensors(named, version, last=last)
+        await super().from_tensors(named, version, last=last)
 
-    async def update_from_group(
-        self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool
-    ) -> None:
+    async def from_group(self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool) -> None:
         specs = [replace(spec, name=self.name(spec.name)) for spec in specs]
-        await super().update_from_group(group, specs, version, last=last)
+        await super().from_group(group, specs, version, last=last)
 
     def name(self, name: str) -> str:
         return name.replace("layers.1", "layers.9")
@@ -128,7 +132,7 @@ def test_one_engine_that_refuses_a_bucket_keeps_nobody_waiting(
     engines: Engines, learner: Learner, transport: str, tmp_path: Path
 ) -> None:
     async def play(clients: list[SGLangClient]) -> None:
-        other = Renaming(clients[1].url, timeout_s=30)
+        other = client_with(Renaming, clients[1].url)
         sync = sync_of(transport, tmp_path)
         await sync.push(learner, clients, 31)
         try:
@@ -212,14 +216,14 @@ def test_engines_that_hang_die_and_come_back_in_mid_broadcast(
 
 def test_a_checksum_finds_weights_that_are_not_those_sent(engines: Engines, learner: Learner, tmp_path: Path) -> None:
     async def play(clients: list[SGLangClient]) -> None:
-        class Meddling(SGLangClient):
-            async def update_from_tensors(
+        class Changing(SGLangWeightUpdates):
+            async def from_tensors(
                 self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool
             ) -> None:
                 named = [(name, tensor + 1e-3 if "layers.1.mlp" in name else tensor) for name, tensor in named]
-                await super().update_from_tensors(named, version, last=last)
+                await super().from_tensors(named, version, last=last)
 
-        other = Meddling(engines.processes[1].url, timeout_s=30)
+        other = client_with(Changing, engines.processes[1].url)
         try:
             await sync_of("tensor", tmp_path, check="version").push(learner, [clients[0], other], 61)
             with pytest.raises(
@@ -235,17 +239,17 @@ def test_a_checksum_finds_weights_that_are_not_those_sent(engines: Engines, lear
 def test_generations_wait_while_an_update_is_under_way(engines: Engines, learner: Learner) -> None:
     async def play(clients: list[SGLangClient]) -> None:
         client = clients[0]
-        await client.update_from_tensors(list(learner.model.state_dict().items()), 70, last=True)
+        await client.updates.from_tensors(list(learner.model.state_dict().items()), 70, last=True)
         running = asyncio.create_task(sample(client, name="before"))
         await asyncio.sleep(0.02)
-        await client.begin_update()
+        await client.updates.begin()
         late = asyncio.create_task(sample(client, name="late"))
         assert (await running).versions == ((0, 70),)
         named = list(learner.model.state_dict().items())
-        await client.update_from_tensors(named[:5], 71, last=False)
+        await client.updates.from_tensors(named[:5], 71, last=False)
         await asyncio.sleep(0.2)
         assert not late.done()
-        await client.update_from_tensors(named[5:], 71, last=True)
+        await client.updates.from_tensors(named[5:], 71, last=True)
         assert (await late).versions == ((0, 71),)
 
     engines.drive(play)

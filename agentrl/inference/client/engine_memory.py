@@ -1,74 +1,78 @@
-"""The memory of an engine that shares its GPU with the learner: given back, and taken again."""
+"""Memory of an engine that shares its GPU with the learner: released for training and resumed afterwards."""
 
 from __future__ import annotations
 
 import asyncio
 
 from agentrl.inference.base import MemoryPart
-from agentrl.inference.client.weight_updates import Control, RefusedControl, WeightUpdates
+from agentrl.inference.client.control import ControlEndpoint, ControlRefused
+from agentrl.inference.client.weight_updates import SGLangWeightUpdates
 
 _PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
 
 
-class EngineMemory:
-    """What of its memory an engine has given back. SGLang ends where it is told the same twice, so this remembers."""
+class SGLangMemory:
+    """Memory of one engine; see `agentrl.inference.base.EngineMemory`.
 
-    def __init__(self, control: Control, updates: WeightUpdates) -> None:
-        """Steer the engine behind ``control``, which holds all of its memory."""
+    SGLang crashes if a part is released or resumed twice, so this keeps track of what is released.
+    """
+
+    def __init__(self, control: ControlEndpoint, updates: SGLangWeightUpdates) -> None:
+        """Control the engine behind ``control``, which holds all of its memory."""
         self._control = control
         self._updates = updates
-        self._out: set[MemoryPart] = set()
-        """What it has given back, or may have."""
-        self._back: asyncio.Event | None = None
-        """Cleared while anything is out; None: never was."""
+        self._released: set[MemoryPart] = set()
+        """Parts that are released, or may be."""
+        self._resumed: asyncio.Event | None = None
+        """Cleared while any part is released; None: none was so far."""
 
     @property
-    def out(self) -> bool:
-        """Whether the engine lacks a part of its memory."""
-        return bool(self._out)
+    def ready(self) -> bool:
+        """Whether the engine holds all of its memory."""
+        return not self._released
 
-    async def opened(self) -> None:
-        """Wait until the engine has all of its memory."""
-        if self._back is not None:
-            await self._back.wait()
+    async def wait_ready(self) -> None:
+        """Wait until the engine holds all of its memory."""
+        if self._resumed is not None:
+            await self._resumed.wait()
 
     async def release(self) -> None:
-        """Have the engine give back what it still holds, once nothing runs on it.
+        """Release what the engine still holds, once it runs nothing.
 
         Raises:
-            EngineError: it is paused, gets weights, stays busy for minutes, or refuses.
+            EngineError: it is paused or receives weights, stays busy for minutes, or refuses.
         """
-        missing = [part for part in _PARTS if part not in self._out]
-        if not missing:
+        parts = [part for part in _PARTS if part not in self._released]
+        if not parts:
             return
-        before = set(self._out)
-        self._out |= set(missing)
-        self._back = self._back or asyncio.Event()
-        self._back.clear()
-        untouched = True
+        before = set(self._released)
+        self._released |= set(parts)
+        self._resumed = self._resumed or asyncio.Event()
+        self._resumed.clear()
+        sent = False
         try:
-            await self._updates.idle()
-            untouched = False
-            await self._control.call("/release_memory_occupation", {"tags": missing}, once=True)
+            await self._updates.wait_idle()
+            sent = True
+            await self._control.call("/release_memory_occupation", {"tags": parts}, once=True)
         except BaseException as error:
-            if untouched or isinstance(error, RefusedControl):
-                self._out = before
-                self._finish()
+            if not sent or isinstance(error, ControlRefused):
+                self._released = before
+                self._set_if_resumed()
             raise
         finally:
-            if "weights" in self._out:
-                self._updates.weights_left()
+            if "weights" in self._released:
+                self._updates.note_released()
 
-    async def take_back(self, part: MemoryPart) -> None:
-        """Have the engine take a part again; nothing where it holds that."""
-        if part not in self._out:
+    async def resume(self, part: MemoryPart) -> None:
+        """Allocate a released part again."""
+        if part not in self._released:
             return
         await self._control.call("/resume_memory_occupation", {"tags": [part]}, once=True)
-        self._out.remove(part)
+        self._released.remove(part)
         if part == "weights":
-            self._updates.weights_back()
-        self._finish()
+            self._updates.note_resumed()
+        self._set_if_resumed()
 
-    def _finish(self) -> None:
-        if not self._out and self._back is not None:
-            self._back.set()
+    def _set_if_resumed(self) -> None:
+        if not self._released and self._resumed is not None:
+            self._resumed.set()

@@ -1,4 +1,4 @@
-"""HTTP to an engine: JSON in and out, retries where the connection fails."""
+"""HTTP to an engine or a router: JSON in and out, repeated if the connection fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import orjson
 
-_RETRIES = 4
+RETRIES = 4
+"""Further attempts if a connection fails."""
 _BACKOFF_S = 0.1
 # Of sglang-router 0.3.
 _ROUTING_KEY = "x-smg-routing-key"
@@ -26,33 +27,33 @@ _LOST = {
 }
 
 
-class Refused(Exception):
-    """The engine answered with an error."""
+class ErrorReply(Exception):
+    """The engine replied with an error status."""
 
-    def __init__(self, status: int, words: str, *, lost: bool = False) -> None:
-        """Keep the status and what the engine said; ``lost``: it is a router that has lost the engine."""
-        super().__init__(f"HTTP {status}: {words}")
+    def __init__(self, status: int, message: str, *, engine_lost: bool = False) -> None:
+        """Keep the status and the engine's message; ``engine_lost``: a router could not reach the engine."""
+        super().__init__(f"HTTP {status}: {message}")
         self.status = status
-        self.words = words
-        self.lost = lost
+        self.message = message
+        self.engine_lost = engine_lost
 
 
-class Transport:
-    """Requests to one engine.
+class ConnectionPool:
+    """Connections to one engine or router.
 
-    httpx looks through all connections of a client for every request, which at hundreds of connections costs more than
-    the request. So each of the requests that are under way at the same time has a client of its own, with one connection.
+    httpx searches all connections of a client for every request, which with hundreds of connections costs more than the
+    request (encode/httpx#3215). So each concurrent request has a client with a single connection.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """Remember where the engine is; nothing is sent yet."""
+        """Remember the address; nothing is sent yet."""
         self.url = url.rstrip("/")
-        """May be set anew, where a server has come back at another address."""
+        """May change, if a server comes back at another address."""
         self._timeout = httpx.Timeout(timeout_s, connect=10.0)
         self._ssl: ssl.SSLContext | bool = ssl.create_default_context() if self.url.startswith("https") else False
         self._clients: list[httpx.AsyncClient] = []
         self._free: list[httpx.AsyncClient] = []
-        """Those that no request uses now. The one used last comes next: its connection is most likely open still."""
+        """Idle clients. The one used last is taken first: its connection is most likely still open."""
 
     @contextmanager
     def _client(self) -> Iterator[httpx.AsyncClient]:
@@ -68,57 +69,45 @@ class Transport:
         finally:
             self._free.append(client)
 
-    async def post(self, path: str, body: Any, *, key: str = "", retries: int = _RETRIES) -> Any:
-        """Send ``body`` and return the reply's JSON (None where it has none); ``key`` picks the engine where a router
-        comes first.
+    async def request(self, method: str, path: str, body: Any = None, *, key: str = "", retries: int = RETRIES) -> Any:
+        """Send ``body`` as JSON and return the reply's JSON, None if it has none.
 
-        ``retries`` is 0 for what an engine must not do twice.
+        Args:
+            method: HTTP method.
+            path: below the address.
+            body: JSON-able; None sends nothing.
+            key: routing key by which ``sglang-router`` picks the engine.
+            retries: further attempts if the connection fails; 0 for what an engine must not do twice.
 
         Raises:
-            Refused: an error's status.
-            httpx.HTTPError: no answer after all retries.
+            ErrorReply: the status is an error.
+            httpx.HTTPError: no reply after all attempts.
         """
-        return _content(await self._send("POST", path, orjson.dumps(body), key, retries))
-
-    async def get(self, path: str, *, retries: int = _RETRIES) -> Any:
-        """As `post`, by GET."""
-        return _content(await self._send("GET", path, None, "", retries))
-
-    async def delete(self, path: str) -> Any:
-        """As `post`, by DELETE."""
-        return _content(await self._send("DELETE", path, None, ""))
-
-    async def _send(
-        self, method: str, path: str, content: bytes | None, key: str, retries: int = _RETRIES
-    ) -> httpx.Response:
-        headers = {"content-type": "application/json"}
-        if key:
-            headers[_ROUTING_KEY] = key
+        headers = {"content-type": "application/json", **({_ROUTING_KEY: key} if key else {})}
+        content = None if body is None else orjson.dumps(body)
         for attempt in range(retries + 1):
             try:
                 with self._client() as client:
-                    return await client.request(method, self.url + path, content=content, headers=headers)
+                    reply = await client.request(method, self.url + path, content=content, headers=headers)
+                    break
             except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
                 if attempt == retries:
                     raise
                 await asyncio.sleep(_BACKOFF_S * 2**attempt)
-        raise AssertionError("the loop returns or raises")
+        if not reply.is_success:
+            lost = reply.headers.get(_ROUTER_ERROR) in _LOST
+            raise ErrorReply(reply.status_code, _error_message(reply), engine_lost=lost)
+        if reply.headers.get("content-type", "").startswith("application/json") and reply.content:
+            return orjson.loads(reply.content)
+        return None
 
     async def aclose(self) -> None:
         """Close all connections."""
         await asyncio.gather(*(client.aclose() for client in self._clients))
 
 
-def _content(reply: httpx.Response) -> Any:
-    if not reply.is_success:
-        raise Refused(reply.status_code, _words(reply), lost=reply.headers.get(_ROUTER_ERROR) in _LOST)
-    if reply.headers.get("content-type", "").startswith("application/json") and reply.content:
-        return orjson.loads(reply.content)
-    return None
-
-
-def _words(reply: httpx.Response) -> str:
-    """Return what the engine says of a refusal, out of whichever field it put it."""
+def _error_message(reply: httpx.Response) -> str:
+    """Return the message of an error reply, from whichever field holds it."""
     try:
         body = orjson.loads(reply.content)
     except orjson.JSONDecodeError:

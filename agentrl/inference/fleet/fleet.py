@@ -147,8 +147,7 @@ class Fleet:
         engine.process, engine.client = process, self._client(number, process.url)
 
     def _client(self, number: int, url: str) -> SGLangClient:
-        flights = self._sglang_router.flights if self._sglang_router is not None else None
-        return SGLangClient(url, timeout_s=self._config.request_timeout_s, flights=flights, number=number)
+        return SGLangClient(url, timeout_s=self._config.request_timeout_s, routed=self._sglang_router, number=number)
 
     async def _launch_process(self, number: int) -> RunningEngine:
         starting = asyncio.ensure_future(asyncio.to_thread(self._launcher.launch, number))

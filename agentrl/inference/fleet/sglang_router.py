@@ -14,9 +14,8 @@ import httpx
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, EngineError
-from agentrl.core.types import Generation, Prompt, SamplingParams
-from agentrl.inference.client.http import Refused, Transport
-from agentrl.inference.client.requests import Flights
+from agentrl.inference.client.generation import GenerationClient
+from agentrl.inference.client.http import ConnectionPool, ErrorReply
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.router import RoutedSampler
 from agentrl.inference.fleet.sglang_router_process import Workers, launch_router
@@ -33,7 +32,7 @@ _RETRY_ADD_S = 6.0
 """Seconds until an engine is added again: the router has given up the first attempt by then."""
 
 
-class SGLangRouter:
+class SGLangRouter(GenerationClient):
     """The engines of a run behind ``sglang-router``, as one `Sampler` that a `RoutedSampler` uses like a single engine.
 
     Generation requests go through the router with their session as routing key; all other requests go directly to the
@@ -56,11 +55,9 @@ class SGLangRouter:
         self._config = config
         self._log = log
         # The port is known once the process runs.
-        self._transport = Transport(f"http://{LOOPBACK}", config.request_timeout_s)
-        self._control = Transport(self._transport.url, config.stall_timeout_s)
+        super().__init__(ConnectionPool(f"http://{LOOPBACK}", config.request_timeout_s))
+        self._control = ConnectionPool(self._pool.url, config.stall_timeout_s)
         self._workers = Workers(self._control)
-        self.flights = Flights(self._transport, self)
-        """Requests in progress, each at any of the engines."""
         self._engines: dict[str, SGLangClient] = {}
         """The engines that the router is to use, by name."""
         self._changed = asyncio.Event()
@@ -90,7 +87,7 @@ class SGLangRouter:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)
-        await asyncio.gather(self._transport.aclose(), self._control.aclose())
+        await asyncio.gather(self._pool.aclose(), self._control.aclose())
 
     def check(self) -> None:
         """Raise `EngineError` if the router has no restarts left, or does not accept an engine."""
@@ -132,37 +129,28 @@ class SGLangRouter:
 
     # Sampler
 
-    async def generate(
-        self, prompt: Prompt, params: SamplingParams, *, session_id: str, request_id: str, policy: str = "main"
-    ) -> Generation:
-        """Sample one turn; see `agentrl.core.sampler.Sampler`."""
-        return await self.flights.generate(prompt, params, session_id=session_id, request_id=request_id, policy=policy)
-
     async def abort(self, request_id: str) -> None:
         """Stop a request at the engine that has it, and wait until its `generate` ends.
 
         Raises:
             SamplerError: no engine accepts the abort.
         """
-        aborts = [self.flights.abort(request_id, engine.stop) for engine in self._engines.values()]
+        aborts = [self.abort_at(request_id, engine.stop) for engine in self._engines.values()]
         results = await asyncio.gather(*aborts, return_exceptions=True)
         errors = [result for result in results if result is not None]
         if errors and len(errors) == len(results):
             raise errors[0]
 
-    async def close_session(self, session_id: str) -> None:
-        """Do nothing: the router drops sessions after an idle time."""
-
     @property
-    def closed(self) -> bool:
-        """Whether any engine accepts no requests now."""
-        return any(engine.closed for engine in self._engines.values())
+    def ready(self) -> bool:
+        """Whether all engines accept requests now."""
+        return all(engine.ready for engine in self._engines.values())
 
-    async def opened(self) -> None:
+    async def wait_ready(self) -> None:
         """Wait until all engines accept requests; `SamplerError` if one has an incomplete weight update."""
-        while closed := [engine for engine in self._engines.values() if engine.closed]:
+        while waiting_for := [engine for engine in self._engines.values() if not engine.ready]:
             changed = self._changed
-            waits = [asyncio.ensure_future(closed[0].opened()), asyncio.ensure_future(changed.wait())]
+            waits = [asyncio.ensure_future(waiting_for[0].wait_ready()), asyncio.ensure_future(changed.wait())]
             try:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 if not changed.is_set():
@@ -191,8 +179,8 @@ class SGLangRouter:
                         await asyncio.wait_for(changed.wait(), min(_CHECK_S, every))
             except httpx.TimeoutException:
                 why = f"sglang-router has not answered for sampler.stall_timeout_s={limit:g} s. {self._tail()}"
-            except (Refused, httpx.HTTPError) as error:
-                _log.warning("sglang-router at %s: %s %s", self._transport.url, type(error).__name__, error)
+            except (ErrorReply, httpx.HTTPError) as error:
+                _log.warning("sglang-router at %s: %s %s", self._pool.url, type(error).__name__, error)
                 await asyncio.sleep(_CHECK_S)
             why = self._exit_error() or why
             if why is not None:
@@ -282,4 +270,4 @@ class SGLangRouter:
             with contextlib.suppress(AgentrlError):  # the start failed: there is no process to stop
                 self._process = await starting  # stopped by `aclose`
             raise
-        self._transport.url = self._control.url = self._process.url
+        self._pool.url = self._control.url = self._process.url

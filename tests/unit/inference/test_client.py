@@ -149,8 +149,8 @@ def test_tensor_updates_of_new_and_old_versions(fake: FakeSGLang, brackets: bool
 
     async def play(client: SGLangClient) -> int:
         for version in (3, 4):
-            await client.update_from_tensors([("a", torch.ones(2))], version, last=False)
-            await client.update_from_tensors([("b", torch.ones(2))], version, last=True)
+            await client.updates.from_tensors([("a", torch.ones(2))], version, last=False)
+            await client.updates.from_tensors([("b", torch.ones(2))], version, last=True)
         return await client.version()
 
     assert fake.drive(play) == 4
@@ -170,9 +170,9 @@ def test_weights_wait_for_requests_whose_callers_have_gone(fake: FakeSGLang, tra
     async def play(client: SGLangClient) -> None:
         for _ in range(2):
             if transport == "disk":
-                await client.update_from_disk(Path("/somewhere"), 3)
+                await client.updates.from_disk(Path("/somewhere"), 3)
             else:
-                await client.update_from_tensors([("a", torch.ones(2))], 3, last=True)
+                await client.updates.from_tensors([("a", torch.ones(2))], 3, last=True)
             await client.pause("retract")
 
     fake.drive(play)
@@ -204,7 +204,7 @@ def test_a_pause_with_abort_goes_on_with_a_second_request(fake: FakeSGLang) -> N
         await until(lambda: bool(fake.calls))
         await client.pause("abort")
         fake.held.set()
-        await client.update_from_tensors([("a", torch.ones(2))], 5, last=True)
+        await client.updates.from_tensors([("a", torch.ones(2))], 5, last=True)
         await asyncio.sleep(0.05)
         assert not task.done()
         await client.resume()
@@ -229,7 +229,7 @@ def test_a_turn_of_two_versions_is_exact_or_an_error(fake: FakeSGLang, exact: bo
         task = asyncio.create_task(sample(client))
         await until(lambda: bool(fake.calls))
         await client.pause("retract")
-        await client.update_from_tensors([("a", torch.ones(2))], 5, last=True)
+        await client.updates.from_tensors([("a", torch.ones(2))], 5, last=True)
         await client.resume()
         fake.held.set()
         return await task

@@ -31,10 +31,10 @@ class FakeEngine:
         self.stopped: list[str] = []
 
     @property
-    def closed(self) -> bool:
-        return self.unfit or not self.shut.is_set()
+    def ready(self) -> bool:
+        return not self.unfit and self.shut.is_set()
 
-    async def opened(self) -> None:
+    async def wait_ready(self) -> None:
         await self.shut.wait()
         if self.unfit:
             raise SamplerError("only a part of an update")
@@ -69,7 +69,7 @@ def made(router: FakeTransport | None = None) -> tuple[SGLangRouter, list[Any]]:
     sglang_router = SGLangRouter(RoutedSampler(), config, Path("router.log"))
     if router is not None:
         client = httpx.AsyncClient(transport=router)
-        sglang_router._transport._clients = sglang_router._transport._free = [client]
+        sglang_router._pool._clients = sglang_router._pool._free = [client]
     engines: list[Any] = [FakeEngine(1), FakeEngine(2)]
     for engine in engines:
         sglang_router.add(engine.url, engine)

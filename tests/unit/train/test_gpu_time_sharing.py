@@ -75,6 +75,7 @@ class Engine:
         self.name = f"e{number}"
         self.dead = False
         self.refuses = ""
+        self.memory = self
 
     async def _answer(self, what: str) -> None:
         await asyncio.sleep(0)
@@ -82,10 +83,10 @@ class Engine:
             raise EngineError(f"{self.name}: no {what}")
         self.world.log.append(f"{self.name} {what}")
 
-    async def release_memory(self) -> None:
+    async def release(self) -> None:
         await self._answer("release")
 
-    async def take_back_memory(self, part: str) -> None:
+    async def resume(self, part: str) -> None:
         await self._answer(part)
 
 

@@ -60,8 +60,9 @@ class RecordingEngine:
         self.number = 0
         self.kind = "sha256"
         self.handles: list[str] = []
+        self.updates = self.groups = self
 
-    async def update_from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
+    async def from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
         await asyncio.sleep(0)
         if self.refuse in [name for name, _ in named]:
             raise EngineError(f"HTTP 400: no parameter {self.refuse}")
@@ -70,11 +71,11 @@ class RecordingEngine:
         if last and not self.stuck:
             self.now = version
 
-    async def update_from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
+    async def from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
         self.handles = list(handles)
-        await self.update_from_tensors(read_named_tensors(handles), version, last=last)
+        await self.from_tensors(read_named_tensors(handles), version, last=last)
 
-    async def update_from_disk(self, folder: Path, version: int) -> None:
+    async def from_disk(self, folder: Path, version: int) -> None:
         if self.refuse:
             raise EngineError("HTTP 400: cannot read")
         index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -87,27 +88,25 @@ class RecordingEngine:
     async def ranks(self) -> int:
         return 1
 
-    async def join_group(self, group: WeightGroup, first_rank: int) -> None:
+    async def join(self, group: WeightGroup, first_rank: int) -> None:
         self.group = await asyncio.to_thread(BroadcastGroup.join, group, first_rank, timeout_s=10)
 
-    async def leave_group(self, group: WeightGroup) -> None:
+    async def leave(self, group: WeightGroup) -> None:
         self.events.append("leave")
         await asyncio.to_thread(self.group.close)
 
-    async def begin_update(self) -> None:
+    async def begin(self) -> None:
         await asyncio.sleep(0)
 
     async def healthy(self) -> bool:
         return True
 
-    async def update_from_group(
-        self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool
-    ) -> None:
+    async def from_group(self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool) -> None:
         if self.refuse in [spec.name for spec in specs]:
             raise EngineError(f"HTTP 400: no parameter {self.refuse}")
         named = [(spec.name, torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))) for spec in specs]
         await asyncio.to_thread(self.group.broadcast, [tensor for _, tensor in named])
-        await self.update_from_tensors(named, version, last=last)
+        await self.from_tensors(named, version, last=last)
 
     async def checksum_kind(self) -> str:
         return self.kind
@@ -120,7 +119,7 @@ class RecordingEngine:
             for name, values in self.weights.items()
         }
 
-    async def cancel_update(self) -> None:
+    async def cancel(self) -> None:
         self.events.append("cancel")
 
     async def version(self) -> int:
@@ -218,15 +217,15 @@ def test_weights_are_cast_before_they_are_sent(tmp_path, transport):
     class Noting(RecordingEngine):
         dtypes: ClassVar[set[str]] = set()
 
-        async def update_from_tensors(self, named, version, *, last):
+        async def from_tensors(self, named, version, *, last):
             self.dtypes |= {str(tensor.dtype) for _, tensor in named}
-            await super().update_from_tensors(named, version, last=last)
+            await super().from_tensors(named, version, last=last)
 
-        async def update_from_disk(self, folder: Path, version: int) -> None:
+        async def from_disk(self, folder: Path, version: int) -> None:
             self.dtypes |= {
                 str(load_file(file)[name].dtype) for file in folder.glob("*.safetensors") for name in load_file(file)
             }
-            await super().update_from_disk(folder, version)
+            await super().from_disk(folder, version)
 
     engine = Noting()
     sync = make_sync(transport, bucket_bytes=9, folder=tmp_path, dtype="bfloat16", check="checksum")
@@ -288,7 +287,7 @@ def test_checks(check, asked, kind):
     async def keep(named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
         engine.now = version
 
-    engine.update_from_tensors = keep  # type: ignore[method-assign]
+    engine.from_tensors = keep  # type: ignore[method-assign]
     if check != "checksum":
         asyncio.run(sync.push(BucketLearner(), [engine], 2))
         return

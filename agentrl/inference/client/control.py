@@ -1,0 +1,55 @@
+"""Control requests to one engine, with typed errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from agentrl.core.errors import EngineError
+from agentrl.inference.client.http import RETRIES, ConnectionPool, ErrorReply
+from agentrl.obs.waiting import waiting
+
+
+class ControlRefused(EngineError):
+    """The engine replied to a control request with an error."""
+
+    def __init__(self, url: str, path: str, message: object, status: int) -> None:
+        """Name the engine, the request and the engine's message."""
+        super().__init__(f"the engine at {url} refuses {path}: {message}")
+        self.status = status
+
+
+class ControlEndpoint:
+    """Control requests to one engine."""
+
+    def __init__(self, pool: ConnectionPool) -> None:
+        """Send requests through ``pool``."""
+        self._pool = pool
+        self.url = pool.url
+
+    async def call(self, path: str, body: dict[str, Any] | None, *, once: bool = False) -> Any:
+        """Send a control request and return its reply.
+
+        Args:
+            path: endpoint.
+            body: JSON-able; None sends a GET request.
+            once: never send it a second time, even if the connection fails.
+
+        Raises:
+            ControlRefused: with the engine's message.
+            EngineError: no reply.
+        """
+        try:
+            with waiting("engine", self.url, path):
+                method = "GET" if body is None else "POST"
+                reply = await self._pool.request(method, path, body, retries=0 if once else RETRIES)
+        except ErrorReply as error:
+            raise ControlRefused(self.url, path, error.message, error.status) from error
+        except httpx.HTTPError as error:
+            raise EngineError(
+                f"the engine at {self.url} does not answer {path}: {type(error).__name__} {error}"
+            ) from error
+        if isinstance(reply, dict) and reply.get("success") is False:
+            raise ControlRefused(self.url, path, reply.get("message"), 200)
+        return reply
