@@ -26,7 +26,7 @@ from agentrl.core.types import Action, Generation, Message, Prompt, SamplingPara
 from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.inference.client.generation import generate_body
 from agentrl.models.load import load_tokenizer
-from agentrl.models.random_models import find_shape, make_folder
+from agentrl.models.random_models import find_model_shape, write_random_model
 from agentrl.models.resolve import resolve_model
 from agentrl.runtime.services import Services, open_services
 from agentrl.runtime.task_order import NoTasks
@@ -208,7 +208,7 @@ async def measure_efficiency(
         folder, source = Path(name), resolve_model(config.model.path)
         config = bench_config(config, bench)
         made_up = config.sampler.sglang.get("load_format") == "dummy" and config.sampler.backend == "sglang"
-        make_folder(folder / "model", find_shape(bench.size), tokenizer=source, weights=not made_up)
+        write_random_model(folder / "model", find_model_shape(bench.size), tokenizer=source, weights=not made_up)
         progress("starting the engine")
         async with open_services(config, NoTasks(), folder / "model", folder, config.run.seed) as services:
             urls = [client.url for client in services.fleet.live]

@@ -16,7 +16,7 @@ from agentrl.core.errors import UserError
 from agentrl.core.types import FinishReason, MaskReason, Provenance, Rollout, Row, RowKey, StopReason, Turn
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.obs.viewer.page import TokenText, build_page, write_page
-from agentrl.obs.viewer.run_files import Entry, Filters, choose, open_run
+from agentrl.obs.viewer.run_files import Entry, Filters, open_run, select
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 GROUP = 8
@@ -55,7 +55,7 @@ def measure_view(rollouts: int, tokens: int) -> ViewFigures:
             recorder.finish(step, {entry.rollout.rollout_id: entry.advantage or 0.0 for entry in some})
         begun = time.perf_counter()
         run = open_run(folder)
-        page = build_page(choose(run, Filters(), 0).entries(run, Filters()), title="synthetic", decode=synthetic_texts)
+        page = build_page(select(run, Filters(), 0).entries(run, Filters()), title="synthetic", decode=synthetic_texts)
         out = folder / "view.html"
         write_page(out, page)
         build_s = time.perf_counter() - begun

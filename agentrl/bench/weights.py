@@ -24,7 +24,7 @@ from agentrl.inference.launch.processes import EngineProcess
 from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.learner.export.bucket import NamedTensors
 from agentrl.learner.export.exporter import WeightExporter
-from agentrl.models.random_models import Shape, find_shape, make_folder, parameter_shapes
+from agentrl.models.random_models import Shape, find_model_shape, parameter_shapes, write_random_model
 from agentrl.models.resolve import resolve_model
 from agentrl.weight_sync.registry import TRANSPORTS, make_sync
 
@@ -156,13 +156,13 @@ async def measure_weights(
     transports = bench.transports or transports_here(sampler)
     if unknown := set(transports) - set(TRANSPORTS):
         raise ConfigError(f"--transports: {', '.join(unknown)} is none of {', '.join(TRANSPORTS)}")
-    shapes = {size: find_shape(size) for size in bench.sizes}
+    shapes = {size: find_model_shape(size) for size in bench.sizes}
     place = _Place.here(sampler, transports)
     async with AsyncExitStack() as exits:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-bench-", dir=bench.folder)))
         source, with_weights = resolve_model(config.model.path), sampler.backend != "sglang"
         for size, shape in shapes.items():
-            make_folder(folder / size, shape, tokenizer=source, weights=with_weights)
+            write_random_model(folder / size, shape, tokenizer=source, weights=with_weights)
         config = config.model_copy(update={"sampler": sampler})
         engines = await _start(config, folder, bench.sizes, place, transports, exits, progress)
         broadcast = exits.enter_context(_broadcast(place)) if "distributed" in transports else None

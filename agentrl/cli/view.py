@@ -13,7 +13,7 @@ from agentrl.core.errors import AgentrlError, UserError
 from agentrl.core.types import StopReason
 from agentrl.obs.console import make_console
 from agentrl.obs.viewer.page import Decode, build_page, describe_run, run_metrics, write_page
-from agentrl.obs.viewer.run_files import Filters, RunFiles, choose, open_run
+from agentrl.obs.viewer.run_files import Filters, RunFiles, open_run, select
 from agentrl.obs.viewer.terminal import legend, newest, rollout_view, steps_table, tokens_table
 
 MOST = 2000
@@ -104,7 +104,7 @@ def _page(files: RunFiles, filters: Filters, arguments: argparse.Namespace, cons
     out = arguments.html if arguments.html != Path() else default / "view.html"
     begun = time.perf_counter()
     with console.status("reading rollouts"):
-        chosen = choose(files, filters, MOST if arguments.max_rollouts is None else arguments.max_rollouts)
+        chosen = select(files, filters, MOST if arguments.max_rollouts is None else arguments.max_rollouts)
         page = build_page(
             chosen.entries(files, filters),
             title=files.folder.resolve().name,

@@ -1,4 +1,4 @@
-"""Loading tokenizers and models from Hugging Face folders, with errors that say what to change."""
+"""Loading of tokenizers and models from Hugging Face folders, with errors that name the key to change."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _TOKENIZER_SUFFIXES = (".json", ".model", ".jinja", ".txt")
 
 
 def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizerBase:
-    """Return the tokenizer that lies in ``folder``; ``key`` is where the user named it, for messages. Needs no torch.
+    """Return the tokenizer in ``folder``; ``key`` is the configuration key of the folder, for messages. Does not import torch.
 
-    The vocabulary is read once in a process; each caller has settings of its own, such as ``chat_template``.
+    The vocabulary is cached per process; each call returns a copy with separate settings, such as ``chat_template``.
 
     Raises:
-        ModelError: there is none, or it cannot be read.
+        ModelError: the folder has no tokenizer, or it cannot be loaded.
     """
-    # transformers would make an empty tokenizer of the right class out of config.json alone.
+    # With config.json alone transformers would return an empty tokenizer of the right class.
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(f"{key}={folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
     files = sorted(path for path in folder.iterdir() if path.suffix in _TOKENIZER_SUFFIXES)
     stamp = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
     try:
         return copy(_read_tokenizer(folder, stamp))
-    except Exception as error:  # transformers raises whatever its readers do
+    except Exception as error:  # transformers raises errors of many kinds
         raise ModelError(f"{key}={folder}: its tokenizer cannot be loaded: {_words(error)}") from error
 
 
 @lru_cache(maxsize=2)
 def _read_tokenizer(folder: Path, stamp: tuple[tuple[str, int, int], ...]) -> PreTrainedTokenizerBase:
-    """Read a tokenizer, which takes a second or two for a large vocabulary; ``stamp`` changes with its files."""
+    """Load a tokenizer, which takes a second or two for a large vocabulary; ``stamp`` changes when its files change."""
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
@@ -57,12 +57,12 @@ def load_model(
 
     Args:
         folder: a Hugging Face model folder.
-        dtype: of the weights, such as ``torch.float32`` or ``"bfloat16"``.
-        attn_implementation: transformers' name of an attention.
-        key: of the configuration that names the folder, for messages.
+        dtype: dtype of the weights, such as ``torch.float32`` or ``"bfloat16"``.
+        attn_implementation: attention implementation of transformers.
+        key: configuration key of the folder, for messages.
 
     Raises:
-        ModelError: the folder holds no causal model, lacks weights, or the attention is unknown.
+        ModelError: the folder has no causal model or lacks weights, or the attention implementation is unknown.
     """
     from transformers import AutoModelForCausalLM
 
@@ -74,11 +74,11 @@ def load_model(
             local_files_only=True,
             output_loading_info=True,
         )
-    except Exception as error:  # transformers raises whatever its readers do
+    except Exception as error:  # transformers raises errors of many kinds
         raise ModelError(f"{key}={folder}: the model cannot be loaded: {_words(error)}") from error
     model: PreTrainedModel = loaded[0]
     report = loaded[1]
-    # transformers fills what a checkpoint lacks with random numbers and only warns.
+    # transformers initialises missing weights randomly and only warns.
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(f"{key}={folder}: {len(missing)} weights are missing, such as {missing[0]!r}")
@@ -87,14 +87,14 @@ def load_model(
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Return the torch dtype of a name such as ``"bfloat16"``."""
+    """Return the torch dtype of a name such as ``"bfloat16"``; `ModelError` if there is none."""
     import torch
 
     if isinstance(dtype, torch.dtype):
         return dtype
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype):
-        raise ModelError(f"{dtype!r} is no torch dtype; float32 and bfloat16 are")
+        raise ModelError(f"{dtype!r} is not a torch dtype; use float32 or bfloat16")
     return found
 
 

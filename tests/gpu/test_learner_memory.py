@@ -38,13 +38,13 @@ def rebuild(*args):
     found = [n for n in range(torch.cuda.device_count()) if str(torch.cuda.get_device_properties(n).uuid) == args[6]]
     return original(*args[:6], found[0], *args[7:])
 
-def digest(tensor):
+def tensor_checksum(tensor):
     return hashlib.sha256(tensor.cpu().reshape(-1).view(torch.uint8).numpy()).hexdigest()
 
 reductions.rebuild_cuda_tensor = rebuild
 for line in sys.stdin:
     named = pickle.loads(base64.b64decode(line))
-    print(json.dumps({name: digest(tensor) for name, tensor in named}), flush=True)
+    print(json.dumps({name: tensor_checksum(tensor) for name, tensor in named}), flush=True)
     del named
 """
 """Does with handles what SGLang does."""
@@ -70,7 +70,7 @@ def opened() -> Iterator[Callable[[str], dict[str, str]]]:
         write.close()
 
 
-def digest(tensor: torch.Tensor) -> str:
+def tensor_checksum(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.cpu().reshape(-1).view(torch.uint8).numpy()).hexdigest()
 
 
@@ -84,7 +84,7 @@ def test_another_process_opens_weights_where_they_are(opened):
         buckets = 0
         for bucket in learner.buckets(100_000, "bfloat16" if turn else None):
             [handles] = bucket.share()
-            assert opened(handles) == {name: digest(tensor) for name, tensor in bucket.tensors()}
+            assert opened(handles) == {name: tensor_checksum(tensor) for name, tensor in bucket.tensors()}
             buckets += 1
         assert buckets > 3
         del bucket

@@ -14,7 +14,7 @@ from agentrl.distributed.base import WeightGroup
 from agentrl.distributed.broadcast_group import BroadcastGroup
 from agentrl.inference.embedded.errors import BadRequestError
 from agentrl.inference.embedded.scheduler import Scheduler
-from agentrl.models.weight_checksum import digest
+from agentrl.models.weight_checksum import tensor_checksum
 
 _TIMEOUT_S = 300.0
 """Timeout of joining a group, and of each broadcast, in seconds."""
@@ -112,7 +112,7 @@ class WeightStaging:
             BadRequestError: the weights' memory was released.
         """
         self._scheduler.model.check_present()
-        return {name: digest(tensor) for name, tensor in self._scheduler.model.parameters()}
+        return {name: tensor_checksum(tensor) for name, tensor in self._scheduler.model.parameters()}
 
 
 def _allocate(body: Mapping[str, Any]) -> list[tuple[str, Tensor]]:

@@ -1,1 +1,1 @@
-"""The rollout viewer, in the terminal and as a self-contained HTML page."""
+"""The rollout viewer: in the terminal, and as a self-contained HTML page."""

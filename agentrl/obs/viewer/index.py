@@ -1,4 +1,4 @@
-"""The small part of a page that is there at once: a line about every rollout, in columns."""
+"""Index of a page, which is loaded at once: a summary of each rollout, stored by column."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from agentrl.obs.viewer.pack import runs
 from agentrl.obs.viewer.run_files import Entry
 
 EXCERPT = 140
-"""Characters of a rollout's last words, and of what tells its prompt from others."""
+"""Most characters of the excerpts of a rollout's last action and of its prompt."""
 
 BARS = 96
-"""Stretches of a rollout that its bar in the list tells apart at most."""
+"""Most segments in the bar of a rollout in the list."""
 
 
 class Index:
-    """Collects what the list shows of each rollout; lists of one length, one item a rollout."""
+    """Collects the list's columns: lists of equal length with one item per rollout."""
 
     def __init__(self) -> None:
         self._columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
@@ -32,7 +32,7 @@ class Index:
         return len(self._columns["id"])
 
     def add(self, entry: Entry, packed: int) -> None:
-        """Add a rollout whose packed tokens take ``packed`` characters in the page."""
+        """Add a rollout whose packed tokens have ``packed`` characters in the page."""
         rollout = entry.rollout
         group = self._groups.setdefault((entry.step, rollout.prompt_id), len(self._groups))
         if group == len(self._prompts):
@@ -86,9 +86,9 @@ _COLUMNS = (
 
 
 def differences(texts: Sequence[str]) -> list[str]:
-    """Return of each text what is left without the words that all begin and end with, in one line.
+    """Return each text on one line without the words that are common to the start and the end of all texts.
 
-    The instructions around a question are the same in a whole run; people know a prompt by its question.
+    The instructions around a question are the same in a whole run; what identifies a prompt is its question.
     """
     distinct = sorted(set(texts))
     start = end = 0
@@ -99,7 +99,7 @@ def differences(texts: Sequence[str]) -> list[str]:
 
 
 def _common(texts: Sequence[str]) -> str:
-    """Return the beginning that all texts have; it is that of the first and the last in order."""
+    """Return the longest common prefix: that of the first and the last text in order."""
     first, last = min(texts), max(texts)
     size = next(
         (n for n, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), min(map(len, (first, last)))
@@ -108,7 +108,7 @@ def _common(texts: Sequence[str]) -> str:
 
 
 def _whole_words(common: str) -> int:
-    """Return how much of a common beginning is whole words: up to its last white space."""
+    """Return the length of the whole words in a common prefix: up to its last white space."""
     return max((place + 1 for place, character in enumerate(common) if character.isspace()), default=0)
 
 
@@ -123,13 +123,13 @@ def _last_words(rollout: Rollout) -> str:
 
 
 def _mean_logprob(rollout: Rollout) -> float | None:
-    parts = [row.logprobs[row.provenance == Provenance.SAMPLED] for row in rollout.rows]
-    sampled = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+    by_row = [row.logprobs[row.provenance == Provenance.SAMPLED] for row in rollout.rows]
+    sampled = np.concatenate(by_row) if by_row else np.zeros(0, np.float32)
     return round(float(sampled.mean(dtype=np.float64)), 5) if sampled.size else None
 
 
 def _bar(rollout: Rollout) -> list[int]:
-    """Return ``[provenance, tokens, provenance, tokens, …]`` of the first row, for the small bar under its line."""
+    """Return ``[provenance, tokens, provenance, tokens, …]`` of the first row, for the bar in the list."""
     if not rollout.rows:
         return []
     provenance = rollout.rows[0].provenance

@@ -1,14 +1,14 @@
-"""A rollout's tokens as compact bytes, which the page unpacks when the rollout is opened.
+"""Compact binary format of a rollout's tokens, which the page unpacks when the rollout is opened.
 
 ::
 
     zlib( uint32 length of header | header, JSON |
-          of each row:  token numbers, uint16 or (header "wide") uint32, [T]
+          for each row: token numbers, uint16 or (header "wide") uint32, [T]
                         flags, uint8 [T]: bits 0-1 provenance, bit 2 mask, bits 3-5 mask reason
-                        log-probabilities, float16 [S], of the sampled tokens alone )
+                        log-probabilities, float16 [S], of the sampled tokens only )
 
-Numbers are little-endian. Token numbers count the page's vocabulary, not the tokenizer's ids. Versions and requests are
-runs in the header: ``[[start, value], …]``.
+All numbers are little-endian. Token numbers are indices into the page's vocabulary, not the tokenizer's ids. Versions and
+requests are run-length encoded in the header: ``[[start, value], …]``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEVEL = 6
 
 
 class Vocabulary:
-    """Numbers the token ids of a page from 0, as they come."""
+    """Numbers the token ids of a page from 0 in order of occurrence."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
@@ -46,19 +46,19 @@ class Vocabulary:
 
 
 def pack_rollout(rollout: Rollout, vocabulary: Vocabulary) -> bytes:
-    """Return a rollout's tokens and what is shown beside them only when it is open."""
+    """Return a rollout's tokens and the details that are shown when it is opened."""
     numbers = [vocabulary.number(row.token_ids) for row in rollout.rows]
     wide = any(number.size and int(number.max()) > 0xFFFF for number in numbers)
-    header = json_bytes({"wide": wide, "rows": [_row_header(row) for row in rollout.rows], **_words(rollout)})
-    parts = [struct.pack("<I", len(header)), header]
+    header = json_bytes({"wide": wide, "rows": [_row_header(row) for row in rollout.rows], **_details(rollout)})
+    buffers = [struct.pack("<I", len(header)), header]
     for row, number in zip(rollout.rows, numbers, strict=True):
         flags = row.provenance | row.mask << 2 | row.mask_reason << 3
         sampled = row.provenance == Provenance.SAMPLED
-        parts.append(number.astype("<u4" if wide else "<u2").tobytes())
-        parts.append(flags.astype(np.uint8).tobytes())
-        with np.errstate(over="ignore"):  # below float16's range is minus infinity, and shown so
-            parts.append(row.logprobs[sampled].astype("<f2").tobytes())
-    return zlib.compress(b"".join(parts), _LEVEL)
+        buffers.append(number.astype("<u4" if wide else "<u2").tobytes())
+        buffers.append(flags.astype(np.uint8).tobytes())
+        with np.errstate(over="ignore"):  # values below float16's range become minus infinity
+            buffers.append(row.logprobs[sampled].astype("<f2").tobytes())
+    return zlib.compress(b"".join(buffers), _LEVEL)
 
 
 def _row_header(row: Row) -> dict[str, Any]:
@@ -74,17 +74,17 @@ def _row_header(row: Row) -> dict[str, Any]:
     }
 
 
-def _words(rollout: Rollout) -> dict[str, Any]:
-    """Return the rest of a rollout. Its texts are there only where no tokens are: else the tokens say the same."""
+def _details(rollout: Rollout) -> dict[str, Any]:
+    """Return the details of a rollout; its texts only if it has no rows, because otherwise the tokens have them."""
     failure = rollout.failure
-    whole = not rollout.rows
+    with_text = not rollout.rows
     turns = [
         {"finish": turn.finish_reason.value, "reward": turn.reward}
-        | ({"action": turn.action, "observation": turn.observation} if whole else {})
+        | ({"action": turn.action, "observation": turn.observation} if with_text else {})
         for turn in rollout.turns
     ]
     return {
-        "prompt": rollout.prompt if whole else None,
+        "prompt": rollout.prompt if with_text else None,
         "turns": turns,
         "metadata": rollout.metadata,
         "label": rollout.label,
@@ -93,7 +93,7 @@ def _words(rollout: Rollout) -> dict[str, Any]:
 
 
 def runs(values_T: NDArray[Any]) -> list[list[int]]:
-    """Return ``[[start, value], …]`` of the stretches with one value."""
+    """Return ``[[start, value], …]`` of the runs of equal values."""
     if not len(values_T):
         return []
     starts = [0, *(np.flatnonzero(values_T[1:] != values_T[:-1]) + 1).tolist()]
@@ -101,13 +101,13 @@ def runs(values_T: NDArray[Any]) -> list[list[int]]:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Return JSON that browsers read: what is no number is null, lone surrogates are question marks."""
+    """Return JSON that browsers can parse: NaN and infinities are null, lone surrogates question marks."""
     text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=str)
     return text.encode("utf-8", "replace")
 
 
 def finite(value: Any) -> Any:
-    """Return data with NaN and infinities as None, at any depth."""
+    """Return data with NaN and infinities replaced by None, at any depth."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
 """One self-contained HTML page of a run's rollouts; it needs no network and no server.
 
-The index of all rollouts is read at once; the tokens of one rollout are unpacked when it is opened. Text of rollouts is
-hostile: it stands in the page only as JSON with every ``<`` escaped, or packed, the script puts it in place as text nodes,
-and a content security policy lets nothing run but the page's own script.
+The index of all rollouts is parsed at once; the tokens of a rollout are unpacked when it is opened. Text of rollouts is
+untrusted: the page contains it only as JSON with every ``<`` escaped, or packed; the script inserts it as text nodes; and a
+content security policy allows only the page's own script.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from agentrl.obs.viewer.pack import Vocabulary, json_bytes, pack_rollout
 from agentrl.obs.viewer.run_files import Entry, RunFiles
 
 TokenText = str | bytes
-"""A token's text, or its bytes where they are no whole characters."""
+"""A token's text, or its bytes if they are not whole characters."""
 
 Decode = Callable[[Sequence[int]], list[TokenText]]
-"""Returns the text of each id by itself, such that the texts in a row are the text of the row."""
+"""Returns the text of each id, such that the concatenated texts are the text of all ids."""
 
 SCRIPTS = ("data.js", "select.js", "list.js", "tokens.js", "detail.js", "group.js", "curve.js", "app.js")
-"""The parts of the page's script, put together in this order."""
+"""Files of the page's script, concatenated in this order."""
 
 CURVE_POINTS = 2000
-"""Steps of ``metrics.jsonl`` in the page at most, taken evenly; steps with an evaluation are all kept."""
+"""Most steps of ``metrics.jsonl`` in the page, evenly spaced; steps with an evaluation are all kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a page holds."""
+    """A page and its size."""
 
     html: bytes
-    """The whole file."""
+    """Content of the file."""
     rollouts: int
-    """Rollouts in it."""
+    """Number of rollouts."""
     tokens: int
-    """Tokens in it."""
+    """Number of tokens."""
 
 
 def describe_run(run: RunFiles) -> dict[str, str]:
-    """Return what the head of the page says about a run, by name."""
+    """Return facts about a run for the page's header, by name."""
     config = run.config
     options = {
         "environment": (config.get("env") or {}).get("name"),
@@ -72,12 +72,12 @@ def build_page(
     """Return the page.
 
     Args:
-        entries: the rollouts; read one by one.
-        title: the run's name.
-        decode: texts of tokens, or in words why there are none; the page then shows ids and says so.
+        entries: the rollouts; consumed one by one.
+        title: name of the run.
+        decode: decodes tokens, or the reason why they cannot be decoded; the page then shows the reason and the ids.
         about: facts about the run, by name.
-        metrics: rows of ``metrics.jsonl`` for the curve.
-        notes: what the page leaves out, in words; shown on top.
+        metrics: rows of ``metrics.jsonl`` for the curves.
+        notes: messages about omitted data; shown at the top.
 
     """
     index, vocabulary = Index(), Vocabulary()
@@ -122,7 +122,7 @@ def run_metrics(run: RunFiles) -> list[dict[str, float]]:
 
 
 def curve_data(rows: Sequence[Mapping[str, float]]) -> tuple[dict[str, Any], list[str]]:
-    """Return ``{"steps": […], "series": {key: [value or None, …]}}`` and, in words, what was left out."""
+    """Return ``{"steps": […], "series": {key: [value or None, …]}}`` and messages about omitted steps."""
     notes = []
     every = -(-len(rows) // CURVE_POINTS)
     if every > 1:
@@ -145,7 +145,7 @@ def _vocabulary(ids: Sequence[int], decode: Decode | str) -> dict[str, Any]:
 
 
 def _script_safe(value: Any) -> str:
-    """Return JSON that may stand in a script element: no text in it can end the element or begin a comment."""
+    """Return JSON that is safe in a script element: no text in it can end the element or start a comment."""
     text = json_bytes(value).decode()
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -1,4 +1,4 @@
-"""What there is to look at: the rollouts of a run, chosen by filters and, where there are too many, sampled evenly."""
+"""Rollouts of a run for the viewer: filtered, and sampled evenly if there are too many."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from agentrl.core.types import Rollout, StopReason
 from agentrl.obs.rollouts import read_advantages, read_rollouts, rollout_files
 
 READ_AHEAD = 4
-"""Without filters at most about this many times the wanted rollouts are read to choose from; steps are thinned before."""
+"""Without filters, at most about this multiple of the requested rollouts is read; steps are sampled before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One rollout with what the run knows of it."""
+    """A rollout with its step and advantage."""
 
     step: int
     """The training step that sampled it."""
     rollout: Rollout
-    """As it was recorded."""
+    """The recorded rollout."""
     advantage: float | None = None
-    """What it was trained with; None where none was recorded."""
+    """Its advantage in training; None if none was recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Which rollouts are wanted; the default wants all."""
+    """Filters of rollouts; the default selects all."""
 
     steps: tuple[int, int] | None = None
     """First and last step, both included."""
@@ -40,14 +40,14 @@ class Filters:
     reward_max: float | None = None
     """Only rewards of at most this."""
     stop_reason: StopReason | None = None
-    """Only episodes that ended so."""
+    """Only episodes with this stop reason."""
     failed: bool = False
-    """Only episodes with a failure, and those that were dropped."""
+    """Only episodes that failed or were dropped."""
     group: str | None = None
     """Only rollouts of this ``prompt_id``."""
 
     def admits(self, rollout: Rollout) -> bool:
-        """Return whether a rollout is wanted; its step is not looked at. A NaN reward fits no bound."""
+        """Return whether a rollout passes the filters, except for its step. A NaN reward passes no bound."""
         low = self.reward_min is None or rollout.reward >= self.reward_min
         high = self.reward_max is None or rollout.reward <= self.reward_max
         stop = self.stop_reason is None or rollout.stop_reason is self.stop_reason
@@ -56,11 +56,11 @@ class Filters:
 
     @property
     def by_content(self) -> bool:
-        """Whether a rollout must be read to know if it is wanted."""
+        """Whether any filter depends on the content of a rollout, not only on its step."""
         return self != Filters(steps=self.steps)
 
     def words(self) -> list[str]:
-        """Return the filters in the words of the command line, such as ``--reward-max 0.5``."""
+        """Return the filters as command line options, such as ``--reward-max 0.5``."""
         some = {
             "--reward-min": self.reward_min,
             "--reward-max": self.reward_max,
@@ -76,19 +76,19 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """Where a run's rollouts lie."""
+    """The rollout files of a run."""
 
     folder: Path
     """The run's folder."""
     rollouts: Path
-    """The folder of its rollouts."""
+    """Folder of the rollout files."""
     steps: dict[int, Path]
-    """Step and file, in order; never empty."""
+    """File of each step, in order; never empty."""
     config: dict[str, Any] = field(default_factory=dict)
-    """``config.yaml``; empty where there is none."""
+    """``config.yaml``; empty if there is none."""
 
     def within(self, filters: Filters) -> list[int]:
-        """Return the steps that the filters want.
+        """Return the steps that pass the filters.
 
         Raises:
             UserError: there are none.
@@ -103,21 +103,21 @@ class RunFiles:
         return steps
 
     def read(self, step: int, filters: Filters) -> list[Entry]:
-        """Return the wanted rollouts of a step, in the order of its file."""
+        """Return the rollouts of a step that pass the filters, in the order of its file."""
         advantages = read_advantages(self.rollouts, step)
         rollouts = [rollout for rollout in read_rollouts(self.steps[step]) if filters.admits(rollout)]
         return [Entry(step, rollout, advantages.get(rollout.rollout_id)) for rollout in rollouts]
 
     def count(self, steps: Iterable[int]) -> int:
-        """Return how many rollouts the files of some steps hold, without reading them as rollouts."""
+        """Return the number of rollouts in the files of some steps, without decoding them."""
         return sum(_count(self.steps[step]) for step in steps)
 
 
 def open_run(folder: Path) -> RunFiles:
-    """Return the files of a run's folder; a file of rollouts by itself is taken too, as step 0.
+    """Return the files of a run's folder; a single rollout file is accepted too, as step 0.
 
     Raises:
-        UserError: there is no such folder, it is no run, or nothing was recorded.
+        UserError: the folder does not exist, is not a run, or has no rollouts.
 
     """
     if folder.is_file() and folder.suffix in (".jsonl", ".parquet"):
@@ -130,10 +130,12 @@ def open_run(folder: Path) -> RunFiles:
     if steps:
         return RunFiles(folder, inner if inner.is_dir() else folder, steps, config)
     if not config and not (folder / "metrics.jsonl").exists() and not inner.is_dir():
-        raise UserError(f"{folder} is no run: it has neither config.yaml nor metrics.jsonl nor rollouts/")
+        raise UserError(f"{folder} is not a run: it has neither config.yaml nor metrics.jsonl nor rollouts/")
     if (config.get("obs") or {}).get("rollouts") == "none":
         raise UserError(f"{folder} has no rollouts: it ran with obs.rollouts=none; set obs.rollouts=all or =first")
-    raise UserError(f"{folder} has no rollouts yet: {inner} holds no step_….jsonl; they come with the first step")
+    raise UserError(
+        f"{folder} has no rollouts yet: {inner} holds no step_….jsonl; they are written with the first step"
+    )
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -143,7 +145,7 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise UserError(f"{path} is no YAML: {error}") from error
+        raise UserError(f"{path} is not valid YAML: {error}") from error
     return config if isinstance(config, dict) else {}
 
 
@@ -157,31 +159,31 @@ def _count(path: Path) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """What is shown, and what is not."""
+class Selection:
+    """The rollouts to show."""
 
     groups: frozenset[tuple[int, str]] | None
-    """``(step, prompt_id)`` of the groups to show; None shows all that the filters want."""
+    """``(step, prompt_id)`` of the groups to show; None shows all that pass the filters."""
     steps: Sequence[int]
     """The steps to read."""
     total: int
     """Rollouts in the run."""
     notes: tuple[str, ...]
-    """What was left out, in words; empty where nothing was."""
+    """Messages about omitted rollouts; empty if there are none."""
 
     def entries(self, run: RunFiles, filters: Filters) -> Iterator[Entry]:
-        """Read what was chosen, one step in memory at a time."""
+        """Iterate over the selected rollouts, with one step in memory at a time."""
         for step in self.steps:
             for entry in run.read(step, filters):
                 if self.groups is None or (step, entry.rollout.prompt_id) in self.groups:
                     yield entry
 
 
-def choose(run: RunFiles, filters: Filters, most: int) -> Chosen:
-    """Choose whole groups, evenly over the steps, so that at most ``most`` rollouts are shown; 0 shows all.
+def select(run: RunFiles, filters: Filters, most: int) -> Selection:
+    """Select whole groups, evenly over the steps, with at most ``most`` rollouts; 0 selects all.
 
     Raises:
-        UserError: no rollout fits the filters.
+        UserError: no rollout passes the filters.
 
     """
     total = run.count(run.steps)
@@ -190,8 +192,8 @@ def choose(run: RunFiles, filters: Filters, most: int) -> Chosen:
     notes = [f"Only {', '.join(filters.words())}."] if filters.words() else []
     if not filters.by_content:
         if not most or here <= most:
-            return Chosen(None, steps, total, tuple(notes))
-        steps = _thin(steps, max(1, int(len(steps) * READ_AHEAD * most / here)))
+            return Selection(None, steps, total, tuple(notes))
+        steps = _sample_steps(steps, max(1, int(len(steps) * READ_AHEAD * most / here)))
     sizes: dict[tuple[int, str], int] = {}
     for step in steps:
         for entry in run.read(step, filters):
@@ -201,18 +203,18 @@ def choose(run: RunFiles, filters: Filters, most: int) -> Chosen:
     if not sizes:
         raise UserError(f"no rollout of {run.folder} fits {' '.join(filters.words())}")
     if not most or matching <= most:
-        return Chosen(None, steps, total, tuple(notes))
+        return Selection(None, steps, total, tuple(notes))
     groups = evenly(sizes, most)
     shown = sum(sizes[key] for key in groups)
     notes.append(
         f"{shown:,} of {matching:,} rollouts: whole groups, evenly over the steps. "
         f"{matching - shown:,} are left out (--max-rollouts {most}; 0 shows all)."
     )
-    return Chosen(groups, sorted({step for step, _ in groups}), total, tuple(notes))
+    return Selection(groups, sorted({step for step, _ in groups}), total, tuple(notes))
 
 
 def evenly(sizes: dict[tuple[int, str], int], most: int) -> frozenset[tuple[int, str]]:
-    """Return groups spread evenly over all, with at most ``most`` rollouts together, but at least one group."""
+    """Return evenly spaced groups with at most ``most`` rollouts in total, but at least one group."""
     total = sum(sizes.values())
     chosen: set[tuple[int, str]] = set()
     seen = taken = 0
@@ -224,7 +226,7 @@ def evenly(sizes: dict[tuple[int, str], int], most: int) -> frozenset[tuple[int,
     return frozenset(chosen or [next(reversed(sizes))])
 
 
-def _thin(steps: Sequence[int], keep: int) -> list[int]:
+def _sample_steps(steps: Sequence[int], keep: int) -> list[int]:
     if keep >= len(steps):
         return list(steps)
     return [steps[len(steps) - 1 - (index * len(steps)) // keep] for index in reversed(range(keep))]

@@ -1,4 +1,4 @@
-"""A run's rollouts in the terminal: a table of steps, and rollouts with every token coloured by who made it."""
+"""A run's rollouts in the terminal: a table of steps, and rollouts with tokens coloured by provenance."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from agentrl.obs.viewer.page import Decode, TokenText
 from agentrl.obs.viewer.run_files import Entry, Filters, RunFiles
 
 STEPS = 12
-"""Rows of the table of steps; of more steps it shows some, evenly, the last among them."""
+"""Most rows of the table of steps; of more steps it shows evenly spaced ones, including the last."""
 
 HEAD_TAIL = 500
-"""Characters at either end of a long observation that are shown."""
+"""Characters shown at each end of a long observation."""
 
 STYLES = {
     (Provenance.SAMPLED, True): "bold green",
@@ -27,13 +27,13 @@ STYLES = {
     (Provenance.OBSERVED, False): "cyan",
     (Provenance.OBSERVED, True): "reverse red",
 }
-"""By who made a token and whether it is trained on. The last must not exist, and shows if it does."""
+"""Style by provenance and loss mask. Trained observed tokens must not exist, and are highlighted if they do."""
 
 PROMPT = "dim"
 
 
 def steps_table(run: RunFiles, filters: Filters) -> tuple[Table, str]:
-    """Return a line about each of up to `STEPS` steps, and in words which of all steps they are."""
+    """Return a table of up to `STEPS` steps, and a message if steps are omitted."""
     steps = run.within(filters)
     shown = [steps[len(steps) - 1 - n * len(steps) // STEPS] for n in reversed(range(STEPS))]
     shown = steps if len(steps) <= STEPS else shown
@@ -67,7 +67,7 @@ def _step_cells(rollouts: Sequence[Rollout]) -> Iterator[str]:
 
 
 def newest(run: RunFiles, filters: Filters, limit: int) -> Iterator[Entry]:
-    """Yield up to ``limit`` wanted rollouts, those of the newest step first, reading no further than needed."""
+    """Yield up to ``limit`` rollouts that pass the filters, from the last step backwards, reading no more than needed."""
     left = limit
     for step in reversed(run.within(filters)):
         for entry in run.read(step, filters)[:left]:
@@ -78,7 +78,7 @@ def newest(run: RunFiles, filters: Filters, limit: int) -> Iterator[Entry]:
 
 
 def rollout_view(entry: Entry, decode: Decode | str) -> RenderableType:
-    """Return a panel with a rollout's text; by turns where ``decode`` says why tokens have no text."""
+    """Return a titled block with a rollout's text, from its turns if ``decode`` is the reason why tokens have no text."""
     rollout = entry.rollout
     parts: list[RenderableType] = []
     if rollout.failure is not None:
@@ -98,7 +98,7 @@ def rollout_view(entry: Entry, decode: Decode | str) -> RenderableType:
 
 
 def legend() -> Text:
-    """Return what the colours say."""
+    """Return the legend of the colours."""
     return Text.assemble(
         ("prompt", PROMPT),
         "  ",
@@ -113,7 +113,7 @@ def legend() -> Text:
 
 
 def headline(entry: Entry) -> str:
-    """Return a rollout in one line."""
+    """Return a summary of a rollout on one line."""
     rollout = entry.rollout
     advantage = "" if entry.advantage is None else f" · advantage {entry.advantage:+.3f}"
     tokens = sum(len(row.token_ids) for row in rollout.rows)
@@ -125,9 +125,9 @@ def headline(entry: Entry) -> str:
 
 
 def tokens_table(entry: Entry, decode: Decode | str) -> RenderableType:
-    """Return a rollout token by token."""
+    """Return a table with one line per token of a rollout."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("", "id", "text", "made by", "mask", "log-prob", "ver.", "request", "adv."):
+    for title in ("", "id", "text", "provenance", "mask", "log-prob", "ver.", "request", "adv."):
         table.add_column(title, no_wrap=True)
     for row in entry.rollout.rows:
         if len(entry.rollout.rows) > 1:
@@ -140,7 +140,7 @@ def tokens_table(entry: Entry, decode: Decode | str) -> RenderableType:
 
 
 def row_name(row: Row) -> str:
-    """Return a row's agent and number, and why it forks."""
+    """Return a row's agent and number, and the reason of a fork."""
     fork = f" · {row.fork.value}" if row.fork else ""
     return printable(f"{row.key.agent_id} {row.key.row}{fork}")
 
@@ -168,7 +168,7 @@ def _style(row: Row, place: int) -> str:
 
 
 def _row_text(row: Row, texts: Sequence[str]) -> Text:
-    """Return a row's text; the observed stretch before the first sample is the prompt."""
+    """Return a row's text; the observed tokens before the first sampled one are the prompt."""
     text = Text()
     start = 0
     while start < len(texts):
@@ -178,20 +178,20 @@ def _row_text(row: Row, texts: Sequence[str]) -> Text:
             end += 1
         observed = row.provenance[start] == Provenance.OBSERVED
         words = printable("".join(texts[start:end]))
-        text.append(_shortened(words) if observed else words, PROMPT if observed and start == 0 else style)
+        text.append(_abbreviated(words) if observed else words, PROMPT if observed and start == 0 else style)
         start = end
     return text
 
 
 def _turn_text(rollout: Rollout) -> Text:
-    text = Text(_shortened(printable(rollout.prompt)), PROMPT)
+    text = Text(_abbreviated(printable(rollout.prompt)), PROMPT)
     for turn in rollout.turns:
         text.append(printable(turn.action), STYLES[Provenance.SAMPLED, True])
-        text.append(_shortened(printable(turn.observation)), STYLES[Provenance.OBSERVED, False])
+        text.append(_abbreviated(printable(turn.observation)), STYLES[Provenance.OBSERVED, False])
     return text
 
 
-def _shortened(words: str) -> str:
+def _abbreviated(words: str) -> str:
     left_out = len(words) - 2 * HEAD_TAIL
     if left_out <= HEAD_TAIL:
         return words
@@ -199,12 +199,12 @@ def _shortened(words: str) -> str:
 
 
 def token_texts(row: Row, decode: Decode) -> list[str]:
-    """Return the text of each token; a character over several tokens stands at the last of them."""
+    """Return the text of each token; a character of several tokens is the text of the last of them."""
     return joined_texts(decode([int(token) for token in row.token_ids]))
 
 
 def joined_texts(tokens: Sequence[TokenText]) -> list[str]:
-    """Return texts whose concatenation is the text of all, bytes that are no whole characters joined."""
+    """Return one text per token; bytes of incomplete characters are joined with the following ones."""
     texts: list[str] = []
     pending = b""
     for token in tokens:
@@ -229,17 +229,17 @@ def joined_texts(tokens: Sequence[TokenText]) -> list[str]:
 
 
 def printable(text: str, *, lines: bool = True) -> str:
-    """Return text that does nothing to a terminal: control characters as their pictures, ``␛`` for escape.
+    """Return text with control characters replaced by control pictures, such as ``␛`` for escape.
 
-    With ``lines`` line ends and tabs stay.
+    With ``lines``, line ends and tabs are kept.
     """
     kept = "\n\t" if lines else ""
     return "".join(
-        character if character in kept or not _controls(character) else _picture(character) for character in text
+        character if character in kept or not _is_control(character) else _picture(character) for character in text
     )
 
 
-def _controls(character: str) -> bool:
+def _is_control(character: str) -> bool:
     return ord(character) < 0x20 or 0x7F <= ord(character) < 0xA0
 
 

@@ -333,7 +333,7 @@ def test_a_runs_folder_names_its_tokenizer_and_drift_is_shown(tmp_path, capsys):
     ("words", "message"),
     [
         (("nowhere",), "nowhere: there is no such folder"),
-        ((".",), "is no run"),
+        ((".",), "is not a run"),
         (("a.jsonl", "--tokenizer", "./nowhere"), "--tokenizer=./nowhere"),
         (("a.parquet",), "is not a readable parquet file"),
     ],

@@ -7,7 +7,7 @@ import pytest
 
 from agentrl.core.errors import ConfigError
 from agentrl.models.load import load_model, load_tokenizer
-from agentrl.models.random_models import SHAPES, Shape, find_shape, make_folder
+from agentrl.models.random_models import SHAPES, Shape, find_model_shape, write_random_model
 from agentrl.models.resolve import resolve_model
 
 UNTIED = Shape(32, 48, 1, 4, 2, 16, 1600, False)
@@ -15,7 +15,7 @@ UNTIED = Shape(32, 48, 1, 4, 2, 16, 1600, False)
 
 @pytest.mark.parametrize("shape", [SHAPES["tiny"], UNTIED])
 def test_the_model_is_of_its_shape(tmp_path: Path, shape: Shape) -> None:
-    make_folder(tmp_path / "m", shape, weights=True)
+    write_random_model(tmp_path / "m", shape, weights=True)
     model = load_model(tmp_path / "m")
     assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
     assert model.get_input_embeddings().weight.std() > 0.01
@@ -25,12 +25,12 @@ def test_sizes_are_what_their_names_say() -> None:
     assert SHAPES["0.6b"].parameters == 596_049_920
     assert SHAPES["8b"].parameters == 8_190_735_360
     with pytest.raises(ConfigError, match=r"size '9b': there are tiny, 0\.6b, 8b"):
-        find_shape("9b")
+        find_model_shape("9b")
 
 
 def test_every_id_has_a_text_and_no_text_has_the_new_ids(tmp_path: Path) -> None:
     source = resolve_model("multihop-warm")
-    make_folder(tmp_path / "m", SHAPES["tiny"], tokenizer=source)
+    write_random_model(tmp_path / "m", SHAPES["tiny"], tokenizer=source)
     old: Any = load_tokenizer(source)
     made: Any = load_tokenizer(tmp_path / "m")
     assert made.chat_template == old.chat_template
@@ -44,5 +44,5 @@ def test_every_id_has_a_text_and_no_text_has_the_new_ids(tmp_path: Path) -> None
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     small = Shape(32, 48, 1, 4, 2, 16, 1000, True)
-    with pytest.raises(ConfigError, match=r"model\.path=.*1536 tokens, the made model only 1000"):
-        make_folder(tmp_path / "m", small, tokenizer=resolve_model("multihop-warm"))
+    with pytest.raises(ConfigError, match=r"model\.path=.*1536 tokens, the random model only 1000"):
+        write_random_model(tmp_path / "m", small, tokenizer=resolve_model("multihop-warm"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentrl.models.sglang_gpu_checksum import WordHash
+from agentrl.models.sglang_gpu_checksum import GpuChecksum
 from agentrl.models.weight_checksum import raw_bytes
 
 
@@ -25,14 +25,14 @@ def weights(count: int, dtype: torch.dtype) -> torch.Tensor:
     ],
 )
 def test_what_sglang_computes(count: int, dtype: torch.dtype, wanted: str) -> None:
-    assert WordHash(raw_bytes(weights(count, dtype))).hexdigest() == wanted
+    assert GpuChecksum(raw_bytes(weights(count, dtype))).hexdigest() == wanted
 
 
 @pytest.mark.parametrize("cuts", [[1], [4, 8], [40_001, 40_003, 100_000], [8192 * 4, 8192 * 64 * 4]])
 def test_pieces_are_as_good_as_the_whole(cuts: list[int]) -> None:
     data = bytes(raw_bytes(weights(600_000, torch.float32)))
-    hasher = WordHash()
+    hasher = GpuChecksum()
     for start, end in zip([0, *cuts], [*cuts, None], strict=True):
         hasher.update(data[start:end])
         hasher.hexdigest()
-    assert hasher.hexdigest() == WordHash(data).hexdigest()
+    assert hasher.hexdigest() == GpuChecksum(data).hexdigest()

@@ -20,8 +20,8 @@ from agentrl.inference.embedded.weights import read_named_tensors
 from agentrl.learner.base import WeightBucket
 from agentrl.learner.export.bucket import NamedTensors, RankBucket
 from agentrl.learner.export.exporter import WeightExporter
-from agentrl.models.sglang_gpu_checksum import WordHash
-from agentrl.models.weight_checksum import digest, raw_bytes
+from agentrl.models.sglang_gpu_checksum import GpuChecksum
+from agentrl.models.weight_checksum import raw_bytes, tensor_checksum
 from agentrl.weight_sync.checksum import Checksums
 from agentrl.weight_sync.registry import TRANSPORTS, make_sync
 
@@ -113,9 +113,9 @@ class RecordingEngine:
 
     async def checksums(self) -> dict[str, str]:
         return {
-            name: WordHash(raw_bytes(torch.tensor(values))).hexdigest()
+            name: GpuChecksum(raw_bytes(torch.tensor(values))).hexdigest()
             if self.kind == "words"
-            else digest(torch.tensor(values))
+            else tensor_checksum(torch.tensor(values))
             for name, values in self.weights.items()
         }
 
@@ -317,7 +317,7 @@ def test_checksums_know_how_engines_keep_weights():
         "m.layers.0.attn.o_proj.weight": sent[-1][1],
     }
     for dtype in (torch.float32, torch.bfloat16):
-        found = {name: digest(tensor.to(dtype)) for name, tensor in held.items()}
+        found = {name: tensor_checksum(tensor.to(dtype)) for name, tensor in held.items()}
         assert sums.difference(found) is None
         wrong = found | {"m.layers.0.attn.qkv_proj.bias": found["m.layers.0.attn.o_proj.weight"]}
         assert sums.difference(wrong) == "1 of 4 weights differ: m.layers.0.attn.qkv_proj.bias"

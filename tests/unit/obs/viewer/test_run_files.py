@@ -6,7 +6,7 @@ import pytest
 from agentrl.core.errors import UserError
 from agentrl.core.types import Failure, FailureKind, StopReason
 from agentrl.obs.rollouts import RolloutRecorder
-from agentrl.obs.viewer.run_files import Filters, RunFiles, choose, evenly, open_run
+from agentrl.obs.viewer.run_files import Filters, RunFiles, evenly, open_run, select
 
 
 @pytest.fixture
@@ -23,12 +23,12 @@ def run(tmp_path, make_rollout, pieces):
 
 
 def shown(run, filters, most=0):
-    chosen = choose(run, filters, most)
+    chosen = select(run, filters, most)
     return [(entry.step, entry.rollout.rollout_id) for entry in chosen.entries(run, filters)], chosen
 
 
 def test_rollouts_come_with_steps_and_advantages(run):
-    entries = list(choose(run, Filters(), 0).entries(run, Filters()))
+    entries = list(select(run, Filters(), 0).entries(run, Filters()))
     assert len(entries) == 36
     assert [entry.step for entry in entries[::6]] == [1, 2, 3, 4, 5, 6]
     assert [entry.advantage for entry in entries[:3]] == [None, -1.5, -0.5]
@@ -92,14 +92,14 @@ def test_files_of_rollouts_alone(run, tmp_path):
 
 def test_mistakes(run, tmp_path):
     with pytest.raises(UserError, match="steps 1 to 6"):
-        choose(run, Filters(steps=(7, 9)), 0)
+        select(run, Filters(steps=(7, 9)), 0)
     with pytest.raises(UserError, match="--reward-min 99"):
-        choose(run, Filters(reward_min=99.0), 0)
+        select(run, Filters(reward_min=99.0), 0)
     with pytest.raises(UserError, match="no such folder"):
         open_run(tmp_path / "nowhere")
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(UserError, match="is no run"):
+    with pytest.raises(UserError, match="is not a run"):
         open_run(empty)
     (empty / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="no rollouts yet"):
