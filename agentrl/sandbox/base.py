@@ -215,7 +215,7 @@ class SandboxBackend(ABC):
     name: ClassVar[str]
     """Name in messages; by convention the registered one."""
     isolated: ClassVar[bool] = True
-    """Whether code is separated from the machine. If False, the server says so in red at its start and makes no attempts
+    """Whether code is separated from the machine. If False, the server logs a warning in red at its start and makes no attempts
     against the backend: they would succeed, and harm this machine."""
 
     def __init__(self, config: SandboxConfig, defences: frozenset[Defence] = ALL_DEFENCES) -> None:

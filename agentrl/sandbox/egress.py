@@ -80,7 +80,7 @@ class EgressProxy:
         self._server = await asyncio.start_server(self._serve, sock=listener, limit=HEAD_BYTES)
 
     async def close(self) -> None:
-        """End all connections."""
+        """Stop listening and close all connections."""
         if self._server is not None:
             self._server.close()
         for task in list(self._tasks):

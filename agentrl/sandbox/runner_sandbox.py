@@ -92,7 +92,7 @@ def python_command(
 
 
 class RunnerSandbox(Sandbox):
-    """Implements `Sandbox` by a link to a runner. A backend's subclass says how to end it, and counts memory kills.
+    """Implements `Sandbox` by a link to a runner. Subclasses of backends end it and count memory kills.
 
     Args:
         sandbox_id: unique on this machine.

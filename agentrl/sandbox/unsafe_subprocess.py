@@ -7,21 +7,21 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 import uuid
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from pathlib import Path
 from typing import ClassVar
 
 from agentrl.core.errors import SandboxFailure
-from agentrl.sandbox.runner_link import RunnerLink, pipe_link
+from agentrl.sandbox.runner_link import RunnerLink
 from agentrl.sandbox.runner_sandbox import RunnerBackend, RunnerSandbox, python_command
 
 
 class UnsafeSandbox(RunnerSandbox):
     """A runner in a process group and folder of the host, not isolated."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     folder: Path
 
     def _oom_kills(self) -> int:
@@ -31,11 +31,11 @@ class UnsafeSandbox(RunnerSandbox):
         # The runner ends itself, since its pipe is closed; this also ends a call in progress.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        await asyncio.to_thread(self.process.wait)
+        await self.process.wait()
         await asyncio.to_thread(shutil.rmtree, self.folder, True)
 
     async def _describe_end(self) -> str:
-        code = self.process.poll()
+        code = self.process.returncode
         return "" if code is None else f"exit status {code}"
 
 
@@ -52,35 +52,18 @@ class UnsafeBackend(RunnerBackend[UnsafeSandbox]):
         folder = Path(tempfile.mkdtemp(prefix="agentrl-unsafe-"))
         command = python_command(self.config.python, self.config.limits, self.defences, str(folder))
         try:
-            process, link = await self._spawn(command, folder)
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, cwd=folder, start_new_session=True
+            )
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise SandboxFailure(f"sandbox.python={self.config.python} does not start: {error}") from error
+        assert process.stdout is not None
+        assert process.stdin is not None
+        link = RunnerLink(process.stdout, process.stdin)
         sandbox = UnsafeSandbox(f"unsafe-{uuid.uuid4().hex[:12]}", link, self.config.limits, self.defences)
         sandbox.process, sandbox.folder = process, folder
         return sandbox
-
-    async def _spawn(self, command: list[str], folder: Path) -> tuple[subprocess.Popen[bytes], RunnerLink]:
-        their_in, our_out = os.pipe2(os.O_CLOEXEC)
-        our_in, their_out = os.pipe2(os.O_CLOEXEC)
-        try:
-            process = await asyncio.to_thread(
-                subprocess.Popen,
-                command,
-                stdin=their_in,
-                stdout=their_out,
-                stderr=subprocess.DEVNULL,
-                cwd=folder,
-                start_new_session=True,
-            )
-        except BaseException:
-            os.close(our_in)
-            os.close(our_out)
-            raise
-        finally:
-            os.close(their_in)
-            os.close(their_out)
-        return process, await pipe_link(our_in, our_out)
 
     async def close(self) -> None:
         """Close all open sandboxes."""

@@ -13,5 +13,5 @@ class SingleTurnEnv(Env):
     needs_reward: ClassVar[bool] = True
 
     def step(self, action: Action) -> Step:
-        """End the episode."""
+        """End the episode without a reward."""
         return (), 0.0, True, False, {}

@@ -40,7 +40,7 @@ class Transform:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What is printed."""
+    """What is printed of the remaining integers."""
 
     words: str
     """As in "the sum of"."""
@@ -97,7 +97,7 @@ LARGEST = 20
 
 
 def draw_lists(rng: Random) -> Problem:
-    """Draw a problem."""
+    """Draw a problem: a filter, a transformation and an output."""
     filter_ = rng.choice(filters(rng.randint(2, 9)))
     transform = rng.choice(transforms(rng.randint(2, 9)))
     return list_problem(filter_, transform, rng.choice(OUTPUTS))

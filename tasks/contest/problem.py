@@ -29,7 +29,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One test."""
+    """A test: input and expected output."""
 
     input: str
     """Standard input."""

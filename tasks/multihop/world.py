@@ -120,7 +120,7 @@ class World:
     """One per entity."""
 
     def __post_init__(self) -> None:
-        """Generate the world."""
+        """Generate names, facts and documents."""
         rng = Random(f"multihop/{self.seed}/{'held-out' if self.held_out else 'train'}")
         self.entities = self._make_names(rng)
         self.kinds = {name: kind for kind, names in self.entities.items() for name in names}

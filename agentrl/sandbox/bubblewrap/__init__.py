@@ -1,1 +1,1 @@
-"""Sandboxes by bubblewrap."""
+"""The backend ``bubblewrap``: namespaces, a cgroup and a seccomp filter per sandbox."""

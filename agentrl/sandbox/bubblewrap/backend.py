@@ -198,25 +198,25 @@ class BubblewrapBackend(RunnerBackend[BubblewrapSandbox]):
             raise SandboxFailure(f"no sandbox could be made: {error}{_hint(error)}") from error
 
     async def _spawn(self, sandbox_id: str, group: Cgroup) -> BubblewrapSandbox:
-        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-            their_in, our_out = _owned(os.pipe2(os.O_CLOEXEC), theirs, ours)
-            our_in, their_out = _owned(os.pipe2(os.O_CLOEXEC), ours, theirs)
-            (stderr,) = _owned((os.memfd_create("stderr", os.MFD_CLOEXEC),), ours)
+        with contextlib.ExitStack() as server_fds, contextlib.ExitStack() as sandbox_fds:
+            runner_stdin, to_runner = _owned(os.pipe2(os.O_CLOEXEC), sandbox_fds, server_fds)
+            from_runner, runner_stdout = _owned(os.pipe2(os.O_CLOEXEC), server_fds, sandbox_fds)
+            (stderr,) = _owned((os.memfd_create("stderr", os.MFD_CLOEXEC),), server_fds)
             inherited = {}
             for name, fd in self._files.items():
                 # Opened again for each sandbox: duplicates would share one file offset.
-                (inherited[name],) = _owned((os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC),), theirs)
+                (inherited[name],) = _owned((os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC),), sandbox_fds)
             channel = None
             if self.config.hosts and Defence.NETWORK in self.defences:
-                channel, their_channel = map(socket.socket.detach, socket.socketpair())
-                _owned((channel, their_channel), ours, theirs)
-                inherited["egress"] = their_channel
+                channel, runner_channel = map(socket.socket.detach, socket.socketpair())
+                _owned((channel, runner_channel), server_fds, sandbox_fds)
+                inherited["egress"] = runner_channel
             process = await asyncio.get_running_loop().run_in_executor(
                 self._threads,
                 lambda: subprocess.Popen(
                     self._command(group, inherited),
-                    stdin=their_in,
-                    stdout=their_out,
+                    stdin=runner_stdin,
+                    stdout=runner_stdout,
                     stderr=stderr,
                     pass_fds=tuple(inherited.values()),
                     cwd="/",
@@ -225,11 +225,11 @@ class BubblewrapBackend(RunnerBackend[BubblewrapSandbox]):
                 ),
             )
             try:
-                link = await pipe_link(our_in, our_out)
+                link = await pipe_link(from_runner, to_runner)
             except BaseException:
                 await end_processes(process, group)
                 raise
-            ours.pop_all()
+            server_fds.pop_all()
         sandbox = BubblewrapSandbox(sandbox_id, link, self.config.limits, self.defences)
         sandbox.process, sandbox.cgroup, sandbox.stderr = process, group, stderr
         sandbox.egress_channel = None if channel is None else socket.socket(fileno=channel)

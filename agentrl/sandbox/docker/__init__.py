@@ -1,1 +1,1 @@
-"""Sandboxes by Docker."""
+"""The backend ``docker``: a container per sandbox."""

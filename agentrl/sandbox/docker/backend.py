@@ -363,7 +363,7 @@ def _boot() -> str:
 
 
 def _oom_file(container: str, pid: int) -> Path | None:
-    """Return the file that counts memory kills in a container; None where it runs on another machine."""
+    """Return the file that counts memory kills in a container; None if the container is on another machine."""
     try:
         groups = Path(f"/proc/{pid}/cgroup").read_text()
     except OSError:

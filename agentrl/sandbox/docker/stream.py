@@ -64,7 +64,7 @@ class _Protocol(asyncio.StreamReaderProtocol):
     """Ends both directions with the container's output: no process is left to read its input."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
+        """Keep the transport, to abort it at the end of the output."""
         assert isinstance(transport, asyncio.WriteTransport)
         self._both = transport
         super().connection_made(transport)

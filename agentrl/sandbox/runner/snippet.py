@@ -71,7 +71,7 @@ def receive(fd: int) -> Request:
 
 
 def send(fd: int, message: Request) -> None:
-    """Write a frame."""
+    """Write ``message`` as a frame; see `runner_link.py`."""
     data = json.dumps(message).encode()
     write_all(fd, LENGTH.pack(len(data)) + data)
 
