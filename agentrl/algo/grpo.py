@@ -1,4 +1,4 @@
-"""GRPO: group-relative advantages, PPO's clipped objective a token, a KL term to a reference policy, an entropy bonus."""
+"""GRPO: group-relative advantages, PPO's clipped loss per token, a KL term to a reference policy, an entropy bonus."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentrl.algo.losses.ppo_clip import clipped_policy_loss
 from agentrl.config.algo import GrpoConfig
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios beyond this are held here in the metrics, where one token must not make the mean infinite."""
+"""Log-ratios are clamped to this in the metrics, so that one token cannot make the mean infinite."""
 
 
 class Grpo:
@@ -38,8 +38,8 @@ class Grpo:
         """Return ``Σ weight · (clipped policy loss + kl_coef · KL estimate - entropy_coef · entropy)`` and its metrics.
 
         See `clipped_policy_loss` and `agentrl.algo.kl.kl_estimate`. The last two terms have a gradient also where the
-        policy loss is clipped or has no advantage. The KL term's metrics are ``kl``, k3 whatever ``kl_kind`` says, and
-        ``kl_loss``, ``Σ weight · KL estimate`` before ``kl_coef``.
+        policy loss is clipped or has no advantage. The KL term's metrics are ``kl``, always k3 regardless of
+        ``kl_kind``, and ``kl_loss``, ``Σ weight · KL estimate`` before ``kl_coef``.
         """
         on_policy = self.config.old_logprobs == "learner"
         old_N = logprobs_N.detach() if on_policy else inputs.logprobs_N
@@ -62,10 +62,10 @@ class Grpo:
 
 @torch.no_grad()
 def _metrics(logprobs_N: torch.Tensor, old_N: torch.Tensor, clipped_N: torch.Tensor, inputs: LossInput) -> LossMetrics:
-    """Ratio and clipping, and how far the sampler's distribution lies from the learner's.
+    """Return metrics of ratio and clipping, and of the difference between sampler and learner.
 
     ``sampler_kl`` is the estimator k3 of KL(sampler ‖ learner), ``r - 1 - log r`` with ``r`` learner over sampler
-    (Schulman, "Approximating KL Divergence"): never negative, 0 where both agree on every token.
+    (Schulman, "Approximating KL Divergence"): never negative, and 0 if both agree on every token.
     """
     ratio_N = (logprobs_N - old_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     gap_N = (logprobs_N - inputs.logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

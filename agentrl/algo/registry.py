@@ -1,4 +1,4 @@
-"""The algorithms that ``algo.name`` chooses from."""
+"""The algorithms of ``algo.name``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from agentrl.algo.grpo import Grpo
 from agentrl.config.algo import AlgoConfig
 
 ALGORITHMS: dict[str, type[Grpo]] = {"grpo": Grpo}
-"""By ``algo.name``."""
+"""Algorithm classes by ``algo.name``."""
 
 
 def make_algorithm(config: AlgoConfig) -> Algorithm:
-    """Return the algorithm that a configuration names."""
+    """Create the algorithm of a configuration."""
     return ALGORITHMS[config.name](config)

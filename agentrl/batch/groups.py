@@ -1,4 +1,4 @@
-"""The rollouts of a step by task. Legend: ``N`` rollouts, ``G`` groups."""
+"""Groups of a step's rollouts by task. Legend: ``N`` rollouts, ``G`` groups."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from agentrl.core.types import Rollout, Row
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroups:
-    """Rollouts that may be trained on, those of one task side by side. Groups may differ in size."""
+    """Rollouts to train on, sorted by task. Groups may differ in size."""
 
     rollouts_N: tuple[Rollout, ...]
     """All rollouts that were not dropped."""
     groups_N: NDArray[np.int64]
-    """``[N]`` the group of each rollout, numbered from 0."""
+    """``[N]`` group number of each rollout, from 0."""
     prompt_ids_G: tuple[str, ...]
-    """The task of each group."""
+    """Task id of each group."""
     dropped: int = 0
-    """Rollouts that the failure policy keeps out."""
+    """Number of rollouts that the failure policy dropped."""
 
     @property
     def rewards_N(self) -> NDArray[np.float32]:
@@ -36,7 +36,7 @@ class RolloutGroups:
 
     @property
     def flat_share(self) -> float:
-        """Share of groups whose rewards are all equal: nothing can be learned from them relative to each other."""
+        """Share of groups whose rewards are all equal, so that group-relative advantages are 0."""
         if not self.prompt_ids_G:
             return 0.0
         rewards_N = self.rewards_N
@@ -45,7 +45,7 @@ class RolloutGroups:
 
 
 def group_rollouts(rollouts: Iterable[Rollout]) -> RolloutGroups:
-    """Return rollouts by ``prompt_id`` (never by position: a group may have lost some), without dropped ones."""
+    """Group rollouts by ``prompt_id`` (not by position, as a group may have lost some), without dropped ones."""
     groups: dict[str, list[Rollout]] = {}
     dropped = 0
     for rollout in rollouts:

@@ -1,4 +1,4 @@
-"""How much each token counts in the loss. Fixed before packing, over the whole batch."""
+"""Loss weights of tokens, computed over the whole batch before packing."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from numpy.typing import NDArray
 from agentrl.core.types import MaskReason, Row
 
 Aggregation = Literal["token_mean", "rollout_mean"]
-"""How tokens share the loss, see `row_weights`."""
+"""How tokens share the loss; see `row_weights`."""
 
 
 def row_weights(
     rows: Sequence[Row], aggregation: Aggregation, context_weight: float = 0.0
 ) -> list[NDArray[np.float32]]:
-    """Return the weight of every token of every row, ``[T]`` each, 0 where it is not trained on.
+    """Return the weights of each row's tokens, ``[T]`` per row; 0 for tokens that are not trained on.
 
-    ``token_mean``: all masked tokens of the batch weigh the same, 1 in sum (DAPO, arXiv:2503.14476). ``rollout_mean``:
-    every rollout weighs the same, 1 in sum, and its masked tokens share that over *all* its rows, so that cutting a
-    trajectory into more rows changes nothing. Rollouts without a masked token do not count.
+    ``token_mean``: all masked tokens of the batch have equal weights with sum 1 (DAPO, arXiv:2503.14476).
+    ``rollout_mean``: all rollouts have equal weights with sum 1, and the masked tokens of *all* rows of a rollout share its
+    weight equally, so that splitting a trajectory into more rows changes nothing. Rollouts without a masked token do not
+    count.
 
-    With ``context_weight`` the unmasked observed tokens weigh beside that, equally, ``context_weight`` in sum. A row's
-    first token weighs 0: nothing comes before it to predict it from.
+    With ``context_weight`` the unmasked observed tokens also have equal weights, with sum ``context_weight``. The first
+    token of a row has weight 0: no token precedes it to predict it from.
     """
     masks = [row.mask.astype(bool) for row in rows]
     for mask in masks:
@@ -40,7 +41,7 @@ def row_weights(
 
 
 def _shares(rows: Sequence[Row], masks: Sequence[NDArray[np.bool_]], aggregation: Aggregation) -> list[float]:
-    """Return what one masked token of each row weighs."""
+    """Return the weight of one masked token of each row."""
     counts = [int(mask.sum()) for mask in masks]
     if aggregation == "token_mean":
         return [1 / max(1, sum(counts))] * len(rows)

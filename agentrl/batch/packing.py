@@ -1,8 +1,8 @@
-"""Rows of any length as packed tensors, with every loss weight fixed. Legend: ``R`` bins, ``L`` tokens a bin.
+"""Packs rows of any length into tensors, with final loss weights. Legend: ``R`` bins, ``L`` tokens a bin.
 
-First-fit-decreasing fills bins; bins of similar length make micro-batches, so that padding stays small; every rank gets
-the same number of them. Weights are shares of the *global* batch, so how rows were packed, or on how many ranks, does
-not change the gradient.
+Bins are filled by first-fit-decreasing. Bins of similar length form micro-batches, so that there is little padding; every
+rank gets the same number of micro-batches. Weights are shares of the *global* batch, so neither the packing nor the number
+of ranks changes the gradient.
 
 Layout of one bin with rows ``a``, ``b`` and padding ``.``::
 
@@ -46,22 +46,22 @@ def pack(
     lr_scale: float = 1.0,
     provenance: ProvenanceRule = "strict",
 ) -> GlobalBatch:
-    """Return one optimizer step's batch. Rows without any token to train on are left out.
+    """Return the batch of one optimizer step. Rows without a token to train on are left out.
 
     Args:
-        rows: of all rollouts of the step, in any order: the weights do not depend on it.
+        rows: of all rollouts of the step; their order does not matter.
         advantages: of every row by its key (one number, or ``[T]`` numbers), or of every rollout by ``rollout_id``.
             None is zeros, for supervised batches.
         ranks: data-parallel ranks.
-        tokens_per_bin: bins are filled up to this; a longer row gets a bin of its own length.
-        tokens_per_micro: padded tokens a rank computes at once; one bin at least.
+        tokens_per_bin: bins are filled up to this; a longer row gets a longer bin.
+        tokens_per_micro: maximum padded tokens of a micro-batch, which has at least one bin.
         pad_id: fills bins.
         aggregation: see `row_weights`.
         kind: ``sft`` may train on demonstrated and, with ``context_weight``, observed tokens.
-        temperature: at which the rows were sampled; the learner's log-probabilities are taken at the same.
+        temperature: of sampling; the learner computes log-probabilities at the same temperature.
         context_weight: see `row_weights`.
         lr_scale: the schedule's factor for this step.
-        provenance: what the learner does with a token to train on that no engine sampled.
+        provenance: what happens to tokens to train on that no engine sampled; see `admit`.
 
     Raises:
         KeyError: a row to train on has no advantage.
@@ -89,18 +89,18 @@ def pack(
 
 
 def _first_fit(lengths: Sequence[int], size: int) -> list[_Bin]:
-    """Put lengths, longest first, each into the first bin that has room."""
+    """Put lengths, longest first, each into the first bin with enough space."""
     bins: list[_Bin] = []
-    room = np.zeros(len(lengths), np.int64)
+    space = np.zeros(len(lengths), np.int64)
     for index, length in enumerate(lengths):
-        fits = room[: len(bins)] >= length
+        fits = space[: len(bins)] >= length
         first = int(fits.argmax()) if len(bins) else 0
         if not bins or not fits[first]:
             first = len(bins)
             bins.append([])
-            room[first] = max(size, length)
+            space[first] = max(size, length)
         bins[first].append(index)
-        room[first] -= length
+        space[first] -= length
     return bins
 
 
@@ -110,16 +110,16 @@ def _padded(group: Sequence[int], rows: Sequence[Row]) -> int:
 
 
 def _micro_batches(bins: list[_Bin], rows: Sequence[Row], ranks: int, tokens: int) -> list[list[_Bin]]:
-    """Cut bins, longest first, into a multiple of ``ranks`` groups of at most ``tokens`` padded tokens, or one bin.
+    """Divide bins, longest first, into a multiple of ``ranks`` groups of at most ``tokens`` padded tokens, or one bin.
 
-    Neighbours in the returned list are of similar size; rank ``r`` gets every ``ranks``-th, so ranks that work in
-    lockstep wait little for each other. Groups may be empty.
+    Adjacent groups have similar sizes, and rank ``r`` gets every ``ranks``-th, so that ranks wait little for each other.
+    Groups may be empty.
     """
     bins = sorted(bins, key=lambda group: -_padded(group, rows))
     lengths = [_padded(group, rows) for group in bins]
     count = max(1, len(_cut(lengths, tokens)))
     count = -(-count // ranks) * ranks
-    # The rounding up is spread: as few bins a group as `count` groups allow, instead of full groups and empty ones.
+    # Spread the bins evenly over `count` groups, instead of leaving the last groups empty.
     low, high = 1, tokens
     while low < high:
         middle = (low + high) // 2
@@ -129,7 +129,7 @@ def _micro_batches(bins: list[_Bin], rows: Sequence[Row], ranks: int, tokens: in
 
 
 def _cut(lengths: Sequence[int], tokens: int) -> list[range]:
-    """Cut lengths, longest first, into runs of at most ``tokens`` when padded to each run's longest."""
+    """Divide lengths, longest first, into runs of at most ``tokens`` when padded to the longest of the run."""
     runs: list[range] = []
     start = 0
     while start < len(lengths):
@@ -146,7 +146,7 @@ def _tensors(
     advantages: Mapping[RowKey, float | NDArray[np.float32]] | Mapping[str, float] | None,
     pad_id: int,
 ) -> MicroBatch:
-    """Lay rows out; an empty group becomes one bin of padding."""
+    """Return the tensors of one group of bins; an empty group becomes one bin of padding."""
     shape = (max(1, len(group)), max([MULTIPLE, *(_padded(bin_, rows) for bin_ in group)]))
     token_ids, positions = np.full(shape, pad_id, np.int64), np.zeros(shape, np.int64)
     row, versions, requests = (np.full(shape, -1, np.int32) for _ in range(3))

@@ -1,4 +1,4 @@
-"""In reinforcement learning, mask 1 means that the policy sampled the token. A batch that breaks this is refused."""
+"""Provenance checks: in reinforcement learning, only tokens that the policy sampled are trained on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_rows(rows: Iterable[Row]) -> None:
 
 
 def check_temperature(rows: Iterable[Row], temperature: float) -> None:
-    """Check that rows were sampled at the ``temperature`` at which the learner will take log-probabilities.
+    """Check that rows were sampled at the ``temperature`` of the learner's log-probabilities.
 
     Raises:
         ProvenanceError: with the first row that was not.
@@ -94,7 +94,7 @@ def _without(micro: MicroBatch, bad_R_L: torch.Tensor) -> MicroBatch:
 
 
 def _micro_faults(batch: MicroBatch) -> dict[str, NDArray[np.bool_]]:
-    """Return by fault, for those that there are, which tokens ``[R, L]`` have it."""
+    """Return masks ``[R, L]`` of the faulty tokens, by fault."""
     faults = _faults(
         batch.mask_R_L.numpy(),
         batch.provenance_R_L.numpy(),
@@ -107,7 +107,7 @@ def _micro_faults(batch: MicroBatch) -> dict[str, NDArray[np.bool_]]:
 
 
 def _first(batch: MicroBatch, faults: dict[str, NDArray[np.bool_]]) -> str:
-    """Return the first token with a fault in words."""
+    """Describe the first token with a fault."""
     fault, where = next(iter(faults.items()))
     at = tuple(torch.from_numpy(where).nonzero()[0].tolist())
     row = int(batch.row_R_L[at])
@@ -122,7 +122,7 @@ def _faults(
     versions: NDArray[np.int32],
     requests: NDArray[np.int32],
 ) -> dict[str, NDArray[np.bool_]]:
-    """Return by fault which masked tokens have it."""
+    """Return the faulty masked tokens, by fault."""
     return {
         "no engine sampled it": mask & (provenance != Provenance.SAMPLED),
         "its log-probability is not a finite number of at most 0": mask & ~(np.isfinite(logprobs) & (logprobs <= 0)),

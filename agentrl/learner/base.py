@@ -1,4 +1,4 @@
-"""What one rank of a learner does, whatever backend it is made of."""
+"""The contracts of a learner: its ranks, its driver side, and the export of its weights."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from agentrl.batch.microbatch import GlobalBatch
 
 RowLogprobs = dict[RowKey, NDArray[np.float32]]
-"""By row: float32 ``[T]``, each token's log-probability given those before it; 0 for the first."""
+"""By row: float32 ``[T]``, each token's log-probability given the tokens before it; 0 for the first."""
 
 
 class WeightSource(Protocol):
-    """Gives whole weights."""
+    """Whole (unsharded) weights by name."""
 
     @property
     def gathers_on(self) -> torch.device:
-        """Where `whole` returns weights: the device, or the CPU while the rank sleeps."""
+        """Device of the weights that `whole` returns; the CPU while the rank sleeps."""
         ...
 
     def specs(self) -> Sequence[TensorSpec]:
-        """Return what the weights are, by Hugging Face name, tied ones once; always the same and in the same order."""
+        """Return the weights' Hugging Face names, dtypes and shapes, always in the same order; tied weights once."""
         ...
 
     def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a weight, cast to ``dtype``. Every rank must ask for it, as gathering is collective."""
+        """Return a weight, cast to ``dtype``. Collective: every rank must call it."""
         ...
 
 
@@ -63,22 +63,22 @@ class LearnerRank(WeightSource, Protocol):
         ...
 
     def sleep(self) -> None:
-        """Give the device's memory back, the contents kept on the CPU; see `LearnerGroup.sleep`."""
+        """Offload to the CPU and release the device's memory; see `LearnerGroup.sleep`."""
         ...
 
     def wake(self) -> None:
-        """Take the device's memory again."""
+        """Restore the device's memory."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write ``folder``, which appears whole or not at all."""
+        """Write ``folder`` atomically."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote, on any number of ranks.
+        """Load what `save` wrote, on any number of ranks.
 
         Raises:
-            CheckpointError: the folder is not whole, or of another model or optimizer.
+            CheckpointError: the folder is incomplete, or of another model or optimizer.
 
         """
         ...
@@ -89,67 +89,68 @@ class LearnerRank(WeightSource, Protocol):
 
 
 class WeightBucket(Protocol):
-    """Some of the learner's weights, whole, held by every rank on its device until the next bucket is asked for.
+    """Whole weights that every rank holds on its device until the next bucket is requested.
 
     Methods block.
     """
 
     @property
     def specs(self) -> Sequence[TensorSpec]:
-        """What is in it, in the order in which it is sent."""
+        """Names, dtypes and shapes of the weights, in the order in which they are sent."""
         ...
 
     @property
     def last(self) -> bool:
-        """Whether no bucket follows."""
+        """Whether this is the last bucket."""
         ...
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the weights on the CPU of the calling process; they must not be written to."""
+        """Return the weights on the CPU of the calling process, read-only."""
         ...
 
     def save(self, file: Path) -> None:
-        """Have rank 0 write them as safetensors."""
+        """Write the weights from rank 0 as safetensors."""
         ...
 
     def broadcast(self) -> None:
-        """Have rank 0 send them, in order, in the group that `LearnerGroup.join_group` joined.
+        """Broadcast the weights from rank 0, in order, in the group that `LearnerGroup.join_group` joined.
 
         Raises:
-            EngineError: another process of the group is gone or too slow, or `leave_group` was called.
-            LearnerError: no group was joined, or the learner sleeps and the group is of NCCL.
+            EngineError: another process of the group died or is too slow, or `leave_group` was called.
+            LearnerError: no group was joined, or the learner sleeps and the group uses NCCL.
         """
         ...
 
     def share(self) -> list[str]:
-        """Return by rank what opens the weights in another process on the same GPU.
+        """Return, by rank, handles that open the weights in another process on the same GPU.
 
         Each is what SGLang's ``/update_weights_from_tensor`` takes: a pickle of names and CUDA handles, in base64.
 
         Raises:
-            LearnerError: they are not on a GPU.
+            LearnerError: the weights are not on a GPU.
         """
         ...
 
 
 class LearnerGroup(Protocol):
-    """The driver's side of a learner: global batch in, results on the CPU out."""
+    """The driver side of a learner: takes global batches, returns results on the CPU."""
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step and return its metrics.
 
         Raises:
-            LearnerError: a rank failed; `ProvenanceError` where the batch may not be trained on.
+            LearnerError: a rank failed.
+            ProvenanceError: the batch would train on a token that no engine sampled; see `admit`.
 
         """
         ...
 
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> dict[RowKey, Any]:
-        """Return, by row key, float32 log-probabilities ``[T]`` of each token given those before it (0 for the first).
+        """Return, by row key, float32 log-probabilities ``[T]`` of each token given the tokens before it (0 for the first).
 
         Args:
             batch: rows to score, at its temperature.
-            policy: whose: ``main`` is the trained one, ``reference`` the frozen one that the loss is held to.
+            policy: ``main`` is the trained policy, ``reference`` the frozen one of the KL term.
 
         Raises:
             LearnerError: no such policy is loaded, or a rank failed.
@@ -158,52 +159,52 @@ class LearnerGroup(Protocol):
         ...
 
     def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
-        """Iterate over the weights by Hugging Face name, tied ones once. Stopping early is allowed.
+        """Iterate over the weights by Hugging Face name, tied weights once. Stopping early is allowed.
 
         Args:
-            bucket_bytes: size of a bucket; a larger tensor makes one of its own.
-            dtype: what they are cast to, such as ``bfloat16``; None leaves them as the learner holds them.
+            bucket_bytes: size of a bucket; a larger tensor gets a separate bucket.
+            dtype: weights are cast to it, such as ``bfloat16``; None keeps the learner's dtype.
 
         """
         ...
 
     def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
-        """Open, in rank 0's process, the meeting point of a group, at an address that engines at ``urls`` can reach.
+        """Open, in rank 0's process, the store of a group, at an address that the engines at ``urls`` can reach.
 
         Args:
-            urls: where the engines answer.
-            size: processes of the group, rank 0 included.
+            urls: of the engines.
+            size: number of processes in the group, including rank 0.
             backend: ``nccl`` or ``gloo``.
-            timeout_s: seconds that joining, and later each tensor, may take.
+            timeout_s: time limit of joining, and later of each broadcast.
 
         """
         ...
 
     def join_group(self, group: WeightGroup) -> None:
-        """Have rank 0 join the group that `open_group` opened, as its rank 0; returns when all have joined.
+        """Let rank 0 join the group that `open_group` opened, as its rank 0; returns when all have joined.
 
         Raises:
-            EngineError: not all were there in time, or `leave_group` was called.
+            EngineError: not all joined in time, or `leave_group` was called.
         """
         ...
 
     def leave_group(self) -> None:
-        """Leave the group, if there is one; what still joins or broadcasts in it fails. From any thread, at any time."""
+        """Leave the group, if there is one; pending joins and broadcasts fail. May be called from any thread at any time."""
         ...
 
     def sleep(self) -> None:
-        """Give the device's memory back: weights, optimizer and reference go to the CPU. Twice is once.
+        """Offload weights, optimizer and reference to the CPU, and release the device's memory. Idempotent.
 
-        A sleeping learner gives `buckets`, whose ``share`` and whose ``broadcast`` by NCCL fail, saves and closes; all
-        else raises `LearnerError`.
+        A sleeping learner supports `buckets` (without ``share`` and NCCL's ``broadcast``), `save` and `close`; all other
+        calls raise `LearnerError`.
         """
         ...
 
     def wake(self) -> None:
-        """Take the device's memory again. Nothing where the learner is awake.
+        """Restore the device's memory. Idempotent.
 
         Raises:
-            LearnerError: there is not enough; the learner sleeps on.
+            LearnerError: there is not enough memory; the learner stays offloaded.
         """
         ...
 
@@ -212,10 +213,10 @@ class LearnerGroup(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote, on any number of ranks.
+        """Load what `save` wrote, on any number of ranks.
 
         Raises:
-            CheckpointError: the folder is not whole, or of another model.
+            CheckpointError: the folder is incomplete, or of another model.
 
         """
         ...

@@ -1,12 +1,12 @@
-"""The checkpoints of a run: which there are, which to keep, and how one appears whole or not at all.
+"""The checkpoints of a run: atomic writes, listing, and rotation.
 
 ::
 
     checkpoints/
       step_000020/
-        model/ optimizer/ random/ learner.json   what the learner's `save` wrote
+        model/ optimizer/ random/ learner.json   written by the learner's `save`
         state.json                               the driver's state
-      step_000030.partial/                       still being written, or left behind by a kill
+      step_000030.partial/                       being written, or left behind by a kill
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _NAME = re.compile(r"step_(\d{6,})")
 
 
 class Checkpoints:
-    """Writes checkpoints of one run and keeps the newest.
+    """Writes the checkpoints of one run and keeps the newest.
 
     Args:
-        folder: made when the first is written.
-        keep: how many stay.
-        began_with: one that stays beside them: the run went on from it, and engines that are started again read its
-            model, as does the learner for the tokenizer's files of the next checkpoints.
+        folder: created with the first checkpoint.
+        keep: number of checkpoints that are kept.
+        began_with: the checkpoint that the run resumed from, which is kept too: restarted engines load its model, and the
+            learner copies its tokenizer files into the next checkpoints.
 
     """
 
@@ -44,12 +44,12 @@ class Checkpoints:
         self.began_with = began_with
 
     def save(self, step: int, learner: LearnerGroup, state: dict[str, Any]) -> Path:
-        """Write the checkpoint of ``step`` and return its folder. A kill at any moment leaves all older ones whole.
+        """Write the checkpoint of ``step`` and return its folder. A kill at any time leaves all older checkpoints complete.
 
         Args:
             step: finished optimizer steps.
-            learner: saves itself into the folder.
-            state: JSON-able; the driver's random states are added under ``random``.
+            learner: writes its state into the folder.
+            state: JSON-able; the driver's random states are added as ``random``.
 
         """
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -69,12 +69,12 @@ class Checkpoints:
             doomed = partial_path(folder)
             os.replace(
                 folder, doomed
-            )  # a kill while deleting must not leave half a checkpoint under a whole one's name
+            )  # a kill during deletion must not leave half a checkpoint under a complete one's name
             shutil.rmtree(doomed)
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in ``folder``, oldest first; those half written are not among them."""
+    """Return the complete checkpoints in ``folder``, oldest first."""
     if not folder.is_dir():
         return []
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -82,16 +82,16 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest whole checkpoint in ``folder``, or None."""
+    """Return the newest complete checkpoint in ``folder``, or None."""
     found = whole_checkpoints(folder)
     return found[-1] if found else None
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the driver's state of a checkpoint and restore its random states.
+    """Return the driver's state of a checkpoint, and restore its random states.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: the state is missing or unreadable.
 
     """
     try:

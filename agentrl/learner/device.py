@@ -1,4 +1,4 @@
-"""Where a rank computes."""
+"""The device of a rank, and its process group's backends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pick_device(config: LearnerConfig, *, local_rank: int) -> torch.device:
 
     Args:
         config: ``device`` and ``threads`` are read.
-        local_rank: which of the GPUs that this process sees.
+        local_rank: index of the GPU among those visible to this process.
 
     Raises:
         ConfigError: ``learner.device=cuda`` without a GPU.
@@ -26,10 +26,10 @@ def pick_device(config: LearnerConfig, *, local_rank: int) -> torch.device:
     if kind == "cuda":
         nccl_as_in_sglang()
         torch.cuda.set_device(local_rank)
-        # cuDNN plans attention anew for every shape, and packed rows have a new one in almost every group.
+        # cuDNN plans attention for every new shape, and packed rows have a new one in almost every group.
         torch.backends.cuda.enable_cudnn_sdp(False)
         if config.autocast == "bfloat16":
-            # The head's float32 products have factors that are bfloat16 numbers: TensorFloat-32 holds them exactly.
+            # The head multiplies bfloat16 values in float32: TensorFloat-32 represents the factors exactly.
             torch.set_float32_matmul_precision("high")
         return torch.device("cuda", local_rank)
     torch.set_num_threads(config.threads or max(1, _cores() // config.ranks))
@@ -37,7 +37,7 @@ def pick_device(config: LearnerConfig, *, local_rank: int) -> torch.device:
 
 
 def collectives(device: str) -> str:
-    """Return the backends of the ranks' process group. Those of GPUs need one for the CPU too, where they sleep."""
+    """Return the backends of the ranks' process group. GPU ranks also need gloo, for weights offloaded to the CPU."""
     return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
 
 
@@ -56,7 +56,7 @@ def resolve_device(config: LearnerConfig) -> str:
 
 
 def _cores() -> int:
-    """Return the cores that this process may use; not every system can say which those are."""
+    """Return the number of cores that this process may use, or of all cores on systems without affinity."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

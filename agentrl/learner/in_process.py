@@ -1,4 +1,4 @@
-"""A learner in the calling process: one rank, no Ray. For tests, tools and debugging; training runs use the cluster."""
+"""A learner with one rank in the calling process, without Ray. For tests, tools and debugging."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class LocalLearnerGroup(WeightExporter):
         return self.rank.logprobs(batch, policy)
 
     def sleep(self) -> None:
-        """Give the device's memory back; see `LearnerGroup.sleep`."""
+        """Release the device's memory; see `LearnerGroup.sleep`."""
         self.rank.sleep()
 
     def wake(self) -> None:
-        """Take it again; see `LearnerGroup.wake`."""
+        """Restore the device's memory; see `LearnerGroup.wake`."""
         self.rank.wake()
 
     def save(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The learner backends that ``learner.backend`` chooses from."""
+"""The learner backends of ``learner.backend``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_rank(
     seed: int,
     reference: Path | None = None,
 ) -> LearnerRank:
-    """Return this process's rank of the backend that ``learner.backend`` names; the process group must exist."""
+    """Create this process's rank of ``learner.backend``; the process group must exist."""
     from agentrl.learner.fsdp.rank import FsdpRank
 
     backends: dict[str, type[FsdpRank]] = {"fsdp": FsdpRank}

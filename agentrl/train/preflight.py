@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything is started."""
+"""Checks of a run before anything is started."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from agentrl.train.warm_start import describe, warm_start_config
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run would do."""
+    """The description of a run, and what this machine lacks for it."""
 
     lines: list[str]
-    """In words, for people to read."""
+    """Lines that describe the run for the user."""
     missing: list[str]
-    """What this machine lacks for it."""
+    """What this machine lacks for the run."""
     template: str = ""
-    """What the chat template means for training, in one line; empty where the model is missing."""
+    """One line on the chat template's effect on training; empty if the model is missing."""
 
 
 def check_run(config: Config) -> Plan:
-    """Check everything that needs no server, and return what would run. A model may be fetched.
+    """Check everything that needs no server, and describe the run. A model may be fetched.
 
     Raises:
         UserError: with the value and the key to change.
@@ -46,7 +46,7 @@ def check_run(config: Config) -> Plan:
 
 
 def plan_run(config: Config, *, fetch: bool = False) -> Plan:
-    """Check everything that needs no server; what this machine lacks is listed, and nothing is fetched without ``fetch``.
+    """Check everything that needs no server, and list what this machine lacks. A model is fetched only with ``fetch``.
 
     Raises:
         UserError: with the value and the key to change.
@@ -89,12 +89,12 @@ def _train_tasks(config: Config, tasks: TaskSet) -> Sequence[Task]:
     if len(found) > 0:
         return found
     if config.data.eval_path is not None:
-        raise ConfigError("there is nothing to train on: set data.path beside data.eval_path")
+        raise ConfigError("there is nothing to train on: set data.path in addition to data.eval_path")
     raise ConfigError(f"tasks.name={config.tasks.name}: the split {config.tasks.train_split!r} is empty")
 
 
 def _check_model(config: Config, missing: list[str], *, fetch: bool) -> Path | None:
-    """Return the policy's folder, or None where it is missing."""
+    """Return the policy's folder, or None if it is missing."""
     model: Path | None = None
     with _listed(missing):
         model = resolve_model(config.model.path, fetch=fetch)
@@ -110,10 +110,10 @@ def _check_model(config: Config, missing: list[str], *, fetch: bool) -> Path | N
 
 
 def _check_template(config: Config, model: Path) -> str:
-    """Return in one line what the model's chat template does to the tokens that it samples."""
+    """Return one line on what the model's chat template does to sampled tokens."""
     if config.data.path is not None and not config.data.apply_chat_template:
         return "not used: prompts are given as they are (data.apply_chat_template=false)"
-    from agentrl.models.load import load_tokenizer  # takes half a second to import, and a refused run needs it not
+    from agentrl.models.load import load_tokenizer  # takes half a second to import, and a refused run does not need it
     from agentrl.render.template_check.check import check_template
 
     return check_template(load_tokenizer(model), config.render).summary()

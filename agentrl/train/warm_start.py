@@ -1,6 +1,6 @@
-"""The first part of a run with ``model.warm_start``: the model is fine-tuned on demonstrations, in a process of its own.
+"""The warm start of a run with ``model.warm_start``: supervised fine-tuning on demonstrations in a separate process.
 
-The process ends before anything else of the run starts, and gives all its memory on the GPU back.
+The process ends before the rest of the run starts, so that all its GPU memory is free again.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from agentrl.core.errors import ConfigError, LearnerError, UserError
 from agentrl.runtime.interrupt import Interrupt
 
 FOLDER = "warm_start"
-"""In the run's folder: configuration, metrics and ``model`` of the warm start."""
-_LOOK_S = 0.2
+"""Folder in the run's folder: configuration, metrics and ``model`` of the warm start."""
+_POLL_S = 0.2
 
 
 def warm_start_config(config: Config, folder: Path) -> Config | None:
-    """Return the configuration of the warm start of a run in ``folder``, or None where the run has none.
+    """Return the configuration of the warm start of a run in ``folder``, or None if the run has none.
 
     Raises:
         ConfigError: ``model.warm_start`` names no configuration, or one without demonstrations; messages name the key.
@@ -53,20 +53,20 @@ def warm_start_config(config: Config, folder: Path) -> Config | None:
 
 
 def describe(warm: Config) -> str:
-    """Return in a line how long a warm start is."""
+    """Return one line on the length of a warm start."""
     minutes = f", {warm.sft.minutes:g} minutes at most" if warm.sft.minutes else ""
     return f"{warm.sft.steps} steps of {warm.sft.batch_size} demonstrations{minutes}"
 
 
 async def warmed_model(config: Config, folder: Path, interrupt: Interrupt, console: Console) -> Path | None:
-    """Return the folder of the warm-started policy of a run, or None where the run has no warm start.
+    """Return the folder of the warm-started policy of a run, or None if the run has no warm start.
 
-    One that is finished and was made by the same configuration is taken as it is; anything else begins anew.
+    A finished warm start with the same configuration is reused; anything else starts again.
 
     Raises:
-        RunStopped: Ctrl-C came first.
+        RunStopped: Ctrl-C ended it.
         LearnerError: the fine-tuning failed; the message has the end of its log.
-        UserError: it found the configuration at fault.
+        UserError: its configuration is invalid.
 
     """
     warm = warm_start_config(config, folder)
@@ -82,7 +82,7 @@ async def warmed_model(config: Config, folder: Path, interrupt: Interrupt, conso
     file.write_text(written, encoding="utf-8")
     console.print(f"warm start {config.model.warm_start}: {describe(warm)}", highlight=False, soft_wrap=True)
     with _start(file, folder / "logs" / f"{FOLDER}.log") as child:
-        await interrupt.guard(_Following(child, console).to_the_end())
+        await interrupt.guard(_LogTail(child, console).follow())
     finished.touch()
     return model
 
@@ -95,24 +95,24 @@ def _start(file: Path, log: Path) -> ChildProcess:
 
 
 @dataclass(slots=True)
-class _Following:
-    """Shows what the fine-tuning prints, line by line."""
+class _LogTail:
+    """Prints the log of the fine-tuning line by line."""
 
     child: ChildProcess
     console: Console
     _shown: int = 0
-    """Bytes of the log."""
+    """Printed bytes of the log."""
 
-    async def to_the_end(self) -> None:
-        """Return once it has ended well.
+    async def follow(self) -> None:
+        """Print until the process has ended.
 
         Raises:
-            LearnerError, UserError: it has not.
+            LearnerError, UserError: it failed.
 
         """
         while (code := self.child.exit_code()) is None:
             self._show()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         self._show()
         if code == 2:
             raise UserError(f"model.warm_start: {self.child.log_tail(3)}")

@@ -1,4 +1,4 @@
-"""Advantages from rewards. Legend: ``N`` rollouts, ``G`` groups."""
+"""Group-relative advantages. Legend: ``N`` rollouts, ``G`` groups."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 def group_relative(
     rewards_N: torch.Tensor, groups_N: torch.Tensor, *, std_normalise: bool, eps: float = 1e-6
 ) -> torch.Tensor:
-    """Return ``r - mean(group)``, divided by ``std(group) + eps`` where asked (DeepSeekMath, arXiv:2402.03300, 4.1.2).
+    """Return ``r - mean(group)``, divided by ``std(group) + eps`` if ``std_normalise`` (DeepSeekMath, arXiv:2402.03300, 4.1.2).
 
-    The standard deviation is the population's. Groups may have any sizes, and lie in any order. A group whose rewards
-    are all equal, or that has one rollout, gets exact zeros: rounding in the mean must not become a gradient.
+    The standard deviation is the population's. Groups may have any sizes and any order. A group whose rewards are
+    all equal, or that has one rollout, gets exact zeros, so that rounding in the mean does not become a gradient.
 
     Args:
         rewards_N: float ``[N]``.
@@ -42,6 +42,6 @@ def group_relative(
 
 
 def _per_group(values_N: torch.Tensor, groups_N: torch.Tensor, reduce: str) -> torch.Tensor:
-    """Return each rollout's group figure, ``[N]``."""
+    """Return the reduced value of each rollout's group, ``[N]``."""
     out_G = values_N.new_zeros(int(groups_N.max()) + 1)
     return out_G.scatter_reduce(0, groups_N, values_N, reduce, include_self=False)[groups_N]

@@ -8,12 +8,12 @@ import torch
 def clipped_policy_loss(
     logprobs_N: torch.Tensor, old_N: torch.Tensor, advantages_N: torch.Tensor, clip_low: float, clip_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return PPO's loss ``-min(ρA, clip(ρ, 1 - low, 1 + high)A)`` with ``ρ = exp(logprob - old)``, and where it clips.
+    """Return PPO's loss ``-min(ρA, clip(ρ, 1 - low, 1 + high)A)`` with ``ρ = exp(logprob - old)``, and where it is clipped.
 
     Source: Schulman et al., arXiv:1707.06347, equation 7; two bounds as in DAPO, arXiv:2503.14476, equation 8.
 
     Returns:
-        loss ``[N]`` with gradient to ``logprobs_N``, and bool ``[N]``: true where clipping takes the gradient away.
+        loss ``[N]`` with gradient to ``logprobs_N``, and bool ``[N]``: true where clipping makes the gradient 0.
 
     """
     ratio_N = (logprobs_N - old_N).exp()

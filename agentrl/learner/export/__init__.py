@@ -1,1 +1,1 @@
-"""Weights out of a learner, in buckets."""
+"""Export of a learner's weights in buckets."""

@@ -51,10 +51,10 @@ class WeightBroadcaster:
         """Broadcast tensors; see `WeightBucket.broadcast`."""
         joined = self._joined
         if joined is None:
-            raise LearnerError("rank 0 has joined no group to send weights in")
+            raise LearnerError("rank 0 has joined no group for weight sync")
         on = "cuda" if joined.group.backend == "nccl" else "cpu"
         if on == "cuda" and any(tensor.device.type != on for tensor in tensors):
-            raise LearnerError("NCCL sends from a GPU only, and the weights are on the CPU: the learner sleeps")
+            raise LearnerError("NCCL broadcasts from a GPU only, and the weights are on the CPU: the learner sleeps")
         joined.broadcast([tensor.to(on) for tensor in tensors])
 
     def leave(self) -> None:

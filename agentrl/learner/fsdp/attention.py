@@ -1,8 +1,8 @@
 """Attention over packed rows, as an attention implementation of transformers.
 
-Rows of a bin must not see each other. A block-diagonal mask would say so at the price of computing what it masks, and
-of the fast kernels, which take no mask. Here the rows are gathered into padded groups of similar length instead, plain
-causal attention runs on those (padding follows a row, so causality alone keeps it out), and the outputs are put back.
+Rows of a bin must not attend to each other. A block-diagonal mask would compute all masked scores, and rule out the fast
+kernels, which take no mask. Instead the rows are gathered into padded groups of similar length, plain causal attention
+runs on each group (padding follows a row, so the causal mask excludes it), and the outputs are scattered back.
 
 Legend: ``R`` bins, ``L`` tokens a bin, ``H`` query heads, ``K`` key heads, ``D`` head size, ``N`` rows, ``T`` tokens of
 the longest.
@@ -20,27 +20,27 @@ from transformers import AttentionInterface
 from agentrl.core.errors import ModelError
 
 IMPLEMENTATION = "agentrl_packed"
-"""The name to set as a model's attention implementation."""
+"""Name of the attention implementation, for transformers."""
 LENGTH_RATIO = 1.5
-"""Rows of one group differ in length by no more than this, which bounds the padding."""
+"""Maximum ratio of row lengths in one group, which bounds the padding."""
 CPU_BLOCK = 64
-"""Queries that a CPU handles at once; fastest of 32 to 200 on rows of 400 tokens."""
+"""Queries per block on a CPU; fastest of 32 to 200 on rows of 400 tokens."""
 CPU_BLOCKWISE_TOKENS = 1024
-"""Longer rows go to torch's own kernel on a CPU, which keeps no scores: it is slower, but needs less memory."""
+"""Longer rows use torch's own CPU kernel, which stores no scores: it is slower, but needs less memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Where the rows of a micro-batch lie, flattened to ``R·L`` tokens."""
+    """Positions of the rows of a micro-batch, flattened to ``R·L`` tokens."""
 
     groups: tuple[tuple[torch.Tensor, int, int], ...]
     """``(index, N, T)``: the flat tokens of ``N`` rows of at most ``T`` tokens, int64 ``[N·T]``."""
     back: torch.Tensor
-    """int64 ``[R·L]``: each token's place in the concatenated groups; padding of bins points behind their end."""
+    """int64 ``[R·L]``: each token's index in the concatenated groups; padding of bins has the index after their end."""
 
 
 def packed_rows(position_ids_R_L: torch.Tensor, row_R_L: torch.Tensor) -> PackedRows:
-    """Find the rows: one starts wherever a position is 0. Padding (row -1) attends to nothing.
+    """Find the rows: a row starts at each position 0. Padding (row -1) attends to nothing.
 
     Args:
         position_ids_R_L: int64 on the CPU, from 0 in every row.
@@ -65,7 +65,7 @@ def packed_rows(position_ids_R_L: torch.Tensor, row_R_L: torch.Tensor) -> Packed
         inside_N_T = offsets < lengths[rows, None]
         place_N_T = placed + torch.arange(index_N_T.numel()).view_as(index_N_T)
         back[index_N_T[inside_N_T]] = place_N_T[inside_N_T]
-        # What follows a row is read in its place: it changes nothing, and spreads the reads over different tokens.
+        # Padding reads the tokens after the row: this has no effect, and spreads the reads over different tokens.
         groups.append((index_N_T.remainder(flat.numel()).reshape(-1), len(rows), longest))
         placed += index_N_T.numel()
         first += len(rows)
@@ -74,7 +74,7 @@ def packed_rows(position_ids_R_L: torch.Tensor, row_R_L: torch.Tensor) -> Packed
 
 
 def move(rows: PackedRows, device: torch.device) -> PackedRows:
-    """Return ``rows`` on a device."""
+    """Return ``rows`` on ``device``."""
     groups = tuple((index.to(device, non_blocking=True), n, t) for index, n, t in rows.groups)
     return PackedRows(groups, rows.back.to(device, non_blocking=True))
 
@@ -94,10 +94,10 @@ def packed_attention(
     """Attend within rows. ``query`` is ``[R, H, L, D]``, ``key`` and ``value`` ``[R, K, L, D]``; no dropout is applied.
 
     Returns:
-        ``[R, L, H, D]`` and None, as transformers wants it.
+        ``[R, L, H, D]`` and None, as transformers expects.
 
     Raises:
-        ModelError: the model wants score caps or attention sinks.
+        ModelError: the model needs score caps or attention sinks.
 
     """
     assert attention_mask is None, "packed attention takes no mask"
@@ -114,7 +114,7 @@ def packed_attention(
         outputs.append(_causal(q, k, v, scaling, sliding_window).transpose(1, 2).reshape(n * t, heads, -1))
     nothing = value.new_zeros(1, heads, value.shape[-1])
     if not outputs:
-        # Nothing but padding. Other ranks reduce gradients of all weights, so this one must have them too, as zeros.
+        # Only padding. Other ranks reduce gradients of all weights, so this rank needs them too, as zeros.
         nothing = nothing + 0 * (query.sum() + key.sum() + value.sum())
     attended = torch.cat([*outputs, nothing]).index_select(0, packed.back)
     return attended.view(bins, length, heads, -1), None
@@ -123,7 +123,7 @@ def packed_attention(
 def _causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    """Return causal attention ``[N, H, T, D]`` of separate rows; each token sees the last ``window`` at most."""
+    """Return causal attention ``[N, H, T, D]`` of separate rows; each token sees at most the last ``window`` tokens."""
     length = q.shape[2]
     if window is not None and length > window:
         distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
@@ -138,8 +138,8 @@ def _causal(
 def blockwise_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
     """Return causal attention in blocks of queries, each against the keys up to its end.
 
-    On a CPU this takes half the time of torch's kernel, whose backward pass is slow in bfloat16 above all. Scores and
-    softmax are in float32 at least, also under autocast; the product with the values in the values' precision.
+    On a CPU this takes half the time of torch's kernel, whose backward pass is slow, especially in bfloat16. Scores and
+    softmax are computed in at least float32, also under autocast; the product with the values in the values' dtype.
     """
     rows, heads, length, size = q.shape
     key_heads = k.shape[1]

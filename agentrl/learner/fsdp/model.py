@@ -1,4 +1,4 @@
-"""A Hugging Face causal model as the learner sees it: packed tokens in, log-probabilities at chosen positions out."""
+"""A Hugging Face causal model for the learner: from packed tokens to log-probabilities at given positions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentrl.models.load import load_model
 class PolicyModel(nn.Module):
     """Wraps the model so that one ``forward``, and with it one set of FSDP hooks, covers body and head.
 
-    Logits exist only where they are asked for, and only ``logits_chunk`` of them at a time.
+    Logits are computed only at the given positions, in chunks of ``logits_chunk`` positions.
     """
 
     def __init__(self, model: Any, logits_chunk: int) -> None:
@@ -38,18 +38,18 @@ class PolicyModel(nn.Module):
         temperature: float,
         entropy_gradient: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Score the tokens at ``at_N`` given those before them in their row.
+        """Score the tokens at ``at_N`` given the tokens before them in their rows.
 
         Args:
             token_ids_R_L: int64.
             position_ids_R_L: int64, from 0 in every row.
-            packed: where the rows lie.
-            at_N: int64, flat positions of the tokens to score, none a row's first.
+            packed: positions of the rows.
+            at_N: int64, flat positions of the tokens to score, never the first of a row.
             temperature: logits are divided by it.
-            entropy_gradient: whether entropies are differentiated too.
+            entropy_gradient: whether entropies have a gradient too.
 
         Returns:
-            float32 ``[N]`` log-probabilities, and entropies (nats) of the distributions they are from.
+            float32 ``[N]`` log-probabilities, and entropies (nats) of their distributions.
 
         """
         hidden = self.hf.base_model(
@@ -71,7 +71,7 @@ class PolicyModel(nn.Module):
     def _score(
         self, hidden_N_H: torch.Tensor, targets_N: torch.Tensor, temperature: float, entropy_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities and entropies; softmax in float32 at least, whatever the head computes in."""
+        """Return log-probabilities and entropies; the softmax is computed in at least float32."""
         logits_N_V = self._logits(hidden_N_H)
         log_N_V = torch.log_softmax(logits_N_V / temperature, -1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
@@ -79,10 +79,10 @@ class PolicyModel(nn.Module):
         return -F.nll_loss(log_N_V, targets_N, reduction="none"), entropy_N
 
     def _logits(self, hidden_N_H: torch.Tensor) -> torch.Tensor:
-        """Return logits in float32 at least.
+        """Return logits in at least float32.
 
-        Under autocast their factors are rounded and they are not: logits have sizes of about 20, where neighbours in
-        bfloat16 are an eighth apart, so that log-probabilities would be off by several hundredths.
+        Under autocast the factors are rounded, but not the logits: these are about 20 in size, where adjacent bfloat16
+        values differ by an eighth, so that log-probabilities would be off by several hundredths.
         """
         head: Any = self.hf.get_output_embeddings()
         device = hidden_N_H.device.type
@@ -96,12 +96,12 @@ class PolicyModel(nn.Module):
 
 
 def load_policy(folder: Path, config: LearnerConfig, key: str = "model.path") -> PolicyModel:
-    """Load ``folder`` in float32 on the CPU, with packed attention, and prove that its logits are what we compute.
+    """Load ``folder`` in float32 on the CPU, with packed attention, and check that the model's logits are the learner's.
 
     Args:
         folder: a Hugging Face model folder.
-        config: how it will be trained.
-        key: of the configuration, for messages.
+        config: of the learner.
+        key: configuration key of the folder, for messages.
 
     Raises:
         ModelError: the folder cannot be loaded, or the architecture does more than a head on hidden states.
@@ -119,7 +119,7 @@ def load_policy(folder: Path, config: LearnerConfig, key: str = "model.path") ->
 
 
 def load_frozen(folder: Path, config: LearnerConfig, device: torch.device, mesh: DeviceMesh, key: str) -> PolicyModel:
-    """Load ``folder`` to score tokens with and never to train, sharded over ``mesh``; see `load_policy`."""
+    """Load ``folder`` as a frozen model that only scores tokens, sharded over ``mesh``; see `load_policy`."""
     frozen: PolicyModel = load_policy(folder, config, key).to(device)
     frozen.eval()
     frozen.requires_grad_(False)
@@ -129,7 +129,7 @@ def load_frozen(folder: Path, config: LearnerConfig, device: torch.device, mesh:
 
 @torch.no_grad()
 def _check_head(policy: PolicyModel, folder: Path, key: str) -> None:
-    """Some architectures scale or cap logits after the head; training on others than the engine's would be wrong."""
+    """Refuse architectures that scale or cap logits after the head: the learner's logits would differ from the engine's."""
     ids = torch.arange(1, 5)[None]
     positions = torch.arange(4)[None]
     packed = packed_rows(positions, torch.zeros_like(positions))
@@ -144,10 +144,10 @@ def _check_head(policy: PolicyModel, folder: Path, key: str) -> None:
 
 
 def shard(policy: PolicyModel, mesh: DeviceMesh, config: LearnerConfig) -> FSDPModule:
-    """Shard the parameters over ``mesh``, a unit a decoder layer and one for the rest. Gradients add up over ranks.
+    """Shard the parameters over ``mesh``: one unit per decoder layer, and one for the rest. Gradients are summed over ranks.
 
     Returns:
-        ``policy`` itself, which ``fully_shard`` has given FSDP's methods.
+        ``policy`` itself, with the FSDP methods that ``fully_shard`` adds.
 
     """
     blocks = set(getattr(policy.hf, "_no_split_modules", None) or ())
@@ -158,8 +158,8 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, config: LearnerConfig) -> FSDPM
     fully_shard(policy, mesh=mesh, reshard_after_forward=False)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
-            # A loss is a plain sum with its denominator in the weights: averaging over ranks would shrink it.
+            # The loss is a plain sum with the denominator in the weights: averaging over ranks would scale it down.
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo lacks the scaled sum taken otherwise
+            module.set_force_sum_reduction_for_comms(True)  # gloo lacks the scaled sum that is used otherwise
     assert isinstance(policy, FSDPModule)
     return policy

@@ -15,8 +15,8 @@ def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) 
 
     Args:
         model: its parameters are trained.
-        head: the output head; with the embeddings it is left to AdamW.
-        config: names and rates.
+        head: the output head; like the embeddings it is optimized by AdamW.
+        config: optimizer and learning rates.
 
     """
     if config.name == "adamw":
@@ -42,6 +42,6 @@ def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.opt
 
 
 def learning_rate(config: OptimizerConfig, step: int, scale: float) -> float:
-    """Return the rate of the step after ``step`` finished ones: linear warm-up, times the batch's factor."""
+    """Return the learning rate after ``step`` finished steps: linear warm-up, times the batch's factor."""
     warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
     return config.lr * warm * scale
