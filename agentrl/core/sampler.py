@@ -26,5 +26,5 @@ class Sampler(Protocol):
         ...
 
     async def close_session(self, session_id: str) -> None:
-        """Say that no further turn of this session comes."""
+        """End a session: no further turn of it comes."""
         ...

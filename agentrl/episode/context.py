@@ -1,4 +1,4 @@
-"""What episodes run on."""
+"""Shared resources of all episodes of a run: renderer, sampler, tools, limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentrl.render.base import Renderer
 
 @dataclass(frozen=True, slots=True)
 class EpisodeContext:
-    """What episodes run on; one for all of them."""
+    """Resources that all episodes of a run share."""
 
     env_factory: Callable[[], Env]
     renderer: Renderer
@@ -25,16 +25,16 @@ class EpisodeContext:
     tool_clients: Mapping[str, ToolClient]
     limits: Limits
     sampling: SamplingParams
-    """``max_new_tokens`` is shrunk to what the limits leave; each turn's own stop strings are added."""
+    """Parameters of every turn; ``max_new_tokens`` is reduced to what the limits leave, a turn's stop strings are added."""
     pool: Executor
-    """Runs the plain methods of environments."""
+    """Threads for the synchronous methods of environments."""
     policy: str = "main"
-    """Which policy of the sampler speaks."""
+    """Name of the policy at the sampler."""
     served: Mapping[str, Tool] = field(default_factory=dict)
-    """Tools of the run's servers by the tool's name, as the run's options make them."""
+    """Tools of the run's servers by name, with the run's options."""
 
     def offered(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
-        """Return ``tools`` as the policy may call them in this run: those of servers with the run's options.
+        """Return ``tools`` with those of servers replaced by the ones with the run's options.
 
         Raises:
             EnvironmentFailure: one is of a server that the run has not started.

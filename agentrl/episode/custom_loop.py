@@ -22,11 +22,11 @@ Generate = Callable[[Task, Agent], Awaitable[Rollout | Sequence[Rollout]]]
 
 KEY = "rollout.generate"
 GRACE = 0.1
-"""Share of ``rollout.max_seconds`` that a function may take after the time is up, to reward what there is."""
+"""Share of ``rollout.max_seconds`` that a function may take after the time limit, to compute its reward."""
 
 
 def uses_tools(*names: str) -> Callable[[F], F]:
-    """Name the registered tools that a generate function calls; without it they are those of ``env.name``.
+    """Declare the registered tools that a generate function calls; the default is those of ``env.name``.
 
     Example::
 
@@ -62,19 +62,19 @@ def load_generate(reference: str) -> Generate:
 
 
 def needed_tools(reference: str | None, env: type[Env]) -> tuple[str, ...]:
-    """Return the registered tools of a run: those that its generate function names, else those of its environment."""
+    """Return the names of a run's registered tools: those of its generate function, otherwise those of its environment."""
     named = getattr(load_generate(reference), "tool_names", None) if reference is not None else None
     return tuple(named) if named is not None else env.tool_names
 
 
 async def run_custom_loop(generate: Generate, context: EpisodeContext, agent: Agent) -> list[Rollout]:
-    """Run an agent's attempt at an episode and return its rollouts; a failure is in them.
+    """Run a generate function for one attempt at an episode and return its rollouts; a failure is recorded in them.
 
-    When ``rollout.max_seconds`` are over, `Chat.sample` returns None. A function that has not returned a tenth of that
-    time later is cut, and its chats are returned as they are, without a reward.
+    After ``rollout.max_seconds`` `Chat.sample` returns None. A function that has not returned a tenth of that time later
+    is cancelled, and its chats are returned without a reward.
 
     Raises:
-        ConfigError: the function returned something else than its chats' rollouts.
+        ConfigError: the return value is not rollouts of the agent's chats.
     """
     clock = asyncio.timeout((1 + GRACE) * context.limits.max_seconds)
     try:
@@ -103,12 +103,14 @@ async def _run(generate: Generate, task: Task, agent: Agent) -> object:
 
 def _checked(returned: object, agent: Agent) -> list[Rollout]:
     rollouts = [returned] if isinstance(returned, Rollout) else returned
-    said = f"{KEY}: the function returned {returned!r:.200} for task {agent.task.id!r}"
+    prefix = f"{KEY}: the function returned {returned!r:.200} for task {agent.task.id!r}"
     if not isinstance(rollouts, list | tuple) or not rollouts or not all(isinstance(one, Rollout) for one in rollouts):
-        raise ConfigError(f"{said}; it must return chat.rollout(...), or a list of several chats' rollouts")
+        raise ConfigError(f"{prefix}; it must return chat.rollout(...), or a list of several chats' rollouts")
     ids = [rollout.rollout_id for rollout in rollouts]
     if len(set(ids)) < len(ids) or not set(ids) <= {chat.rollout_id for chat in agent.chats}:
-        raise ConfigError(f"{said}: rollouts {', '.join(ids)}; each must come from a chat of this agent, one from each")
+        raise ConfigError(
+            f"{prefix}: rollouts {', '.join(ids)}; each must come from a chat of this agent, one from each"
+        )
     return list(rollouts)
 
 

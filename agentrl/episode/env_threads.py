@@ -1,4 +1,4 @@
-"""Calls into an environment from an event loop: plain methods in threads, coroutines where they are, errors typed."""
+"""Calls of an environment from an event loop: synchronous methods in threads, coroutines directly, typed errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ThreadedEnv:
-    """One episode's environment, built by ``factory`` at the first `reset`; its plain methods run in ``pool``."""
+    """The environment of one episode, built by ``factory`` in `reset`; its synchronous methods run in ``pool``."""
 
     def __init__(self, factory: Callable[[], Env], pool: Executor) -> None:
         self._factory = factory
@@ -29,7 +29,7 @@ class ThreadedEnv:
 
     @property
     def env(self) -> Env:
-        """The environment, once `reset` was called."""
+        """The environment; only after `reset`."""
         assert self._env is not None, "reset comes first"
         return self._env
 
@@ -59,11 +59,11 @@ class ThreadedEnv:
         return await self._guard("get_state", self._thread(self.env.get_state))
 
     async def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state that `get_state` returned."""
         await self._guard("set_state", self._thread(lambda: self.env.set_state(state)))
 
     async def close(self) -> None:
-        """Close the environment, unless one of its methods still runs in a thread that nobody waits for."""
+        """Close the environment, unless one of its methods still runs in a thread that was cancelled."""
         if self._env is not None and not self._busy and type(self._env).close is not gymnasium.Env.close:
             await self._guard("close", self._thread(self._env.close))
 

@@ -1,4 +1,4 @@
-"""What follows a failed episode, in one place."""
+"""Failure policy: whether a failed episode is trained on, dropped or retried, or stops the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long an episode may go on."""
+"""Limits of an episode: turns, tokens, wall time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Limits:
     """Limits of one episode; the configuration's ``rollout.*`` and ``sampler.max_new_tokens``."""
 
     max_turns: int
-    """Turns of the policy in the whole episode, those of its branches included."""
+    """Turns of the policy in the whole episode, branches included."""
     max_tokens: int
-    """Tokens of one context, prompt and observations included; a branch or a rewritten conversation has its own."""
+    """Tokens of one context, prompt and observations included; branches and rewritten conversations count separately."""
     max_seconds: float
     """Wall time, tools and queues included."""
     max_new_tokens: int
@@ -25,5 +25,5 @@ class Limits:
                 raise ValueError(f"rollout limit {name}={getattr(self, name)} must be above 0")
 
     def room(self, prompt_tokens: int) -> int:
-        """Return how many tokens the next turn may sample after a prompt of ``prompt_tokens``; 0 or less is none."""
+        """Return the number of tokens that the next turn may have after a prompt of ``prompt_tokens``; 0 or less: none."""
         return min(self.max_new_tokens, self.max_tokens - prompt_tokens)

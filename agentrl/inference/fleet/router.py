@@ -1,4 +1,4 @@
-"""One sampler before several engines: who samples which turn, and what becomes of it when that engine is lost."""
+"""One sampler over several engines: assignment of sessions to engines, concurrency limits, retries on lost engines."""
 
 from __future__ import annotations
 
@@ -17,122 +17,122 @@ from agentrl.obs.waiting import waiting
 if TYPE_CHECKING:
     from agentrl.inference.client.sglang_client import SGLangClient
 
-_MOST_LOST = 3
-"""Engines that one request may lose: it might be what they die of."""
-_PAUSE_S = 0.5
-"""Before a request goes out again: whoever watches the engines has found by then that one has died."""
+_MAX_ATTEMPTS = 3
+"""Engines that one request may lose: it may be what crashes them."""
+_RETRY_DELAY_S = 0.5
+"""Before a request is sent again: by then the health monitor has found a dead engine."""
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
-    """The way to one engine."""
+class EngineSlot:
+    """One engine of a `RoutedSampler`."""
 
     name: str
     sampler: Sampler
     running: int = 0
-    """Requests that the engine has now."""
+    """Requests at the engine now."""
     sessions: int = 0
-    """Sessions whose prefix it may have."""
+    """Sessions whose prefix it may have cached."""
     waiting: list[tuple[int, _Request]] = field(default_factory=list)
-    """Heap, by arrival, of requests whose session is here."""
-    scopes: set[asyncio.Timeout] = field(default_factory=set)
-    """What ends its requests."""
-    out: bool = False
-    """It takes no more requests; those that it had go to others."""
+    """Heap, by arrival, of requests whose session is bound to this engine."""
+    timeouts: set[asyncio.Timeout] = field(default_factory=set)
+    """Timeouts around its requests, to end them when it is removed."""
+    removed: bool = False
+    """It gets no more requests; its current ones move to other engines."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A generation under way."""
+    """A generation in progress."""
 
     session_id: str
     aborted: bool = False
-    place: asyncio.Future[Lane | None] | None = None
-    """While it waits for a place: the lane, or None for an abort."""
-    lane: Lane | None = None
+    grant: asyncio.Future[EngineSlot | None] | None = None
+    """Set while it waits for an engine; results in the engine, or None for an abort."""
+    slot: EngineSlot | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class EngineRouter(Protocol):
-    """Knows which engines take part."""
+    """Keeps the list of engines that get requests."""
 
     on_lost: Callable[[str], None]
     """Called with an engine's name when a request may have failed to reach it."""
 
     def add(self, name: str, sampler: SGLangClient) -> None:
-        """Give requests to an engine from now on."""
+        """Add an engine."""
         ...
 
     def remove(self, name: str) -> None:
-        """Give no more requests to an engine; those that it has go to others. One that is out already stays so."""
+        """Remove an engine; its requests move to others. Unknown names are ignored."""
         ...
 
     def fail(self, why: str) -> None:
-        """Refuse all requests: no engine will ever be there again."""
+        """Fail all requests, now and later: no engine is left."""
         ...
 
 
 class RoutedSampler:
-    """A `Sampler` over engines that come and go.
+    """A `Sampler` over engines that are added and removed at run time.
 
-    All turns of a session go to the engine that has its prefix, a new session to the engine with the fewest requests.
-    Of requests that wait for a place the one that came first gets it. A request whose engine is taken out, or cannot be
-    reached, goes to another as if it were new: nothing of the lost attempt is kept. With no engine left requests wait
-    for one, until `fail`.
+    All turns of a session go to the engine that has its prefix cached, a new session to the engine with the fewest
+    requests. Waiting requests are served in order of arrival. A request whose engine is removed or cannot be reached is
+    sent to another one from its start: nothing of the lost attempt is kept. Without engines requests wait for one, until
+    `fail`.
     """
 
     def __init__(self, max_running: int | None = None) -> None:
-        """Begin without engines; each is given ``max_running`` requests at a time (None: all)."""
+        """Start without engines; each gets at most ``max_running`` concurrent requests (None: no limit)."""
         self.prompt_tokens = 0
-        """Tokens of all prompts that were continued."""
+        """Tokens of all prompts so far."""
         self.cached_tokens = 0
-        """Of these, those that the engines had in their prefix caches."""
+        """Prompt tokens that the engines had in their prefix caches."""
         self.on_lost: Callable[[str], None] = lambda name: None
         """Called with an engine's name when a request could not reach it."""
         self._max_running = max_running
-        self._lanes: dict[str, Lane] = {}
-        self._sessions: dict[str, Lane] = {}
+        self._slots: dict[str, EngineSlot] = {}
+        self._sessions: dict[str, EngineSlot] = {}
         self._requests: dict[str, _Request] = {}
         self._waiting: list[tuple[int, _Request]] = []
-        """Heap, by arrival, of requests that any engine may take."""
+        """Heap, by arrival, of requests that any engine may serve."""
         self._arrivals = itertools.count()
         self._failed: str | None = None
 
     # Engines
 
     def add(self, name: str, sampler: Sampler) -> None:
-        """Give requests to an engine from now on."""
-        assert name not in self._lanes, name
-        lane = self._lanes[name] = Lane(name, sampler)
-        self._fill(lane)
+        """Add an engine."""
+        assert name not in self._slots, name
+        slot = self._slots[name] = EngineSlot(name, sampler)
+        self._fill(slot)
 
     def remove(self, name: str) -> None:
-        """Give no more requests to an engine; those that it has go to others. One that is out already stays so."""
-        lane = self._lanes.pop(name, None)
-        if lane is None:
+        """Remove an engine; its requests move to others. Unknown names are ignored."""
+        slot = self._slots.pop(name, None)
+        if slot is None:
             return
-        lane.out = True
-        self._sessions = {session: its for session, its in self._sessions.items() if its is not lane}
+        slot.removed = True
+        self._sessions = {session: bound for session, bound in self._sessions.items() if bound is not slot}
         now = asyncio.get_running_loop().time()
-        for scope in lane.scopes:
-            scope.reschedule(now)
-        for entry in lane.waiting:
+        for timeout in slot.timeouts:
+            timeout.reschedule(now)
+        for entry in slot.waiting:
             heapq.heappush(self._waiting, entry)
-        for other in self._lanes.values():
+        for other in self._slots.values():
             self._fill(other)
 
-    def allow(self, max_running: int | None) -> None:
-        """Give each engine so many requests at a time from now on."""
+    def set_max_running(self, max_running: int | None) -> None:
+        """Change the limit of concurrent requests per engine; None: no limit."""
         self._max_running = max_running
-        for lane in self._lanes.values():
-            self._fill(lane)
+        for slot in self._slots.values():
+            self._fill(slot)
 
     def fail(self, why: str) -> None:
-        """Refuse all requests that wait, and all to come: no engine will ever be there again."""
+        """Fail all waiting and future requests: no engine is left."""
         self._failed = why
         for _, request in self._waiting:
-            if request.place is not None and not request.place.done():
-                request.place.set_exception(SamplerError(why))
+            if request.grant is not None and not request.grant.done():
+                request.grant.set_exception(SamplerError(why))
 
     # Sampler
 
@@ -142,7 +142,7 @@ class RoutedSampler:
         """Sample one turn; see `agentrl.core.sampler.Sampler`.
 
         Raises:
-            SamplerError: an engine refused, or the request lost three engines, or none is left.
+            SamplerError: an engine refused, the request lost three engines, or no engine is left.
 
         """
         if request_id in self._requests:
@@ -150,156 +150,158 @@ class RoutedSampler:
         request = self._requests[request_id] = _Request(session_id)
         lost: Exception | None = None
         try:
-            for _ in range(_MOST_LOST):
-                lane = await self._enter(request)
-                if lane is None:
+            for _ in range(_MAX_ATTEMPTS):
+                slot = await self._acquire(request)
+                if slot is None:
                     return Generation((), (), FinishReason.ABORT, (), 0, request_id)
-                scope = asyncio.timeout(None)
+                timeout = asyncio.timeout(None)
                 try:
-                    async with scope:
-                        lane.scopes.add(scope)
+                    async with timeout:
+                        slot.timeouts.add(timeout)
                         try:
-                            generation = await lane.sampler.generate(
+                            generation = await slot.sampler.generate(
                                 prompt, params, session_id=session_id, request_id=request_id, policy=policy
                             )
                         finally:
-                            lane.scopes.discard(scope)
+                            slot.timeouts.discard(timeout)
                     self.prompt_tokens += len(prompt.token_ids)
                     self.cached_tokens += generation.cached_tokens
                     return generation
                 except TimeoutError:
-                    if not scope.expired():
+                    if not timeout.expired():
                         raise
-                    lost = EngineLostError(f"{lane.name} was taken out")
+                    lost = EngineLostError(f"{slot.name} was removed")
                 except SamplerError as error:
-                    if not lane.out and not isinstance(error, EngineLostError):
+                    if not slot.removed and not isinstance(error, EngineLostError):
                         raise
                     lost = error
-                    self._unbind(session_id, lane)
-                    self.on_lost(lane.name)
+                    self._unbind(session_id, slot)
+                    self.on_lost(slot.name)
                 finally:
-                    self._leave(lane, request)
-                if not lane.out:
-                    await asyncio.sleep(_PAUSE_S)
-            raise SamplerError(f"request {request_id} lost {_MOST_LOST} engines, the last of them so: {lost}") from lost
+                    self._release(slot, request)
+                if not slot.removed:
+                    await asyncio.sleep(_RETRY_DELAY_S)
+            raise SamplerError(
+                f"request {request_id} lost {_MAX_ATTEMPTS} engines, the last of them so: {lost}"
+            ) from lost
         finally:
             del self._requests[request_id]
             request.ended.set()
 
     async def abort(self, request_id: str) -> None:
-        """Stop a request and wait until its `generate` ends; one that is not under way is left alone.
+        """Abort a request and wait until its `generate` returns; unknown requests are ignored.
 
         Raises:
-            SamplerError: its engine refuses to.
+            SamplerError: its engine refuses.
 
         """
         request = self._requests.get(request_id)
         if request is None:
             return
         request.aborted = True
-        if request.place is not None and not request.place.done():
-            request.place.set_result(None)
-        lane = request.lane
-        if lane is not None:
-            await self._abort_at(lane, request_id, request.ended)
+        if request.grant is not None and not request.grant.done():
+            request.grant.set_result(None)
+        slot = request.slot
+        if slot is not None:
+            await self._abort_at(slot, request_id, request.ended)
         await request.ended.wait()
 
-    async def _abort_at(self, lane: Lane, request_id: str, ended: asyncio.Event) -> None:
-        """Abort at an engine, which may be lost while it is asked: then the request ends without it."""
-        stopping = asyncio.ensure_future(lane.sampler.abort(request_id))
+    async def _abort_at(self, slot: EngineSlot, request_id: str, ended: asyncio.Event) -> None:
+        """Abort at an engine, which may be lost meanwhile: then the request ends without its reply."""
+        aborting = asyncio.ensure_future(slot.sampler.abort(request_id))
         ending = asyncio.ensure_future(ended.wait())
         try:
-            await asyncio.wait({stopping, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if stopping.done():
+            await asyncio.wait({aborting, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if aborting.done():
                 try:
-                    stopping.result()
+                    aborting.result()
                 except SamplerError:
-                    if not lane.out:
+                    if not slot.removed:
                         raise
         finally:
-            stopping.cancel()
+            aborting.cancel()
             ending.cancel()
-            await asyncio.gather(stopping, ending, return_exceptions=True)
+            await asyncio.gather(aborting, ending, return_exceptions=True)
 
     async def close_session(self, session_id: str) -> None:
-        """Forget which engine has the session's prefix, and tell the engine."""
-        lane = self._sessions.get(session_id)
-        if lane is not None:
-            self._unbind(session_id, lane)
-            await lane.sampler.close_session(session_id)
+        """Unbind a session from its engine and close it there."""
+        slot = self._sessions.get(session_id)
+        if slot is not None:
+            self._unbind(session_id, slot)
+            await slot.sampler.close_session(session_id)
 
-    # Places
+    # Assignment of engines to requests
 
-    async def _enter(self, request: _Request) -> Lane | None:
-        """Return the lane in which the request has a place now, or None once it is aborted."""
+    async def _acquire(self, request: _Request) -> EngineSlot | None:
+        """Wait for an engine and return it, or None if the request is aborted."""
         while not request.aborted:
-            lane = self._free_lane(request.session_id)
-            if lane is None:
-                lane = await self._wait(request)
+            slot = self._free_slot(request.session_id)
+            if slot is None:
+                slot = await self._wait_for_slot(request)
             else:
-                self._take(lane, request)
-            if lane is None or not lane.out:
-                return lane
-            self._leave(lane, request)  # lost between the grant and now
+                self._assign(slot, request)
+            if slot is None or not slot.removed:
+                return slot
+            self._release(slot, request)  # removed between the grant and now
         return None
 
-    def _free_lane(self, session_id: str) -> Lane | None:
+    def _free_slot(self, session_id: str) -> EngineSlot | None:
         bound = self._sessions.get(session_id)
-        lanes = self._lanes.values() if bound is None else (bound,)
-        free = [lane for lane in lanes if self._has_room(lane)]
-        return min(free, key=lambda lane: (lane.running, lane.sessions), default=None)
+        slots = self._slots.values() if bound is None else (bound,)
+        free = [slot for slot in slots if self._has_capacity(slot)]
+        return min(free, key=lambda slot: (slot.running, slot.sessions), default=None)
 
-    def _has_room(self, lane: Lane) -> bool:
-        return self._max_running is None or lane.running < self._max_running
+    def _has_capacity(self, slot: EngineSlot) -> bool:
+        return self._max_running is None or slot.running < self._max_running
 
-    def _take(self, lane: Lane, request: _Request) -> None:
-        lane.running += 1
-        request.lane = lane
+    def _assign(self, slot: EngineSlot, request: _Request) -> None:
+        slot.running += 1
+        request.slot = slot
         if request.session_id not in self._sessions:
-            self._sessions[request.session_id] = lane
-            lane.sessions += 1
+            self._sessions[request.session_id] = slot
+            slot.sessions += 1
 
-    async def _wait(self, request: _Request) -> Lane | None:
+    async def _wait_for_slot(self, request: _Request) -> EngineSlot | None:
         if self._failed is not None:
             raise SamplerError(self._failed)
         bound = self._sessions.get(request.session_id)
-        request.place = asyncio.get_running_loop().create_future()
+        request.grant = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting if bound is None else bound.waiting, (next(self._arrivals), request))
         try:
-            with waiting("engine", bound.name if bound is not None else "any", "for a free place"):
-                return await request.place
+            with waiting("engine", bound.name if bound is not None else "any", "for a free slot"):
+                return await request.grant
         except asyncio.CancelledError:
-            if request.lane is not None:
-                self._leave(request.lane, request)
+            if request.slot is not None:
+                self._release(request.slot, request)
             raise
         finally:
-            request.place = None
+            request.grant = None
 
-    def _leave(self, lane: Lane, request: _Request) -> None:
-        request.lane = None
-        lane.running -= 1
-        if not lane.out:
-            self._fill(lane)
+    def _release(self, slot: EngineSlot, request: _Request) -> None:
+        request.slot = None
+        slot.running -= 1
+        if not slot.removed:
+            self._fill(slot)
 
-    def _unbind(self, session_id: str, lane: Lane) -> None:
-        if self._sessions.get(session_id) is lane:
+    def _unbind(self, session_id: str, slot: EngineSlot) -> None:
+        if self._sessions.get(session_id) is slot:
             del self._sessions[session_id]
-            lane.sessions -= 1
+            slot.sessions -= 1
 
-    def _fill(self, lane: Lane) -> None:
-        """Give the lane's free places to who has waited longest."""
-        while self._has_room(lane):
-            heap = min(lane.waiting, self._waiting, key=lambda heap: heap[0][0] if heap else float("inf"))
+    def _fill(self, slot: EngineSlot) -> None:
+        """Grant free capacity to the requests that have waited longest."""
+        while self._has_capacity(slot):
+            heap = min(slot.waiting, self._waiting, key=lambda heap: heap[0][0] if heap else float("inf"))
             if not heap:
                 return
             entry = heapq.heappop(heap)
             request = entry[1]
-            if request.place is None or request.place.done():
+            if request.grant is None or request.grant.done():
                 continue  # aborted or cancelled meanwhile
             bound = self._sessions.get(request.session_id)
-            if bound is not None and bound is not lane:  # another request of its session was placed first
+            if bound is not None and bound is not slot:  # its session was bound to another engine first
                 heapq.heappush(bound.waiting, entry)
                 self._fill(bound)
                 continue
-            self._take(lane, request)
-            request.place.set_result(lane)
+            self._assign(slot, request)
+            request.grant.set_result(slot)

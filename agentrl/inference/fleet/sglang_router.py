@@ -216,7 +216,7 @@ class SGLangRouter(GenerationClient):
 
     def _open_for_requests(self, engines: int) -> None:
         if self._config.max_running is not None:
-            self._sampler.allow(self._config.max_running * engines)
+            self._sampler.set_max_running(self._config.max_running * engines)
         if engines and not self._open:
             self._open = True
             self._sampler.add(_NAME, self)

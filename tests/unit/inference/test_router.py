@@ -160,7 +160,7 @@ async def test_without_an_engine_requests_wait_for_one_or_for_the_end() -> None:
 async def test_a_request_that_cannot_reach_its_engine_goes_elsewhere_and_is_not_tried_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("agentrl.inference.fleet.router._PAUSE_S", 0.0)
+    monkeypatch.setattr("agentrl.inference.fleet.router._RETRY_DELAY_S", 0.0)
 
     def unreachable(asked: Asked) -> Exception:
         return EngineLostError("connection refused")
