@@ -1,4 +1,4 @@
-"""Hosted tools in this process, without a server: for scripted experts and tests. In a sandbox all the same."""
+"""Hosted tools in this process, without a server but sandboxed: for scripted experts and tests."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 class LocalTools:
-    """Runs calls of one episode after another, each episode in a session of its own, on a thread with an event loop.
+    """Runs the calls of one episode after another, each episode in a separate session, on a thread with an event loop.
 
-    Nothing is opened before the first call. Of a process that ends without `close` nothing runs on; what it has left in
-    the machine's files is removed by whoever next starts a backend of that kind.
+    Nothing is opened before the first call. If the process ends without `close`, its sandboxes end with it, and files that
+    they leave on the machine are removed by the next start of a backend of that kind.
 
     Args:
-        tools: makes them, not started yet.
-        sandbox: where they run code; None where they run none.
+        tools: makes the tools, not started yet.
+        sandbox: of the code that they run; None if they run none.
     """
 
     def __init__(self, tools: Callable[[], Sequence[HostedTool]], sandbox: SandboxConfig | None) -> None:
@@ -39,10 +39,10 @@ class LocalTools:
         self._lock = threading.Lock()
 
     def __call__(self, call: ToolCall) -> ToolResult:
-        """Run a call of the running episode. Not for use inside an event loop.
+        """Run a call of the current episode. Not for use inside an event loop.
 
         Raises:
-            MissingError: this machine cannot make such sandboxes.
+            MissingError: this machine lacks what the sandbox backend needs.
             ConfigError: the tools cannot be used as configured.
 
         """
@@ -50,13 +50,13 @@ class LocalTools:
             return _run(self._call(call))
 
     def end_episode(self) -> None:
-        """End the session: the next call is of another episode, and finds nothing of this one."""
+        """End the session: the next call belongs to another episode, and sees nothing of this one."""
         with self._lock:
             if self._session is not None:
                 _run(self._end())
 
     def close(self) -> None:
-        """End the session and all sandboxes; the next call opens anew."""
+        """Close the session and all sandboxes; the next call opens new ones."""
         with self._lock:
             if self._sessions is not None:
                 _run(self._close())

@@ -1,4 +1,4 @@
-"""Starts tool servers for a run: one process each, watched, and gone when the run is."""
+"""Starts tool servers for a run: one process each, which ends with the run."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def launch_tool(
 
     Args:
         name: the tool's registered name.
-        arguments: what `ToolService.launch_arguments` returned.
-        log: what the server prints is appended here.
+        arguments: from `ToolService.launch_arguments`.
+        log: the server's output is appended here.
         port: ``tools.NAME.port``; 0 takes a free one.
-        host: where it listens.
+        host: the address that it listens on.
         timeout_s: how long it may take to answer; building an index counts.
 
     Raises:

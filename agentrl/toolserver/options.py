@@ -1,4 +1,4 @@
-"""Options of hosted tools, as a run's configuration or a server's file has them; faults are told by key."""
+"""Options of hosted tools in a run's configuration or a server's file, with errors that name the key."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from agentrl.core.registry import TOOLS, names
 S = TypeVar("S", bound=Section)
 
 SHARED: dict[str, type[Section]] = {"server": ServerConfig, "client": ClientConfig, "sandbox": SandboxConfig}
-"""What options of every hosted tool may hold beside its own."""
+"""Sections that the options of every hosted tool may have, besides its own keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions(Generic[S]):
-    """``tools.NAME.options`` of a run, taken apart."""
+    """``tools.NAME.options`` of a run, by section."""
 
     own: S
     """The tool's own."""
@@ -39,7 +39,7 @@ def read_options(section: type[S], options: Mapping[str, Any], name: str) -> Run
     """Check ``tools.NAME.options``.
 
     Raises:
-        ConfigError: an unknown option or a value that does not fit, by key.
+        ConfigError: an unknown option or an invalid value, with its key.
 
     """
     key = f"tools.{name}.options."
@@ -60,7 +60,7 @@ def read_section(section: type[S], values: Mapping[str, Any] | None, key: str, o
 
     """
     if values is not None and not isinstance(values, Mapping):
-        raise ConfigError(f"{key.rstrip('.')}={values!r}: this is a section, with keys of its own")
+        raise ConfigError(f"{key.rstrip('.')}={values!r}: this is a section and needs keys")
     return parse_section(section, values or {}, key, others)
 
 
@@ -73,8 +73,8 @@ def make_server_config(file: Path | None, overrides: Sequence[str], tools: Seque
         tools: served whether or not the file names them.
 
     Raises:
-        ConfigError: a key is unknown, a value does not fit, or there is no tool to serve. Options of the tools are
-            checked where they are made.
+        ConfigError: a key is unknown, a value is invalid, or there is no tool to serve. Options of the tools are
+            checked when the tools are made.
 
     """
     tree: Tree = read_yaml(file) if file is not None else {}

@@ -1,4 +1,4 @@
-"""From what a sandbox says of a job to what the policy reads."""
+"""Runs a job in the session's sandbox and turns its outcome into the text that the policy reads."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from agentrl.sandbox.base import Job, Outcome
 from agentrl.toolserver.hosted_tool import ToolSession
 
 REPLACED = "[the sandbox had to be replaced since the last call: files and variables are lost]"
-"""What the policy is told before the output of the first call in a new sandbox."""
+"""Precedes the output of the first call in a new sandbox."""
 _SEEN = "id of the sandbox"
 """Key in a session's state. No tool has a name with spaces."""
 
 
 async def run_job(session: ToolSession, call: ToolCall, job: Job, max_chars: int) -> ToolResult:
-    """Run a job in the session's sandbox and return its result; the policy is told where its files are gone.
+    """Run a job in the session's sandbox and return its result, with `REPLACED` if earlier files are lost.
 
     Args:
         session: the episode.
-        call: the call that the job is for.
-        job: what to run.
+        call: the call of the tool.
+        job: its code or program.
         max_chars: see `as_result`.
 
     Raises:
-        SandboxFailure: the sandbox failed for reasons of its own.
+        SandboxFailure: the sandbox failed, not the job.
 
     """
     fault = unwritable(job.code or "", *job.argv)
@@ -33,32 +33,32 @@ async def run_job(session: ToolSession, call: ToolCall, job: Job, max_chars: int
     session.state[_SEEN] = sandbox.id
     outcome = await sandbox.run(job)
     if not sandbox.alive:
-        del session.state[_SEEN]  # the outcome says so itself
+        del session.state[_SEEN]  # the outcome reports it
     return as_result(call, outcome, max_chars, note="" if before == sandbox.id else REPLACED)
 
 
 def unwritable(*texts: str) -> str:
-    """Return why texts cannot be handed to a program, or nothing: JSON can hold halves of characters."""
+    """Return why texts cannot be passed to a program, or an empty string: JSON can hold lone surrogates."""
     try:
         for text in texts:
             text.encode()
     except UnicodeEncodeError as error:
-        return f"character {error.start} of the text is no character: {error.reason}"
+        return f"character {error.start} of the text is not a Unicode character: {error.reason}"
     return ""
 
 
 def as_result(call: ToolCall, outcome: Outcome, max_chars: int, *, note: str = "") -> ToolResult:
     r"""Return an outcome as the policy reads it, and as data.
 
-    The content is what was printed, standard output before standard error, and in lines of brackets what ended the
-    job: ``"1\n2\n[timed out after 10 s]"``. Nothing printed and nothing to say is ``[no output]``. The data are
+    The content is the output, standard output before standard error, and lines in brackets for what ended the job:
+    ``"1\n2\n[timed out after 10 s]"``. Without any of them it is ``[no output]``. The data are
     ``{"stdout", "stderr", "exit_code", "seconds", "detail"}``, uncut.
 
     Args:
         call: the call that it answers.
-        outcome: what the sandbox said.
-        max_chars: characters of output to show; of longer ones the middle is left out.
-        note: a line that comes first.
+        outcome: of its job.
+        max_chars: characters of output to show; the middle of longer outputs is left out.
+        note: the first line.
     """
     lines = [note, cut_middle(_printed(outcome), max_chars), *_endings(outcome)]
     data = {
@@ -73,7 +73,7 @@ def as_result(call: ToolCall, outcome: Outcome, max_chars: int, *, note: str = "
 
 
 def cut_middle(text: str, max_chars: int) -> str:
-    """Return a text that is longer than ``max_chars`` without its middle, and with a line that counts what is missing."""
+    """Return a text of at most ``max_chars`` as it is, a longer one with its middle replaced by a line with its length."""
     if len(text) <= max_chars:
         return text
     head = (max_chars + 1) // 2

@@ -31,7 +31,7 @@ def evaluate(expression: str) -> Number:
     """Return the value of an expression in Python's notation; ``^`` is a power, too.
 
     Raises:
-        CalculatorError: it is none, or one that is too large; in words.
+        CalculatorError: it is not an expression, or too large.
 
     """
     if len(expression) > MAX_CHARS:

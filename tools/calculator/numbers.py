@@ -1,4 +1,4 @@
-"""Numbers of bounded size: exact fractions, and floats where a result is not rational."""
+"""Numbers of bounded size: exact fractions, and floats for results that are not rational."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from decimal import Decimal, InvalidOperation, localcontext
 from fractions import Fraction
 
 Number = Fraction | float
-"""A fraction is exact; a float stands for a real number that it only comes near."""
+"""A fraction is exact; a float approximates a real number."""
 
 MAX_DIGITS = 1000
 """Digits of a number, before and after its point, of numerator and denominator."""
@@ -20,7 +20,7 @@ MAX_DECIMALS = 30
 
 
 class CalculatorError(Exception):
-    """What is wrong with an expression, in words for whoever wrote it."""
+    """An invalid expression, with a message for the policy."""
 
 
 def bounded(number: Number) -> Number:
@@ -42,7 +42,7 @@ def bounded(number: Number) -> Number:
 
 
 def literal(text: str) -> Fraction:
-    """Return what a decimal literal says, exactly: ``0.1`` is a tenth.
+    """Return the exact value of a decimal literal: ``0.1`` is a tenth.
 
     Raises:
         CalculatorError: it has too many digits.
@@ -63,7 +63,7 @@ def whole(number: Number, what: str) -> int:
     """Return a number as an integer.
 
     Raises:
-        CalculatorError: it is none; the message names ``what``.
+        CalculatorError: it is not an integer; the message names ``what``.
 
     """
     if isinstance(number, float) or number.denominator != 1:
@@ -72,7 +72,7 @@ def whole(number: Number, what: str) -> int:
 
 
 def power(base: Number, exponent: Number) -> Number:
-    """Return ``base ** exponent``: exact where it is rational and that can be seen, else a float."""
+    """Return ``base ** exponent``: exact if it is rational and an exact root is found, otherwise a float."""
     if isinstance(exponent, Fraction) and exponent.denominator == 1:
         return _integer_power(base, exponent.numerator)
     if base < 0:
@@ -103,7 +103,7 @@ def _integer_power(base: Number, exponent: int) -> Number:
 
 
 def exact_root(number: Fraction, degree: int) -> Fraction | None:
-    """Return the root of a number that is not negative where it is rational, else None."""
+    """Return the root of a non-negative number if it is rational, otherwise None."""
     numerator, denominator = _integer_root(number.numerator, degree), _integer_root(number.denominator, degree)
     return None if numerator is None or denominator is None else Fraction(numerator, denominator)
 
@@ -133,7 +133,7 @@ def apply_real(function: Callable[..., float], *numbers: Number) -> float:
 
 
 def shown(number: Number) -> str:
-    """Return a number as it is read: ``3``, ``0.25``, ``1/3 ≈ 0.333333333333333`` or ``≈ 1.4142135623731``."""
+    """Return a number as text: ``3``, ``0.25``, ``1/3 ≈ 0.333333333333333`` or ``≈ 1.4142135623731``."""
     if isinstance(number, float):
         return f"≈ {number:.{SHOWN_DIGITS}g}"
     if number.denominator == 1:
@@ -142,7 +142,7 @@ def shown(number: Number) -> str:
 
 
 def _written_out(number: Fraction) -> str:
-    """Return a decimal fraction, or nothing for one that never ends or is long."""
+    """Return a decimal fraction, or an empty string for an infinite or long one."""
     places = 0
     scaled = number.denominator
     while scaled % 10 == 0:

@@ -11,10 +11,10 @@ class JudgeOptions(Section):
     """``tools.judge.options``."""
 
     time_s: PositiveInt = 4
-    """Seconds of CPU time that a program may use on a test, each of its processes for itself."""
+    """Seconds of CPU time of each of a program's processes on a test."""
     wall_s: PositiveFloat = 10.0
-    """Seconds that a test may take by the clock: longer than ``time_s``, as other programs run beside it."""
+    """Wall time of a test in seconds: longer than ``time_s``, because other programs share the processor."""
     output_kb: PositiveInt = 1024
-    """What a program may print on a test, KiB."""
+    """Output of a program on a test, KiB."""
     at_once: PositiveInt = 8
     """Programs judged at the same time; further ones wait."""

@@ -15,7 +15,7 @@ from .tool import JudgeTool
 
 
 class JudgeService(HostedService):
-    """Programs scored on hidden tests in fresh sandboxes; for environments to ask, never for the policy."""
+    """Programs scored on hidden tests in fresh sandboxes; for environments, never for the policy."""
 
     name: ClassVar[str] = "judge"
     Options: ClassVar[type[Section]] = JudgeOptions
@@ -27,5 +27,5 @@ class JudgeService(HostedService):
         return [JudgeTool(options)]
 
     def tools(self, options: Mapping[str, Any]) -> tuple[Tool, ...]:
-        """Return nothing: no policy may ask how its program would do on the hidden tests."""
+        """Return no tool: the policy must not learn how its program does on the hidden tests."""
         return ()

@@ -1,4 +1,4 @@
-"""Scores a program on hidden tests, each in a process of its own, in sandboxes that the episode has never touched."""
+"""Scores a program on hidden tests, each in a separate process, in sandboxes that the episode has never touched."""
 
 from __future__ import annotations
 
@@ -36,51 +36,51 @@ PARAMETERS = {
 
 
 class JudgeTool(HostedTool):
-    """The judge. Only inputs enter a sandbox; what is expected stays here, where the program never is.
+    """The judge. Only inputs enter a sandbox; the expected outputs stay in the server.
 
     A program has a fresh sandbox, and every test a new process in it; all processes of the test before are dead by
-    then. Where a test left the least trace (a file, shared memory), the next one gets another fresh sandbox.
+    then. If a test left any trace (a file, shared memory), the next one gets another fresh sandbox.
     """
 
     def __init__(self, options: JudgeOptions | None = None) -> None:
         super().__init__(Tool("judge", "Run a program on hidden tests and say how each ended.", PARAMETERS))
         self._options = options or JudgeOptions()
-        self._room = asyncio.Semaphore(self._options.at_once)
+        self._slots = asyncio.Semaphore(self._options.at_once)
 
     async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
         """Judge ``program``. The result's data are ``{"verdicts": [one a test]}``; its content counts them.
 
         Raises:
-            SandboxFailure: a sandbox failed for reasons of its own; there is no verdict then.
+            SandboxFailure: a sandbox failed; there is no verdict then.
 
         """
-        asked = call.arguments
-        fault = _fault_of(asked)
+        arguments = call.arguments
+        fault = _fault_of(arguments)
         if fault:
             return ToolResult(call.id, ToolStatus.INVALID, f"judge: {fault}")
-        async with self._room:
-            verdicts = await self._judge(session, asked)
+        async with self._slots:
+            verdicts = await self._judge(session, arguments)
         passed = verdicts.count(Verdict.ACCEPTED)
         content = f"{passed} of {len(verdicts)} tests passed"
         return ToolResult(call.id, ToolStatus.OK, content, {"verdicts": [verdict.value for verdict in verdicts]})
 
-    async def _judge(self, session: ToolSession, asked: Mapping[str, Any]) -> Sequence[Verdict]:
-        rule = Rule(asked.get("compare", "tokens"), asked.get("tolerance"))
-        verdicts = [Verdict.NOT_RUN] * len(asked["inputs"])
+    async def _judge(self, session: ToolSession, arguments: Mapping[str, Any]) -> Sequence[Verdict]:
+        rule = Rule(arguments.get("compare", "tokens"), arguments.get("tolerance"))
+        verdicts = [Verdict.NOT_RUN] * len(arguments["inputs"])
         async with _sandboxes(session) as next_sandbox:
-            for number, (given, expected) in enumerate(zip(asked["inputs"], asked["outputs"], strict=True)):
+            for number, (given, expected) in enumerate(zip(arguments["inputs"], arguments["outputs"], strict=True)):
                 last = number == len(verdicts) - 1
                 sandbox = await next_sandbox(number, last=last)
                 job = Job(
                     f"test-{number}",
-                    code=asked["program"],
+                    code=arguments["program"],
                     stdin=given.encode(),
                     wall_s=self._options.wall_s,
                     cpu_s=self._options.time_s,
                     output_bytes=self._options.output_kb * 1024,
                 )
                 verdicts[number] = verdict_of(await sandbox.run(job), expected, rule)
-                if verdicts[number] is not Verdict.ACCEPTED and asked.get("stop_early", False):
+                if verdicts[number] is not Verdict.ACCEPTED and arguments.get("stop_early", False):
                     break
         return verdicts
 
@@ -120,12 +120,12 @@ async def _sandboxes(session: ToolSession) -> AsyncIterator[_Sandboxes]:
         await sandboxes.close()
 
 
-def _fault_of(asked: Mapping[str, Any]) -> str:
-    if len(asked["inputs"]) != len(asked["outputs"]):
-        return f"{len(asked['inputs'])} inputs and {len(asked['outputs'])} outputs; every test has one of each"
+def _fault_of(arguments: Mapping[str, Any]) -> str:
+    if len(arguments["inputs"]) != len(arguments["outputs"]):
+        return f"{len(arguments['inputs'])} inputs and {len(arguments['outputs'])} outputs; every test has one of each"
     try:
-        for text in (asked["program"], *asked["inputs"]):
+        for text in (arguments["program"], *arguments["inputs"]):
             text.encode()
     except UnicodeEncodeError as error:
-        return f"character {error.start} of a text is no character: {error.reason}"
+        return f"character {error.start} of a text is not a Unicode character: {error.reason}"
     return ""

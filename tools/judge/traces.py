@@ -1,4 +1,4 @@
-"""Whether a program left anything in its sandbox that its next run could find."""
+"""Detects whether a program left anything in its sandbox that its next run could find."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ for name in ("shm", "sem", "msg"):
         pass
 print(seen)
 """
-"""Says how full every file system is that can be written to, how its top folder looks, and what shared memory, semaphores
-and message queues there are. A program that writes and deletes files again leaves at most the folder's time of change."""
+"""Prints the used space of every writable file system, the state of its top folder, and all shared memory, semaphores and
+message queues. A program that writes files and deletes them again changes at most the folder's modification time."""
 
 
 async def look(sandbox: Sandbox, number: int) -> str | None:
-    """Return what a sandbox looks like, to be compared with an earlier look; None where even that cannot be said.
+    """Return the state of a sandbox, to be compared with an earlier one; None if it cannot be read.
 
-    Whatever programs left behind cannot change what is said: it is code of ours in a process forked from the runner.
+    What programs left behind cannot change the answer: it comes from our code in a process forked from the runner.
 
     Raises:
-        SandboxFailure: the sandbox failed for reasons of its own.
+        SandboxFailure: the sandbox failed, not the program.
 
     """
     outcome = await sandbox.run(Job(f"look-{number}", code=LOOK))

@@ -1,4 +1,4 @@
-"""What became of a program on one test: comparison of what it printed, and the verdict. Nothing here runs anything."""
+"""The verdict on a program's run of one test: comparison of its output with the expected one. Nothing runs here."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Verdict(StrEnum):
     """How one test ended."""
 
     ACCEPTED = "accepted"
-    """It ended with exit status 0 and printed what was expected."""
+    """It ended with exit status 0 and printed the expected output."""
     WRONG_ANSWER = "wrong_answer"
-    """It ended with exit status 0 and printed something else."""
+    """It ended with exit status 0 and printed another output."""
     RUNTIME_ERROR = "runtime_error"
     """It ended with another exit status, or by a signal."""
     TIME_LIMIT = "time_limit"
@@ -40,27 +40,27 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How output is compared with what was expected."""
+    """How an output is compared with the expected one."""
 
     compare: Compare = "tokens"
     """Words or lines."""
     tolerance: float | None = None
-    """Of ``tokens``: numbers may differ by this much, times the expected number where that is greater than 1; None wants
-    the same text."""
+    """Of ``tokens``: numbers may differ by this much, times the expected number if that is greater than 1; None
+    requires the same text."""
 
     def fits(self, printed: str, expected: str) -> bool:
-        """Return whether ``printed`` is right."""
+        """Return whether ``printed`` matches ``expected``."""
         if self.compare == "lines":
             return _lines(printed) == _lines(expected)
-        said, wanted = printed.split(), expected.split()
-        return len(said) == len(wanted) and all(map(self._same, said, wanted))
+        given, wanted = printed.split(), expected.split()
+        return len(given) == len(wanted) and all(map(self._same, given, wanted))
 
-    def _same(self, said: str, wanted: str) -> bool:
-        if said == wanted:
+    def _same(self, given: str, wanted: str) -> bool:
+        if given == wanted:
             return True
-        if self.tolerance is None or not (_is_number(said) and _is_number(wanted)):
+        if self.tolerance is None or not (_is_number(given) and _is_number(wanted)):
             return False
-        number, right = float(said), float(wanted)
+        number, right = float(given), float(wanted)
         # 1e999 reads as infinity, from which everything and nothing is within a tolerance.
         if not (math.isfinite(number) and math.isfinite(right)):
             return False
@@ -88,7 +88,7 @@ _ENDED = {
 
 
 def verdict_of(outcome: Outcome, expected: str, rule: Rule) -> Verdict:
-    """Return the verdict on one run. Only a run that ended by itself, with exit status 0, has its output looked at."""
+    """Return the verdict on one run. The output counts only if the run ended by itself with exit status 0."""
     if outcome.status is not ToolStatus.OK:
         return _ENDED[outcome.status]
     return Verdict.ACCEPTED if rule.fits(outcome.stdout, expected) else Verdict.WRONG_ANSWER

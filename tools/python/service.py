@@ -22,11 +22,11 @@ class PythonOptions(Section):
     timeout_s: PositiveFloat | None = None
     """Seconds a call may take; without it ``sandbox.limits.wall_s``."""
     max_chars: int = Field(default=8000, ge=100)
-    """Characters of output that the policy reads; of longer ones the middle is left out."""
+    """Characters of output that the policy reads; the middle of longer outputs is left out."""
 
 
 class PythonService(HostedService):
-    """Python in a sandbox of the episode's own."""
+    """Python in the episode's sandbox."""
 
     name: ClassVar[str] = "python"
     Options: ClassVar[type[Section]] = PythonOptions

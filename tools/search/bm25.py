@@ -13,14 +13,14 @@ from agentrl import ConfigError
 from .corpus import Document
 from .retriever import Corpora, Hit
 
-# bm25s starts JAX where JAX is installed, and JAX takes most of a GPU's memory at its start: on the CPU it takes none.
+# bm25s imports JAX if it is installed, and JAX reserves most of a GPU's memory at its start: on the CPU it reserves none.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import bm25s
 
 
 def _words(texts: list[str]) -> list[list[str]]:
-    # Names are what is searched for: no stemmer, no stop words, one-letter words kept.
+    # Queries are mostly names: no stemmer, no stop words, one-letter words kept.
     words: list[list[str]] = bm25s.tokenize(
         texts, lower=True, token_pattern=r"\w+", stopwords=[], stemmer=None, return_ids=False, show_progress=False
     )
@@ -31,10 +31,10 @@ class BM25:
     """A `Retriever` by words. Ties go to the document that stands first in the corpus."""
 
     def __init__(self, documents: Iterable[Document], key: str = "--corpus") -> None:
-        """Index ``documents``; a sequence is kept as it is, and asked again for what is found.
+        """Index ``documents``; a sequence is kept as it is, and read again for the documents that are found.
 
         Raises:
-            ConfigError: there is none, or none has a word in it.
+            ConfigError: there are none, or none has a word in it.
 
         """
         self._documents = documents if isinstance(documents, Sequence) else list(documents)
@@ -58,7 +58,7 @@ class BM25:
         scores: NDArray[np.float32] = self._bm25.get_scores(words)
         found = np.flatnonzero(scores > 0)
         if len(found) > topk:
-            # All that tie with the last place stay in, so that the order below decides and not the partition.
+            # Documents that tie for the last place are kept, so that the stable order below decides and not the partition.
             last = np.partition(scores[found], -topk)[-topk]
             found = found[scores[found] >= last]
         best = found[np.argsort(-scores[found], kind="stable")][:topk]

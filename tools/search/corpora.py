@@ -1,4 +1,4 @@
-"""From the server's options to the corpora it serves."""
+"""Opens the corpora that the server's options name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def open_corpora(
 
 
 def missing_extra() -> str | None:
-    """Return what to install for E5, or None where it is there."""
+    """Return the command that installs the extra for E5, or None if it is installed."""
     if find_spec("faiss") is not None:
         return None
-    return "--retriever e5 (tools.search.options.retriever=e5) wants FAISS: pip install 'agentrl[e5]'"
+    return "--retriever e5 (tools.search.options.retriever=e5) needs FAISS: pip install 'agentrl[e5]'"

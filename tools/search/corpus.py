@@ -21,7 +21,7 @@ DEFAULT = "default"
 
 
 def read_corpus(path: Path, key: str) -> Iterator[Document]:
-    """Iterate over the documents of a file; ``key`` is what errors call the option that named it.
+    """Iterate over the documents of a file; ``key`` is the option that named it, for messages.
 
     Raises:
         ConfigError: there is no such file, or a line is not a document; with file, line and field.
@@ -53,7 +53,7 @@ def open_corpus(path: Path, key: str) -> Sequence[Document]:
 
 
 class DocumentsOnDisk(Sequence[Document]):
-    """The documents of a plain JSONL file, each read when it is asked for. The file must not change meanwhile."""
+    """The documents of a plain JSONL file, each read at its access. The file must not change meanwhile."""
 
     def __init__(self, path: Path, key: str) -> None:
         """Read through the file once, checking every line.
@@ -97,7 +97,7 @@ def _document(line: bytes, where: str) -> Document:
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{where} is no JSON: {error}") from None
+        raise ConfigError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: expected an object with 'id' and 'contents', found {type(row).__name__}")
     for field in ("id", "contents"):
@@ -127,7 +127,7 @@ def named_files(texts: Sequence[str], option: str) -> dict[str, Path]:
     files = [_named_file(text) for text in texts]
     names = [name for name, _ in files]
     if len(set(names)) < len(names):
-        raise ConfigError(f"{option}: each needs a name of its own (NAME=FILE); given: {', '.join(names)}")
+        raise ConfigError(f"{option}: each needs a unique name (NAME=FILE); given: {', '.join(names)}")
     return dict(files)
 
 

@@ -1,4 +1,4 @@
-"""Dense retrieval: E5's vectors in a FAISS index. Wants the extra ``agentrl[e5]``."""
+"""Dense retrieval: E5's vectors in a FAISS index. Needs the extra ``agentrl[e5]``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUERIES = 256
 
 
 class E5:
-    """A `Retriever` by meaning. The score is the cosine, so there are always ``topk`` hits where there are documents."""
+    """A `Retriever` by meaning. The score is the cosine, so there are ``topk`` hits if the corpus has as many."""
 
     def __init__(self, documents: Sequence[Document], encoder: Encoder, index: VectorIndex) -> None:
         """Search ``index``, whose vector ``i`` is document ``i``."""
@@ -40,7 +40,7 @@ class E5:
         return hits
 
     def _hits(self, scores: list[float], numbers: list[int]) -> list[Hit]:
-        # An approximate index says -1 where it found fewer.
+        # An approximate index gives -1 for each hit that it did not find.
         found = [(score, number) for score, number in zip(scores, numbers, strict=True) if number >= 0]
         return [{"document": self._documents[number], "score": score} for score, number in found]
 
@@ -48,16 +48,16 @@ class E5:
 def e5_corpora(
     documents: Mapping[str, Sequence[Document]], model: str, indexes: Mapping[str, Path], device: str
 ) -> Corpora:
-    """Return every corpus under E5. An index whose file exists is loaded; others are built, and saved where they have a file.
+    """Return every corpus under E5. An index whose file exists is loaded; others are built, and saved if they have a file.
 
     Args:
         documents: by corpus name.
         model: a folder or hub id.
-        indexes: files by corpus name, for as many as one likes.
+        indexes: files by corpus name, for any of the corpora.
         device: ``cpu`` or ``cuda``.
 
     Raises:
-        ConfigError: the model cannot be loaded, an index does not fit it or its corpus, or is of no corpus here.
+        ConfigError: the model cannot be loaded, an index does not match it or its corpus, or there is no such corpus.
 
     """
     strange = sorted(set(indexes) - set(documents))
@@ -70,16 +70,16 @@ def e5_corpora(
 
 
 def _open(name: str, documents: Sequence[Document], encoder: Encoder, path: Path | None) -> E5:
-    say = partial(print, f"{name}:", flush=True)
+    log = partial(print, f"{name}:", flush=True)
     index: Any
     if path is not None and path.is_file():
         index = load_index(path, encoder, len(documents), f"--index {name} (tools.search.options.index)")
-        say(f"loaded {path}")
+        log(f"loaded {path}")
     else:
-        index = build_index(encoder, documents, say)
+        index = build_index(encoder, documents, log)
         if path is not None:
             save_index(index, path)
-        say(f"built the index, {'saved as ' + str(path) if path else 'not saved: --index FILE keeps it'}")
+        log(f"built the index, {'saved as ' + str(path) if path else 'not saved: --index FILE keeps it'}")
     if encoder.device.type != "cpu" and not is_flat(index):
-        say(f"{type(index).__name__} is searched on the CPU: only a flat index goes to the GPU")
+        log(f"{type(index).__name__} is searched on the CPU: only a flat index goes to the GPU")
     return E5(documents, encoder, on_device(index, encoder.device))

@@ -22,7 +22,7 @@ Vectors = NDArray[np.float32]
 
 
 class Encoder:
-    """Mean of the last hidden states over a text's tokens, normalised; queries and passages have prefixes of their own."""
+    """Mean of the last hidden states over a text's tokens, normalised; queries and passages have different prefixes."""
 
     def __init__(self, model: str, device: str = "cpu", key: str = "--model") -> None:
         """Load a model folder or a hub id: float32 on the CPU, float16 on a GPU.
@@ -40,7 +40,7 @@ class Encoder:
             loaded, report = AutoModel.from_pretrained(model, dtype=dtype, output_loading_info=True)
         except Exception as error:  # transformers raises whatever its readers do
             raise ConfigError(f"{key}={model} cannot be loaded: {type(error).__name__}: {error}") from error
-        # The pooler stands behind the hidden states that are used; transformers fills what is missing at random.
+        # The pooler is not used: it follows the hidden states. transformers initialises missing weights at random.
         missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))
         if missing:
             raise ConfigError(f"{key}={model}: {len(missing)} weights are missing, such as {missing[0]!r}")

@@ -1,4 +1,4 @@
-"""What a retriever is: one corpus that answers queries. And several of them, by name."""
+"""The interface of a retriever, which searches one corpus, and a set of them by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Corpora:
         """Search ``retrievers``.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there are none.
 
         """
         if not retrievers:

@@ -104,9 +104,7 @@ class SearchService(HostedService):
                 files[name] = folder / f"{name}.jsonl"
                 write_corpus(documents, files[name])
         if not files:
-            raise ConfigError(
-                f"tools.search.options.corpus is not set, and {type(tasks).__name__} brings no documents of its own"
-            )
+            raise ConfigError(f"tools.search.options.corpus is not set, and {type(tasks).__name__} has no corpora")
         paths = {
             field: {name: path.resolve() for name, path in by_name.items()} or None
             for field, by_name in (("corpus", files), ("index", parsed.own.indexes()))

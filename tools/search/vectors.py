@@ -18,7 +18,7 @@ from .corpus import Document
 from .encoder import BATCH, Encoder, Vectors
 
 CHUNK = 16 * BATCH
-"""Passages encoded between two looks at the clock."""
+"""Passages encoded between two checks of the time."""
 REPORT_S = 5.0
 """Time between two lines of progress."""
 BLOCK = 1 << 18
@@ -26,24 +26,24 @@ BLOCK = 1 << 18
 
 
 class VectorIndex(Protocol):
-    """What a FAISS index is to a search."""
+    """The part of a FAISS index that a search uses."""
 
     def search(self, queries: Vectors, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return scores and numbers of the ``k`` best passages, a row each query; -1 where there is none."""
+        """Return scores and numbers of the ``k`` best passages, a row each query; -1 if there are fewer."""
         ...
 
 
 def build_index(encoder: Encoder, documents: Sequence[Document], report: Callable[[str], None]) -> Any:
-    """Return a flat inner-product index of all documents, telling ``report`` how far it is."""
+    """Return a flat inner-product index of all documents; ``report`` gets lines of progress."""
     index = faiss.IndexFlatIP(encoder.dimension)
     total, begun = len(documents), time.monotonic()
-    told = begun
+    reported = begun
     for start in range(0, total, CHUNK):
         rows = documents[start : start + CHUNK]
         index.add(encoder.encode([row["contents"] for row in rows], "passage"))
         now = time.monotonic()
-        if now - told > REPORT_S:
-            told, rate = now, index.ntotal / (now - begun)
+        if now - reported > REPORT_S:
+            reported, rate = now, index.ntotal / (now - begun)
             left = (total - index.ntotal) / rate / 60
             report(f"encoded {index.ntotal:,} of {total:,} passages, {rate:,.0f} a second, {left:,.0f} minutes left")
     return index
@@ -61,15 +61,15 @@ def load_index(path: Path, encoder: Encoder, passages: int, key: str) -> Any:
     """Return the index in a file, of any of FAISS's kinds.
 
     Raises:
-        ConfigError: it cannot be read, or does not fit the model (dimension), the corpus (number of passages) or the
+        ConfigError: it cannot be read, or does not match the model (dimension), the corpus (number of passages) or the
             score (inner product).
 
     """
     try:
         index = faiss.read_index(str(path))
     except RuntimeError as error:
-        # FAISS puts source lines around what it has to say.
-        raise ConfigError(f"{key}: {path} is no FAISS index: {str(error).splitlines()[0]}") from None
+        # FAISS adds source lines to its messages.
+        raise ConfigError(f"{key}: {path} is not a FAISS index: {str(error).splitlines()[0]}") from None
     if index.d != encoder.dimension:
         raise ConfigError(
             f"{key}: {path} holds vectors of {index.d} numbers, and {encoder.name} makes vectors of {encoder.dimension}: "
@@ -103,10 +103,10 @@ class FlatOnDevice:
     @torch.inference_mode()
     def search(self, queries: Vectors, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return scores and numbers of the ``k`` best passages, a row each query."""
-        asked = torch.from_numpy(queries).to(self._blocks[0].device)
+        queries_Q_D = torch.from_numpy(queries).to(self._blocks[0].device)
         scores, numbers, start = [], [], 0
         for block in self._blocks:
-            best = (asked @ block.float().T).topk(min(k, len(block)))
+            best = (queries_Q_D @ block.float().T).topk(min(k, len(block)))
             scores.append(best.values)
             numbers.append(best.indices + start)
             start += len(block)
@@ -116,7 +116,7 @@ class FlatOnDevice:
 
 
 def on_device(index: Any, device: torch.device) -> VectorIndex:
-    """Return what searches ``index`` fastest: a flat one's vectors go to the GPU, other kinds stay with FAISS."""
+    """Return the fastest search of ``index``: a flat index's vectors on the GPU, other kinds in FAISS."""
     found: VectorIndex = FlatOnDevice(index, device) if device.type == "cuda" and is_flat(index) else index
     return found
 

@@ -22,7 +22,7 @@ _BASH_OR_SH = 'command -v bash >/dev/null && exec bash -c "$1"; exec /bin/sh -c 
 
 
 class ShellTool(HostedTool):
-    """Bash in the session's sandbox, or ``/bin/sh`` where that has no bash.
+    """Bash in the session's sandbox, or ``/bin/sh`` if that has no bash.
 
     Args:
         name: what the policy calls it.

@@ -24,13 +24,13 @@ from agentrl.toolserver.client.server import Reply, ServerDown, ToolServer
 _log = logging.getLogger(__name__)
 
 WAIT_S = 2.0
-"""How long the end of an episode waits until its session is closed; what takes longer goes on in the background."""
+"""Seconds the end of an episode waits for the close of its session, which otherwise goes on in the background."""
 LAST_S = 5.0
-"""How long `ToolServerClient.aclose` waits for sessions to be closed."""
+"""Seconds `ToolServerClient.aclose` waits for sessions to be closed."""
 BATCH = 64
 """Calls of stateless tools in one request."""
 REQUESTS = 2
-"""Requests with stateless calls that a server has at the same time: one that it runs, and one that it reads."""
+"""Concurrent requests with stateless calls for each server: it reads one while it runs the other."""
 END_S = 10.0
 """Seconds that closing a session may take: a sandbox is torn down in it."""
 
@@ -151,7 +151,7 @@ class ToolServerClient:
         raise ToolFailure("no tool server answers stateless calls")
 
     async def _session(self, episode_id: str) -> Session:
-        """Return the episode's session; calls that come while it is opened wait for the same one."""
+        """Return the episode's session; concurrent calls wait for the same one."""
         opening = self._sessions.get(episode_id)
         if opening is None:
             opening = asyncio.create_task(self._open(episode_id), name=f"open {episode_id}")

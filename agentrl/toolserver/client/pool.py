@@ -12,7 +12,7 @@ from agentrl.toolserver.client.server import CONNECTION_ERRORS, ToolServer, in_w
 _log = logging.getLogger(__name__)
 
 RETURN_S = 10.0
-"""How long a new session waits for a server to come back when all are down: restarting one takes seconds."""
+"""Seconds a new session waits for a server when all are down: a restart takes seconds."""
 PROBE_EVERY_S = 1.0
 """Seconds between two health checks of a server that is down."""
 

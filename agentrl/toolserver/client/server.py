@@ -32,7 +32,7 @@ KEEP_S = 30.0
 """Seconds an idle connection is kept; servers keep theirs longer."""
 
 CONNECTION_ERRORS = (aiohttp.ClientError, TimeoutError)
-"""What a request raises when no reply came, or not all of it."""
+"""Errors of a request without a whole reply."""
 
 
 class ServerDown(Exception):
@@ -92,7 +92,7 @@ class ToolServer:
         retries: int | None = None,
         timeout_s: float | None = None,
     ) -> Reply:
-        """Send a request, again where no reply came, with exponential backoff.
+        """Send a request; retry with exponential backoff if no reply came.
 
         Args:
             method: of HTTP.

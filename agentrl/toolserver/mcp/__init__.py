@@ -1,1 +1,1 @@
-"""MCP: tools of an MCP server as ours, and ours over MCP."""
+"""MCP both ways: tools of an MCP server as hosted tools, and hosted tools for MCP clients."""

@@ -1,4 +1,4 @@
-"""Tools of somebody else's MCP server as tools of ours."""
+"""Tools of an external MCP server as hosted tools."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ _log = logging.getLogger(__name__)
 
 
 class McpService(HostedService):
-    """All tools of an MCP server, with their own names; a session of the server for every episode.
+    """All tools of an external MCP server, under their own names; each episode has an MCP session.
 
     As ``mcp`` it is configured: ``tools: {mcp: {command: "npx -y …"}}``; in a server's file under any name:
-    ``tools: {files: {mcp: {url: "http://…/mcp"}}}``. A registered tool of one's own takes three lines::
+    ``tools: {files: {mcp: {url: "http://…/mcp"}}}``. To register one takes three lines::
 
         class FilesService(McpService):
             name = "files"
             command = "npx -y @modelcontextprotocol/server-filesystem /data"
 
-    The command runs with the rights of the tool server, next to it and in no sandbox: what its tools let a policy do,
-    the policy can do to this machine.
+    The command runs with the rights of the tool server and in no sandbox: the policy can do to this machine whatever its
+    tools allow.
     """
 
     name: ClassVar[str] = "mcp"
     Options: ClassVar[type[Section]] = McpOptions
     command: ClassVar[str | tuple[str, ...]] = ()
-    """The server's command, where the options name none."""
+    """The server's command, if the options name none."""
     url: ClassVar[str] = ""
-    """The server's address, where the options name none."""
+    """The server's address, if the options name none."""
 
     def hosted(self, options: McpOptions) -> Sequence[HostedTool]:
-        """Return the server's tools; it is started for a moment to be asked for them.
+        """Return the server's tools; it is started briefly to list them.
 
         Raises:
-            ConfigError: no server, or two, are named, or a tool of the server cannot be offered.
-            MissingError: the program is not there, or the server does not answer.
+            ConfigError: no server or two are configured, or a tool of the server has an invalid schema.
+            MissingError: the program does not exist, or the server does not answer.
 
         """
         if not options.command and not options.url:
@@ -64,12 +64,12 @@ class McpService(HostedService):
 
 @lru_cache(maxsize=64)
 def _listed(options: str, key: str) -> tuple[types.Tool, ...]:
-    """Ask a server for its tools, once in this process. On a thread, for there may be an event loop on this one."""
+    """List a server's tools, once in this process. In a thread, because this one may run an event loop."""
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: asyncio.run(_ask(McpOptions.model_validate_json(options), key))).result()
+        return thread.submit(lambda: asyncio.run(_list_tools(McpOptions.model_validate_json(options), key))).result()
 
 
-async def _ask(options: McpOptions, key: str) -> tuple[types.Tool, ...]:
+async def _list_tools(options: McpOptions, key: str) -> tuple[types.Tool, ...]:
     connection = McpConnection(options, key)
     try:
         return await connection.tools()
@@ -80,11 +80,11 @@ async def _ask(options: McpOptions, key: str) -> tuple[types.Tool, ...]:
 
 
 class McpSource:
-    """The sessions with one MCP server: one for every episode that calls, or one for all.
+    """The MCP sessions with one server: one for each episode that calls, or one for all.
 
     Args:
-        options: where the server is.
-        key: what the configuration calls them.
+        options: of the server.
+        key: their configuration key, for messages.
     """
 
     def __init__(self, options: McpOptions, key: str) -> None:
@@ -95,18 +95,18 @@ class McpSource:
         self._warned = False
 
     def warn(self) -> None:
-        """Say once that a command runs unsandboxed."""
+        """Log once that the command runs unsandboxed."""
         if self.options.command and not self._warned:
             self._warned = True
             _log.warning(
-                "%s: the MCP server %s runs UNSANDBOXED, as this user: its tools do what they do to this machine",
+                "%s: the MCP server %s runs UNSANDBOXED, as this user: its tools act on this machine",
                 self.key,
                 self.options.described(),
             )
 
     def connection(self, session: ToolSession) -> McpConnection:
-        """Return the session's connection, which may be about to open. One that died stays so until the session's end;
-        the one that all share is opened anew.
+        """Return the session's connection, which may still be opening. One that died is not replaced before the session's
+        end, except the one that all sessions share.
         """
         if self.options.shared:
             if self._shared is None or not self._shared.alive:
@@ -148,7 +148,7 @@ class McpTool(HostedTool):
         tool: as the server describes it.
 
     Raises:
-        ConfigError: its schema is none.
+        ConfigError: its schema is invalid.
 
     """
 
@@ -159,19 +159,19 @@ class McpTool(HostedTool):
         try:
             jsonschema.Draft202012Validator.check_schema(tool.input_schema)
         except jsonschema.SchemaError as error:
-            raise ConfigError(f"{source.key}: the schema of tool {tool.name!r} is none: {error.message}") from None
+            raise ConfigError(f"{source.key}: the schema of tool {tool.name!r} is invalid: {error.message}") from None
         description = tool.description or tool.title or f"{tool.name} of {source.key}"
         super().__init__(Tool(name, description, tool.input_schema, timeout_s=source.options.timeout_s))
 
     async def start(self) -> None:
-        """Say that a command is not sandboxed."""
+        """Log that the command is not sandboxed."""
         self._source.warn()
 
     async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
-        """Pass the call on. An error of the tool's, and a time-out, are results.
+        """Forward the call. An error of the tool and a timeout are results.
 
         Raises:
-            ToolFailure: the server does not start, died, or failed itself.
+            ToolFailure: the server does not start, died, or reported an error of the server.
 
         """
         limit = self._source.options.timeout_s
@@ -193,7 +193,7 @@ class McpTool(HostedTool):
 
 
 def from_mcp(call: ToolCall, result: types.CallToolResult, max_chars: int) -> ToolResult:
-    """Return a result of the protocol as ours: texts joined, the rest named; the structured content as data."""
+    """Return an MCP result as a `ToolResult`: texts joined, other content named, the structured content as data."""
     parts = [_text_of(block) for block in result.content]
     data: Any = result.structured_content
     if not parts and data is not None:

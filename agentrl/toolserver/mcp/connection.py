@@ -1,4 +1,4 @@
-"""A session with somebody else's MCP server: a command that speaks over its standard streams, or an address."""
+"""A session with an external MCP server: a command that speaks over stdio, or an address (streamable HTTP)."""
 
 from __future__ import annotations
 
@@ -28,65 +28,65 @@ from agentrl.toolserver.server.auth import is_loopback
 
 _log = logging.getLogger(__name__)
 
-_WITH_US = """
+_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""Asks for SIGKILL at the end of its parent, makes sure that has not come yet, and becomes the command."""
+"""Requests SIGKILL at the end of its parent, checks that the parent still lives, and executes the command."""
 
 
 def ends_with(parent: int, command: Sequence[str]) -> list[str]:
-    """Return ``command`` such that the kernel kills it when ``parent``, which starts it, is gone, however that ended."""
-    return [sys.executable, "-I", "-S", "-c", _WITH_US, str(parent), *command]
+    """Return ``command`` wrapped so that the kernel kills it when ``parent``, which starts it, ends in any way."""
+    return [sys.executable, "-I", "-S", "-c", _WITH_PARENT, str(parent), *command]
 
 
 class McpOptions(Section):
-    """Where an MCP server is, and how its tools are offered."""
+    """Options of an external MCP server and its tools."""
 
     command: str | tuple[str, ...] = ()
-    """Program and arguments of a server that speaks over its standard streams. It is NOT sandboxed."""
+    """Program and arguments of a server that speaks over stdio. It is NOT sandboxed."""
     url: str = ""
-    """Address of a server that speaks streamable HTTP, in place of a command."""
+    """Address of a server that speaks streamable HTTP, instead of a command."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Variables of the command, beside HOME, LOGNAME, PATH, SHELL, TERM and USER; it gets no others."""
+    """Environment variables of the command, besides HOME, LOGNAME, PATH, SHELL, TERM and USER; it gets no others."""
     cwd: Path | None = None
-    """Where the command starts; without it where the tool server did."""
+    """Working directory of the command; without it that of the tool server."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Headers of requests to ``url``, such as ``Authorization``."""
     prefix: str = ""
-    """Stands before the tools' names: for two servers whose tools have the same."""
+    """Prefix of the tools' names, for two servers with tools of the same name."""
     shared: bool = False
-    """Use one session, and one process of the command, for all episodes: for servers that keep no state."""
+    """Use one session, and one process of the command, for all episodes: for servers without state."""
     timeout_s: PositiveFloat = 30.0
     """Seconds a call may take."""
     start_timeout_s: PositiveFloat = 60.0
-    """Seconds the server may take until it answers."""
+    """Seconds until the server must answer."""
     max_chars: int = Field(default=8000, ge=100)
-    """Characters of a result that the policy reads; of longer ones the middle is left out."""
+    """Characters of a result that the policy reads; the middle of longer ones is left out."""
 
     def argv(self) -> tuple[str, ...]:
-        """Return the command, taken apart."""
+        """Return the command as a list of words."""
         return tuple(shlex.split(self.command)) if isinstance(self.command, str) else self.command
 
     def described(self) -> str:
-        """Return the server in a few words, for messages: without arguments and queries, which may hold secrets."""
+        """Return the server's program or address, for messages; without arguments and queries, which may hold secrets."""
         if self.command:
             return self.argv()[0]
         parts = urlsplit(self.url)
         return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
     def check(self, key: str) -> None:
-        """Check that there is one server, as far as can be seen without starting it.
+        """Check that one server is configured, without starting it.
 
         Raises:
-            ConfigError: there is none, or two.
-            MissingError: the program is not there.
+            ConfigError: none or two are configured.
+            MissingError: the program does not exist.
 
         """
         if bool(self.command) == bool(self.url):
-            raise ConfigError(f"{key}: set either command or url, to say where the MCP server is")
+            raise ConfigError(f"{key}: set either command or url of the MCP server")
         if self.url and urlsplit(self.url).scheme not in ("http", "https"):
             raise ConfigError(f"{key}.url={self.url}: write http://HOST:PORT/mcp")
         if self.command and shutil.which(self.argv()[0]) is None:
@@ -94,11 +94,11 @@ class McpOptions(Section):
 
 
 class McpConnection:
-    """One session of the protocol, and the process of its own that a command has.
+    """One MCP session, and with a command the process of its server.
 
     Args:
-        options: where the server is.
-        key: what the configuration calls them.
+        options: of the server.
+        key: their configuration key, for messages.
     """
 
     def __init__(self, options: McpOptions, key: str) -> None:
@@ -108,7 +108,7 @@ class McpConnection:
         self._tools: tuple[types.Tool, ...] = ()
         self._stop = asyncio.Event()
         self._fault = ""
-        # A task of its own: the SDK wants a connection to be closed where it was opened, and calls come from many.
+        # In one task, because the SDK must close a connection in the task that opened it, and calls come from many.
         self._task = asyncio.create_task(self._run(), name=f"mcp-{key}")
 
     @property
@@ -117,14 +117,14 @@ class McpConnection:
         return not self._fault and not self._task.done()
 
     def when_ended(self, callback: Callable[[], object]) -> None:
-        """Call back once nothing of it is left."""
+        """Call ``callback`` when session and process have ended."""
         self._task.add_done_callback(lambda task: callback())
 
     async def tools(self) -> tuple[types.Tool, ...]:
         """Return the server's tools.
 
         Raises:
-            ToolFailure: it does not start, or does not answer.
+            ToolFailure: it does not start or does not answer.
 
         """
         await self._client()
@@ -136,7 +136,7 @@ class McpConnection:
         Raises:
             TimeoutError: it did not answer in time.
             ValueError: the server refused the arguments.
-            ToolFailure: the server does not start, is gone, failed itself, or does not keep to the protocol.
+            ToolFailure: the server does not start, has ended, reported an error of the server, or violated the protocol.
 
         """
         client = await self._client()
@@ -147,17 +147,17 @@ class McpConnection:
                 raise TimeoutError from None
             if error.code == INVALID_PARAMS:
                 raise ValueError(error.message) from None
-            # A tool's own errors are results. This is the server's, or that of the way to it, which both may be gone.
+            # Errors of the tool are results. This is one of the server or of the connection, which both may have ended.
             words = f"failed in a call: {error.message}"
             if error.code == CONNECTION_CLOSED or self._options.url:
                 self._fault = words
                 self._stop.set()
             raise self._failure(words) from error
         except (ValidationError, RuntimeError) as error:  # the latter is the SDK's on output that fits no schema
-            raise self._failure(f"answered with what is no result: {error}") from error
+            raise self._failure(f"answered with an invalid result: {error}") from error
 
     async def close(self) -> None:
-        """End the session, and the process and all that it started."""
+        """End the session, the process, and all processes that it started."""
         self._stop.set()
         if not self._ready.done():
             self._task.cancel()
@@ -173,17 +173,17 @@ class McpConnection:
             async with AsyncExitStack() as exits:
                 async with asyncio.timeout(self._options.start_timeout_s):
                     client = await exits.enter_async_context(Client(await self._transport(exits)))
-                    # Asked for in every session: else the SDK asks in the middle of the first call of each tool.
+                    # Listed in every session: otherwise the SDK lists them during the first call of each tool.
                     self._tools = await _list(client)
                 self._ready.set_result(client)
                 await self._stop.wait()
         except BaseException as error:
-            self._fault = self._fault or f"does not answer: {_words(error)}"
+            self._fault = self._fault or f"does not answer: {_in_words(error)}"
             if not self._ready.done():
                 self._ready.set_exception(self._failure(self._fault))
-                self._ready.exception()  # nobody may be waiting for it
+                self._ready.exception()  # marks it as retrieved: no call may be waiting for it
             elif not self._stop.is_set():
-                _log.warning("%s: the MCP server %s: %s", self._key, self._options.described(), _words(error))
+                _log.warning("%s: the MCP server %s: %s", self._key, self._options.described(), _in_words(error))
             if not isinstance(error, Exception):
                 raise
 
@@ -193,7 +193,7 @@ class McpConnection:
             http = httpx2.AsyncClient(
                 headers=self._options.headers,
                 timeout=httpx2.Timeout(30.0, read=self._options.timeout_s + 30.0),
-                trust_env=not is_loopback(host),  # no proxy stands between two servers of one machine
+                trust_env=not is_loopback(host),  # no proxy between two servers of one machine
             )
             await exits.enter_async_context(http)
             return streamable_http_client(self._options.url, http_client=http)
@@ -216,8 +216,8 @@ async def _list(client: Client) -> tuple[types.Tool, ...]:
     return tuple(tools)
 
 
-def _words(error: BaseException) -> str:
-    """Return the first cause in groups of exceptions, in words."""
+def _in_words(error: BaseException) -> str:
+    """Return the first error of nested exception groups, as text."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -1,7 +1,7 @@
-"""A server's tools over the Model Context Protocol (streamable HTTP), at ``/mcp``: for clients that speak only that.
+"""A server's tools over the Model Context Protocol (streamable HTTP), at ``/mcp``.
 
-A session of the protocol is a session of the server, with its sandbox: opened by the first call, closed by the
-protocol's DELETE, or when nobody has called for ``server.idle_timeout_s``. A result's status is in its ``_meta``.
+An MCP session is a session of the server, with its sandbox: opened by the first call, closed by the
+protocol's DELETE, or after ``server.idle_timeout_s``. A result's status is in its ``_meta``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ DATA = "agentrl/data"
 MAX_BODY = 16 * 2**20
 """Bytes of the largest request."""
 REMEMBERED = 100_000
-"""Sessions of the protocol that are kept in mind, ended ones included."""
+"""MCP sessions whose server session is remembered, ended ones included."""
 _SESSION = "mcp-session-id"
 _VERSION = "mcp-protocol-version"
 
 
 @asynccontextmanager
 async def mcp_routes(sessions: Sessions) -> AsyncIterator[list[BaseRoute]]:
-    """Yield the routes that serve the tools of ``sessions``; at the end all connections of the protocol are closed."""
+    """Yield the routes that serve the tools of ``sessions``; at the end all MCP connections are closed."""
     bridge = _Bridge(sessions)
     server: Server[Any] = Server(
         "agentrl", version=version("agentrl"), on_list_tools=bridge.list_tools, on_call_tool=bridge.call_tool
@@ -56,12 +56,12 @@ async def mcp_routes(sessions: Sessions) -> AsyncIterator[list[BaseRoute]]:
 
 
 class _Bridge:
-    """Requests of the protocol as calls of tools."""
+    """Maps MCP requests to tool calls, and MCP sessions to sessions of the server."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
         self._ours: OrderedDict[str, str] = OrderedDict()
-        """The server's session by the protocol's."""
+        """The id of the server's session, by that of the MCP session."""
         self._numbers = itertools.count(1)
 
     async def list_tools(
@@ -77,7 +77,7 @@ class _Bridge:
     async def call_tool(
         self, context: ServerRequestContext[Any], params: types.CallToolRequestParams
     ) -> types.CallToolResult:
-        """Call a tool; whatever becomes of it is a result, so that a model can read it."""
+        """Call a tool; failures are results too, so that a model can read them."""
         assert isinstance(context.request, Request)
         call = ToolCall(f"mcp-{next(self._numbers)}", params.name, params.arguments or {})
         try:
@@ -88,7 +88,7 @@ class _Bridge:
         return _as_mcp(answer.result)
 
     async def _session(self, theirs: str) -> str:
-        """Return our session; one that was closed stays so, for its files are gone."""
+        """Return the server's session; a closed one is not replaced, because its files are lost."""
         if theirs not in self._ours:
             session = await self._sessions.open(f"mcp/{theirs}")
             self._ours[theirs] = session.id
@@ -97,7 +97,7 @@ class _Bridge:
         return self._ours[theirs]
 
     async def end(self, theirs: str) -> None:
-        """Close our session of a protocol's session that has ended."""
+        """Close the server's session of an MCP session that has ended."""
         ours = self._ours.pop(theirs, None)
         if ours is not None:
             with suppress(Refusal):  # closed for idleness already
@@ -114,7 +114,7 @@ def _as_mcp(result: ToolResult) -> types.CallToolResult:
 
 
 class _Endpoint:
-    """ASGI application: the SDK's, and what it leaves open: sessions that end, and versions without sessions."""
+    """The SDK's ASGI application, which also closes sessions and refuses protocol versions without sessions."""
 
     def __init__(self, manager: StreamableHTTPSessionManager, bridge: _Bridge) -> None:
         self._manager = manager
@@ -145,18 +145,18 @@ class _Endpoint:
 
 
 async def _refuse_version(request: Request, wanted: str) -> Response:
-    """Tell a client that tries a version without sessions, in which files could not stay, to take one that has them."""
+    """Return the error that makes a client choose a protocol version with sessions, without which files could not stay."""
     try:
-        asked = orjson.loads(await request.body())
+        body = orjson.loads(await request.body())
     except ValueError:
-        asked = None
+        body = None
     supported = types.UnsupportedProtocolVersionErrorData(supported=list(HANDSHAKE_PROTOCOL_VERSIONS), requested=wanted)
     error = {
         "jsonrpc": "2.0",
-        "id": asked.get("id") if isinstance(asked, dict) else None,
+        "id": body.get("id") if isinstance(body, dict) else None,
         "error": {
             "code": types.UNSUPPORTED_PROTOCOL_VERSION,
-            "message": f"protocol version {wanted} is not served: its requests belong to no session",
+            "message": f"protocol version {wanted} is not supported: it has no sessions",
             "data": supported.model_dump(mode="json"),
         },
     }

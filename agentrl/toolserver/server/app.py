@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from agentrl.core.types import ToolCall
-from agentrl.toolserver.server.auth import BearerAuth, NoForeignPages
+from agentrl.toolserver.server.auth import BearerAuth, SameOriginOnly
 from agentrl.toolserver.server.errors import Draining, Full, Refusal
 from agentrl.toolserver.server.metrics import CONTENT_TYPE
 from agentrl.toolserver.server.session import Session
@@ -207,7 +207,7 @@ def make_app(sessions: Sessions, *, token: str | None = None, mounts: Sequence[B
             *(route for tool in sessions.tools.values() for route in tool.routes()),
             *mounts,
         ],
-        middleware=[Middleware(NoForeignPages) if token is None else Middleware(BearerAuth, token=token)],
+        middleware=[Middleware(SameOriginOnly) if token is None else Middleware(BearerAuth, token=token)],
         exception_handlers={
             Refusal: _refused,
             ClientDisconnect: _disconnected,

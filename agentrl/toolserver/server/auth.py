@@ -1,4 +1,4 @@
-"""Who may use a tool server: anybody on the loopback, elsewhere only who brings the token."""
+"""Access to a tool server: a bearer token, required unless the server listens on the loopback interface."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from agentrl.core.errors import ConfigError
 TOKEN_VARIABLE = "AGENTRL_TOOLS_TOKEN"
 """Environment variable with the token, for configurations that should not hold it."""
 OPEN_PATH = "/health"
-"""The one path that wants no token."""
+"""The one path that needs no token."""
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach what listens on ``host``; a name other than localhost is no promise."""
+    """Return whether only this machine can reach a server that listens on ``host``; of names only localhost counts."""
     if host.lower() == "localhost":
         return True
     try:
@@ -33,10 +33,10 @@ def is_loopback(host: str) -> bool:
 
 
 def server_token(config: ServerConfig, host: str) -> str | None:
-    """Return the token that requests must bring, or None where they need none.
+    """Return the token that requests need, or None if they need none.
 
     Raises:
-        ConfigError: ``host`` can be reached from other machines and there is no token, or it cannot stand in a header.
+        ConfigError: ``host`` can be reached from other machines and there is no token, or it is not valid in a header.
 
     """
     token = os.environ.get(TOKEN_VARIABLE) if config.token is None else config.token
@@ -46,7 +46,7 @@ def server_token(config: ServerConfig, host: str) -> str | None:
         if not is_loopback(host):
             raise ConfigError(
                 f"--host {host or repr(host)} can be reached from other machines: set server.token, or {TOKEN_VARIABLE} in the "
-                "environment, to what requests must bring; without one a server listens on 127.0.0.1 only"
+                "environment, to the token that requests need; without one a server listens on 127.0.0.1 only"
             )
         return None
     if not (token.isascii() and token.isprintable() and " " not in token):
@@ -60,8 +60,8 @@ class BearerAuth:
     """ASGI middleware that refuses requests without ``Authorization: Bearer TOKEN``, but for ``/health``.
 
     Args:
-        app: what is guarded.
-        token: what requests must bring.
+        app: the guarded application.
+        token: the token that requests need.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -73,21 +73,21 @@ class BearerAuth:
         if scope["type"] != "http" or scope["path"] == OPEN_PATH or self._allowed(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
-        error = f"this server wants the header 'Authorization: Bearer TOKEN' with the token of {TOKEN_VARIABLE}"
+        error = f"this server requires the header 'Authorization: Bearer TOKEN' with the token of {TOKEN_VARIABLE}"
         refusal = JSONResponse({"error": error}, 401, headers={"WWW-Authenticate": "Bearer"})
         await refusal(scope, receive, send)
 
     def _allowed(self, headers: Headers) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        # In constant time, so that nobody finds the token byte by byte.
+        # In constant time, so that the token cannot be guessed byte by byte.
         return hmac.compare_digest(given.strip().encode(), self._token) and scheme.lower() == "bearer"
 
 
-class NoForeignPages:
-    """ASGI middleware for servers without a token: a page from elsewhere must not reach them through a browser.
+class SameOriginOnly:
+    """ASGI middleware for servers without a token: refuses requests of web pages from other hosts (DNS rebinding, CSRF).
 
     Args:
-        app: what is guarded.
+        app: the guarded application.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -99,4 +99,6 @@ class NoForeignPages:
         if origin is None or is_loopback(urlsplit(origin).hostname or ""):
             await self._app(scope, receive, send)
             return
-        await JSONResponse({"error": f"requests of pages from {origin:.200} are not served"}, 403)(scope, receive, send)
+        await JSONResponse({"error": f"requests of web pages from {origin:.200} are refused"}, 403)(
+            scope, receive, send
+        )

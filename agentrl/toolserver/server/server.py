@@ -1,4 +1,4 @@
-"""A tool server as a process: it listens, starts sandboxes and tools, and ends in good order."""
+"""A tool server process: listening, start of sandbox backend and tools, graceful shutdown."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _UVICORN: dict[str, Any] = {
     "timeout_graceful_shutdown": 2,
 }
 _KEEP_ALIVE_S = 75
-"""Longer than clients keep a connection, so that they and not the server end it: no request meets a closing one."""
+"""Longer than clients keep an idle connection, so that the client closes it: no request races with a close."""
 
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on ``port`` (0: a free one).
 
     Raises:
-        PortInUseError: something else does.
-        ConfigError: the address is not this machine's.
+        PortInUseError: another process does.
+        ConfigError: this machine does not have the address.
 
     """
-    # Named as TCP, because only then asyncio turns Nagle's delay off: it costs 40 ms a reply.
+    # The protocol is given because asyncio disables Nagle's algorithm only then: its delay costs 40 ms a reply.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -64,7 +64,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, but signals are ours: it would end the process by the signal that it was told to stop with."""
+    """uvicorn without its signal handlers: it would raise the signal again after its shutdown and so kill the process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -75,11 +75,11 @@ class _Server(uvicorn.Server):
 async def open_sessions(
     tools: Sequence[HostedTool], config: ToolServerConfig, *, sandboxed: bool
 ) -> AsyncIterator[Sessions]:
-    """Yield the sessions of a server, with a backend and tools that are started, and close all at the end.
+    """Start backend and tools, yield the sessions of a server, and close all of them at the end.
 
     Args:
         tools: not started yet.
-        config: the server's.
+        config: of the server.
         sandboxed: whether a tool runs code.
 
     Raises:
@@ -107,19 +107,19 @@ def serve_tools(
 
     Args:
         tools: not started yet.
-        config: the server's.
+        config: of the server.
         host: address to listen on; other than the loopback only with a token.
         port: 0 takes a free one.
         sandboxed: whether a tool runs code.
 
     Raises:
-        PortInUseError: something else listens on ``port``.
+        PortInUseError: another process listens on ``port``.
         ConfigError, MissingError: the configuration, the backend or a tool cannot be used on this machine.
 
     """
     exit_with_parent()
     token = server_token(config.server, host)
-    # Before sandboxes are tried, which takes a second or more: a port that is taken is told at once.
+    # Before the sandbox backend is started, which takes seconds: a port in use is reported at once.
     with listen(host, port) as listener:
         raise_file_limit()
         _log_to_stderr()
@@ -146,7 +146,7 @@ async def _serve(
             print(_announcement(sessions, config, listener, sandboxed=sandboxed), flush=True)
             await _first(serving, signals.stop.wait())
             await _first(serving, signals.hurry.wait(), sessions.drain(config.server.drain_timeout_s))
-            await sessions.stop()  # answers who still waits for a call, before their connections are closed
+            await sessions.stop()  # answers running calls before their connections are closed
             server.should_exit = True
             await serving
     except asyncio.CancelledError:
@@ -155,22 +155,22 @@ async def _serve(
 
 
 class _Signals:
-    """What SIGTERM and SIGINT set: ``stop``, and ``hurry`` where they come again. Before the start is over they end it."""
+    """SIGTERM and SIGINT as events: ``stop``, then ``hurry`` for a second one. A signal during the start cancels it."""
 
     def __init__(self) -> None:
         self.stop, self.hurry = asyncio.Event(), asyncio.Event()
         self.starting: asyncio.Task[None] | None = asyncio.current_task()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._told)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
-    def _told(self) -> None:
+    def _on_signal(self) -> None:
         (self.hurry if self.stop.is_set() else self.stop).set()
         if self.starting is not None:
             self.starting.cancel()
 
 
 async def _first(serving: asyncio.Task[None], *others: Coroutine[Any, Any, object]) -> None:
-    """Wait for the first of them, and give the others up, but for ``serving``."""
+    """Wait for the first of them, and cancel the others except ``serving``."""
     tasks = [asyncio.ensure_future(other) for other in others]
     await asyncio.wait([serving, *tasks], return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:

@@ -29,7 +29,7 @@ END_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServerResources:
-    """What all sessions of a server share."""
+    """The backend, tools, metrics and slots that all sessions of a server share."""
 
     backend: SandboxBackend | None
     tools: Mapping[str, HostedTool]
@@ -67,7 +67,7 @@ class Session(ToolSession):
     Args:
         session_id: unique at the server.
         episode_id: the client's id of it; may be empty.
-        shared: what it shares with other sessions.
+        shared: the server's tools, backend, metrics and slots.
     """
 
     def __init__(self, session_id: str, episode_id: str, shared: ServerResources) -> None:
@@ -221,7 +221,7 @@ class Session(ToolSession):
     async def _open_sandbox(self, name: str) -> Sandbox:
         if self._shared.backend is None:
             raise RuntimeError(
-                "a tool asked for a sandbox at a server that has none; its service must say needs_sandbox = True"
+                "a tool needs a sandbox at a server that has none; its service must set needs_sandbox = True"
             )
         async with self._shared.open_slots:
             started = time.perf_counter()

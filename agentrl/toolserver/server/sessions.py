@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 REMEMBERED_CLOSED = 10_000
 """Closed sessions that are told apart from unknown ones."""
 CALLS_PER_CORE = 8
-"""Calls that may use sandboxes at the same time, where ``server.max_running`` does not say."""
+"""Calls that may use sandboxes at the same time, if ``server.max_running`` is not set."""
 OPENERS_PER_CORE = 2
 """Sandboxes that may be opened at the same time."""
 REAP_EVERY_S = 15.0
@@ -183,7 +183,7 @@ class Sessions:
         """Return an open session.
 
         Raises:
-            UnknownSession, SessionGone: there is none of that id.
+            UnknownSession, SessionGone: no open session has this id.
 
         """
         session = self._open.get(session_id)
@@ -252,7 +252,7 @@ class Sessions:
         self._admit()
 
     async def reap(self) -> int:
-        """Close the sessions that nobody has called for ``server.idle_timeout_s`` and return how many those were."""
+        """Close the sessions without a call for ``server.idle_timeout_s`` and return their number."""
         limit = self.config.idle_timeout_s
         idle = [session for session in self._open.values() if session.idle_seconds() >= limit]
         tasks = [self._begin_close(session, f"was closed after {limit:g} s without a call") for session in idle]
@@ -265,7 +265,7 @@ class Sessions:
             await asyncio.sleep(min(REAP_EVERY_S, self.config.idle_timeout_s / 4))
             reaped = await self.reap()
             if reaped:
-                _log.info("closed %d sessions that nobody called for %g s", reaped, self.config.idle_timeout_s)
+                _log.info("closed %d sessions without a call for %g s", reaped, self.config.idle_timeout_s)
 
     async def drain(self, seconds: float) -> None:
         """Accept no more sessions and calls, and wait up to ``seconds`` for the calls that run."""

@@ -7,6 +7,11 @@ import pytest
 from agentrl.cli.main import main
 
 
+def test_search_needs_a_corpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tools", "serve", "search", "--port=0"]) == 2
+    assert "--corpus (tools.search.corpus): no corpus given" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -37,7 +42,7 @@ def test_mistakes_exit_with_two_and_name_the_key(
         (("serve",), "--config"),
         (("serve", "pyton"), "Did you mean 'python'"),
         (("serve", "none.py:tool"), "none.py"),
-        (("serve", "search"), "--corpus"),
+        (("serve", "search", "--topk=many"), "--topk"),
         (("serve", "python", "--no-such-option"), "--no-such-option"),
         ((), "ACTION"),
     ],

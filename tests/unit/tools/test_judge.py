@@ -236,7 +236,7 @@ def test_so_many_programs_at_once() -> None:
     ("more", "said"),
     [
         ({"outputs": ["1"]}, "3 inputs and 1 outputs"),
-        ({"program": "print('\ud800')"}, "is no character"),
+        ({"program": "print('\ud800')"}, "is not a Unicode character"),
     ],
 )
 def test_calls_that_cannot_be_judged(more: dict[str, Any], said: str) -> None:

@@ -176,7 +176,7 @@ def test_an_index_that_does_not_fit_is_refused_with_numbers(model: Path, corpus:
     with pytest.raises(ConfigError, match="does not rank by inner product"):
         opening()
     path.write_text("no index")
-    with pytest.raises(ConfigError, match=r"e5_Flat\.index is no FAISS index"):
+    with pytest.raises(ConfigError, match=r"e5_Flat\.index is not a FAISS index"):
         opening()
     with pytest.raises(ConfigError, match="there is no such corpus; --corpus gives default"):
         opening(indexes={"wiki": path})
@@ -197,7 +197,7 @@ def test_a_model_that_cannot_be_used(model: Path, corpus: Path, tmp_path: Path) 
 
 def test_without_faiss_the_extra_is_named(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
-    message = r"tools\.search\.options\.retriever=e5\) wants FAISS: pip install 'agentrl\[e5\]'"
+    message = r"tools\.search\.options\.retriever=e5\) needs FAISS: pip install 'agentrl\[e5\]'"
     with pytest.raises(MissingError, match=message):
         SearchService().check({"retriever": "e5"})
     with pytest.raises(MissingError, match=message):

@@ -88,7 +88,7 @@ def test_a_corpus_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ("{", "line 2 is no JSON"),
+        ("{", "line 2 is not JSON"),
         ("[1]", "line 2: expected an object .* found list"),
         ('{"id": "1", "text": "x"}', "line 2 has no 'contents'; it has: 'id', 'text'"),
         ('{"contents": "x"}', "line 2 has no 'id'"),
@@ -141,7 +141,7 @@ def test_corpus_options() -> None:
         "train": Path("/x/a=b.jsonl"),
         "default": Path("/x/a=b.jsonl"),
     }
-    with pytest.raises(ConfigError, match=r"--index: each needs a name of its own .* default, default"):
+    with pytest.raises(ConfigError, match=r"--index: each needs a unique name .* default, default"):
         named_files(["a.index", "b.index"], "--index")
 
 
@@ -202,7 +202,7 @@ def test_launch_arguments(tmp_path: Path) -> None:
 
 def test_launch_options_at_fault_name_their_key(tmp_path: Path) -> None:
     service = SearchService()
-    with pytest.raises(ConfigError, match=r"tools\.search\.options\.corpus is not set, and Tasks brings no documents"):
+    with pytest.raises(ConfigError, match=r"tools\.search\.options\.corpus is not set, and Tasks has no corpora"):
         service.launch_arguments({}, Tasks(), tmp_path)
     with pytest.raises(MissingError, match=r"tools\.search\.options\.corpus: there is no file"):
         service.launch_arguments({"corpus": "nowhere.jsonl"}, Tasks(), tmp_path)

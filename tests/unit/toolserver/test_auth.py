@@ -6,7 +6,7 @@ from starlette.types import Message
 from agentrl.config.toolserver import ServerConfig
 from agentrl.core.errors import ConfigError
 from agentrl.toolserver.server.app import make_app
-from agentrl.toolserver.server.auth import TOKEN_VARIABLE, BearerAuth, NoForeignPages, is_loopback, server_token
+from agentrl.toolserver.server.auth import TOKEN_VARIABLE, BearerAuth, SameOriginOnly, is_loopback, server_token
 from tests.unit.toolserver.hosts import FakeTool, app_client, echo, in_loop, make_sessions
 
 
@@ -128,7 +128,7 @@ async def test_without_a_token_pages_from_elsewhere_are_refused(origin: str | No
         assert (await client.post("/sessions")).status_code == status
 
 
-@pytest.mark.parametrize("guarded", [lambda app: BearerAuth(app, "secret"), NoForeignPages])
+@pytest.mark.parametrize("guarded", [lambda app: BearerAuth(app, "secret"), SameOriginOnly])
 @in_loop
 async def test_what_is_no_request_passes(guarded: object) -> None:
     seen: list[str] = []

@@ -245,7 +245,7 @@ def test_messages_hold_nothing_secret() -> None:
 
 def test_a_schema_that_is_none_is_refused() -> None:
     tool = types.Tool(name="odd", input_schema={"type": "object", "properties": {"a": {"type": "strange"}}})
-    with pytest.raises(ConfigError, match="the schema of tool 'odd' is none"):
+    with pytest.raises(ConfigError, match="the schema of tool 'odd' is invalid"):
         McpTool(McpSource(McpOptions(url="http://x"), "tools.x"), tool)
 
 

@@ -128,5 +128,5 @@ def test_half_a_character_never_reaches_the_sandbox(job: Job) -> None:
     session = lone()
     (result,) = runs(session, job)
     assert result.status is ToolStatus.INVALID
-    assert "is no character" in result.content
+    assert "is not a Unicode character" in result.content
     assert not session.opened
