@@ -3,7 +3,8 @@
 To add a backend, subclass `SandboxBackend` and `Sandbox` and register the backend in the entry-point group
 ``agentrl.sandboxes``, or name it as ``sandbox.backend=file.py:Class``. ``agentrl tools sandbox --backend NAME`` starts it,
 attempts everything that a sandbox must prevent, and prints which defence stopped each attempt. Every tool server makes
-the same attempts before it serves, and refuses to start if one succeeds.
+the same attempts before it serves, and refuses to start if one succeeds. `agentrl.testing.check_sandbox` checks the rest of
+the contract, for a backend's tests.
 
 Example::
 
