@@ -259,8 +259,8 @@ def _runner(services: Services, new_tokens: int, sampler: Sampler | None = None)
 
 
 async def _by_runner(runner: EpisodeRunner, jobs: Sequence[Job]) -> Pass:
-    figures = await bench_rollout(runner, jobs)
-    return Pass("runner", figures.seconds, figures.sampled_tokens, figures.cpu_ms_per_turn)
+    times = await bench_rollout(runner, jobs)
+    return Pass("runner", times.seconds, times.sampled_tokens, times.cpu_ms_per_turn)
 
 
 async def _by_bare_client(bare: BareClient, scripts: Sequence[Script]) -> Pass:

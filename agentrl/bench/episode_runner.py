@@ -12,7 +12,7 @@ from agentrl.episode.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutFigures:
+class RolloutTimes:
     """What `bench_rollout` measured."""
 
     episodes: int
@@ -29,14 +29,14 @@ class RolloutFigures:
     """CPU time of the event loop's thread a turn."""
 
 
-async def bench_rollout(runner: EpisodeRunner, jobs: Sequence[Job]) -> RolloutFigures:
+async def bench_rollout(runner: EpisodeRunner, jobs: Sequence[Job]) -> RolloutTimes:
     """Run all jobs once and return what they took. Run it twice and take the second: the first fills caches."""
     wall, cpu, loop = time.perf_counter(), time.process_time(), time.thread_time()
     rollouts = await runner.run_many(jobs)
     wall, cpu, loop = time.perf_counter() - wall, time.process_time() - cpu, time.thread_time() - loop
     turns = sum(len(rollout.turns) for rollout in rollouts)
     sampled = sum(rollout.sampled_tokens for rollout in rollouts)
-    return RolloutFigures(
+    return RolloutTimes(
         episodes=len(rollouts),
         turns=turns,
         sampled_tokens=sampled,

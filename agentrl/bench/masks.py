@@ -12,7 +12,7 @@ from agentrl.core.types import Row
 
 
 @dataclass(frozen=True, slots=True)
-class MaskFigures:
+class MaskTimes:
     """What `bench_masks` measured; all rates are tokens a second of CPU time in this thread."""
 
     tokens: int
@@ -26,7 +26,7 @@ class MaskFigures:
     """All three."""
 
 
-def bench_masks(build_rows: Callable[[], Sequence[Row]], *, tokens_per_bin: int, tokens_per_micro: int) -> MaskFigures:
+def bench_masks(build_rows: Callable[[], Sequence[Row]], *, tokens_per_bin: int, tokens_per_micro: int) -> MaskTimes:
     """Build rows, pack and check them once each."""
     start = time.thread_time()
     rows = build_rows()
@@ -37,7 +37,7 @@ def bench_masks(build_rows: Callable[[], Sequence[Row]], *, tokens_per_bin: int,
     admit(batch)
     checked = time.thread_time()
     tokens = sum(len(row.token_ids) for row in rows)
-    return MaskFigures(
+    return MaskTimes(
         tokens=tokens,
         build_tokens_per_s=tokens / (built - start),
         pack_tokens_per_s=tokens / (packed - built),

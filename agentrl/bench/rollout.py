@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from agentrl.bench.episode_runner import RolloutFigures, bench_rollout, synthetic_rows
-from agentrl.bench.masks import MaskFigures, bench_masks
+from agentrl.bench.episode_runner import RolloutTimes, bench_rollout, synthetic_rows
+from agentrl.bench.masks import MaskTimes, bench_masks
 from agentrl.bench.tokenization import LongEpisode, converse, long_episode, retokenise
 from agentrl.config.schema import Config
 from agentrl.core.sampler import Sampler
@@ -67,7 +67,7 @@ def jobs_of(config: Config, tasks: TaskSet, episodes: int) -> list[Job]:
     return [Job(order[i // samples], episode_seed(config.run.seed, i), f"bench/{i}") for i in range(episodes)]
 
 
-async def measure_rollout(config: Config, episodes: int) -> dict[str, RolloutFigures]:
+async def measure_rollout(config: Config, episodes: int) -> dict[str, RolloutTimes]:
     """Run the same episodes with the real engine and tools, then with the engine's answers replayed in the process.
 
     The difference in this process's CPU a turn is what the HTTP client costs.
@@ -93,7 +93,7 @@ MASK_CASES = {
 }
 
 
-def measure_masks(config: Config) -> Iterator[tuple[str, MaskFigures]]:
+def measure_masks(config: Config) -> Iterator[tuple[str, MaskTimes]]:
     """Build, pack and check synthetic episodes of two shapes."""
     for name, (episodes, turns, tokens) in MASK_CASES.items():
 
@@ -116,7 +116,7 @@ REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class LongFigures:
+class LongEpisodeTimes:
     """What exact tokens of one long episode cost, and what tokenising it anew every turn would. CPU time of one thread."""
 
     turns: int
@@ -139,7 +139,7 @@ class LongFigures:
         return self.retokenise_s / self.seconds
 
 
-def measure_long(config: Config) -> Iterator[LongFigures]:
+def measure_long(config: Config) -> Iterator[LongEpisodeTimes]:
     """Hold conversations of more and more turns with the tokenizer of ``model.path``, both ways.
 
     Raises:
@@ -151,8 +151,8 @@ def measure_long(config: Config) -> Iterator[LongFigures]:
         renderer = make_renderer(tokenizer, config.render)  # a fresh one has nothing cached
         sizes = {"tokens_per_bin": config.batch.tokens_per_bin, "tokens_per_micro": config.batch.tokens_per_micro}
         start = time.thread_time()
-        figures = bench_masks(lambda: asyncio.run(converse(renderer, episode)), **sizes)
-        return time.thread_time() - start, figures.tokens
+        times = bench_masks(lambda: asyncio.run(converse(renderer, episode)), **sizes)
+        return time.thread_time() - start, times.tokens
 
     def episode(turns: int) -> LongEpisode:
         end = make_renderer(tokenizer, config.render).end_token_id
@@ -166,4 +166,4 @@ def measure_long(config: Config) -> Iterator[LongFigures]:
         long = episode(turns)
         runs = [seconds(long) for _ in range(REPEATS)]
         spent = median(run for run, _ in runs)
-        yield LongFigures(turns, runs[0][1], spent, retokenise(tokenizer, long, texts(long)))
+        yield LongEpisodeTimes(turns, runs[0][1], spent, retokenise(tokenizer, long, texts(long)))

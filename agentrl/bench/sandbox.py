@@ -11,15 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentrl.bench.sandbox_calls import SandboxFigures, client_opener, docker_exec_opener, measure, measure_backend
+from agentrl.bench.sandbox_calls import SandboxTimes, client_opener, docker_exec_opener, measure, measure_backend
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.runtime.task_order import NoTasks
 from agentrl.sandbox.registry import make_backend
 from agentrl.toolserver.launch import launch_tool
 from agentrl.toolserver.service import find_service
 
-Row = tuple[str, SandboxFigures]
-"""What was measured, and the figures."""
+Row = tuple[str, SandboxTimes]
+"""What was measured, and the times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class SandboxBench:
             # What runs in containers is the daemon's, and not held to this process's cores.
             for some in (1, cores) if name != "docker" and cores > 1 else (cores,):
                 progress(f"{name} alone, {some} core(s)")
-                for figures in measure_backend(partial(make_backend, config), self.sessions, self.calls, some):
-                    yield f"{name}, {some} core{'s' if some > 1 else ''}", figures
+                for times in measure_backend(partial(make_backend, config), self.sessions, self.calls, some):
+                    yield f"{name}, {some} core{'s' if some > 1 else ''}", times
             progress(f"{name} through server and client")
             for sessions in self.sessions:
                 yield f"{name}, server + client", asyncio.run(self._through_server(config, sessions))
@@ -55,7 +55,7 @@ class SandboxBench:
     def _config(self, name: str) -> SandboxConfig:
         return SandboxConfig.model_validate({"backend": name, **(self.docker if name == "docker" else {})})
 
-    async def _through_server(self, config: SandboxConfig, sessions: int) -> SandboxFigures:
+    async def _through_server(self, config: SandboxConfig, sessions: int) -> SandboxTimes:
         options = {
             "sandbox": config.model_dump(),
             "server": {"max_sessions": sessions},
@@ -72,6 +72,6 @@ class SandboxBench:
                 finally:
                     await client.aclose()
 
-    async def _docker_exec(self, sessions: int) -> SandboxFigures:
+    async def _docker_exec(self, sessions: int) -> SandboxTimes:
         async with docker_exec_opener(self._config("docker")) as opener:
             return await measure(opener, sessions, self.exec_calls)

@@ -25,7 +25,7 @@ OPENERS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class SandboxFigures:
+class SandboxTimes:
     """Warm calls of some sessions at the same time, each of which prints a number of its own."""
 
     sessions: int
@@ -44,7 +44,7 @@ Opener = Callable[[int], Awaitable[Call]]
 """Makes session number n and returns how to call it."""
 
 
-async def measure(opener: Opener, sessions: int, calls: int) -> SandboxFigures:
+async def measure(opener: Opener, sessions: int, calls: int) -> SandboxTimes:
     """Open sessions and make about ``calls`` calls, each session one after the other."""
     began = time.perf_counter()
     first = await opener(0)
@@ -77,7 +77,7 @@ async def measure(opener: Opener, sessions: int, calls: int) -> SandboxFigures:
     await asyncio.gather(*(work(number, call) for number, call in enumerate(callers)))
     elapsed = time.perf_counter() - began
     cuts = quantiles(seconds, n=100)
-    return SandboxFigures(sessions, open_s, cold_s * 1e3, cuts[49] * 1e3, cuts[98] * 1e3, len(seconds) / elapsed, wrong)
+    return SandboxTimes(sessions, open_s, cold_s * 1e3, cuts[49] * 1e3, cuts[98] * 1e3, len(seconds) / elapsed, wrong)
 
 
 @asynccontextmanager
@@ -158,14 +158,14 @@ def on_cores(count: int) -> Iterator[None]:
 
 def measure_backend(
     make: Callable[[], SandboxBackend], sessions: Sequence[int], calls: int, cores: int
-) -> Iterator[SandboxFigures]:
+) -> Iterator[SandboxTimes]:
     """Measure a backend alone, this process and its sandboxes on ``cores`` cores.
 
     A container is started by its daemon, so that the bound does not hold for what runs in docker.
     """
     for number in sessions:
 
-        async def once(number: int = number) -> SandboxFigures:
+        async def once(number: int = number) -> SandboxTimes:
             async with backend_opener(make()) as opener:
                 return await measure(opener, number, calls)
 

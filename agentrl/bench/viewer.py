@@ -25,7 +25,7 @@ WORDS = 32_000
 
 
 @dataclass(frozen=True, slots=True)
-class ViewFigures:
+class ViewTimes:
     """What `measure_view` finds."""
 
     build_s: float
@@ -38,7 +38,7 @@ class ViewFigures:
     """The same seen from outside, a new browser window included."""
 
 
-def measure_view(rollouts: int, tokens: int) -> ViewFigures:
+def measure_view(rollouts: int, tokens: int) -> ViewTimes:
     """Make a run of so many rollouts of so many tokens each, build its page, and open that.
 
     Raises:
@@ -60,7 +60,7 @@ def measure_view(rollouts: int, tokens: int) -> ViewFigures:
         write_page(out, page)
         build_s = time.perf_counter() - begun
         ready_ms, wall_s = open_page(out, browser)
-    return ViewFigures(build_s, len(page.html), ready_ms, wall_s)
+    return ViewTimes(build_s, len(page.html), ready_ms, wall_s)
 
 
 def find_browser() -> str:

@@ -46,7 +46,7 @@ class WeightsBench:
 
 
 @dataclass(frozen=True, slots=True)
-class SyncFigures:
+class SyncTimes:
     """What one transport takes with one bucket size; medians."""
 
     size: str
@@ -142,7 +142,7 @@ def transports_here(sampler: SamplerConfig) -> tuple[str, ...]:
 
 async def measure_weights(
     config: Config, bench: WeightsBench, progress: Callable[[str], None]
-) -> AsyncIterator[SyncFigures]:
+) -> AsyncIterator[SyncTimes]:
     """Start an engine for each size and place, and push weights into them.
 
     The learner is one rank in this process: there is no other rank to gather from, and no Ray on the way.
@@ -178,7 +178,7 @@ async def measure_weights(
                     versions[key] = pushes.version
                     plain = await asyncio.to_thread(_plain, transport, mib << 20, pushes.bytes, place, broadcast)
                     seconds, gather_s, send_s = (median(values) for values in zip(*runs, strict=True))
-                    yield SyncFigures(size, transport, mib, pushes.bytes, seconds, gather_s, send_s, plain)
+                    yield SyncTimes(size, transport, mib, pushes.bytes, seconds, gather_s, send_s, plain)
             learner.leave_group()
 
 

@@ -89,20 +89,20 @@ def _rollout(arguments: argparse.Namespace, config: Config, console: Console) ->
     from agentrl.bench.rollout import measure_rollout
 
     with console.status("running episodes"):
-        figures = asyncio.run(measure_rollout(config, arguments.episodes))
+        times = asyncio.run(measure_rollout(config, arguments.episodes))
     table = Table("sampler", "episodes/s", "sampled tokens/s", "turns", "runner CPU ms/turn", "of that event loop")
-    for name, figure in figures.items():
+    for name, one in times.items():
         table.add_row(
             name,
-            f"{figure.episodes_per_s:.1f}",
-            f"{figure.tokens_per_s:,.0f}",
-            str(figure.turns),
-            f"{figure.cpu_ms_per_turn:.3f}",
-            f"{figure.loop_ms_per_turn:.3f}",
+            f"{one.episodes_per_s:.1f}",
+            f"{one.tokens_per_s:,.0f}",
+            str(one.turns),
+            f"{one.cpu_ms_per_turn:.3f}",
+            f"{one.loop_ms_per_turn:.3f}",
         )
     console.print(table)
-    runner = figures["replayed"].cpu_ms_per_turn
-    client = figures["engine"].cpu_ms_per_turn - runner
+    runner = times["replayed"].cpu_ms_per_turn
+    client = times["engine"].cpu_ms_per_turn - runner
     console.print(f"runner with tools {runner:.3f} ms a turn (target under 1); HTTP client {client:.3f} ms beside it")
 
 
@@ -170,9 +170,9 @@ def _masks(config: Config, console: Console) -> None:
     from agentrl.bench.rollout import measure_long, measure_masks
 
     table = Table("episodes", "tokens", "rows tokens/s", "packing tokens/s", "check tokens/s", "all tokens/s")
-    for name, figure in measure_masks(config):
-        rates = (figure.build_tokens_per_s, figure.pack_tokens_per_s, figure.check_tokens_per_s, figure.tokens_per_s)
-        table.add_row(name, f"{figure.tokens:,}", *(f"{rate:,.0f}" for rate in rates))
+    for name, one in measure_masks(config):
+        rates = (one.build_tokens_per_s, one.pack_tokens_per_s, one.check_tokens_per_s, one.tokens_per_s)
+        table.add_row(name, f"{one.tokens:,}", *(f"{rate:,.0f}" for rate in rates))
     console.print(table)
     table = Table("turns", "tokens", "exact s", "tokens/s", "µs a token", "retokenised s", "times cheaper")
     with console.status("holding long conversations"):
@@ -197,15 +197,15 @@ def _view(rollouts: int, tokens: int, console: Console) -> None:
     from agentrl.bench.viewer import measure_view
 
     with console.status("building and opening a page"):
-        figures = measure_view(rollouts, tokens)
+        times = measure_view(rollouts, tokens)
     table = Table("rollouts", "tokens", "page MiB", "build s", "open ms", "open s, from outside")
     table.add_row(
         f"{rollouts:,}",
         f"{rollouts * tokens:,}",
-        f"{figures.size / 2**20:.1f}",
-        f"{figures.build_s:.1f}",
-        f"{figures.ready_ms:.0f}",
-        f"{figures.wall_s:.2f}",
+        f"{times.size / 2**20:.1f}",
+        f"{times.build_s:.1f}",
+        f"{times.ready_ms:.0f}",
+        f"{times.wall_s:.2f}",
     )
     console.print(table)
     console.print("open: until the first rollout with its tokens is on screen (target under 3 s)")
@@ -229,9 +229,9 @@ def _sandbox(arguments: argparse.Namespace, console: Console) -> None:
     heads = ("what", "n", "cold ms", "open s", "p50 ms", "p99 ms", "calls/s", "wrong")
     table = Table(*(Column(head, no_wrap=True) for head in heads), box=SIMPLE, padding=(0, 0, 0, 1))
     with console.status("calling") as status:
-        for name, figure in bench.run(_teller(console, status)):
-            row = (f"{figure.cold_ms:.0f}", f"{figure.open_s:.1f}", f"{figure.p50_ms:.1f}", f"{figure.p99_ms:.0f}")
-            table.add_row(name, str(figure.sessions), *row, f"{figure.calls_per_s:.0f}", str(figure.wrong))
+        for name, one in bench.run(_teller(console, status)):
+            row = (f"{one.cold_ms:.0f}", f"{one.open_s:.1f}", f"{one.p50_ms:.1f}", f"{one.p99_ms:.0f}")
+            table.add_row(name, str(one.sessions), *row, f"{one.calls_per_s:.0f}", str(one.wrong))
     console.print(table)
     console.print(
         "n: sessions at the same time; cold: one session and its first call; open: until all sessions had answered a call; "

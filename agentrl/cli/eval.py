@@ -24,14 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run's folder, a checkpoint, or a model folder; default model.path. "
         "Without --env and --config the configuration is that of the run",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all metrics to this file too")
     parser.add_argument("--rollouts", type=Path, metavar="FILE", help="write the samples to this .jsonl or .parquet")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Evaluate a policy and print its figures."""
+    """Evaluate a policy and print its metrics."""
     from agentrl.evaluation.evaluate import evaluate_policy
-    from agentrl.evaluation.result import flat_figures, report
+    from agentrl.evaluation.result import flat_metrics, report
     from agentrl.evaluation.table import results_table
 
     console = make_console()
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     results = asyncio.run(evaluate_policy(config, console, arguments.rollouts))
     console.print(results_table(results, f"{config.env.name}: {config.model.path}"))
     if arguments.json:
-        content = {"env": config.env.name, "model": config.model.path, **flat_figures(results), "sets": report(results)}
+        content = {"env": config.env.name, "model": config.model.path, **flat_metrics(results), "sets": report(results)}
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for path in (arguments.json, arguments.rollouts):
         if path is not None:

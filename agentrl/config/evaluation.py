@@ -33,7 +33,7 @@ class EvalSet(Section):
     pass_reward: float = 1.0
     """A sample passes (pass@k) where its reward is at least this."""
     group_by: str | None = None
-    """A key of the tasks' metadata to report figures by, such as ``hops``."""
+    """A key of the tasks' metadata, such as ``hops``: metrics are also reported for each of its values."""
 
     @field_validator("top_k")
     @classmethod
@@ -56,7 +56,7 @@ class EvalConfig(EvalSet):
         for name in sets:
             if not re.fullmatch(r"\w[\w.-]*", name):
                 raise ValueError(
-                    f"the set's name {name!r} becomes part of eval/<set>/<figure>: letters, digits, _ - . only"
+                    f"the set's name {name!r} becomes part of eval/<set>/<metric>: letters, digits, _ - . only"
                 )
         return sets
 

@@ -1,4 +1,4 @@
-"""Evaluation: run the policy on fixed sets of tasks and take the means."""
+"""Evaluation of a policy on fixed sets of tasks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from agentrl.core.errors import AgentrlError, ConfigError
 from agentrl.core.task import TaskSet
 from agentrl.core.types import Rollout
 from agentrl.episode.runner import EpisodeRunner, Job
-from agentrl.evaluation.metrics import figures_of
+from agentrl.evaluation.metrics import compute_metrics
 from agentrl.evaluation.result import SetResult
-from agentrl.evaluation.sets import TaskChoice, choose_tasks
+from agentrl.evaluation.sets import EvalTasks, load_eval_tasks
 from agentrl.learner.checkpoints import latest_checkpoint
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.episode_progress import EpisodeProgress
@@ -51,7 +51,7 @@ def checkpoint_model(name: str) -> str:
 
 
 def run_config_file(name: str) -> Path | None:
-    """Return the ``config.yaml`` of the run that a folder is, or that a checkpoint lies in; None where there is none."""
+    """Return the ``config.yaml`` of the run that a folder is, or that a checkpoint belongs to, or None."""
     folder = Path(name).expanduser().resolve()
     for place in (folder, *folder.parents[:3]):  # RUN/checkpoints/step_000012/model
         if (place / "config.yaml").is_file() and (place / "checkpoints").is_dir():
@@ -59,55 +59,57 @@ def run_config_file(name: str) -> Path | None:
     return None
 
 
-def jobs_of(choice: TaskChoice) -> list[Job]:
-    """Return the episodes of a set, those of a task side by side.
+def jobs_of(eval_set: EvalTasks) -> list[Job]:
+    """Return the episodes of a set, those of a task next to each other.
 
-    Their seeds depend on set, task and sample alone, so two evaluations differ only by the policy and its sampling.
+    Seeds depend on set, task and sample alone: two evaluations differ only by the policy and its sampling.
     """
     return [
-        Job(task, episode_seed(0, "eval", choice.name, task.id, sample), f"{choice.prefix}{task.id}/{sample}")
-        for task in choice.tasks
-        for sample in range(choice.plan.n_samples)
+        Job(task, episode_seed(0, "eval", eval_set.name, task.id, sample), f"{eval_set.prefix}{task.id}/{sample}")
+        for task in eval_set.tasks
+        for sample in range(eval_set.plan.n_samples)
     ]
 
 
-async def evaluate(sets: Sequence[TaskChoice], runner: EpisodeRunner, on_done: OnDone | None = None) -> list[SetResult]:
+async def evaluate(sets: Sequence[EvalTasks], runner: EpisodeRunner, on_done: OnDone | None = None) -> list[SetResult]:
     """Run all sets at the same time, under the runner's one limit on concurrency.
 
     Args:
-        sets: as `choose_tasks` returns them.
-        runner: plays the episodes; how it samples each set says.
-        on_done: gets every rollout once it has its reward.
+        sets: from `load_eval_tasks`.
+        runner: runs the episodes, with the sampling parameters of each set.
+        on_done: called with every rollout once it has its reward.
 
     Raises:
         RunStopped: the failure policy stops the run over what failed.
 
     """
 
-    async def run(choice: TaskChoice) -> SetResult:
-        plan = choice.plan
+    async def run(eval_set: EvalTasks) -> SetResult:
+        plan = eval_set.plan
         sampling = runner.with_sampling(
             temperature=plan.temperature, top_p=plan.top_p, top_k=plan.top_k, max_new_tokens=plan.max_new_tokens
         )
-        rollouts = await sampling.run_many(jobs_of(choice), on_done)
-        return SetResult(choice, figures_of(rollouts, pass_reward=plan.pass_reward, by=plan.group_by), rollouts)
+        rollouts = await sampling.run_many(jobs_of(eval_set), on_done)
+        return SetResult(
+            eval_set, compute_metrics(rollouts, pass_reward=plan.pass_reward, group_by=plan.group_by), rollouts
+        )
 
     try:
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(run(choice)) for choice in sets]
+            running = [group.create_task(run(eval_set)) for eval_set in sets]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None  # the first ended the others
     return [task.result() for task in running]
 
 
 async def evaluate_policy(config: Config, console: Console, samples: Path | None = None) -> list[SetResult]:
-    """Start what an evaluation needs, run it, and return its results by set.
+    """Start engines and tool servers, evaluate, and return the results by set.
 
     Args:
-        config: what to evaluate, and on what.
-        console: where progress is shown.
-        samples: a ``.jsonl`` or ``.parquet`` file for the rollouts. They are written as they end, so that an evaluation
-            that does not come to its end leaves those it had, as JSON lines.
+        config: of the evaluation.
+        console: progress is printed to it.
+        samples: a ``.jsonl`` or ``.parquet`` file for the rollouts. Each is written when it ends, so that an interrupted
+            evaluation leaves the finished ones, as JSON lines.
 
     Raises:
         ConfigError: there is nothing to evaluate on, or the configuration does not fit.
@@ -117,7 +119,7 @@ async def evaluate_policy(config: Config, console: Console, samples: Path | None
     tasks = open_eval_tasks(config)
     sets = check_eval(config, tasks)
     model = resolve_model(config.model.path)
-    episodes = sum(len(choice.tasks) * choice.plan.n_samples for choice in sets)
+    episodes = sum(len(eval_set.tasks) * eval_set.plan.n_samples for eval_set in sets)
     file = RolloutFile(samples) if samples is not None else None
     with tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder, EpisodeProgress(console, episodes) as count:
 
@@ -136,9 +138,9 @@ async def evaluate_policy(config: Config, console: Console, samples: Path | None
 
 
 async def evaluate_watched(
-    sets: Sequence[TaskChoice], services: Services, interrupt: Interrupt, on_done: OnDone | None = None
+    sets: Sequence[EvalTasks], services: Services, interrupt: Interrupt, on_done: OnDone | None = None
 ) -> list[SetResult]:
-    """Evaluate on a running services. Ctrl-C ends it, and a server that dies ends it with the server's own error."""
+    """Evaluate with running services. Ctrl-C ends it; a server that dies ends it with the server's own error."""
     try:
         return await interrupt.guard(evaluate(sets, services.runner(), on_done), services.check)
     except AgentrlError:
@@ -147,14 +149,14 @@ async def evaluate_watched(
 
 
 def open_eval_tasks(config: Config) -> TaskSet:
-    """Return the taskset, or one without tasks where every set brings its own file and the configuration names none."""
+    """Return the configured taskset, or an empty one if every set has a file and the configuration names no taskset."""
     files = all(plan.path is not None for plan in config.eval.named_sets().values())
     if files and config.tasks.name is None and config.data.path is None:
         return NoTasks()
     return open_tasks(config)
 
 
-def check_eval(config: Config, tasks: TaskSet) -> list[TaskChoice]:
+def check_eval(config: Config, tasks: TaskSet) -> list[EvalTasks]:
     """Check everything about an evaluation that needs no server, and return its sets.
 
     Raises:
@@ -163,7 +165,7 @@ def check_eval(config: Config, tasks: TaskSet) -> list[TaskChoice]:
     """
     check_episodes(config)
     check_engine(config)
-    sets = choose_tasks(config, tasks)
+    sets = load_eval_tasks(config, tasks)
     if not sets:
         raise ConfigError("there is nothing to evaluate on: set data.eval_path, eval.path, eval.split or eval.sets")
     return sets

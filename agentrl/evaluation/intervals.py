@@ -12,7 +12,7 @@ Z95 = 1.959963984540054
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean and its 95% confidence interval, which fewer than two prompts do not give."""
+    """A mean and its 95% confidence interval; there is none for fewer than two prompts."""
 
     value: float
     """The mean."""
@@ -23,22 +23,22 @@ class Estimate:
 
     @property
     def ci95(self) -> float | None:
-        """What to write after ±: the distance to the farther end, so that ``value ± ci95`` holds the whole interval."""
+        """Distance to the farther end, so that ``value ± ci95`` contains the whole interval."""
         if self.low is None or self.high is None:
             return None
         return max(self.value - self.low, self.high - self.value)
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean, 0 of nothing."""
+    """Return the mean, 0 for no values."""
     return sum(values) / len(values) if values else 0.0
 
 
 def estimate(values_P_N: Sequence[Sequence[float]]) -> Estimate:
     """Return the mean of all values with its 95% interval: ``mean ± 1.96`` clustered standard errors.
 
-    Wilson's interval over the prompts takes their place where the values of every prompt are all 0 or all 1, as those of
-    rates with one sample a prompt are: the standard error of few such values is too small, and 0 where all are equal.
+    Wilson's interval over the prompts is used instead if the values of every prompt are all 0 or all 1, as for rates with
+    one sample a prompt: the standard error of few such values is too small, and 0 if all are equal.
 
     Args:
         values_P_N: for each prompt the values of its samples, at least one a prompt; prompts may differ in number.
@@ -56,7 +56,7 @@ def estimate(values_P_N: Sequence[Sequence[float]]) -> Estimate:
 
 
 def clustered_error(values_P_N: Sequence[Sequence[float]]) -> float:
-    """Return the standard error of the mean of all values where those of one prompt hang together.
+    """Return the standard error of the mean of all values, which are correlated within a prompt.
 
     With ``G`` prompts, ``n`` values in all, ``x̄`` their mean and ``i`` going over the values of a prompt ``g``::
 
@@ -81,7 +81,7 @@ def clustered_error(values_P_N: Sequence[Sequence[float]]) -> float:
 def wilson(successes: float, count: int) -> tuple[float, float]:
     """Return the 95% score interval of a rate (E. B. Wilson 1927, "Probable inference", J. Am. Stat. Assoc. 22:209).
 
-    Unlike ``p ± 1.96 √(p(1−p)/n)`` it stays within 0 and 1, and is not empty where all or none succeeded.
+    Unlike ``p ± 1.96 √(p(1−p)/n)`` it stays within 0 and 1, and is not empty if all or none succeeded.
     """
     rate, square = successes / count, Z95 * Z95
     middle = (rate + square / (2 * count)) / (1 + square / count)

@@ -1,4 +1,4 @@
-"""Figures of an evaluation set from its rollouts."""
+"""Metrics of an evaluation set, from its rollouts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def rollout_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """What some rollouts amount to."""
+class SetMetrics:
+    """Metrics of the rollouts of one set, or of the part of it with one metadata value."""
 
     prompts: int
     """Tasks."""
     episodes: int
-    """Rollouts, those that failed among them."""
+    """Rollouts, including failed ones."""
     failed: float
-    """Share of rollouts that failed. They count with what they had earned, mostly 0."""
+    """Share of rollouts that failed. Their reward counts as it is, mostly 0."""
     turns: float
     """Mean number of turns."""
     tokens: float
@@ -33,18 +33,20 @@ class Figures:
     means: dict[str, Estimate]
     """``reward``, then the environment's metrics (each over the rollouts that have it), then ``pass@k``."""
     stops: dict[str, float]
-    """Share of rollouts by why they ended."""
-    by: dict[str, Figures] = field(default_factory=dict)
-    """The same for the rollouts of each value of a metadata key: ``hops=2`` and its figures."""
+    """Share of rollouts by stop reason."""
+    groups: dict[str, SetMetrics] = field(default_factory=dict)
+    """Metrics of the rollouts with each value of a metadata key, by names such as ``hops=2``."""
 
 
-def figures_of(rollouts: Sequence[Rollout], *, pass_reward: float = 1.0, by: str | None = None) -> Figures:
-    """Return the figures of rollouts.
+def compute_metrics(
+    rollouts: Sequence[Rollout], *, pass_reward: float = 1.0, group_by: str | None = None
+) -> SetMetrics:
+    """Return the metrics of the rollouts of one set.
 
     Args:
-        rollouts: of one set; those of one prompt are its samples.
-        pass_reward: a rollout passes where its reward is at least this.
-        by: a key of the tasks' metadata to divide by as well.
+        rollouts: several of a prompt are its samples.
+        pass_reward: a rollout passes if its reward is at least this.
+        group_by: a key of the tasks' metadata; metrics are reported for each of its values too.
 
     """
     prompts = _by_prompt(rollouts)
@@ -56,7 +58,7 @@ def figures_of(rollouts: Sequence[Rollout], *, pass_reward: float = 1.0, by: str
     for k in pass_ks(min(samples for samples, _ in passed) if passed else 0):
         means[f"pass@{k}"] = estimate([[pass_at_k(samples, count, k)] for samples, count in passed])
     stops = Counter(rollout.stop_reason.value for rollout in rollouts)
-    return Figures(
+    return SetMetrics(
         prompts=len(prompts),
         episodes=len(rollouts),
         failed=mean([float(rollout.failure is not None) for rollout in rollouts]),
@@ -64,7 +66,7 @@ def figures_of(rollouts: Sequence[Rollout], *, pass_reward: float = 1.0, by: str
         tokens=mean([float(rollout.sampled_tokens) for rollout in rollouts]),
         means=means,
         stops={reason: count / len(rollouts) for reason, count in sorted(stops.items())},
-        by=_divided(rollouts, pass_reward, by) if by is not None else {},
+        groups=_grouped(rollouts, pass_reward, group_by) if group_by is not None else {},
     )
 
 
@@ -75,44 +77,44 @@ def _by_prompt(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     return list(prompts.values())
 
 
-def _divided(rollouts: Sequence[Rollout], pass_reward: float, by: str) -> dict[str, Figures]:
-    parts: dict[str, list[Rollout]] = {}
-    for rollout in sorted(rollouts, key=lambda rollout: _order(rollout.metadata.get(by))):
-        parts.setdefault(f"{by}={rollout.metadata.get(by)}", []).append(rollout)
-    return {name: figures_of(some, pass_reward=pass_reward) for name, some in parts.items()}
+def _grouped(rollouts: Sequence[Rollout], pass_reward: float, key: str) -> dict[str, SetMetrics]:
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in sorted(rollouts, key=lambda rollout: _order(rollout.metadata.get(key))):
+        groups.setdefault(f"{key}={rollout.metadata.get(key)}", []).append(rollout)
+    return {name: compute_metrics(some, pass_reward=pass_reward) for name, some in groups.items()}
 
 
 def _order(value: object) -> tuple[bool, float, str]:
-    """Order numbers as numbers and before all else: 10 hops come after 2."""
+    """Sort key: numbers by value and before everything else, so that 10 hops come after 2."""
     number = isinstance(value, int | float)
     return (not number, float(value) if isinstance(value, int | float) else 0.0, str(value))
 
 
-def flat(figures: Figures, prefix: str) -> dict[str, float]:
-    """Return figures as metrics: ``<prefix>reward``, ``<prefix>reward/ci95``, ``<prefix>reward/hops=2``, ….
+def flat(metrics: SetMetrics, prefix: str) -> dict[str, float]:
+    """Return one mapping of names to numbers: ``<prefix>reward``, ``<prefix>reward/ci95``, ``<prefix>reward/hops=2``, ….
 
-    The keys of `Figures` itself win over environment metrics of the same name.
+    The keys of `SetMetrics` itself take precedence over environment metrics of the same name.
     """
-    row = {f"{prefix}{key}": each.value for key, each in figures.means.items()}
-    row |= {f"{prefix}{key}/ci95": each.ci95 for key, each in figures.means.items() if each.ci95 is not None}
-    for value, part in figures.by.items():
+    row = {f"{prefix}{key}": each.value for key, each in metrics.means.items()}
+    row |= {f"{prefix}{key}/ci95": each.ci95 for key, each in metrics.means.items() if each.ci95 is not None}
+    for value, part in metrics.groups.items():
         row |= {f"{prefix}{key}/{value}": each.value for key, each in part.means.items()}
-    own = {key: float(getattr(figures, key)) for key in ("episodes", "failed", "turns", "tokens")}
+    own = {key: float(getattr(metrics, key)) for key in ("episodes", "failed", "turns", "tokens")}
     return row | {f"{prefix}{key}": value for key, value in own.items()}
 
 
-def nested(figures: Figures) -> dict[str, object]:
-    """Return figures as JSON-able data; an interval that could not be had is null."""
+def nested(metrics: SetMetrics) -> dict[str, object]:
+    """Return JSON-able data; the interval of fewer than two prompts is null."""
     return {
-        "prompts": figures.prompts,
-        "episodes": figures.episodes,
-        "failed": figures.failed,
-        "turns": figures.turns,
-        "tokens": figures.tokens,
+        "prompts": metrics.prompts,
+        "episodes": metrics.episodes,
+        "failed": metrics.failed,
+        "turns": metrics.turns,
+        "tokens": metrics.tokens,
         "means": {
             key: {"value": each.value, "ci95": each.ci95, "low": each.low, "high": each.high}
-            for key, each in figures.means.items()
+            for key, each in metrics.means.items()
         },
-        "stops": figures.stops,
-        "by": {value: nested(part) for value, part in figures.by.items()},
+        "stops": metrics.stops,
+        "by": {value: nested(part) for value, part in metrics.groups.items()},
     }

@@ -1,4 +1,4 @@
-"""What an evaluation gives."""
+"""Results of an evaluation, by set."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.core.types import Rollout
-from agentrl.evaluation.metrics import Figures, flat, nested
-from agentrl.evaluation.sets import TaskChoice
+from agentrl.evaluation.metrics import SetMetrics, flat, nested
+from agentrl.evaluation.sets import EvalTasks
 
 
 @dataclass(frozen=True, slots=True)
 class SetResult:
-    """One set, evaluated."""
+    """The result of one set."""
 
-    choice: TaskChoice
+    eval_set: EvalTasks
     """The tasks, and how they were sampled."""
-    figures: Figures
-    """What came of it."""
+    metrics: SetMetrics
+    """Its metrics."""
     rollouts: Sequence[Rollout]
-    """The samples, those of a task side by side."""
+    """The samples, those of a task next to each other."""
 
 
-def flat_figures(results: Sequence[SetResult]) -> dict[str, float]:
-    """Return all figures as metrics: ``eval/<figure>``, or ``eval/<set>/<figure>`` where the configuration names sets."""
-    return {key: value for result in results for key, value in flat(result.figures, result.choice.prefix).items()}
+def flat_metrics(results: Sequence[SetResult]) -> dict[str, float]:
+    """Return the metrics of all sets: ``eval/<metric>``, or ``eval/<set>/<metric>`` if the configuration names sets."""
+    return {key: value for result in results for key, value in flat(result.metrics, result.eval_set.prefix).items()}
 
 
 def report(results: Sequence[SetResult]) -> dict[str, object]:
-    """Return, by set, how it was sampled and all figures, JSON-able; the set without a name is ``eval``."""
+    """Return sampling parameters and metrics by set, JSON-able; the set without a name is ``eval``."""
     return {
-        result.choice.label: {
-            "source": result.choice.source,
-            "sampling": result.choice.plan.model_dump(mode="json", exclude={"split", "path", "size", "sets"}),
-            **nested(result.figures),
+        result.eval_set.label: {
+            "source": result.eval_set.source,
+            "sampling": result.eval_set.plan.model_dump(mode="json", exclude={"split", "path", "size", "sets"}),
+            **nested(result.metrics),
         }
         for result in results
     }

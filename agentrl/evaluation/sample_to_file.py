@@ -15,9 +15,9 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, RunStopped
 from agentrl.core.task import Task
 from agentrl.core.types import Rollout
-from agentrl.evaluation.metrics import figures_of
+from agentrl.evaluation.metrics import compute_metrics
 from agentrl.evaluation.result import SetResult
-from agentrl.evaluation.sets import TaskChoice
+from agentrl.evaluation.sets import EvalTasks
 from agentrl.evaluation.table import results_table
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.episode_progress import EpisodeProgress
@@ -124,5 +124,5 @@ def _summary(config: Config, plan: SamplePlan, rollouts: Sequence[Rollout]) -> S
         top_p=sampler.top_p,
         top_k=sampler.top_k,
     )
-    choice = TaskChoice("samples", sampling, (), f"--split {plan.split}")
-    return SetResult(choice, figures_of(rollouts, pass_reward=config.eval.pass_reward, by=None), rollouts)
+    eval_set = EvalTasks("samples", sampling, (), f"--split {plan.split}")
+    return SetResult(eval_set, compute_metrics(rollouts, pass_reward=config.eval.pass_reward, group_by=None), rollouts)

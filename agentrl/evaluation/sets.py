@@ -1,4 +1,4 @@
-"""Which tasks the sets of an evaluation have, and how each is sampled."""
+"""The sets of an evaluation: their tasks and sampling parameters."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from agentrl.data.tasks import read_tasks
 
 
 @dataclass(frozen=True, slots=True)
-class TaskChoice:
-    """One set of an evaluation."""
+class EvalTasks:
+    """One set of an evaluation, with its tasks."""
 
     name: str
-    """The set's name; empty where the configuration names none."""
+    """The set's name; empty if the configuration names none."""
     plan: EvalSet
-    """How to sample, whole: nothing is taken from elsewhere any more."""
+    """Its configuration, with the defaults of the section ``eval`` filled in."""
     tasks: Sequence[Task]
-    """The tasks, as many as the evaluation takes."""
+    """Its tasks, at most ``plan.size``."""
     source: str
-    """The split or the file they are from."""
+    """The split or the file of the tasks."""
 
     @property
     def prefix(self) -> str:
-        """What the set's metrics begin with."""
+        """Prefix of the set's metric names."""
         return f"eval/{self.name}/" if self.name else "eval/"
 
     @property
     def label(self) -> str:
-        """The set's name for people."""
+        """The set's name in output: ``eval`` if it has none."""
         return self.name or "eval"
 
     @property
     def described(self) -> str:
-        """The set in a line."""
+        """One line about the set."""
         return f"{self.label}: {len(self.tasks)} tasks of {self.source} x {self.plan.n_samples}, {self.decoding}"
 
     @property
     def decoding(self) -> str:
-        """How the set is sampled, in words."""
+        """Sampling parameters in words, such as ``temperature 1, top-p 0.9``."""
         plan = self.plan
         words = [f"temperature {plan.temperature:g}" if plan.temperature else "greedy"]
         words += [f"top-p {plan.top_p:g}"] if plan.top_p < 1 else []
@@ -50,24 +50,24 @@ class TaskChoice:
         return ", ".join(words)
 
 
-def choose_tasks(config: Config, tasks: TaskSet) -> list[TaskChoice]:
-    """Return the sets of an evaluation; none where the configuration names none and there is nothing to evaluate on.
+def load_eval_tasks(config: Config, tasks: TaskSet) -> list[EvalTasks]:
+    """Return the sets of an evaluation; none if the configuration names no set and there are no tasks.
 
     Raises:
-        ConfigError: a set is empty or smaller than the size it gives itself, or no task has its ``by``.
+        ConfigError: a set is empty or smaller than the size it gives itself, or no task has the metadata key ``group_by``.
 
     """
     if not config.eval.sets and not can_evaluate(config, tasks):
         return []
-    return [_choose(config, tasks, name, plan) for name, plan in config.eval.named_sets().items()]
+    return [_load(config, tasks, name, plan) for name, plan in config.eval.named_sets().items()]
 
 
 def can_evaluate(config: Config, tasks: TaskSet) -> bool:
-    """Return whether the set that ``eval`` itself describes has tasks: data files may come without an evaluation file."""
+    """Return whether the set of the section ``eval`` has tasks: data files may have no evaluation file."""
     return config.eval.path is not None or len(tasks.split(config.eval.split or config.tasks.eval_split)) > 0
 
 
-def _choose(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> TaskChoice:
+def _load(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> EvalTasks:
     key = f"eval.sets.{name}" if name else "eval"
     given = (config.eval.sets[name] if name else config.eval).model_fields_set
     source, found = _read(config, tasks, plan, key)
@@ -86,7 +86,7 @@ def _choose(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> TaskCho
                 f"which has: {', '.join(keys) or 'nothing'}"
             )
         plan = plan.model_copy(update={"group_by": None})
-    return TaskChoice(name, plan, chosen, source)
+    return EvalTasks(name, plan, chosen, source)
 
 
 def _read(config: Config, tasks: TaskSet, plan: EvalSet, key: str) -> tuple[str, Sequence[Task]]:
@@ -96,14 +96,14 @@ def _read(config: Config, tasks: TaskSet, plan: EvalSet, key: str) -> tuple[str,
     return f"the split {split!r}", tasks.split(split)
 
 
-def check_goals(config: Config, sets: Sequence[TaskChoice]) -> None:
-    """Refuse a ``train.stop_at`` that no evaluation could ever reach.
+def check_goals(config: Config, sets: Sequence[EvalTasks]) -> None:
+    """Check that an evaluation can reach ``train.stop_at``.
 
     Raises:
-        ConfigError: nothing is evaluated, or a key does not begin with the name of a set where there are several.
+        ConfigError: nothing is evaluated, or a key does not start with the name of a set although there are several.
 
     """
-    names = [choice.name for choice in sets if choice.name]
+    names = [eval_set.name for eval_set in sets if eval_set.name]
     for goal in config.train.stop_at:
         if not sets:
             raise ConfigError(
@@ -111,10 +111,10 @@ def check_goals(config: Config, sets: Sequence[TaskChoice]) -> None:
             )
         if names and goal.split("/")[0] not in names:
             raise ConfigError(
-                f"train.stop_at={{{goal}: …}}: with eval.sets a goal begins with a set's name, such as {names[0]}/{goal}"
+                f"train.stop_at={{{goal}: …}}: with eval.sets a goal starts with a set's name, such as {names[0]}/{goal}"
             )
 
 
-def reached(goals: dict[str, float], figures: dict[str, float]) -> bool:
-    """Return whether an evaluation's figures reach all goals of ``train.stop_at``; no goals are never reached."""
-    return bool(goals) and all(figures.get(f"eval/{key}", float("-inf")) >= aim for key, aim in goals.items())
+def reached(goals: dict[str, float], metrics: dict[str, float]) -> bool:
+    """Return whether an evaluation's metrics reach all goals of ``train.stop_at``; False if there are none."""
+    return bool(goals) and all(metrics.get(f"eval/{key}", float("-inf")) >= aim for key, aim in goals.items())

@@ -1,4 +1,4 @@
-"""Evaluation results for people: a table, and a line for the log of a run."""
+"""Evaluation results as a table, and as lines for the log of a run."""
 
 from __future__ import annotations
 
@@ -8,62 +8,62 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.evaluation.intervals import Estimate
-from agentrl.evaluation.metrics import Figures
+from agentrl.evaluation.metrics import SetMetrics
 from agentrl.evaluation.result import SetResult
 
 
 def results_table(results: Sequence[SetResult], title: str) -> Table:
-    """Return a table with a column a set and a row a figure; means with 95% intervals, those by metadata below them."""
+    """Return a table with one column per set and one row per metric: means with 95% intervals, then those by metadata."""
     table = Table(title=title, title_justify="left", header_style="bold")
-    table.add_column("figure")
+    table.add_column("metric")
     for result in results:
-        table.add_column(Text(result.choice.label), justify="right")
+        table.add_column(Text(result.eval_set.label), justify="right")
     for name, cells in _plan_rows(results):
         table.add_row(name, *cells, style="dim")
     table.add_section()
-    for key in _merged([list(result.figures.means) for result in results]):
-        table.add_row(Text(key), *(_cell(result.figures, key) for result in results))
-        for value in _merged([list(result.figures.by) for result in results]):
-            if any(key in result.figures.by[value].means for result in results if value in result.figures.by):
-                parts = [result.figures.by.get(value) for result in results]
-                table.add_row(Text(f"  {value}"), *(_cell(part, key) for part in parts), style="dim")
+    for key in _merged([list(result.metrics.means) for result in results]):
+        table.add_row(Text(key), *(_cell(result.metrics, key) for result in results))
+        for value in _merged([list(result.metrics.groups) for result in results]):
+            if any(key in result.metrics.groups[value].means for result in results if value in result.metrics.groups):
+                groups = [result.metrics.groups.get(value) for result in results]
+                table.add_row(Text(f"  {value}"), *(_cell(group, key) for group in groups), style="dim")
     table.add_section()
     for name, form in (("turns", "{:.2f}"), ("tokens", "{:.1f}"), ("failed", "{:.1%}")):
-        table.add_row(name, *(form.format(getattr(result.figures, name)) for result in results))
-    for reason in _merged([list(result.figures.stops) for result in results]):
-        cells = [f"{result.figures.stops.get(reason, 0.0):.1%}" for result in results]
+        table.add_row(name, *(form.format(getattr(result.metrics, name)) for result in results))
+    for reason in _merged([list(result.metrics.stops) for result in results]):
+        cells = [f"{result.metrics.stops.get(reason, 0.0):.1%}" for result in results]
         table.add_row(f"ended: {reason}", *cells)
     return table
 
 
 def _plan_rows(results: Sequence[SetResult]) -> list[tuple[str, list[str]]]:
     return [
-        ("tasks from", [result.choice.source.removeprefix("the ") for result in results]),
-        ("tasks x samples", [f"{result.figures.prompts} x {result.choice.plan.n_samples}" for result in results]),
-        ("sampling", [result.choice.decoding for result in results]),
+        ("tasks from", [result.eval_set.source.removeprefix("the ") for result in results]),
+        ("tasks x samples", [f"{result.metrics.prompts} x {result.eval_set.plan.n_samples}" for result in results]),
+        ("sampling", [result.eval_set.decoding for result in results]),
     ]
 
 
 def _merged(lists: Sequence[Sequence[str]]) -> list[str]:
-    """Return the items of all lists once, in the order they are first met."""
+    """Return the items of all lists once, in order of first appearance."""
     return list(dict.fromkeys(item for each in lists for item in each))
 
 
-def _cell(figures: Figures | None, key: str) -> str:
-    return format_estimate(figures.means[key]) if figures is not None and key in figures.means else "–"
+def _cell(metrics: SetMetrics | None, key: str) -> str:
+    return format_estimate(metrics.means[key]) if metrics is not None and key in metrics.means else "–"
 
 
 def format_estimate(each: Estimate) -> str:
-    """Return ``0.512 ±0.031``."""
+    """Return a mean with its interval, such as ``0.512 ±0.031``."""
     return f"{each.value:.3f}" + (f" ±{each.ci95:.3f}" if each.ci95 is not None else "")
 
 
 def results_lines(results: Sequence[SetResult]) -> list[str]:
-    """Return a line a set: its means with their intervals, those by metadata left out."""
+    """Return one line per set: its means with their intervals, without those by metadata."""
     lines = []
     for result in results:
-        cells = [f"{key} {format_estimate(each)}" for key, each in result.figures.means.items()]
-        if result.figures.failed:
-            cells.append(f"failed {result.figures.failed:.1%}")
-        lines.append("  ".join([result.choice.name, *cells] if result.choice.name else cells))
+        cells = [f"{key} {format_estimate(each)}" for key, each in result.metrics.means.items()]
+        if result.metrics.failed:
+            cells.append(f"failed {result.metrics.failed:.1%}")
+        lines.append("  ".join([result.eval_set.name, *cells] if result.eval_set.name else cells))
     return lines

@@ -88,13 +88,13 @@ def _train(
             if share >= 1 or interrupted.is_set():
                 break
             batch.lr_scale = 1 - (1 - config.sft.lr_end) * share
-            figures = batch.metrics | learner.train_step(batch)
+            step_metrics = batch.metrics | learner.train_step(batch)
             step += 1
             spent = time.perf_counter() - start
-            figures |= {"time/step_s": time.perf_counter() - begin, "time/spent_s": spent}
-            metrics.write(step, figures)
+            step_metrics |= {"time/step_s": time.perf_counter() - begin, "time/spent_s": spent}
+            metrics.write(step, step_metrics)
             if step % SHOWN_EVERY == 0 or step == config.sft.steps:
-                console.print(_line(config, step, spent, figures), highlight=False)
+                console.print(_line(config, step, spent, step_metrics), highlight=False)
     return step, interrupted.is_set()
 
 
@@ -115,10 +115,11 @@ def _interrupts() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def _line(config: Config, step: int, spent: float, figures: dict[str, float]) -> str:
+def _line(config: Config, step: int, spent: float, step_metrics: dict[str, float]) -> str:
     return (
-        f"step {step}/{config.sft.steps}  loss {figures['train/loss']:.4f}  expert's reward {figures['sft/reward']:.3f}  "
-        f"tokens/s {figures['batch/tokens'] / figures['time/step_s']:,.0f}  {spent:.0f} s"
+        f"step {step}/{config.sft.steps}  loss {step_metrics['train/loss']:.4f}  "
+        f"expert's reward {step_metrics['sft/reward']:.3f}  "
+        f"tokens/s {step_metrics['batch/tokens'] / step_metrics['time/step_s']:,.0f}  {spent:.0f} s"
     )
 
 

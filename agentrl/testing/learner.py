@@ -35,7 +35,7 @@ class FakeLearner:
         self.batches: list[GlobalBatch] = []
         self.steps = 0
         self.closed = False
-        self.asleep = False
+        self.sleeping = False
         self._named = dict(weights or {})
         self._exporter: WeightExporter | None = None
         self._metrics = dict(metrics or {"loss": 0.0})
@@ -81,12 +81,12 @@ class FakeLearner:
         self._weights().leave_group()
 
     def sleep(self) -> None:
-        """Note it in ``asleep``."""
-        self.asleep = True
+        """Note it in ``sleeping``."""
+        self.sleeping = True
 
     def wake(self) -> None:
-        """Note it in ``asleep``."""
-        self.asleep = False
+        """Note it in ``sleeping``."""
+        self.sleeping = False
 
     def _weights(self) -> WeightExporter:
         if self._exporter is None:
@@ -97,7 +97,7 @@ class FakeLearner:
         return self._exporter
 
     def _check_awake(self) -> None:
-        if self.asleep:
+        if self.sleeping:
             raise LearnerError("the learner sleeps; wake it first")
 
     def save(self, folder: Path) -> None:

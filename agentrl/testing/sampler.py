@@ -1,4 +1,4 @@
-"""A sampler that says what a script tells it to."""
+"""A sampler with scripted answers."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One request that a `ScriptedSampler` got."""
+class RecordedRequest:
+    """A request to a `ScriptedSampler`."""
 
     prompt: Prompt
-    """What is to be continued."""
+    """Token ids to continue."""
     params: SamplingParams
-    """How to sample."""
+    """Sampling parameters."""
     session_id: str
-    """The episode's session."""
+    """Id of the episode's session."""
     request_id: str
-    """The request."""
+    """Id of the request."""
     turn: int
-    """Which request of its session this is, from 0."""
+    """Index of the request in its session, from 0."""
     policy: str = "main"
-    """Which policy was asked."""
+    """Name of the requested policy."""
 
 
 Answer = str | Sequence[int] | Exception
-"""Text to encode, ids to give as they are, or an error to raise."""
+"""Text to encode, token ids, or an error to raise."""
 
-Script = Callable[[Asked], Answer] | Sequence[Answer] | Mapping[str, Sequence[Answer]]
+Script = Callable[[RecordedRequest], Answer] | Sequence[Answer] | Mapping[str, Sequence[Answer]]
 """A function, or the answers of a session's turns in order (for all sessions alike, or by session id)."""
 
 
 class ScriptedSampler:
     """Implements `agentrl.core.sampler.Sampler` without a model.
 
-    A text that ends with none of the request's stop strings gets the end token, as a policy would have to say it.
-    Log-probabilities are drawn from a generator seeded by session and turn: they do not depend on who asks first.
+    The end token is appended to a text that does not end with one of the request's stop strings, as a policy would have to
+    sample it. Log-probabilities are drawn from a generator seeded by session and turn: they do not depend on the order of
+    requests.
 
     Example::
 
@@ -59,22 +60,22 @@ class ScriptedSampler:
         seed: int = 0,
         gate: asyncio.Event | None = None,
     ) -> None:
-        """Follow ``script``.
+        """Answer requests from ``script``.
 
         Args:
-            script: what to say.
-            encode: turns text answers into ids; needed where the script holds text.
+            script: the answers.
+            encode: turns text answers into ids; needed if the script has text.
             end_token_id: ends text answers without a stop string; None adds nothing.
-            version: the policy version that samples; may be set anew at any time.
+            version: the policy version of the answers; may be changed at any time.
             seed: seed of the log-probabilities.
-            gate: requests wait for this event; one that is aborted meanwhile gives the first half of its tokens.
+            gate: requests wait for this event; a request that is aborted meanwhile returns the first half of its tokens.
         """
         self.version = version
         self.gate = gate
-        self.asked: list[Asked] = []
+        self.requests: list[RecordedRequest] = []
         self.closed: list[str] = []
         self.running = 0
-        self.most_running = 0
+        self.max_running = 0
         self._script = script
         self._encode = encode
         self._end_token_id = end_token_id
@@ -85,22 +86,22 @@ class ScriptedSampler:
     async def generate(
         self, prompt: Prompt, params: SamplingParams, *, session_id: str, request_id: str, policy: str = "main"
     ) -> Generation:
-        """Answer as the script says.
+        """Return the script's answer.
 
         Raises:
-            Exception: the script holds one in this place.
+            Exception: the script has one as this answer.
             AssertionError: the script has no answer left for this session.
         """
-        asked = Asked(prompt, params, session_id, request_id, self._turns[session_id], policy)
+        request = RecordedRequest(prompt, params, session_id, request_id, self._turns[session_id], policy)
         self._turns[session_id] += 1
-        self.asked.append(asked)
+        self.requests.append(request)
         self.running += 1
-        self.most_running = max(self.most_running, self.running)
+        self.max_running = max(self.max_running, self.running)
         try:
             aborted = await self._wait(request_id)
         finally:
             self.running -= 1
-        return self._generation(asked, aborted)
+        return self._generation(request, aborted)
 
     async def _wait(self, request_id: str) -> bool:
         if self.gate is None:
@@ -116,26 +117,28 @@ class ScriptedSampler:
             del self._aborts[request_id]
         return abort.is_set()
 
-    def _generation(self, asked: Asked, aborted: bool) -> Generation:
-        answer = self._answer(asked)
+    def _generation(self, request: RecordedRequest, aborted: bool) -> Generation:
+        answer = self._answer(request)
         if isinstance(answer, Exception):
             raise answer
-        ids = self._ids(answer, asked.params)
+        ids = self._ids(answer, request.params)
         reason = FinishReason.STOP
         if aborted:
             ids, reason = ids[: len(ids) // 2], FinishReason.ABORT
-        elif len(ids) > asked.params.max_new_tokens:
-            ids, reason = ids[: asked.params.max_new_tokens], FinishReason.LENGTH
-        rng = np.random.default_rng([self._seed, zlib.crc32(asked.session_id.encode()), asked.turn])
+        elif len(ids) > request.params.max_new_tokens:
+            ids, reason = ids[: request.params.max_new_tokens], FinishReason.LENGTH
+        rng = np.random.default_rng([self._seed, zlib.crc32(request.session_id.encode()), request.turn])
         logprobs = tuple(rng.uniform(-2.0, 0.0, len(ids)).tolist())
-        return Generation(ids, logprobs, reason, ((0, self.version),), 0, asked.request_id)
+        return Generation(ids, logprobs, reason, ((0, self.version),), 0, request.request_id)
 
-    def _answer(self, asked: Asked) -> Answer:
+    def _answer(self, request: RecordedRequest) -> Answer:
         if callable(self._script):
-            return self._script(asked)
-        script = self._script[asked.session_id] if isinstance(self._script, Mapping) else self._script
-        assert asked.turn < len(script), f"the script has {len(script)} answers; session {asked.session_id} wants more"
-        return script[asked.turn]
+            return self._script(request)
+        script = self._script[request.session_id] if isinstance(self._script, Mapping) else self._script
+        assert request.turn < len(script), (
+            f"the script has {len(script)} answers; session {request.session_id} wants more"
+        )
+        return script[request.turn]
 
     def _ids(self, answer: str | Sequence[int], params: SamplingParams) -> tuple[int, ...]:
         if not isinstance(answer, str):
@@ -146,10 +149,10 @@ class ScriptedSampler:
         return ids if ends else (*ids, int(self._end_token_id or 0))
 
     async def abort(self, request_id: str) -> None:
-        """Stop a request that waits for the gate; any other is over already."""
+        """Stop a request that waits for the gate; all others have ended."""
         if request_id in self._aborts:
             self._aborts[request_id].set()
 
     async def close_session(self, session_id: str) -> None:
-        """Note the session in ``closed``."""
+        """Append the session to ``closed``."""
         self.closed.append(session_id)

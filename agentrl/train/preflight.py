@@ -11,7 +11,7 @@ from agentrl.cluster.ray_address import running_address
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.core.task import Task, TaskSet
-from agentrl.evaluation.sets import TaskChoice, check_goals, choose_tasks
+from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
 from agentrl.models.reference_policy import check_reference, resolve_reference
 from agentrl.models.resolve import has_chat_template, resolve_model
 from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
@@ -56,11 +56,11 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     check_episodes(config)
     warm = warm_start_config(config, Path())
     tasks = "not there yet"
-    sets: list[TaskChoice] | None = None
+    sets: list[EvalTasks] | None = None
     with _listed(missing):
         source = open_tasks(config)
         tasks = f"{len(_train_tasks(config, source))} to train on"
-        sets = choose_tasks(config, source)
+        sets = load_eval_tasks(config, source)
         check_goals(config, sets)
     with _listed(missing):
         check_tools(config)
@@ -119,9 +119,7 @@ def _check_template(config: Config, model: Path) -> str:
     return check_template(load_tokenizer(model), config.render).summary()
 
 
-def _describe(
-    config: Config, tasks: str, model: Path | None, sets: list[TaskChoice] | None, template: str
-) -> list[str]:
+def _describe(config: Config, tasks: str, model: Path | None, sets: list[EvalTasks] | None, template: str) -> list[str]:
     rollout, plan, sampler = config.rollout, config.train, config.sampler
     source = config.data.path or config.tasks.name or "of the environment"
     where = f" ({model})" if model is not None else ""
@@ -145,7 +143,7 @@ def _describe(
         lines["generate"] = rollout.generate
     every = f"every {plan.eval_every} steps" if plan.eval_every else "after the last step"
     if sets:
-        evaluation = [f"{every}: {choice.described}" for choice in sets]
+        evaluation = [f"{every}: {eval_set.described}" for eval_set in sets]
     elif sets is None:
         evaluation = [every]
     else:

@@ -15,7 +15,7 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, RunStopped
 from agentrl.core.types import Provenance, Rollout
 from agentrl.evaluation.result import SetResult
-from agentrl.evaluation.sets import TaskChoice
+from agentrl.evaluation.sets import EvalTasks
 from agentrl.learner.base import LearnerGroup
 from agentrl.models.load import load_tokenizer
 from agentrl.models.resolve import resolve_model
@@ -100,7 +100,7 @@ class Replay:
         return self.check.renderer.pad_token_id
 
     @property
-    def eval_sets(self) -> Sequence[TaskChoice]:
+    def eval_sets(self) -> Sequence[EvalTasks]:
         """Return no sets: there is no engine to evaluate with."""
         return ()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agentrl.cluster.ray_address import learner_device
 from agentrl.config.schema import Config
-from agentrl.evaluation.sets import choose_tasks
+from agentrl.evaluation.sets import load_eval_tasks
 from agentrl.inference.launch.launcher import EngineSpec, Launcher
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.runtime.checks import open_tasks
@@ -61,7 +61,7 @@ async def open_sampling(
         sync=sync,
         recorder=recorder,
         interrupt=interrupt,
-        eval_sets=choose_tasks(config, tasks),
+        eval_sets=load_eval_tasks(config, tasks),
         # An offloaded learner has no GPU memory that an engine could open.
         restart_sync=_weight_sync(config, folder, "tensor") if config.weights.transport == "ipc" else None,
     )

@@ -15,7 +15,7 @@ from agentrl.core.types import Rollout
 from agentrl.episode.runner import EpisodeRunner
 from agentrl.evaluation.evaluate import evaluate_watched
 from agentrl.evaluation.result import SetResult
-from agentrl.evaluation.sets import TaskChoice
+from agentrl.evaluation.sets import EvalTasks
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup
 from agentrl.obs.progress import Stopwatch
@@ -47,7 +47,7 @@ class RolloutSource(Protocol):
         ...
 
     @property
-    def eval_sets(self) -> Sequence[TaskChoice]:
+    def eval_sets(self) -> Sequence[EvalTasks]:
         """The evaluation sets; without any nothing is evaluated."""
         ...
 
@@ -95,7 +95,7 @@ class Sampling:
     sync: WeightSync
     recorder: RolloutRecorder
     interrupt: Interrupt
-    eval_sets: Sequence[TaskChoice] = ()
+    eval_sets: Sequence[EvalTasks] = ()
     """The evaluation sets."""
     restart_sync: WeightSync | None = None
     """Syncs weights to restarted engines, if ``sync`` cannot while the learner is offloaded."""

@@ -14,7 +14,7 @@ from agentrl.batch.groups import group_rollouts
 from agentrl.config.schema import Config
 from agentrl.core.errors import AgentrlError
 from agentrl.core.types import Rollout
-from agentrl.evaluation.result import flat_figures
+from agentrl.evaluation.result import flat_metrics
 from agentrl.evaluation.sets import reached
 from agentrl.evaluation.table import results_lines
 from agentrl.learner.base import LearnerGroup
@@ -143,7 +143,7 @@ class Trainer:
         self.view.phase(f"evaluate 0/{total}")
         with waiting(PHASE, f"step {self.step}", "evaluation"):
             results = await self.source.evaluate(count)
-        self.evaluation = flat_figures(results) | {"time/eval_s": time.perf_counter() - start}
+        self.evaluation = flat_metrics(results) | {"time/eval_s": time.perf_counter() - start}
         self.metrics.write(self.step, self.evaluation)
         for line in results_lines(results):
             self.view.note(f"evaluation after step {self.step}: {line}")

@@ -80,7 +80,7 @@ def test_the_samples_are_those_the_figures_are_of(evaluated: tuple[Path, str]) -
 def test_the_table_shows_the_sets_side_by_side(evaluated: tuple[Path, str]) -> None:
     _, output = evaluated
     assert "evaluating: 40 episodes" in output
-    [head] = [line for line in output.splitlines() if "figure" in line]
+    [head] = [line for line in output.splitlines() if "metric" in line]
     assert all(name in head for name in ("sampled", "greedy", "file"))
     [row] = [line for line in output.splitlines() if "exact_match" in line]
     assert row.count("±") == 3

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from agentrl.bench.weights import RandomLearner, SyncFigures, WeightsBench, measure_weights
+from agentrl.bench.weights import RandomLearner, SyncTimes, WeightsBench, measure_weights
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError
 from agentrl.models.random_models import SHAPES
@@ -41,8 +41,8 @@ def test_weights_are_random_and_the_same_for_a_seed() -> None:
 
 
 def test_the_rate_leaves_gathering_out() -> None:
-    figures = SyncFigures("tiny", "disk", 1, bytes=100, seconds=4.0, gather_s=1.0, send_s=2.0, plain=None)
-    assert figures.rate == 50.0
+    times = SyncTimes("tiny", "disk", 1, bytes=100, seconds=4.0, gather_s=1.0, send_s=2.0, plain=None)
+    assert times.rate == 50.0
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,9 @@ def test_subagents_beside_each_other_are_rows_of_one_rollout(renderer):
     assert [row.fork for row in rollout.rows] == [None, BRANCH, BRANCH]
     assert [turn.action for turn in rollout.turns] == ["e/0", "e/1", "e/branch-0/0", "e/branch-1/0"]
     assert rollout.turns[1].reward == rollout.reward == 1.0
-    assert {asked.session_id for asked in sampler.asked} == {"e"}
+    assert {asked.session_id for asked in sampler.requests} == {"e"}
     assert sampler.closed == ["e"]
-    assert len({asked.params.seed for asked in sampler.asked}) == 4
+    assert len({asked.params.seed for asked in sampler.requests}) == 4
 
 
 def test_branches_share_what_was_said_before_and_it_is_trained_once(renderer):
@@ -138,7 +138,7 @@ def test_branches_share_what_was_said_before_and_it_is_trained_once(renderer):
     assert (first.token_ids[: len(shared)][shared] == second.token_ids[shared]).all()
     assert (first.fork, second.fork) == (None, BRANCH)
     assert [turn.action for turn in rollout.turns] == ["e/0", "e/branch-0/0", "e/branch-1/0"]
-    assert sampler.asked[1].prompt.token_ids[: len(first.token_ids)] != ()
+    assert sampler.requests[1].prompt.token_ids[: len(first.token_ids)] != ()
 
 
 def test_the_same_tokens_sampled_twice_are_two_samples(renderer):
@@ -204,7 +204,7 @@ def test_a_summary_replaces_the_conversation_when_the_context_is_full(renderer):
     assert all(len(row.token_ids) <= 190 for row in rollout.rows)
     assert rollout.stop_reason is StopReason.MAX_TURNS
     assert len(rollout.turns) == 12
-    prompts = [renderer.decode(asked.prompt.token_ids) for asked in sampler.asked]
+    prompts = [renderer.decode(asked.prompt.token_ids) for asked in sampler.requests]
     assert sum("so far" in prompt for prompt in prompts) > 1
 
 
@@ -227,8 +227,8 @@ def test_rewriting_keeps_what_was_said_and_drops_what_was_not_yet_read(renderer)
     assert texts(renderer, rollout) == ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"]
     assert [row.fork for row in rollout.rows] == [None, CONTEXT, CONTEXT]
     assert [(turn.action, turn.observation) for turn in rollout.turns] == [("one", "new"), ("two", ""), ("three", "")]
-    assert not any("never" in renderer.decode(asked.prompt.token_ids) for asked in sampler.asked)
-    assert sampler.asked[1].prompt == sampler.asked[2].prompt
+    assert not any("never" in renderer.decode(asked.prompt.token_ids) for asked in sampler.requests)
+    assert sampler.requests[1].prompt == sampler.requests[2].prompt
 
 
 def test_turns_of_branches_count_and_their_context_is_their_own(renderer):
@@ -368,7 +368,7 @@ def test_an_environment_rewrites_the_conversation(renderer):
     ]
     assert rollout.reward == 0.75
     assert [turn.reward for turn in rollout.turns] == [0, 0.5, 0, 0.25, 0]
-    assert renderer.render((Message("user", "words: one two"),), (count,)) == sampler.asked[2].prompt
+    assert renderer.render((Message("user", "words: one two"),), (count,)) == sampler.requests[2].prompt
     check_env(Summing)
 
 
@@ -469,7 +469,7 @@ def test_whatever_is_branched_and_rewritten_each_token_is_trained_once(renderer,
         return ["a", "ab", "b", ""][sum(map(ord, asked.request_id)) % 4]
 
     rollout, sampler = play(forgetful if forgets else renderer, script, generate, max_turns=9)
-    assert len(rollout.turns) == len(sampler.asked) <= 9
+    assert len(rollout.turns) == len(sampler.requests) <= 9
 
 
 OPS = st.lists(

@@ -180,7 +180,7 @@ def test_a_search_loop_gives_the_environments_samples_token_for_token(renderer, 
     expected, asked, searched = play(renderer, script, None, seed=seed, env=env, **limits)
     rollouts, sampler, client = play(renderer, script, search_r1_loop(**options), seed=seed, **limits)
     assert [plain(rollout) for rollout in rollouts] == [plain(rollout) for rollout in expected]
-    assert sampler.asked == asked.asked
+    assert sampler.requests == asked.requests
     assert sampler.closed == asked.closed
     assert client.calls == searched.calls
     assert client.closed == searched.closed
@@ -197,7 +197,7 @@ def test_the_loop_and_the_environment_retry_alike(renderer):
         assert rollout.failure.kind is FailureKind.TOOL
         assert rollout.dropped
         assert rollout.stop_reason is StopReason.FAILED
-        assert [asked.request_id for asked in sampler.asked] == ["e/0", "e~1/0", "e~2/0"]
+        assert [asked.request_id for asked in sampler.requests] == ["e/0", "e~1/0", "e~2/0"]
         assert client.closed == sampler.closed == ["e", "e~1", "e~2"]
         outcomes.append(plain(rollout)["rows"])
     assert outcomes[0] == outcomes[1]
@@ -236,7 +236,7 @@ def test_several_chats_are_several_rollouts_of_one_group(renderer):
     assert rollouts[0].label == ["Remu"]
     assert sorted(map(id, done)) == sorted(map(id, rollouts))
     assert sorted(sampler.closed) == ["e0", "e0.1", "e1", "e1.1"]
-    assert len({asked.params.seed for asked in sampler.asked}) == 4
+    assert len({asked.params.seed for asked in sampler.requests}) == 4
 
 
 def test_a_chats_own_tools(renderer):
@@ -261,7 +261,7 @@ def test_a_chats_own_tools(renderer):
         "there is no tool 'treble'; there are: double, search",
         "",
     ]
-    assert "<|im_start|>tool\n8<|im_end|>" in renderer.decode(sampler.asked[1].prompt.token_ids)
+    assert "<|im_start|>tool\n8<|im_end|>" in renderer.decode(sampler.requests[1].prompt.token_ids)
     assert rollout.stop_reason is StopReason.TERMINATED
 
 
@@ -301,7 +301,7 @@ async def talk(task, agent):
 def test_the_limit_of_tokens(renderer):
     size = len(renderer.render(TASK.prompt).token_ids)
     (rollout,), sampler, _ = play(renderer, ["abcdefgh"], talk, max_tokens=size + 3)
-    assert sampler.asked[0].params.max_new_tokens == 3
+    assert sampler.requests[0].params.max_new_tokens == 3
     assert rollout.stop_reason is StopReason.MAX_TOKENS
     assert len(rollout.rows[0].token_ids) == size + 3
     assert rollout.reward == 0.5
@@ -320,7 +320,7 @@ class Slow(ScriptedSampler):
     aborted = ()
 
     async def generate(self, prompt, params, **names):
-        if len(self.asked) == 1:
+        if len(self.requests) == 1:
             await asyncio.sleep(60)
         return await super().generate(prompt, params, **names)
 
@@ -370,7 +370,7 @@ def test_cancelling_aborts_and_closes(renderer):
     async def run():
         runner, sampler, _ = build(renderer, ["a"], talk, cls=Slow)
         running = asyncio.ensure_future(runner.run_many([Job(TASK, 1, "e")]))
-        while len(sampler.asked) < 1 or sampler.running:  # noqa: ASYNC110
+        while len(sampler.requests) < 1 or sampler.running:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.02)
         running.cancel()

@@ -153,11 +153,11 @@ def test_an_episode_from_prompt_to_reward(renderer):
     assert set(row.versions[row.mask == 1].tolist()) == {7}
     assert row.request_ids == ("e/0", "e/1")
     assert rollout.sampled_tokens == int(row.mask.sum()) == 7
-    first, second = sampler.asked
+    first, second = sampler.requests
     assert second.prompt.token_ids[: len(first.prompt.token_ids)] == first.prompt.token_ids
     assert tuple(row.token_ids[: len(second.prompt.token_ids)].tolist()) == second.prompt.token_ids
     assert renderer.decode(first.prompt.token_ids) == rollout.prompt
-    assert {asked.session_id for asked in sampler.asked} == {"e"}
+    assert {asked.session_id for asked in sampler.requests} == {"e"}
     assert sampler.closed == ["e"]
 
 
@@ -183,7 +183,7 @@ def test_max_turns_keeps_the_latest_metrics(renderer):
 def test_max_tokens_shrinks_the_last_turn(renderer):
     size = len(renderer.render(task().prompt).token_ids)
     rollout, sampler = play(renderer, ["abcdefgh"], max_tokens=size + 3)
-    assert sampler.asked[0].params.max_new_tokens == 3
+    assert sampler.requests[0].params.max_new_tokens == 3
     assert rollout.stop_reason is StopReason.MAX_TOKENS
     assert [turn.action for turn in rollout.turns] == ["abc"]  # cut by the length, and stepped all the same
     assert rollout.metrics == {"words": 1.0}
@@ -204,7 +204,7 @@ def test_max_seconds_aborts_the_request_and_keeps_earlier_turns(renderer):
         aborted = ()
 
         async def generate(self, prompt, params, **names):
-            if len(self.asked) == 1:
+            if len(self.requests) == 1:
                 await asyncio.sleep(60)
             return await super().generate(prompt, params, **names)
 
@@ -221,7 +221,7 @@ def test_max_seconds_aborts_the_request_and_keeps_earlier_turns(renderer):
 
 def test_stop_strings_and_the_end_token_end_turns(renderer):
     rollout, sampler = play(renderer, ["x!", "done!"], Searcher, clients={"search": Client()})
-    params = sampler.asked[0].params
+    params = sampler.requests[0].params
     assert params.stop == ("!",)
     assert params.stop_token_ids == (renderer.end_token_id,)
     assert rollout.stop_reason is StopReason.TERMINATED
@@ -235,7 +235,7 @@ def test_calls_of_a_turn_run_at_once_and_their_answers_are_inline(renderer):
     assert rollout.reward == 1.25
     assert rollout.turns[0].observation == "[ok:e:0][ok:e:1]"
     assert rollout.turns[0].reward == 1.25
-    asked = sampler.asked[1].prompt.token_ids
+    asked = sampler.requests[1].prompt.token_ids
     assert renderer.decode(asked).endswith("assistant\nx![ok:e:0][ok:e:1]")
 
 
@@ -265,7 +265,7 @@ def test_a_tool_server_that_fails_is_retried_then_dropped(renderer, client):
     assert rollout.failure is not None
     assert rollout.failure.kind is FailureKind.TOOL
     assert rollout.dropped
-    assert [asked.request_id for asked in sampler.asked] == ["e/0", "e~1/0", "e~2/0"]
+    assert [asked.request_id for asked in sampler.requests] == ["e/0", "e~1/0", "e~2/0"]
     assert client.closed == sampler.closed == ["e", "e~1", "e~2"]
 
 
@@ -301,7 +301,7 @@ def test_calls_of_one_turn_run_side_by_side_and_come_back_in_order(renderer):
     assert ended == ["third", "first"]
     fault = 'the call is not a JSON object with a "name"'
     assert rollout.turns[0].observation == f"first is here{fault}third is here"
-    prompt = renderer.decode(sampler.asked[1].prompt.token_ids)
+    prompt = renderer.decode(sampler.requests[1].prompt.token_ids)
     assert prompt.index("first is here") < prompt.index(fault) < prompt.index("third is here")
 
 
@@ -321,7 +321,7 @@ def test_the_environments_own_tools_are_run_for_the_policy(renderer):
     assert rollout.turns[1].observation.startswith("the call is not valid JSON: Expecting value")
     assert rollout.turns[2].observation == "there is no tool 'treble'; there are: double"
     assert rollout.metrics == {"words": 1.0}
-    assert "<|im_start|>tool\n8<|im_end|>" in renderer.decode(sampler.asked[1].prompt.token_ids)
+    assert "<|im_start|>tool\n8<|im_end|>" in renderer.decode(sampler.requests[1].prompt.token_ids)
     assert len(rollout.rows) == 1
 
 
@@ -362,7 +362,7 @@ def test_the_failure_policy_decides(renderer, action):
     assert rollout.failure is not None
     assert rollout.failure.message == "Guess.step raised ZeroDivisionError: by zero"
     assert rollout.dropped == (action != "train")
-    assert len(sampler.asked) == (4 if action == "retry" else 2)
+    assert len(sampler.requests) == (4 if action == "retry" else 2)
     assert rollout.reward == 0.5
     assert rollout.metrics == {"words": 1.0}
 
@@ -419,7 +419,7 @@ def test_concurrency_is_bounded_and_order_kept(renderer):
     rollouts = asyncio.run(runner.run_many(jobs, done.append))
     assert [rollout.rollout_id for rollout in rollouts] == [job.rollout_id for job in jobs]
     assert sorted(map(id, done)) == sorted(map(id, rollouts))
-    assert 1 < sampler.most_running <= 5
+    assert 1 < sampler.max_running <= 5
 
 
 def test_cancelling_aborts_requests_and_closes_sessions(renderer):
@@ -464,7 +464,7 @@ def test_request_seeds_depend_on_the_request_alone(renderer):
         sampling = SamplingParams(max_new_tokens=8, seed=run_seed)
         runner, sampler = build(renderer, ["a", "done"], sampling=sampling, concurrency=concurrency)
         asyncio.run(runner.run_many([Job(task(i), i, f"e{i}") for i in range(4)]))
-        return {asked.request_id: asked.params.seed for asked in sampler.asked}
+        return {asked.request_id: asked.params.seed for asked in sampler.requests}
 
     first = seeds(0, 4)
     assert first == seeds(0, 1)
@@ -561,6 +561,6 @@ def test_an_episode_goes_on_from_its_state(renderer):
 def test_the_runners_own_cpu_time_a_turn(renderer):
     """The target is 1 ms; the bound is wider, for a busy machine."""
     runner, sampler = build(renderer, lambda asked: "done" if asked.turn == 3 else "word " * 8, concurrency=64)
-    figures = asyncio.run(bench_rollout(runner, [Job(task(i), i, f"e{i}") for i in range(64)]))
-    assert figures.turns == len(sampler.asked) == 256
-    assert 0 < figures.loop_ms_per_turn <= figures.cpu_ms_per_turn < 4
+    times = asyncio.run(bench_rollout(runner, [Job(task(i), i, f"e{i}") for i in range(64)]))
+    assert times.turns == len(sampler.requests) == 256
+    assert 0 < times.loop_ms_per_turn <= times.cpu_ms_per_turn < 4

@@ -16,9 +16,9 @@ from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner
 from agentrl.evaluation.evaluate import evaluate, jobs_of
-from agentrl.evaluation.result import SetResult, flat_figures
-from agentrl.evaluation.sets import TaskChoice
-from agentrl.testing import Asked, ScriptedSampler
+from agentrl.evaluation.result import SetResult, flat_metrics
+from agentrl.evaluation.sets import EvalTasks
+from agentrl.testing import RecordedRequest, ScriptedSampler
 
 END = 9
 
@@ -55,16 +55,16 @@ class OneTurn(Env):
         return (), float(drawn % 2 == 0), True, False, {"metrics": {"drawn": float(drawn)}}
 
 
-def choice(name: str, tasks: Sequence[str], **plan: Any) -> TaskChoice:
+def choice(name: str, tasks: Sequence[str], **plan: Any) -> EvalTasks:
     made = [Task(each, (Message("user", each),), metadata={"kind": each[0]}) for each in tasks]
-    return TaskChoice(name, EvalSet(**plan), made, "the split 'eval'")
+    return EvalTasks(name, EvalSet(**plan), made, "the split 'eval'")
 
 
 def play(
-    *sets: TaskChoice, concurrency: int = 4, failure: dict[str, str] | None = None, gate: asyncio.Event | None = None,
+    *sets: EvalTasks, concurrency: int = 4, failure: dict[str, str] | None = None, gate: asyncio.Event | None = None,
     on_done: Callable[[Rollout], None] | None = None,
 ) -> tuple[list[SetResult], ScriptedSampler]:  # fmt: skip
-    def script(asked: Asked) -> Sequence[int]:
+    def script(asked: RecordedRequest) -> Sequence[int]:
         return [5, END]
 
     sampler = ScriptedSampler(script, gate=gate)
@@ -92,20 +92,20 @@ def test_each_set_is_sampled_its_own_way() -> None:
         choice("hot", ["a", "b"], n_samples=3, temperature=0.7, top_p=0.9, top_k=20, max_new_tokens=7),
         choice("cold", ["a"], temperature=0.0),
     )
-    by_set = {asked.request_id.split("/")[1]: asked.params for asked in sampler.asked}
+    by_set = {asked.request_id.split("/")[1]: asked.params for asked in sampler.requests}
     hot, cold = by_set["hot"], by_set["cold"]
     assert (hot.temperature, hot.top_p, hot.top_k, hot.max_new_tokens) == (0.7, 0.9, 20, 7)
     assert (cold.temperature, cold.top_p, cold.top_k, cold.max_new_tokens) == (0.0, 1.0, -1, 20)
     assert [[rollout.prompt_id for rollout in result.rollouts] for result in results] == [list("aaabbb"), ["a"]]
-    assert [result.figures.episodes for result in results] == [6, 1]
+    assert [result.metrics.episodes for result in results] == [6, 1]
 
 
 def test_all_sets_share_one_limit_and_run_at_the_same_time() -> None:
     sets = [choice(name, [f"{name}{number}" for number in range(3)], n_samples=2) for name in "xyz"]
     _, sampler = play(*sets, concurrency=8, gate=asyncio.Event())
-    assert sampler.most_running == 8
-    assert len(sampler.asked) == 18
-    assert len({asked.session_id for asked in sampler.asked}) == 18
+    assert sampler.max_running == 8
+    assert len(sampler.requests) == 18
+    assert len({asked.session_id for asked in sampler.requests}) == 18
 
 
 def test_seeds_depend_on_set_task_and_sample_alone() -> None:
@@ -119,9 +119,9 @@ def test_seeds_depend_on_set_task_and_sample_alone() -> None:
 def test_two_evaluations_of_one_policy_are_the_same() -> None:
     sets = [choice("x", list("abcdef"), n_samples=4, group_by="kind"), choice("y", list("abc"))]
     (first, _), (second, _) = play(*sets), play(*sets, concurrency=1)
-    assert flat_figures(first) == flat_figures(second)
-    assert 0 < flat_figures(first)["eval/x/reward"] < 1
-    assert "eval/x/drawn/kind=a" in flat_figures(first)
+    assert flat_metrics(first) == flat_metrics(second)
+    assert 0 < flat_metrics(first)["eval/x/reward"] < 1
+    assert "eval/x/drawn/kind=a" in flat_metrics(first)
 
 
 def test_every_rollout_is_handed_out_as_it_ends() -> None:
@@ -132,7 +132,7 @@ def test_every_rollout_is_handed_out_as_it_ends() -> None:
 
 def test_failed_episodes_are_counted_and_a_set_that_stops_ends_the_others() -> None:
     [result], _ = play(choice("", ["a", "b", "c", "broken"]), failure={"environment": "drop"})
-    assert result.figures.failed == 0.25
-    assert result.figures.episodes == 4
+    assert result.metrics.failed == 0.25
+    assert result.metrics.episodes == 4
     with pytest.raises(RunStopped, match="by zero"):
         play(choice("x", ["broken"]), choice("y", ["a"]), failure={"environment": "stop"})

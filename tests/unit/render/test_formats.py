@@ -176,7 +176,7 @@ def test_an_episode_trains_exactly_what_was_sampled(case, script: Script):
     turns = [sampled.ids(tokenizer, renderer.end_token_id) for sampled, _ in script.turns]
     sampler = ScriptedSampler(lambda asked: turns[asked.turn % len(turns)])
     rollout = play(renderer, sampler, script)
-    said = {asked.request_id: turns[asked.turn % len(turns)] for asked in sampler.asked}
+    said = {asked.request_id: turns[asked.turn % len(turns)] for asked in sampler.requests}
     check_rows(rollout.rows)
     trained = {}
     for number, row in enumerate(rollout.rows):
@@ -192,7 +192,7 @@ def test_an_episode_trains_exactly_what_was_sampled(case, script: Script):
             assert ids == list(said[request])[: len(ids)], "a fork may share the beginning of a turn"
             trained[request] = trained.get(request, 0) + int(row.mask[here].sum())
     assert trained == {request: len(ids) for request, ids in said.items()}, "each token once, in one row"
-    prompts = {asked.request_id: asked.prompt.token_ids for asked in sampler.asked}
+    prompts = {asked.request_id: asked.prompt.token_ids for asked in sampler.requests}
     rows = [tuple(row.token_ids.tolist()) for row in rollout.rows]
     for request, ids in said.items():
         whole = prompts[request] + ids

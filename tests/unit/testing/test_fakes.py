@@ -46,7 +46,7 @@ def test_answers_come_in_order_for_each_session() -> None:
     assert ask(sampler, "s1").token_ids == (*encode("c"), 0)
     with pytest.raises(AssertionError, match="2 answers; session s1 wants more"):
         ask(sampler, "s1")
-    assert [(item.session_id, item.turn) for item in sampler.asked] == [("s1", 0), ("s2", 0), ("s1", 1), ("s1", 2)]
+    assert [(item.session_id, item.turn) for item in sampler.requests] == [("s1", 0), ("s2", 0), ("s1", 1), ("s1", 2)]
 
 
 def test_logprobs_do_not_depend_on_who_asks_first() -> None:
