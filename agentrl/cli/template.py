@@ -19,7 +19,7 @@ from agentrl.obs.console import make_console
 
 if TYPE_CHECKING:
     from agentrl.render.template_check.check import Findings
-    from agentrl.render.template_check.turn_transitions import Crossing
+    from agentrl.render.template_check.turn_transitions import TurnTransition
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,11 +88,11 @@ def _print(findings: Findings, console: Console) -> None:
     for name, value in _facts(findings):
         facts.add_row(name, escape(value))
     console.print(facts, highlight=False)
-    if not findings.crossings:
+    if not findings.transitions:
         return
     table = Table("turn", "before", "the template", "agentrl")
-    for crossing in findings.crossings:
-        table.add_row(crossing.turn, crossing.before, _template_does(crossing), escape(_agentrl_does(crossing)))
+    for transition in findings.transitions:
+        table.add_row(transition.turn, transition.before, _template_does(transition), escape(_agentrl_does(transition)))
     console.print(table)
     _print_differences(findings, console)
 
@@ -139,40 +139,40 @@ def _end_facts(findings: Findings) -> list[tuple[str, str]]:
     return facts
 
 
-def _template_does(crossing: Crossing) -> str:
-    if crossing.preserved is None:
+def _template_does(transition: TurnTransition) -> str:
+    if transition.preserved is None:
         return "refuses"
-    if crossing.preserved:
+    if transition.preserved:
         return "keeps it"
-    if crossing.drops_thinking:
-        return "never has reasoning" if crossing.stable else "drops reasoning"
-    return "never has it so" if crossing.stable else "changes it"
+    if transition.drops_thinking:
+        return "never has reasoning" if transition.stable else "drops reasoning"
+    return "never has it so" if transition.stable else "changes it"
 
 
-def _agentrl_does(crossing: Crossing) -> str:
-    from agentrl.render.template_check.turn_transitions import Outcome
+def _agentrl_does(transition: TurnTransition) -> str:
+    from agentrl.render.template_check.turn_transitions import Continuation
 
     words = {
-        Outcome.BRIDGE: "bridge: the row goes on" + (", in other words" if crossing.exact is False else ""),
-        Outcome.KEEP: "keep: the row goes on with the reasoning",
-        Outcome.FORK: f"fork: a new row ({crossing.reason})",
-        Outcome.REFUSE: "refuse: the episode ends",
+        Continuation.BRIDGE: "bridge: the row goes on" + (", in other words" if transition.exact is False else ""),
+        Continuation.KEEP: "keep: the row goes on with the reasoning",
+        Continuation.FORK: f"fork: a new row ({transition.reason})",
+        Continuation.REFUSE: "refuse: the episode ends",
     }
-    return words[crossing.outcome]
+    return words[transition.continuation]
 
 
 def _print_differences(findings: Findings, console: Console) -> None:
     """Print each difference once, under the first turn that has it, and each refusal."""
     seen: set[object] = set()
-    for crossing in findings.crossings:
-        about = crossing.difference if crossing.difference is not None else crossing.detail
+    for transition in findings.transitions:
+        about = transition.difference if transition.difference is not None else transition.detail
         if not about or about in seen:
             continue
         seen.add(about)
-        console.print(f"\n[bold]{crossing.turn}, before {crossing.before}[/]", highlight=False)
-        difference = crossing.difference
+        console.print(f"\n[bold]{transition.turn}, before {transition.before}[/]", highlight=False)
+        difference = transition.difference
         if difference is not None:
             console.print(f"  was     …{difference.shared + difference.was!r}", highlight=False, markup=False)
             console.print(f"  is now  …{difference.shared + difference.is_now!r}", highlight=False, markup=False)
-        if crossing.detail:
-            console.print(f"  {crossing.outcome}: {crossing.detail}", highlight=False, markup=False)
+        if transition.detail:
+            console.print(f"  {transition.continuation}: {transition.detail}", highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""The renderer contract: messages to tokens and back."""
+"""The renderer contract: conversion of messages to tokens, and of sampled tokens to messages."""
 
 from __future__ import annotations
 
@@ -10,25 +10,30 @@ from agentrl.core.types import Fork, Message, Prompt
 
 
 class Renderer(Protocol):
-    """Turns messages into tokens and back."""
+    """Converts messages to tokens and sampled tokens to messages, in one chat format.
+
+    Sampled ids are never decoded and encoded again: the next prompt of a row is the sampled ids with the ids of `bridge`
+    appended. If that would differ from the chat format, `bridge` returns a `Fork`, and the caller starts a new row with
+    `render`.
+    """
 
     @property
     def end_token_id(self) -> int:
-        """The token that ends a turn of the policy."""
+        """The token that the format writes at the end of a turn of the policy."""
         ...
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """All tokens that end a turn of the policy when it samples them, `end_token_id` first."""
+        """All tokens at which the engine stops a turn of the policy, `end_token_id` first."""
         ...
 
     @property
     def pad_token_id(self) -> int:
-        """The token that fills batches."""
+        """The padding token."""
         ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
-        """Return the whole conversation as a prompt that asks the policy to speak next."""
+        """Return the prompt of the whole conversation, ending with the opener of the policy's next turn."""
         ...
 
     def bridge(
@@ -38,17 +43,20 @@ class Renderer(Protocol):
         new: Sequence[Message],
         tools: Sequence[Tool] = (),
     ) -> tuple[int, ...] | Fork:
-        """Return what to append to ``sampled_ids``, the last message of ``history``: the rest of the turn's end, the
-        ``new`` messages and the opener; or, where no proof exists that this is what the chat format would say, why not:
-        the caller then renders anew and forks.
+        """Return the ids to append to ``sampled_ids``, the last message of ``history``.
+
+        These are the rest of the end of the turn, the ``new`` messages and the opener of the next turn. Returns a `Fork`
+        with the reason if the result is not proven to be what the chat format would write.
         """
         ...
 
     def parse(
         self, sampled_ids: Sequence[int], tools: Sequence[Tool] = (), *, prompt_ids: Sequence[int] = ()
     ) -> Message:
-        """Return what the policy said as an assistant message, its end token left out, with every attempt to call one
-        of ``tools`` and its status. Never raises. ``prompt_ids`` are what it continues.
+        """Return the assistant message of one sampled turn without its end token. Never raises.
+
+        ``tool_calls`` has every attempt to call one of ``tools``, each with a status. ``prompt_ids`` is the prompt of the
+        turn, which may have opened the reasoning.
         """
         ...
 

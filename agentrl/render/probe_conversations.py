@@ -1,4 +1,4 @@
-"""Conversations that tell chat formats apart."""
+"""Probe conversations that distinguish chat formats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentrl.render.formats.base import Format
 
 
 async def _never(**_: object) -> ToolResult:
-    return ToolResult("", ToolStatus.ERROR, "a probe is not run")
+    return ToolResult("", ToolStatus.ERROR, "tools of probe conversations are not run")
 
 
 TOOLS = (
@@ -46,22 +46,22 @@ PROBES: Sequence[tuple[tuple[Message, ...], tuple[Tool, ...]]] = (
     ((_ASK, _THOUGHT, _MORE, _CALL, _FOUND, _SAID, _ASK), TOOLS[:1]),
     ((_ASK, _CALLS, *_BOTH), TOOLS),
 )
-"""Messages and tools. Templates may refuse some; a format that fits refuses the same."""
+"""Messages and tools. A template may refuse some of them; a matching format refuses the same ones."""
 
 
 def same_text(left: Format, right: Format) -> bool:
-    """Return whether two formats write the same of every probe.
+    """Return whether two formats write the same text for every probe conversation.
 
-    Where ``right`` gives tools no place, ``left`` may: it is compared without them.
+    If ``right`` ignores tools, ``left`` need not: then the two are compared without tools.
     """
     return all(_same(left, right, *probe) for probe in PROBES)
 
 
 def _same(left: Format, right: Format, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
-    wanted = _text(right, messages, tools)
-    if _text(left, messages, tools) == wanted:
+    expected = _text(right, messages, tools)
+    if _text(left, messages, tools) == expected:
         return True
-    return bool(tools) and wanted == _text(right, messages, ()) == _text(left, messages, ())
+    return bool(tools) and expected == _text(right, messages, ()) == _text(left, messages, ())
 
 
 def _text(format: Format, messages: Sequence[Message], tools: Sequence[Tool]) -> str | None:

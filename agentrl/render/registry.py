@@ -1,4 +1,4 @@
-"""Which renderer a run takes."""
+"""Chat formats by name, and the renderer of a run."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ FORMATS: Mapping[str, Callable[[RenderConfig], Format]] = {
     "glm-4.5": lambda config: Glm45(thinking=config.thinking, keep_thinking=config.keep_thinking),
     "kimi-k2": lambda _: KimiK2(),
 }
-"""By ``render.format``; ``template`` and ``auto`` beside them. ``auto`` takes the first that fits."""
+"""Formats by ``render.format``, which may also be ``template`` or ``auto``. ``auto`` chooses the first that fits."""
 
 
 def make_renderer(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | None = None) -> ChatRenderer:
     """Return the renderer of a tokenizer.
 
     Args:
-        tokenizer: the policy's; its chat template is replaced where ``render.chat_template`` names another.
+        tokenizer: tokenizer of the policy; ``render.chat_template``, if set, replaces its chat template.
         config: the ``render`` section; its defaults if None.
 
     Raises:
@@ -61,7 +61,7 @@ def make_renderer(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | Non
 
 
 def choose_format(tokenizer: PreTrainedTokenizerBase, config: RenderConfig) -> Format:
-    """Return the format that ``render.format`` names, or that writes what the tokenizer's chat template writes."""
+    """Return the format of ``render.format``; for ``auto``, the one that writes the same as the tokenizer's chat template."""
     if config.format in FORMATS:
         return FORMATS[config.format](config)
     template = TemplateFormat(
@@ -71,7 +71,7 @@ def choose_format(tokenizer: PreTrainedTokenizerBase, config: RenderConfig) -> F
     )
     if config.format == "template" or not tokenizer.chat_template:
         return template
-    plain = config.model_copy(update={"keep_thinking": False})  # what the template writes
+    plain = config.model_copy(update={"keep_thinking": False})  # as templates do
     fits = (name for name, make in FORMATS.items() if _fits(make(plain), template, tokenizer))
     name = next(fits, None)
     return template if name is None else FORMATS[name](config)

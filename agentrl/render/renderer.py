@@ -1,4 +1,4 @@
-"""Messages to tokens and back, in one chat format."""
+"""The renderer of chat formats: messages to tokens, and sampled tokens to messages."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from transformers import PreTrainedTokenizerBase
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.tool import Tool, checked_call
 from agentrl.core.types import Fork, ForkReason, Message, Prompt, ToolCall
-from agentrl.render.formats.base import EndsFreely, Format
-from agentrl.render.parsers.base import THINK, THINK_END, CallParser, Piece, split_markers, spoken, unreadable
-from agentrl.render.special_token_escaping import LiteralEncoder, unicode_json, unicode_text
+from agentrl.render.formats.base import Format, InterchangeableEnds
+from agentrl.render.parsers.base import THINK, THINK_END, CallParser, Piece, after_reasoning, split_markers, unreadable
+from agentrl.render.special_token_escaping import EscapingEncoder, unicode_json, unicode_text
 
 _OPENER_TOKENS = 16
-"""More than ``<think>`` and the space after it can have, in any tokenizer."""
+"""Upper bound of the tokens of ``<think>`` and the white space after it, in any tokenizer."""
 
 
 class ChatRenderer:
-    """Turns messages into tokens and back.
+    """Converts messages to tokens and sampled tokens to messages, in one chat format; see `Renderer`.
 
-    Sampled ids are never decoded and encoded again: `bridge` says what to append to them. Special-token text inside
-    messages is encoded as plain text. Not for use from several threads at once.
+    Special-token text inside messages is encoded as plain text. Not thread-safe.
 
-    A conversation that starts with an inline message is a raw prompt: it gets no chat format, and its first text is
-    encoded as it is, with the special tokens that it names.
+    A conversation that starts with an inline message is a raw prompt: no chat format is applied, and its first text is
+    encoded including the special tokens in it.
 
     Args:
-        tokenizer: the policy's tokenizer.
-        format: how messages are written.
-        parser: reads tool calls; the format's own if None.
+        tokenizer: tokenizer of the policy.
+        format: chat format.
+        parser: tool-call parser; that of the format if None.
 
     Raises:
         ModelError: the tokenizer lacks the token that ends the format's turns.
@@ -43,37 +42,37 @@ class ChatRenderer:
         self.parser = parser or format.parser
         self._tokenizer = tokenizer
         self._where = f"tokenizer of model.path={tokenizer.name_or_path!r}"
-        self._encoder = LiteralEncoder(tokenizer)
+        self._encoder = EscapingEncoder(tokenizer)
         self._end_ids = self._find_ends()
-        closings = format.closings if isinstance(format, EndsFreely) else ()
+        closings = format.closings if isinstance(format, InterchangeableEnds) else ()
         self._closing_ids = {self._encoder.special_ids[text] for text in closings if text in self._encoder.special_ids}
         self._marker_ids = self._find_markers()
 
     @property
     def end_token_id(self) -> int:
-        """The token that the format puts at the end of a turn of the policy."""
+        """The token that the format writes at the end of a turn of the policy."""
         return self._end_ids[0]
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """All tokens that end a turn of the policy when it samples them, `end_token_id` first."""
+        """All tokens at which the engine stops a turn of the policy, `end_token_id` first."""
         return self._end_ids
 
     @property
     def pad_token_id(self) -> int:
-        """The token that fills batches: the tokenizer's padding token, else the end token; nothing attends to it."""
+        """The tokenizer's padding token, or else the end token; no token attends to padding."""
         pad = self._tokenizer.pad_token_id
         return int(pad) if pad is not None else self.end_token_id
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
-        """Return the whole conversation as a prompt that asks the policy to speak next.
+        """Return the prompt of the whole conversation, ending with the opener of the policy's next turn.
 
-        Inline messages continue the assistant message before them. Where they come last, the policy's turn is still
-        open, and the prompt ends with them. Where the first message is inline there is no format, see the class.
+        Inline messages continue the assistant message before them. If the last message is inline, the policy's turn is
+        still open, and the prompt ends with that message. If the first one is inline, it is a raw prompt, see the class.
 
         Raises:
             ConfigError: the format refuses the conversation.
-            ModelError: the tokenizer has no chat template, and the format is made of it.
+            ModelError: the format is the chat template, and the tokenizer has none.
         """
         if messages and messages[0].inline:
             return self._raw(messages)
@@ -99,17 +98,17 @@ class ChatRenderer:
     ) -> tuple[int, ...] | Fork:
         """Return the ids to append to ``sampled_ids``: the rest of the turn's end, ``new``, and the next opener.
 
-        The rest of the end is what the engine did not sample of it: the end token where a stop string or the length
-        ended the turn, and the format's newline after it always. Inline messages are appended as they are.
+        The rest of the end is what the engine has not sampled: the end token if a stop string or the length limit ended
+        the turn, and always the format's newline after it. Inline messages are appended without formatting.
 
         Args:
             history: the conversation so far; it ends with the assistant message that was sampled.
-            sampled_ids: that message as it was sampled, its end token included where there is one.
-            new: what is added to the conversation.
-            tools: those offered.
+            sampled_ids: ids of that message, with its end token if it has one.
+            new: messages to append.
+            tools: tools offered to the policy.
 
         Returns:
-            ids, or a `Fork` that says why the conversation cannot go on by appending.
+            ids, or a `Fork` with the reason why the conversation cannot be continued by appending.
         """
         inline = tuple(takewhile(lambda message: message.inline, new))
         added = tuple(index for message in inline for index in self.encode(message.content))
@@ -117,7 +116,7 @@ class ChatRenderer:
         if not rest:
             return added
         if any(message.inline for message in rest):
-            return Fork(ForkReason.TEMPLATE, "inline messages stand behind others")
+            return Fork(ForkReason.TEMPLATE, "inline messages follow other new messages")
         escaped = [self._escaped(message) for message in rest]
         boundary = self.format.boundary(_merge_inline((*history, *inline)), escaped, self._escaped_tools(tools))
         if isinstance(boundary, Fork):
@@ -130,15 +129,15 @@ class ChatRenderer:
     def parse(
         self, sampled_ids: Sequence[int], tools: Sequence[Tool] = (), *, prompt_ids: Sequence[int] = ()
     ) -> Message:
-        """Return what the policy said as an assistant message, its end token left out. Never raises.
+        """Return the assistant message of one sampled turn without its end token. Never raises.
 
-        ``content`` is the whole text as it was sampled, reasoning and tool calls included; ``tool_calls`` holds every
-        attempt at a call in it that is not part of its reasoning, with a status.
+        ``content`` is the whole sampled text, reasoning and tool calls included; ``tool_calls`` has every attempt at a
+        call outside of the reasoning, each with a status.
 
         Args:
-            sampled_ids: one turn.
-            tools: those offered; without them no call can be of an unknown tool or violate a schema.
-            prompt_ids: what it continues, to see whether that began to reason; without it, the format's usual opener.
+            sampled_ids: ids of one turn.
+            tools: tools offered to the policy; without them, names and arguments of calls are not checked.
+            prompt_ids: prompt of the turn, to see whether it opened the reasoning; if empty, the format's opener counts.
         """
         end = len(sampled_ids)
         if end and sampled_ids[end - 1] in self._end_ids:
@@ -155,18 +154,18 @@ class ChatRenderer:
         return text
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the ids of text, in which no special token is meant, without any token added."""
+        """Return the ids of plain text: special-token text in it is not special, and no token is added."""
         return self._encoder.content(text)
 
     def _opened(self, prompt_ids: Sequence[int]) -> bool:
-        """Return whether a prompt ends with ``<think>``: in DeepSeek R1 it does not where a tool has answered."""
+        """Return whether a prompt ends with ``<think>``; in DeepSeek R1 it does not after a tool result."""
         if not self.format.opens_thinking or not prompt_ids:
             return self.format.opens_thinking
         return self.decode(prompt_ids[-_OPENER_TOKENS:]).rstrip().endswith(THINK)
 
     def _calls(self, pieces: Sequence[Piece], tools: Sequence[Tool], opened: bool) -> Iterable[ToolCall]:
-        said = spoken(pieces, opened=opened)
-        calls = map(_unicode_call, self.parser.calls(said, tools) if said else [])
+        spoken = after_reasoning(pieces, opened=opened)
+        calls = map(_unicode_call, self.parser.calls(spoken, tools) if spoken else [])
         return (checked_call(call, tools) for call in calls) if tools else calls
 
     def _pieces(self, ids: Sequence[int], text: str) -> Iterable[Piece]:
@@ -208,43 +207,43 @@ class ChatRenderer:
         return tuple(dict.fromkeys(ends))
 
     def _after_end(self, sampled: int, boundary: tuple[int, ...]) -> tuple[int, ...] | Fork:
-        """Return what follows the end token that the policy sampled: the boundary without it."""
+        """Return the boundary without the end token that the policy has sampled."""
         if boundary and (sampled == boundary[0] or {sampled, boundary[0]} <= self._closing_ids):
             return boundary[1:]
-        said, meant = self.decode((sampled,)), self.decode(boundary[:1])
-        return Fork(ForkReason.END_TOKEN, f"the turn was ended by {said!r}, where the format has {meant!r}")
+        found, expected = self.decode((sampled,)), self.decode(boundary[:1])
+        return Fork(ForkReason.END_TOKEN, f"the turn ended with {found!r} instead of the format's {expected!r}")
 
     def _raw(self, messages: Sequence[Message]) -> Prompt:
-        """Return a raw prompt with what follows it in the same text: what the policy said, and inline messages."""
+        """Return a raw prompt with the assistant and inline messages that continue its text."""
         first, *rest = messages
         turns = [message.role for message in rest if not message.inline and message.role != "assistant"]
         if turns:
             raise ConfigError(
-                f"the conversation starts with a raw prompt, and messages of roles {', '.join(turns)} follow that only a "
-                "chat template can put behind it; set data.apply_chat_template=true, or send inline messages"
+                f"the conversation starts with a raw prompt, and messages of roles {', '.join(turns)} follow, which need a chat "
+                "template; set data.apply_chat_template=true, or send inline messages"
             )
         ids = list(self._tokenizer.encode(first.content, add_special_tokens=False))
         return Prompt(tuple(ids) + tuple(index for message in rest for index in self.encode(message.content)))
 
     def _escaped(self, message: Message) -> Message:
-        """Return a message with special tokens in its texts escaped, but for those that the policy sampled as tokens."""
+        """Return a message with special-token text escaped, except for special tokens that the policy sampled."""
         escape = self._encoder.escape
-        if message.token_ids:  # the content says the calls, word for word
+        if message.token_ids:  # the content has the calls verbatim
             return replace(message, content=self._escaped_sample(message), tool_calls=())
         json = self._encoder.escape_json
         calls = tuple(
             replace(call, id=escape(call.id), name=escape(call.name), arguments=json(call.arguments))
             for call in message.tool_calls
         )
-        answers = None if message.tool_call_id is None else escape(message.tool_call_id)
-        return replace(message, content=escape(message.content), tool_calls=calls, tool_call_id=answers)
+        call_id = None if message.tool_call_id is None else escape(message.tool_call_id)
+        return replace(message, content=escape(message.content), tool_calls=calls, tool_call_id=call_id)
 
     def _escaped_sample(self, message: Message) -> str:
-        """Return what the policy said, with special tokens escaped that it only spelt."""
+        """Return a sampled message's text, with special-token text escaped unless it was sampled as a special token."""
         special = set(self._encoder.special_ids.values())
         runs = groupby(message.token_ids, special.__contains__)
-        said = [(self.decode(tuple(run)), is_special) for is_special, run in runs]
-        return "".join(text if is_special else self._encoder.escape(text) for text, is_special in said)
+        texts = [(self.decode(tuple(run)), is_special) for is_special, run in runs]
+        return "".join(text if is_special else self._encoder.escape(text) for text, is_special in texts)
 
     def _escaped_tools(self, tools: Sequence[Tool]) -> list[Tool]:
         def escaped(tool: Tool) -> Tool:
@@ -257,7 +256,7 @@ class ChatRenderer:
 
 
 def _unicode_call(call: ToolCall) -> ToolCall:
-    """Return a call whose strings every tokenizer and JSON writer takes: JSON can spell halves of characters."""
+    """Return a call without lone surrogates, which JSON can spell but tokenizers and JSON writers reject."""
     name, id, fault = unicode_text(call.name), unicode_text(call.id), unicode_text(call.fault)
     try:
         return replace(call, name=name, id=id, arguments=unicode_json(call.arguments), fault=fault)
@@ -270,8 +269,8 @@ def _merge_inline(messages: Sequence[Message]) -> Sequence[Message]:
         return messages
     merged: list[Message] = []
     for index, message in enumerate(messages):
-        goes_on = message.role == "assistant" and index > 0 and messages[index - 1].inline
-        if (message.inline or goes_on) and merged and merged[-1].role == "assistant":
+        continues = message.role == "assistant" and index > 0 and messages[index - 1].inline
+        if (message.inline or continues) and merged and merged[-1].role == "assistant":
             before, calls = merged[-1], message.tool_calls
             merged[-1] = replace(before, content=before.content + message.content, tool_calls=before.tool_calls + calls)
         else:

@@ -1,9 +1,8 @@
-"""Text that stays text: what a document says must never become a special token.
+"""Escaping of special tokens in content, so that text of documents never becomes a special token.
 
-A retrieved page that holds ``<|im_end|>`` would otherwise end the turn. Special tokens in *content* are encoded as the
-characters they are; those that the chat template itself writes become tokens. So it is with tokens that look special,
-such as DeepSeek's ``<｜User｜>``, which its tokenizer does not call so. Other added tokens, such as ``<search>``, are
-tokens everywhere.
+A retrieved page that contains ``<|im_end|>`` would otherwise end the turn. Special tokens in *content* are encoded as plain
+characters; those that the chat template itself writes become tokens. The same holds for tokens that look special but are not
+marked so in the tokenizer, such as DeepSeek's ``<｜User｜>``. Other added tokens, such as ``<search>``, are tokens everywhere.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-# A character of Unicode's private use area opens an escape, another closes it. The opening one is itself escaped
-# where content holds it, so escaping loses nothing.
+# One character of Unicode's private use area opens an escape, another closes it. The opening one is escaped in content
+# too, so escaping is reversible.
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _ESCAPE = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 
-_SURROGATES = re.compile("[\ud800-\udfff]+")  # JSON can spell them; they are no text, and no tokenizer takes them
+_SURROGATES = re.compile("[\ud800-\udfff]+")  # JSON can spell them, but tokenizers reject them
 _LOOKS_SPECIAL = re.compile(r"<([|｜]).+\1>")
 
 
-class LiteralEncoder:
+class EscapingEncoder:
     """Encodes content and rendered templates with one tokenizer; repeated strings come from a cache.
 
     Args:
         tokenizer: any Hugging Face tokenizer.
-        cache: strings to remember.
+        cache: number of cached strings.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, cache: int = 8192) -> None:
@@ -41,23 +40,23 @@ class LiteralEncoder:
             for index, token in added.items()
             if token.special or _LOOKS_SPECIAL.fullmatch(token.content)
         }
-        """Text of every special token and of those that look like one, and its id."""
+        """Ids of all special tokens, and of tokens that look like one, by their text."""
         self._escaped = (_OPEN, *self.special_ids)
         self._numbers = {text: number for number, text in enumerate(self._escaped)}
         longest_first = sorted(self._escaped, key=len, reverse=True)
         self._in_content = re.compile("|".join(re.escape(text) for text in longest_first))
         specials = [re.escape(text) for text in longest_first if text != _OPEN]
         unspecial = [re.escape(text) for text, index in self.special_ids.items() if not added[index].special]
-        # The tokenizer's own switch reaches special tokens only: the others are cut after their first character.
+        # split_special_tokens affects special tokens only: the others are split after their first character.
         self._cut = re.compile(f"(?<=<)(?={'|'.join(text[1:] for text in unspecial)})") if unspecial else None
         self._in_template = re.compile(f"({'|'.join(specials)})") if specials else None
         self.content = lru_cache(maxsize=cache)(self._content)
-        """``content(text)`` returns the ids of text in which no special token is meant, as a tuple."""
+        """``content(text)`` returns the ids of plain text, with special-token text as ordinary characters."""
         self.template = lru_cache(maxsize=cache)(self._template)
-        """``template(text)`` returns the ids of a rendered template whose contents went through `escape`."""
+        """``template(text)`` returns the ids of a rendered template whose contents were escaped by `escape`."""
 
     def escape(self, text: str) -> str:
-        """Return content in a form that survives the template and is told from the template's own special tokens."""
+        """Return content with special-token text escaped, so that it differs from the template's own special tokens."""
         return self._in_content.sub(lambda match: f"{_OPEN}{self._numbers[match[0]]}{_CLOSE}", text)
 
     def escape_json(self, value: Any) -> Any:
@@ -71,7 +70,7 @@ class LiteralEncoder:
         return value
 
     def unescape(self, text: str) -> str:
-        """Return what `escape` was given."""
+        """Return the text that `escape` has escaped."""
         return _ESCAPE.sub(lambda match: self._escaped[int(match[1])], text)
 
     def _content(self, text: str) -> tuple[int, ...]:
@@ -98,7 +97,7 @@ class LiteralEncoder:
 
 
 def unicode_text(text: str) -> str:
-    """Return text with surrogates joined to the characters that they are halves of, or replaced where they are alone."""
+    """Return text with surrogate pairs joined to characters, and lone surrogates replaced."""
     return _SURROGATES.sub(
         lambda match: match[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"), text
     )

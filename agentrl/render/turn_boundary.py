@@ -1,4 +1,4 @@
-"""What a chat template writes between two turns of the policy, and the proof that it leaves earlier turns alone."""
+"""The text that a chat template writes between two turns of the policy, and the proof that earlier turns stay unchanged."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _SAID = "as1"
 _REASONED = "<think>\nre1\n</think>\n\nas1"
 _EMPTY = "<think>\n\n</think>\n\nas1"
 _OPENED = "re1\n</think>\n\nas1"
-"""What is said after an opener that ends with ``<think>``."""
+"""Content of a turn whose opener ends with ``<think>``."""
 _OPENED_EMPTY = "\n</think>\n\nas1"
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What dummy conversations show of a template, for new messages of certain roles."""
+    """Properties of a template for new messages of certain roles, shown by probe conversations."""
 
     preserves: bool
-    """Earlier turns stay as they were, whatever their number."""
+    """Earlier turns stay unchanged, independent of their number."""
     preserves_reasoning: bool
-    """They do even where they hold a ``<think>`` block, which many templates drop."""
+    """Also turns with a ``<think>`` block, which many templates drop."""
     preserves_empty_thoughts: bool
-    """They do even where that block is empty, which some templates drop sooner."""
+    """Also turns with an empty ``<think>`` block, which some templates drop earlier."""
 
 
 def prove(render: Render, roles: Sequence[str], tools: Sequence[Tool], *, opened: bool = False) -> Proof:
-    """Return what holds when messages of ``roles`` follow a turn of the policy.
+    """Return the properties of a template when messages of ``roles`` follow a turn of the policy.
 
-    Where the opener has ``opened`` the reasoning, no turn is without it: what is proven is proven of such turns.
+    If the opener has ``opened`` the reasoning, every turn has reasoning, and the proof is about such turns.
     """
     new = tuple(Message(role, f"nw{number}", tool_call_id="c1" if role == "tool" else None)  # type: ignore[arg-type]
                 for number, role in enumerate(roles))  # fmt: skip
@@ -51,17 +51,17 @@ def prove(render: Render, roles: Sequence[str], tools: Sequence[Tool], *, opened
 
 
 def boundary_text(render: Render, new: Sequence[Message], tools: Sequence[Tool], *, opened: bool = False) -> str | None:
-    """Return the template's text from the end of the policy's turn to the opener of its next, ``new`` between them.
+    """Return the template's text from the end of the policy's turn to its next opener, with ``new`` messages between them.
 
-    None where the template refuses such a conversation or changes the turn before.
+    None if the template refuses such a conversation or changes the turn before.
     """
     return _suffix(render, _ASK, _OPENED if opened else _SAID, new, tools)
 
 
 def text_after_reasoning(render: Render, new: Sequence[Message], tools: Sequence[Tool]) -> str | None:
-    """Return what the template writes after a turn with reasoning, whether or not it leaves that reasoning out.
+    """Return the text that the template writes after a turn with reasoning, whether or not it drops that reasoning.
 
-    None where it refuses the conversation, or writes something else after a second such turn.
+    None if it refuses the conversation, or writes another text after a second such turn.
     """
     said = Message("assistant", _OPENED)
     tails = set[str]()
@@ -81,7 +81,7 @@ def _preserves(render: Render, said: str, new: Sequence[Message], tools: Sequenc
     first = _suffix(render, _ASK, said, new, tools)
     if first is None:
         return False
-    # A second and third turn show that the boundary depends neither on the position nor on what went before.
+    # A second and third turn show that the boundary depends neither on the position nor on earlier turns.
     earlier = (*_ASK, Message("assistant", said), *new)
     second = _suffix(render, earlier, said, new, tools)
     last = said if said in (_OPENED, _OPENED_EMPTY) else _SAID
@@ -95,6 +95,6 @@ def _suffix(
     try:
         prefix = render(before, tools, True) + said
         whole = render((*before, Message("assistant", said), *new), tools, True)
-    except (jinja2.TemplateError, TypeError, ValueError):  # how templates say that they know no such conversation
+    except (jinja2.TemplateError, TypeError, ValueError):  # raised by templates that refuse a conversation
         return None
     return whole[len(prefix) :] if whole.startswith(prefix) else None

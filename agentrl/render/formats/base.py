@@ -64,7 +64,7 @@ class Format(Protocol):
 
 
 @runtime_checkable
-class EndsFreely(Protocol):
+class InterchangeableEnds(Protocol):
     """A format in which any of several tokens may end a turn, whatever follows, as Llama 3.1's ``<|eom_id|>`` may."""
 
     @property

@@ -42,7 +42,7 @@ class Llama3:
     name = "llama3"
     ends: tuple[str, ...] = (END, END_FOR_TOOL, END_OF_TEXT)
     closings: tuple[str, ...] = (END, END_FOR_TOOL)
-    """See `EndsFreely`. Models end a call by ``<|eom_id|>``, where templates write ``<|eot_id|>``."""
+    """See `InterchangeableEnds`. Models end a call by ``<|eom_id|>``, where templates write ``<|eot_id|>``."""
     opens_thinking = False
     parser: CallParser = Llama3Parser()
 

@@ -16,7 +16,7 @@ THINK, THINK_END = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of what the policy said."""
+    """A stretch of what the policy pieces."""
 
     text: str
     """What it says."""
@@ -33,14 +33,14 @@ class CallParser(Protocol):
         """The strings that the format is made of, such as ``<tool_call>``."""
         ...
 
-    def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """Return every attempt in what was said after the reasoning, in order, each with a status. Never raises.
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+        """Return every attempt in what was pieces after the reasoning, in order, each with a status. Never raises.
 
         Statuses are those that can be told without the tools: ``OK``, ``INVALID_JSON`` and ``TRUNCATED``. Ids are empty
         where the format has none.
 
         Args:
-            said: pieces in order, the end token left out.
+            pieces: pieces in order, the end token left out.
             tools: those offered, for formats whose arguments can be read only by the schema's types.
         """
         ...
@@ -63,44 +63,44 @@ def split_markers(texts: Sequence[str], markers: Sequence[str]) -> Iterator[Piec
             yield Piece(text[start:])
 
 
-def spoken(said: Sequence[Piece], *, opened: bool) -> Sequence[Piece]:
+def after_reasoning(pieces: Sequence[Piece], *, opened: bool) -> Sequence[Piece]:
     """Return what follows the reasoning: all after the last ``</think>``; nothing where reasoning was never closed.
 
     Args:
-        said: one turn.
+        pieces: one turn.
         opened: whether the prompt ended with ``<think>`` already.
     """
-    for index in range(len(said) - 1, -1, -1):
-        if said[index].marker and said[index].text == THINK_END:
-            said = said[index + 1 :]
+    for index in range(len(pieces) - 1, -1, -1):
+        if pieces[index].marker and pieces[index].text == THINK_END:
+            pieces = pieces[index + 1 :]
             opened = False
             break
     if opened:
         return ()
-    for index, piece in enumerate(said):
+    for index, piece in enumerate(pieces):
         if piece.marker and piece.text == THINK:
-            return said[:index]
-    return said
+            return pieces[:index]
+    return pieces
 
 
-def between(said: Sequence[Piece], opening: str, closing: str) -> Iterator[tuple[Sequence[Piece], bool]]:
+def between(pieces: Sequence[Piece], opening: str, closing: str) -> Iterator[tuple[Sequence[Piece], bool]]:
     """Iterate over what stands between each ``opening`` and its ``closing``, and whether it was closed.
 
     An ``opening`` before the ``closing`` leaves the one before it unclosed.
     """
     start: int | None = None
-    for index, piece in enumerate(said):
+    for index, piece in enumerate(pieces):
         if piece.marker and piece.text in (opening, closing):
             if start is not None:
-                yield said[start:index], piece.text == closing
+                yield pieces[start:index], piece.text == closing
             start = index + 1 if piece.text == opening else None
     if start is not None:
-        yield said[start:], False
+        yield pieces[start:], False
 
 
-def text_of(said: Sequence[Piece]) -> str:
+def text_of(pieces: Sequence[Piece]) -> str:
     """Return the characters, markers included."""
-    return "".join(piece.text for piece in said)
+    return "".join(piece.text for piece in pieces)
 
 
 def truncated(closing: str, name: str = "") -> ToolCall:

@@ -43,11 +43,11 @@ def closing(text: str, start: int, language: re.Pattern[str]) -> int | None:
     return None
 
 
-def positions(said: Sequence[Piece], marker: str) -> list[int]:
-    """Return where in the characters of ``said`` a marker stands, in order."""
+def positions(pieces: Sequence[Piece], marker: str) -> list[int]:
+    """Return where in the characters of ``pieces`` a marker stands, in order."""
     found: list[int] = []
     at = 0
-    for piece in said:
+    for piece in pieces:
         if piece.marker and piece.text == marker:
             found.append(at)
         at += len(piece.text)

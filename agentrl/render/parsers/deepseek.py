@@ -27,45 +27,45 @@ class DeepSeekParser:
 
     markers = (CALLS, CALLS_END, CALL, CALL_END, SEP)
 
-    def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         """See `CallParser`."""
         calls: list[ToolCall] = []
         outside = 0
-        for start, end, closed in _sections(said):
-            calls += _outside(said[outside:start])
-            calls += _section(said[start + 1 : end], closed)
+        for start, end, closed in _sections(pieces):
+            calls += _outside(pieces[outside:start])
+            calls += _section(pieces[start + 1 : end], closed)
             outside = end
-        return calls + _outside(said[outside:])
+        return calls + _outside(pieces[outside:])
 
 
-def _sections(said: Sequence[Piece]) -> list[tuple[int, int, bool]]:
+def _sections(pieces: Sequence[Piece]) -> list[tuple[int, int, bool]]:
     """Return where each section of calls begins and ends, and whether it is closed; another opening goes on with it."""
     sections: list[tuple[int, int, bool]] = []
     start: int | None = None
-    for index, piece in enumerate(said):
+    for index, piece in enumerate(pieces):
         if start is None and _is(piece, CALLS):
             start = index
         elif start is not None and _is(piece, CALLS_END):
             sections.append((start, index, True))
             start = None
-    return sections if start is None else [*sections, (start, len(said), False)]
+    return sections if start is None else [*sections, (start, len(pieces), False)]
 
 
-def _section(said: Sequence[Piece], closed: bool) -> list[ToolCall]:
+def _section(pieces: Sequence[Piece], closed: bool) -> list[ToolCall]:
     calls = [
-        _call(body) if whole else truncated(CALL_END, _name(body)) for body, whole in between(said, CALL, CALL_END)
+        _call(body) if whole else truncated(CALL_END, _name(body)) for body, whole in between(pieces, CALL, CALL_END)
     ]
     if calls:
         return calls
     return [unreadable(f"there is no {CALL} in the tool calls") if closed else truncated(CALLS_END)]
 
 
-def _outside(said: Sequence[Piece]) -> list[ToolCall]:
+def _outside(pieces: Sequence[Piece]) -> list[ToolCall]:
     """Return the attempts that engines would not see: they look for calls in a section only."""
     fault = f"the call does not stand between {CALLS} and {CALLS_END}"
     return [
         unreadable(fault, _name(body)) if whole else truncated(CALL_END, _name(body))
-        for body, whole in between(said, CALL, CALL_END)
+        for body, whole in between(pieces, CALL, CALL_END)
     ]
 
 

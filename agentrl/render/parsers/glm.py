@@ -31,10 +31,10 @@ class GlmParser:
 
     markers = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
 
-    def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         """See `CallParser`."""
         schemas = {tool.name: tool.parameters for tool in tools}
-        return [_call(body, closed, schemas) for body, closed in between(said, OPEN, CLOSE)]
+        return [_call(body, closed, schemas) for body, closed in between(pieces, OPEN, CLOSE)]
 
 
 class Glm4Parser:
@@ -44,10 +44,10 @@ class Glm4Parser:
 
     markers = (ASSISTANT,)
 
-    def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         """See `CallParser`."""
         known = {tool.name for tool in tools}
-        parts = (_named_part(text_of(part), known) for part in _divided(said))
+        parts = (_named_part(text_of(part), known) for part in _divided(pieces))
         return [call for call in parts if call is not None]
 
 
@@ -93,13 +93,13 @@ def _pairs(body: Sequence[Piece]) -> Iterator[tuple[str, str]]:
         yield fields[at][1].strip(), fields[at + 2][1]
 
 
-def _divided(said: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+def _divided(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
     start = 0
-    for index, piece in enumerate(said):
+    for index, piece in enumerate(pieces):
         if piece.marker:
-            yield said[start:index]
+            yield pieces[start:index]
             start = index + 1
-    yield said[start:]
+    yield pieces[start:]
 
 
 def _named_part(text: str, known: Container[str]) -> ToolCall | None:

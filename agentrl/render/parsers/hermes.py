@@ -16,9 +16,9 @@ class HermesParser:
 
     markers = (OPEN, CLOSE)
 
-    def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         """See `CallParser`."""
         return [
             json_call(text_of(body).strip()) if closed else truncated(CLOSE)
-            for body, closed in between(said, OPEN, CLOSE)
+            for body, closed in between(pieces, OPEN, CLOSE)
         ]

@@ -21,10 +21,10 @@ class KimiParser:
 
     markers = (SECTION, SECTION_END, OPEN, ARGUMENTS, CLOSE)
 
-    def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         """See `CallParser`."""
-        calls = [_call(body, closed) for body, closed in between(said, OPEN, CLOSE)]
-        begun = not calls and any(not closed for _, closed in between(said, SECTION, SECTION_END))
+        calls = [_call(body, closed) for body, closed in between(pieces, OPEN, CLOSE)]
+        begun = not calls and any(not closed for _, closed in between(pieces, SECTION, SECTION_END))
         return [truncated(SECTION_END)] if begun else calls
 
 

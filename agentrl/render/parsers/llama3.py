@@ -44,9 +44,9 @@ class Llama3Parser:
 
     markers = (TAG,)
 
-    def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         """See `CallParser`."""
-        return list(_read(text_of(said), positions(said, TAG), {tool.name for tool in tools}))
+        return list(_read(text_of(pieces), positions(pieces, TAG), {tool.name for tool in tools}))
 
 
 def _read(text: str, tags: Sequence[int], names: set[str]) -> Iterator[ToolCall]:

@@ -37,9 +37,9 @@ class PythonicParser:
 
     markers = (OPEN, CLOSE)
 
-    def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         """See `CallParser`."""
-        return list(_read(text_of(said), positions(said, OPEN)))
+        return list(_read(text_of(pieces), positions(pieces, OPEN)))
 
 
 def python_calls(source: str) -> list[ToolCall]:
@@ -47,8 +47,8 @@ def python_calls(source: str) -> list[ToolCall]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as one for an escape sequence that Python does not know
-            said = ast.parse(source, mode="eval").body
-        elements = said.elts if isinstance(said, ast.List) else [said]
+            pieces = ast.parse(source, mode="eval").body
+        elements = pieces.elts if isinstance(pieces, ast.List) else [pieces]
         return [_call(element) for element in elements]
     except _UNPARSABLE as error:
         return [unreadable(f"the call cannot be read as Python: {_reason(error)}")]

@@ -38,10 +38,10 @@ class Qwen3CoderParser:
 
     markers = (OPEN, CLOSE)
 
-    def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         """See `CallParser`."""
         schemas = {tool.name: tool.parameters for tool in tools}
-        return [_call(text_of(body), closed, schemas) for body, closed in between(said, OPEN, CLOSE)]
+        return [_call(text_of(body), closed, schemas) for body, closed in between(pieces, OPEN, CLOSE)]
 
 
 def _call(text: str, closed: bool, schemas: Mapping[str, Mapping[str, Any]]) -> ToolCall:

@@ -28,9 +28,9 @@ class TagsParser:
 
     markers: tuple[str, ...] = ()
 
-    def calls(self, said: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         """See `CallParser`."""
-        return list(_calls(text_of(said), {tool.name: tool for tool in tools}))
+        return list(_calls(text_of(pieces), {tool.name: tool for tool in tools}))
 
 
 def _calls(text: str, tools: Mapping[str, Tool]) -> Iterator[ToolCall]:

@@ -1,1 +1,1 @@
-"""What a chat template does to the tokens that are trained on."""
+"""Check of a chat template: its effect on the tokens that are trained on."""

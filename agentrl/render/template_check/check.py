@@ -1,4 +1,4 @@
-"""What a tokenizer's chat template does to the tokens that a policy sampled, and what agentrl does about it."""
+"""Check of a chat template: how it changes sampled tokens, and how agentrl continues conversations."""
 
 from __future__ import annotations
 
@@ -14,89 +14,95 @@ from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.parsers.base import THINK, THINK_END
 from agentrl.render.parsers.registry import PARSERS
 from agentrl.render.registry import choose_format, make_renderer
-from agentrl.render.template_check.turn_transitions import MARKER, Crossing, Outcome, Scene, cross_all
+from agentrl.render.template_check.turn_transitions import (
+    SPECIAL_TOKEN_LIKE,
+    Continuation,
+    TemplateProbe,
+    TurnTransition,
+    find_transitions,
+)
 
 _SHORT = {"a user message": "user messages", "a tool result": "tool results", "two tool results": "tool results"}
 
 
 class Ending(StrEnum):
-    """What becomes of the token that ends the policy's turns."""
+    """Relation of the template's end of turn to the engine's stop tokens."""
 
     TRAINED = "trained"
-    """The engine stops at the token that the template writes: it is sampled, and so it is in the loss."""
+    """The engine stops at the token that the template writes: it is sampled and trained on."""
     OTHER = "other"
     """The engine stops at another token than the template writes."""
     SPLIT = "split"
-    """What the template writes is no single token, so nothing can stop at it."""
+    """The template's end of turn is not a single token, so the engine cannot stop at it."""
     UNKNOWN = "unknown"
-    """The template does not show one."""
+    """The template writes no recognisable end token."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """How the policy's turns end."""
+    """The end of the policy's turns."""
 
     written: tuple[str, ...]
-    """What the template writes there; several where it depends on what follows."""
+    """End tokens in the template's text; several if they depend on the next message."""
     stops: tuple[str, ...]
-    """The tokens that the engine stops at."""
+    """Tokens at which the engine stops."""
     ending: Ending
-    """How the two go together."""
+    """Relation of the two."""
     after: str
-    """What the template writes between the end token and the next turn; never sampled."""
+    """Text between the end token and the next turn; never sampled."""
     after_tokens: int
-    """The tokens of it."""
+    """Number of tokens of that text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """A piece of the chat format that is meant as one token."""
+    """A string of the chat format that should be one token."""
 
     text: str
-    """What it says."""
+    """The string."""
     tokens: int
-    """How many tokens the tokenizer makes of it."""
+    """Number of tokens of the string."""
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What `check_template` found."""
+    """Results of `check_template`."""
 
     format: str
-    """What ``render.format`` calls the format that agentrl takes."""
+    """Name of the format that agentrl uses, as in ``render.format``."""
     hand_written: bool
-    """Whether it is agentrl's own code for it; otherwise the template itself."""
+    """Whether the format is implemented in agentrl; otherwise the chat template itself is used."""
     opener: str
-    """What asks the policy to speak."""
+    """Text before a turn of the policy."""
     opens_thinking: bool
-    """Whether that ends with ``<think>``."""
+    """Whether the opener ends with ``<think>``."""
     end: TurnEnd
-    """How turns end."""
+    """The end of turns."""
     markers: tuple[Marker, ...]
-    """In the order in which they appear."""
+    """Markers of the format, in order of occurrence."""
     parser: str
-    """What ``render.tool_parser`` calls the parser that reads tool calls; the format's name where only it has it."""
+    """Name of the tool-call parser, as in ``render.tool_parser``; the format's name if only the format has it."""
     reads_calls: bool | None
-    """Whether it reads the calls that the template writes; None where it writes none."""
+    """Whether the parser reads the template's tool calls; None if the template writes none."""
     readers: tuple[str, ...]
-    """All parsers that do, by ``render.tool_parser``."""
-    crossings: tuple[Crossing, ...]
-    """What happens to each kind of turn before each kind of message."""
+    """All parsers that read them, by ``render.tool_parser``."""
+    transitions: tuple[TurnTransition, ...]
+    """The transition of each kind of turn to each kind of next message."""
     fault: str
-    """Why no conversation can be trained; empty where some can."""
+    """Why no conversation can be trained on; empty if some can."""
 
     @property
     def split_markers(self) -> tuple[str, ...]:
-        """Markers that the tokenizer cuts into several tokens."""
+        """Markers that are several tokens."""
         return tuple(marker.text for marker in self.markers if marker.tokens > 1)
 
     @property
     def drops_thinking(self) -> tuple[str, ...]:
-        """What makes the template leave earlier reasoning out."""
-        return tuple(dict.fromkeys(crossing.before for crossing in self.crossings if crossing.drops_thinking))
+        """Kinds of next messages before which the template drops earlier reasoning."""
+        return tuple(dict.fromkeys(transition.before for transition in self.transitions if transition.drops_thinking))
 
     def summary(self) -> str:
-        """Return all that matters in one line."""
+        """Return the results on one line."""
         if self.fault:
             return f"{self.format}: cannot be used for conversations: {self.fault}"
         name = f"{self.format}, {'hand-written' if self.hand_written else 'generic'}"
@@ -108,29 +114,29 @@ class Findings:
         if self.end.ending is Ending.TRAINED:
             return f"turns end with {written}, which is trained"
         if written:
-            return f"turns end with {stop}, where the template writes {written}"
-        return f"turns end with {stop}, and the template shows no end"
+            return f"turns end with {stop}, the template writes {written}"
+        return f"turns end with {stop}, the template shows no end"
 
     def _rows(self) -> str:
-        """Return when a new row begins. System messages between turns are too rare to be told of."""
-        usual = [crossing for crossing in self.crossings if crossing.before in _SHORT]
-        forks = [crossing for crossing in usual if crossing.outcome is Outcome.FORK]
-        always = _words(crossing for crossing in forks if crossing.reason is not ForkReason.THINKING)
-        thinking = _words(crossing for crossing in forks if crossing.reason is ForkReason.THINKING)
-        told = [f"a new row before {always}"] if always else []
-        told += [f"a new row before {thinking} once there is reasoning"] if thinking and thinking != always else []
-        kept = any(crossing.outcome is Outcome.KEEP for crossing in usual)
-        told = told or ["one row an episode, earlier reasoning kept" if kept else "one row an episode"]
-        results = [crossing.outcome for crossing in usual if crossing.before == "a tool result"]
-        told += ["no tool results"] if set(results) == {Outcome.REFUSE} else []
-        return ", ".join(told)
+        """Return when a new row begins; system messages between turns are rare and omitted."""
+        usual = [transition for transition in self.transitions if transition.before in _SHORT]
+        forks = [transition for transition in usual if transition.continuation is Continuation.FORK]
+        always = _words(transition for transition in forks if transition.reason is not ForkReason.THINKING)
+        thinking = _words(transition for transition in forks if transition.reason is ForkReason.THINKING)
+        summary = [f"a new row before {always}"] if always else []
+        summary += [f"a new row before {thinking} once there is reasoning"] if thinking and thinking != always else []
+        kept = any(transition.continuation is Continuation.KEEP for transition in usual)
+        summary = summary or ["one row an episode, earlier reasoning kept" if kept else "one row an episode"]
+        results = [transition.continuation for transition in usual if transition.before == "a tool result"]
+        summary += ["no tool results"] if set(results) == {Continuation.REFUSE} else []
+        return ", ".join(summary)
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | None = None) -> Findings:
-    """Return what dummy conversations show of a tokenizer's chat template under a ``render`` section.
+    """Return properties of a tokenizer's chat template under a ``render`` section, found with probe conversations.
 
     Args:
-        tokenizer: the policy's; its chat template is replaced where ``render.chat_template`` names another.
+        tokenizer: tokenizer of the policy; ``render.chat_template``, if set, replaces its chat template.
         config: the ``render`` section; its defaults if None.
 
     Raises:
@@ -141,53 +147,55 @@ def check_template(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | No
     renderer = make_renderer(tokenizer, config)
     shown = "template" if config.format == "auto" and tokenizer.chat_template else config.format
     written = choose_format(tokenizer, config.model_copy(update={"format": shown, "keep_thinking": False}))
-    scene = Scene(tokenizer, renderer, written)
-    crossings = cross_all(scene)
-    callers = [turn for turn in scene.turns if turn.calls]
+    probe = TemplateProbe(tokenizer, renderer, written)
+    transitions = find_transitions(probe)
+    callers = [turn for turn in probe.turns if turn.calls]
     names = (name for name, make in PARSERS.items() if type(make()) is type(renderer.parser))
     return Findings(
         format=renderer.format.name,
         hand_written=not isinstance(renderer.format, TemplateFormat),
-        opener=scene.opener,
+        opener=probe.opener,
         opens_thinking=renderer.format.opens_thinking,
-        end=_end(scene),
-        markers=_markers(scene),
+        end=_end(probe),
+        markers=_markers(probe),
         parser=next(names, renderer.format.name),
-        reads_calls=all(scene.reads(turn, renderer.parser) for turn in callers) if callers else None,
-        readers=tuple(name for name, make in PARSERS.items() if all(scene.reads(turn, make()) for turn in callers)),
-        crossings=crossings,
-        fault=_fault(scene, crossings),
+        reads_calls=all(probe.reads(turn, renderer.parser) for turn in callers) if callers else None,
+        readers=tuple(name for name, make in PARSERS.items() if all(probe.reads(turn, make()) for turn in callers)),
+        transitions=transitions,
+        fault=_fault(probe, transitions),
     )
 
 
-def _end(scene: Scene) -> TurnEnd:
-    written, after = scene.ends, scene.after
-    stops = tuple(scene.renderer.decode((index,)) for index in scene.renderer.end_token_ids)
+def _end(probe: TemplateProbe) -> TurnEnd:
+    written, after = probe.ends, probe.after
+    stops = tuple(probe.renderer.decode((index,)) for index in probe.renderer.end_token_ids)
     if not written:
         ending = Ending.UNKNOWN
-    elif any(len(scene.ids(text)) != 1 for text in written):
+    elif any(len(probe.ids(text)) != 1 for text in written):
         ending = Ending.SPLIT
     else:
         ending = Ending.TRAINED if set(written) <= set(stops) else Ending.OTHER
-    return TurnEnd(written, stops, ending, after, len(scene.ids(after)))
+    return TurnEnd(written, stops, ending, after, len(probe.ids(after)))
 
 
-def _markers(scene: Scene) -> tuple[Marker, ...]:
-    seen = "".join(scene.texts)
-    parser = [marker for marker in scene.renderer.parser.markers if marker in seen]
-    thought = [mark for mark in (THINK, THINK_END) if mark in scene.thoughtless]
-    found = [*scene.ends, *MARKER.findall(seen), *parser, *thought]
-    return tuple(Marker(text, len(scene.ids(text))) for text in dict.fromkeys(found))
+def _markers(probe: TemplateProbe) -> tuple[Marker, ...]:
+    seen = "".join(probe.texts)
+    parser = [marker for marker in probe.renderer.parser.markers if marker in seen]
+    thought = [mark for mark in (THINK, THINK_END) if mark in probe.thoughtless]
+    found = [*probe.ends, *SPECIAL_TOKEN_LIKE.findall(seen), *parser, *thought]
+    return tuple(Marker(text, len(probe.ids(text))) for text in dict.fromkeys(found))
 
 
-def _fault(scene: Scene, crossings: tuple[Crossing, ...]) -> str:
-    if not scene.opener:
-        return scene.refusal
-    spoken = [crossing for crossing in crossings if crossing.turn != "tool call"]
-    if all(crossing.outcome is Outcome.REFUSE for crossing in spoken):
-        return next((crossing.detail for crossing in spoken if crossing.detail), "it has no turn of an assistant")
+def _fault(probe: TemplateProbe, transitions: tuple[TurnTransition, ...]) -> str:
+    if not probe.opener:
+        return probe.refusal
+    after_reasoning = [transition for transition in transitions if transition.turn != "tool call"]
+    if all(transition.continuation is Continuation.REFUSE for transition in after_reasoning):
+        return next(
+            (transition.detail for transition in after_reasoning if transition.detail), "it has no turn of an assistant"
+        )
     return ""
 
 
-def _words(crossings: Iterable[Crossing]) -> str:
-    return " and ".join(dict.fromkeys(_SHORT[crossing.before] for crossing in crossings))
+def _words(transitions: Iterable[TurnTransition]) -> str:
+    return " and ".join(dict.fromkeys(_SHORT[transition.before] for transition in transitions))

@@ -1,4 +1,4 @@
-"""What becomes of a turn of the policy once messages follow: the cases that the template check goes through."""
+"""Turn transitions: how a template changes a turn of the policy when messages follow, and how agentrl continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentrl.render.renderer import ChatRenderer
 _ASK, _MORE, _WORDS, _THOUGHT = Message("user", "qa1"), Message("user", "qa2"), "as1", "re1"
 _EARLIER = Message("assistant", "as0")
 _REASONING = f"{_THOUGHT}\n{THINK_END}\n\n"
-_IDS = ("call00001", "call00002")  # nine letters and digits, as Mistral's templates insist on
+_IDS = ("call00001", "call00002")  # nine letters and digits, as Mistral's templates require
 _CALLS = (ToolCall(_IDS[0], "look_up", {"word": "é"}), ToolCall(_IDS[1], "add", {"a": 1}))
 _RESULTS = tuple(Message("tool", f"fo{number}", tool_call_id=call) for number, call in enumerate(_IDS))
 _NEW: dict[str, tuple[Message, ...]] = {
@@ -31,82 +31,82 @@ _NEW: dict[str, tuple[Message, ...]] = {
     "a system message": (Message("system", "sy1"),),
 }
 _SHOWN = 40
-"""Characters of a difference to show."""
-MARKER = re.compile(r"<[|｜][^\s<>|｜]{1,40}[|｜]>|\[/?[A-Z_]{3,20}\]")
-"""What looks like a token of its own in what templates write."""
+"""Characters of a difference that are shown."""
+SPECIAL_TOKEN_LIKE = re.compile(r"<[|｜][^\s<>|｜]{1,40}[|｜]>|\[/?[A-Z_]{3,20}\]")
+"""Strings in a template's text that look like special tokens."""
 
 
-class Outcome(StrEnum):
-    """What agentrl does where messages follow a turn."""
+class Continuation(StrEnum):
+    """How agentrl continues a conversation when messages follow a turn."""
 
     BRIDGE = "bridge"
-    """It appends to what was sampled; the row goes on."""
+    """It appends to the sampled tokens; the row continues."""
     KEEP = "keep"
-    """The same, where the template would leave reasoning out (``render.keep_thinking=true``)."""
+    """The same, although the template would drop reasoning (``render.keep_thinking=true``)."""
     FORK = "fork"
-    """It renders the conversation anew, and a new row begins."""
+    """It renders the conversation again, and a new row begins."""
     REFUSE = "refuse"
-    """The format has no such conversation; the episode ends with an error."""
+    """The format refuses the conversation; the episode ends with an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two texts part."""
+    """The first difference of two texts."""
 
     shared: str
-    """The last characters that both have."""
+    """The last common characters."""
     was: str
-    """How the first goes on: the prompt and what the policy sampled."""
+    """Continuation of the first text: the prompt and the sampled turn."""
     is_now: str
-    """How the second goes on: what the template makes of the same messages now."""
+    """Continuation of the second text: the template's text of the same messages now."""
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
-    """What becomes of one kind of turn before one kind of message."""
+class TurnTransition:
+    """The transition of one kind of turn to one kind of next message."""
 
     turn: str
     """``plain``, ``reasoning`` or ``tool call``."""
     before: str
-    """What follows, such as ``a user message``."""
+    """Kind of the next message, such as ``a user message``."""
     preserved: bool | None
-    """Whether the template leaves prompt and turn as they were; None where it refuses such a conversation."""
+    """Whether the template keeps prompt and turn unchanged; None if it refuses such a conversation."""
     stable: bool | None
-    """Whether it leaves its own words of them as they were: where nothing is preserved and this holds, it never writes the
-    turn as it is sampled; otherwise the new messages make it change."""
+    """Whether the template keeps its own text of prompt and turn. If the turn is not preserved although this holds, the
+    template never writes the turn as it is sampled; otherwise the new messages cause the change."""
     difference: Difference | None
-    """The first one between what was sampled and what it writes, where the turn is not preserved."""
+    """The first difference of sampled and written text, if the turn is not preserved."""
     drops_thinking: bool
-    """Whether the reasoning is gone from what it writes."""
-    outcome: Outcome
-    """What agentrl does."""
+    """Whether the template drops the reasoning."""
+    continuation: Continuation
+    """How agentrl continues."""
     reason: ForkReason | None
-    """Why it forks, where it does."""
+    """Reason of a fork, if there is one."""
     detail: str
-    """The same in words, or the refusal."""
+    """Explanation of the fork or the refusal."""
     exact: bool | None
-    """Whether the bridged text is what the template writes; None where there is no bridge or it is not meant to be."""
+    """Whether the bridged text is the template's text; None without a bridge, or if it is not supposed to be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn as the policy would sample it."""
+    """A turn in the form in which the policy would sample it."""
 
     kind: str
     """``plain``, ``reasoning`` or ``tool call``."""
     body: str
-    """What is sampled between the opener and the end token."""
+    """Sampled text between the opener and the end token."""
     calls: tuple[ToolCall, ...] = ()
-    """Those that it makes."""
+    """Tool calls in the turn."""
 
 
-class Scene:
-    """A renderer beside the template that it stands for, and what that template writes.
+class TemplateProbe:
+    """Compares a renderer with the template that it represents, by probe conversations.
 
     Args:
-        tokenizer: the policy's.
-        renderer: what agentrl takes.
-        written: writes what the template does; the renderer's own format where that was chosen by hand.
+        tokenizer: tokenizer of the policy.
+        renderer: the renderer that agentrl uses.
+        written: the template as a format; the renderer's format if ``render.format`` names one.
     """
 
     tools: Sequence[Tool] = TOOLS
@@ -114,39 +114,39 @@ class Scene:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, renderer: ChatRenderer, written: Format) -> None:
         self.renderer = renderer
         self.texts: list[str] = []
-        """All that the template wrote so far."""
+        """All texts that the template has written."""
         self.refusal = ""
-        """Its words where it refused a conversation, the last time."""
+        """Message of the last refusal of a conversation."""
         self._tokenizer = tokenizer
         self._written = written
         self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
     @cached_property
     def opener(self) -> str:
-        """What asks the policy to speak; empty where the template refuses even one question."""
+        """Text before a turn of the policy; empty if the template refuses a single user message."""
         closed, opened = self.text((_ASK,), opener=False), self.text((_ASK,))
         return opened[len(closed) :] if closed and opened and opened.startswith(closed) else opened or ""
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
-        """What the template puts behind the policy's words: before a user message, before a result, and at the end."""
-        behind = (self._behind(()), self._behind((_MORE,)), self._behind(_RESULTS[:1]))
-        return tuple(dict.fromkeys(end for text in behind if (end := self._end_of(text))))
+        """End tokens after a turn: at the end, before a user message, and before a tool result."""
+        texts = (self._after_words(()), self._after_words((_MORE,)), self._after_words(_RESULTS[:1]))
+        return tuple(dict.fromkeys(end for text in texts if (end := self._end_of(text))))
 
     @cached_property
     def after(self) -> str:
-        """What it writes behind the end token of the last turn."""
-        text = self._behind(())
+        """Text after the end token of the last turn."""
+        text = self._after_words(())
         return text[len(end) :] if (end := self._end_of(text)) else ""
 
     @property
     def thoughtless(self) -> str:
-        """What the template says itself: all that it wrote of turns without reasoning."""
+        """All texts of conversations without reasoning, so that ``<think>`` in them is the template's own."""
         return "".join(text for text in self.texts if _THOUGHT not in text)
 
     @cached_property
     def turns(self) -> tuple[Turn, ...]:
-        """The kinds of turn that a policy has in this format. One whose opener opens a thought always reasons."""
+        """The kinds of turns in this format. If the opener opens the reasoning, every turn has reasoning."""
         opens = self.renderer.format.opens_thinking
         thought = f"{THINK}\n{_REASONING}" if opens else ""
         found = [] if opens else [self._turn("plain", Message("assistant", _WORDS))]
@@ -155,7 +155,7 @@ class Scene:
         return tuple(turn for turn in found if turn is not None)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opener: bool = True) -> str | None:
-        """Return what the template writes, None where it refuses."""
+        """Return the template's text, or None if it refuses."""
         try:
             text = self._written.text(messages, tools, opener=opener)
         except (ValueError, ModelError) as error:
@@ -165,7 +165,7 @@ class Scene:
         return text
 
     def ids(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text of the template, special ones included."""
+        """Return the ids of a template's text, with special tokens."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
     def reads(self, turn: Turn, parser: CallParser) -> bool:
@@ -175,31 +175,33 @@ class Scene:
         read = [(call.name, call.arguments, call.status) for call in calls]
         return read == [(call.name, call.arguments, CallStatus.OK) for call in turn.calls]
 
-    def cross(self, turn: Turn, before: str) -> Crossing:
-        """Return what becomes of a turn before the messages that ``before`` names."""
+    def transition_of(self, turn: Turn, before: str) -> TurnTransition:
+        """Return the transition of a turn to the next messages named ``before``."""
         new = _NEW[before]
         tools = self._tools(turn.calls, new)
-        looks = [self._look(context, turn.body, new, tools) for context in ((_ASK,), (_ASK, _EARLIER, _MORE))]
-        preserved, difference = next((look for look in looks if not look[0]), looks[0])
+        comparisons = [self._compare(context, turn.body, new, tools) for context in ((_ASK,), (_ASK, _EARLIER, _MORE))]
+        preserved, difference = next((found for found in comparisons if not found[0]), comparisons[0])
         whole = self.text((_ASK, self._said(turn.body), *new), tools)
         closed = self.text((_ASK, self._said(turn.body)), tools, opener=False)
         stable = None if whole is None or closed is None else whole.startswith(closed)
         drops = _THOUGHT in turn.body and whole is not None and _THOUGHT not in whole
-        outcome, reason, detail, bridged = self._outcome(turn, new, tools, whole)
-        if outcome is Outcome.BRIDGE and preserved is False:
-            outcome = Outcome.KEEP
+        continuation, reason, detail, bridged = self._continuation(turn, new, tools, whole)
+        if continuation is Continuation.BRIDGE and preserved is False:
+            continuation = Continuation.KEEP
         exact = None
-        if outcome is Outcome.BRIDGE and whole is not None:
+        if continuation is Continuation.BRIDGE and whole is not None:
             exact = self.renderer.decode(bridged) == self.renderer.decode(self.ids(whole))
-        return Crossing(turn.kind, before, preserved, stable, difference, drops, outcome, reason, detail, exact)
+        return TurnTransition(
+            turn.kind, before, preserved, stable, difference, drops, continuation, reason, detail, exact
+        )
 
     def _said(self, body: str) -> Message:
         return Message("assistant", body, token_ids=self.ids(body))
 
-    def _look(
+    def _compare(
         self, context: Sequence[Message], body: str, new: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[bool | None, Difference | None]:
-        """Return whether a turn after ``context`` stays as it was, and where not."""
+        """Return whether a turn after ``context`` stays unchanged, and the difference if not."""
         prompt = self.text(context, tools)
         whole = self.text((*context, self._said(body), *new), tools)
         if prompt is None or whole is None:
@@ -207,10 +209,10 @@ class Scene:
         difference = _difference(prompt + body, whole)
         return difference is None, difference
 
-    def _outcome(
+    def _continuation(
         self, turn: Turn, new: Sequence[Message], tools: Sequence[Tool], whole: str | None
-    ) -> tuple[Outcome, ForkReason | None, str, tuple[int, ...]]:
-        """Return what the renderer makes of it, why, and the tokens of the row that goes on."""
+    ) -> tuple[Continuation, ForkReason | None, str, tuple[int, ...]]:
+        """Return how the renderer continues, the reason and its explanation, and the tokens of a row that continues."""
         renderer, ids = self.renderer, self.ids(turn.body) + self._sampled_end(turn.body, whole)
         try:
             prompt = renderer.render((_ASK,), tools).token_ids
@@ -218,31 +220,31 @@ class Scene:
             added = renderer.bridge(history, ids, new, tools)
             if isinstance(added, Fork):
                 renderer.render((*history, *new), tools)
-                return Outcome.FORK, added.reason, added.detail, ()
+                return Continuation.FORK, added.reason, added.detail, ()
         except (ConfigError, ModelError) as error:
-            return Outcome.REFUSE, None, str(error), ()
-        return Outcome.BRIDGE, None, "", prompt + ids + added
+            return Continuation.REFUSE, None, str(error), ()
+        return Continuation.BRIDGE, None, "", prompt + ids + added
 
     def _sampled_end(self, body: str, whole: str | None) -> tuple[int, ...]:
-        """Return the end token that a policy samples there: the template's, or else the format's."""
+        """Return the end token that a policy samples: the template's, or else the format's."""
         stops = self.renderer.end_token_ids
         written = self._end_of(whole.rpartition(body)[2]) if whole and body in whole else ""
         ids = self.ids(written)
         return ids if len(ids) == 1 and ids[0] in stops else stops[:1]
 
     def _turn(self, kind: str, message: Message) -> Turn | None:
-        """Return a turn as it can be sampled and given back: the plain words, or what the template makes of them."""
+        """Return a turn that the template preserves: with the plain content, or with the template's text of it."""
         said = message.content.removeprefix(f"{THINK}\n") if self.renderer.format.opens_thinking else message.content
         bodies = [body for body in (*((said,) if not message.tool_calls else ()), self._body(message)) if body]
         turns = [Turn(kind, body, message.tool_calls) for body in bodies]
-        return next((turn for turn in turns if self._comes_back(turn)), turns[-1] if turns else None)
+        return next((turn for turn in turns if self._is_preserved(turn)), turns[-1] if turns else None)
 
-    def _comes_back(self, turn: Turn) -> bool:
-        """Return whether the template leaves the turn alone before any message at all."""
-        return any(self._look((_ASK,), turn.body, new, self._tools(turn.calls, new))[0] for new in _NEW.values())
+    def _is_preserved(self, turn: Turn) -> bool:
+        """Return whether the template preserves the turn before any kind of message."""
+        return any(self._compare((_ASK,), turn.body, new, self._tools(turn.calls, new))[0] for new in _NEW.values())
 
     def _body(self, message: Message) -> str | None:
-        """Return what the template writes of a message between opener and end, where it does not leave it out."""
+        """Return the template's text of a message between opener and end, or None if it is incomplete."""
         words = [call.name for call in message.tool_calls] or [_WORDS]
         words += [_THOUGHT] if _THOUGHT in message.content else []
         for new in (_RESULTS[: len(message.tool_calls) or 1], (_MORE,), ()):
@@ -258,38 +260,38 @@ class Scene:
     def _tools(self, calls: Sequence[ToolCall], new: Sequence[Message]) -> Sequence[Tool]:
         return self.tools if calls or any(message.role == "tool" for message in new) else ()
 
-    def _behind(self, new: Sequence[Message]) -> str:
-        """Return what follows the policy's words."""
+    def _after_words(self, new: Sequence[Message]) -> str:
+        """Return the text after the content of a turn."""
         tools = self._tools((), new)
         text = self.text((_ASK, Message("assistant", _WORDS), *new), tools, opener=bool(new))
         return text.partition(_WORDS)[2] if text else ""
 
     def _end_of(self, text: str) -> str:
-        """Return the marker that text starts with: a special token, or what looks like one."""
+        """Return the special token, or the string that looks like one, at the start of a text."""
         starts = [token for token in self._special if text.startswith(token)]
-        looks = MARKER.match(text)
-        return max(starts, key=len) if starts else looks[0] if looks else ""
+        special_like = SPECIAL_TOKEN_LIKE.match(text)
+        return max(starts, key=len) if starts else special_like[0] if special_like else ""
 
     def _until_end(self, text: str) -> str:
         stops = (*self.ends, *(self.renderer.decode((index,)) for index in self.renderer.end_token_ids))
         return text[: min((at for end in stops if (at := text.find(end)) >= 0), default=len(text))]
 
 
-def cross_all(scene: Scene) -> tuple[Crossing, ...]:
-    """Return what becomes of every kind of turn before every kind of message."""
-    if not scene.opener:
+def find_transitions(probe: TemplateProbe) -> tuple[TurnTransition, ...]:
+    """Return the transitions of every kind of turn to every kind of next message."""
+    if not probe.opener:
         return ()
-    pairs = ((turn, before) for turn in scene.turns for before, new in _NEW.items() if _goes_with(turn, new))
-    return tuple(scene.cross(turn, before) for turn, before in pairs)
+    pairs = ((turn, before) for turn in probe.turns for before, new in _NEW.items() if _matches_calls(turn, new))
+    return tuple(probe.transition_of(turn, before) for turn, before in pairs)
 
 
-def _goes_with(turn: Turn, new: Sequence[Message]) -> bool:
-    """Return whether there are as many results as calls: two results follow two calls, all else one."""
+def _matches_calls(turn: Turn, new: Sequence[Message]) -> bool:
+    """Return whether new messages fit a turn: as many as its calls, if it has calls."""
     return not turn.calls or len(turn.calls) == len(new)
 
 
 def _difference(was: str, is_now: str) -> Difference | None:
-    """Return where ``is_now`` does not go on as ``was``; None where it starts with it."""
+    """Return the first difference of ``is_now`` from ``was``; None if it starts with ``was``."""
     if is_now.startswith(was):
         return None
     at = next((at for at, (one, other) in enumerate(zip(was, is_now, strict=False)) if one != other), len(is_now))

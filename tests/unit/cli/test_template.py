@@ -52,7 +52,7 @@ def test_a_shipped_model_by_its_name_as_json(capsys: pytest.CaptureFixture[str])
     assert found["end"] == {
         "written": ["<|im_end|>"], "stops": ["<|im_end|>"], "ending": "trained", "after": "\n", "after_tokens": 1
     }  # fmt: skip
-    assert {crossing["outcome"] for crossing in found["crossings"]} == {"bridge"}
+    assert {transition["continuation"] for transition in found["transitions"]} == {"bridge"}
 
 
 def test_what_drops_reasoning_is_shown_and_can_be_kept(capsys: pytest.CaptureFixture[str], qwen3: Path) -> None:

@@ -9,7 +9,7 @@ from agentrl.config.render import RenderConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.types import ForkReason
 from agentrl.render.template_check.check import Ending, Findings, check_template
-from agentrl.render.template_check.turn_transitions import Crossing, Outcome
+from agentrl.render.template_check.turn_transitions import Continuation, TurnTransition
 from tests.unit.render.oracles import template
 from tests.unit.render.tokenizers import family_tokenizer
 
@@ -38,8 +38,10 @@ def check(family: str, name: str, keep_thinking: bool = False) -> Findings:
     return check_template(family_tokenizer(family, template(name)), RenderConfig(keep_thinking=keep_thinking))
 
 
-def at(findings: Findings, turn: str, before: str) -> Crossing:
-    (found,) = (crossing for crossing in findings.crossings if (crossing.turn, crossing.before) == (turn, before))
+def at(findings: Findings, turn: str, before: str) -> TurnTransition:
+    (found,) = (
+        transition for transition in findings.transitions if (transition.turn, transition.before) == (turn, before)
+    )
     return found
 
 
@@ -55,22 +57,22 @@ def at(findings: Findings, turn: str, before: str) -> Crossing:
     ],
 )
 def test_a_user_message_after_reasoning(family: str, name: str, preserved: bool) -> None:
-    crossing = at(check(family, name), "reasoning", USER)
-    assert crossing.preserved is preserved
-    assert (crossing.difference is None) is preserved
-    assert crossing.drops_thinking is not preserved
+    transition = at(check(family, name), "reasoning", USER)
+    assert transition.preserved is preserved
+    assert (transition.difference is None) is preserved
+    assert transition.drops_thinking is not preserved
 
 
 def test_deepseek_never_has_the_reasoning_that_it_opens() -> None:
     """Its own words of a turn stay, which is what trl calls prefix-preserving; what was sampled is not among them."""
-    crossing = at(check("deepseek-r1", "deepseekv3"), "reasoning", USER)
-    assert (crossing.preserved, crossing.stable, crossing.drops_thinking) == (False, True, True)
+    transition = at(check("deepseek-r1", "deepseekv3"), "reasoning", USER)
+    assert (transition.preserved, transition.stable, transition.drops_thinking) == (False, True, True)
     assert (at(check("qwen3", "qwen3"), "reasoning", USER)).stable is False
 
 
 def test_gpt_oss_refuses_what_its_policy_says() -> None:
     findings = check("qwen3", "gptoss")
-    assert at(findings, "reasoning", USER).outcome is Outcome.REFUSE
+    assert at(findings, "reasoning", USER).continuation is Continuation.REFUSE
     assert "<|channel|>" in findings.fault
     assert "cannot be used" in findings.summary()
 
@@ -78,15 +80,15 @@ def test_gpt_oss_refuses_what_its_policy_says() -> None:
 def test_qwen3_row_by_row() -> None:
     """Only a user message after reasoning forks; with ``render.keep_thinking`` it does not."""
     forked, kept = check("qwen3", "qwen3"), check("qwen3", "qwen3", keep_thinking=True)
-    turns = [(crossing.turn, crossing.before) for crossing in forked.crossings]
+    turns = [(transition.turn, transition.before) for transition in forked.transitions]
     assert turns == [
         *((turn, before) for turn in ("plain", "reasoning") for before in (USER, RESULT, RESULTS, SYSTEM)),
         *(("tool call", before) for before in (USER, RESULT, SYSTEM, RESULTS)),
     ]
-    for before, after in zip(forked.crossings, kept.crossings, strict=True):
+    for before, after in zip(forked.transitions, kept.transitions, strict=True):
         drops = (before.turn, before.before) == ("reasoning", USER)
-        assert (before.outcome, after.outcome) == (
-            (Outcome.FORK, Outcome.KEEP) if drops else (Outcome.BRIDGE, Outcome.BRIDGE)
+        assert (before.continuation, after.continuation) == (
+            (Continuation.FORK, Continuation.KEEP) if drops else (Continuation.BRIDGE, Continuation.BRIDGE)
         )
         assert before.reason is (ForkReason.THINKING if drops else None)
     difference = at(forked, "reasoning", USER).difference
@@ -98,11 +100,11 @@ def test_qwen3_row_by_row() -> None:
 
 @pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_every_bridge_says_what_the_template_says(family: str, name: str) -> None:
-    for crossing in check(family, name).crossings:
-        bridged = crossing.outcome is Outcome.BRIDGE
-        assert not bridged or crossing.preserved is not False, crossing
-        assert crossing.exact is (True if bridged and crossing.preserved else None), crossing
-        assert (crossing.reason is not None) is (crossing.outcome is Outcome.FORK), crossing
+    for transition in check(family, name).transitions:
+        bridged = transition.continuation is Continuation.BRIDGE
+        assert not bridged or transition.preserved is not False, transition
+        assert transition.exact is (True if bridged and transition.preserved else None), transition
+        assert (transition.reason is not None) is (transition.continuation is Continuation.FORK), transition
 
 
 @pytest.mark.parametrize(
@@ -196,7 +198,7 @@ def test_the_line_of_train(family: str, name: str, keep: bool, line: str) -> Non
 def test_a_template_without_tool_results() -> None:
     findings = check("qwen3", "gemma3")
     assert findings.fault == ""
-    assert {at(findings, "plain", before).outcome for before in (RESULT, RESULTS)} == {Outcome.REFUSE}
+    assert {at(findings, "plain", before).continuation for before in (RESULT, RESULTS)} == {Continuation.REFUSE}
     assert "no tool results" in findings.summary()
 
 

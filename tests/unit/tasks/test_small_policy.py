@@ -12,7 +12,7 @@ from agentrl.core.types import CallStatus, Fork
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.render.template_check.check import check_template
-from agentrl.render.template_check.turn_transitions import Outcome
+from agentrl.render.template_check.turn_transitions import Continuation
 
 TEXTS = ["What is 12 times 13?", '{"name": "python", "arguments": {"code": "print(12)"}}', "The answer is \\boxed{25}."]
 TOOL = Tool("python", "Run it.", {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]})
@@ -61,7 +61,7 @@ def test_a_call_is_read_and_its_result_appended(renderer: ChatRenderer) -> None:
 def test_the_template_leaves_every_turn_as_it_was(folder: Path) -> None:
     findings = check_template(AutoTokenizer.from_pretrained(folder))
     assert (findings.fault, findings.parser, findings.reads_calls) == ("", "hermes", True)
-    assert {crossing.outcome for crossing in findings.crossings} == {Outcome.BRIDGE}
+    assert {transition.continuation for transition in findings.transitions} == {Continuation.BRIDGE}
 
 
 def test_digits_stand_alone_and_nothing_is_lost(folder: Path) -> None:
