@@ -7,7 +7,7 @@ neither packing nor the number of ranks changes the gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -51,7 +51,7 @@ class GlobalBatch:
     """One optimizer step: the same number of micro-batches for every data-parallel rank."""
 
     micro: tuple[tuple[MicroBatch, ...], ...]
-    """``micro[rank][i]``."""
+    """``micro[rank][i]``. A rank receives a batch with only its share, ``micro[0]``."""
     kind: Literal["rl", "sft"] = "rl"
     """In ``rl`` mask 1 implies sampled; in ``sft`` the mask may hold demonstrated and observed tokens."""
     temperature: float = 1.0
@@ -62,9 +62,3 @@ class GlobalBatch:
     """In ``rl``: ``strict`` refuses a token with mask 1 that was not sampled, ``warn`` leaves it out of the loss."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the batch, such as tokens and padding, logged with the step."""
-
-    def for_rank(self, rank: int) -> GlobalBatch:
-        """Return the batch without the micro-batches of other ranks: what is sent to the process of ``rank``."""
-        assert len({len(micro) for micro in self.micro}) == 1, f"unequal shares: {[len(micro) for micro in self.micro]}"
-        own = tuple(micro if index == rank else () for index, micro in enumerate(self.micro))
-        return replace(self, micro=own, metrics={})

@@ -39,10 +39,10 @@ class WeightSource(Protocol):
 
 
 class LearnerRank(WeightSource, Protocol):
-    """One rank of a learner. All ranks are called in the same order, with the same arguments or their `for_rank` share."""
+    """One rank of a learner. All ranks are called in the same order, with the same arguments, or their share of a batch."""
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
-        """Take one optimizer step on ``batch.micro`` of this rank, which `admit` has checked.
+        """Take one optimizer step on the only share of ``batch``, this rank's, which `admit` has checked.
 
         Returns:
             metrics of the global batch, the same on every rank.
@@ -54,7 +54,7 @@ class LearnerRank(WeightSource, Protocol):
         ...
 
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
-        """Return the log-probabilities of this rank's rows.
+        """Return the log-probabilities of the rows in the only share of ``batch``, this rank's.
 
         Raises:
             LearnerError: no such policy is loaded.

@@ -81,7 +81,7 @@ class FsdpRank:
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step; see `LearnerRank.train_step`. A batch without a token to train on takes none."""
         self._check_awake()
-        micros = self._share(batch)
+        [micros] = batch.micro
         supervised = batch.kind == "sft"
         entropy_loss = not supervised and self.algorithm.needs_entropy
         # Before the policy's first pass, so that the weights of both models are never gathered at the same time.
@@ -126,7 +126,7 @@ class FsdpRank:
     @torch.no_grad()
     def _reference_logprobs(self, batch: GlobalBatch) -> list[torch.Tensor | None]:
         """Return the reference policy's log-probabilities at the mask of each micro-batch, on the device."""
-        micros = self._share(batch)
+        [micros] = batch.micro
         if batch.kind != "rl" or not self.algorithm.needs_reference:
             return [None] * len(micros)
         model = self._policy("reference")
@@ -135,12 +135,6 @@ class FsdpRank:
         ]
         _reshard(model)
         return found
-
-    def _share(self, batch: GlobalBatch) -> tuple[MicroBatch, ...]:
-        """Return this rank's micro-batches."""
-        ranks = dist.get_world_size()
-        assert len(batch.micro) == ranks, f"a batch for {len(batch.micro)} ranks came to a learner of {ranks}"
-        return batch.micro[dist.get_rank()]
 
     def _policy(self, name: str) -> PolicyModel:
         if name not in self.policies:
@@ -176,7 +170,8 @@ class FsdpRank:
         self._check_awake()
         model = self._policy(policy)
         found: RowLogprobs = {}
-        for micro in self._share(batch):
+        [micros] = batch.micro
+        for micro in micros:
             row = micro.row_R_L.reshape(-1)
             at_N = ((row >= 0) & (micro.position_ids_R_L.reshape(-1) > 0)).nonzero()[:, 0]
             scored_N, _ = self._forward(model, micro, at_N, batch.temperature)
