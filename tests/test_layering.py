@@ -4,12 +4,15 @@ The packages and their order are ``tests.structure.layers.LAYERS``; imports insi
 ``if TYPE_CHECKING`` count like all others.
 """
 
+import ast
+
 import pytest
 
-from tests.structure.graph import Graph, Kind, read_graph, strongly_connected, violations
+from tests.structure.graph import Graph, Kind, public_methods, read_graph, strongly_connected, violations
 from tests.structure.layers import LAYERS, PACKAGE, REPOSITORY
-from tests.structure.measure import is_loose
+from tests.structure.measure import MANY_METHODS, is_loose
 
+MOST_IMPORTS = 20
 HEAVY = {"torch", "ray", "transformers", "sglang", "megatron"}
 LIGHT_PACKAGES = {"core", "config"}
 PLUGINS = {"envs": "agentrl_envs", "tools": "agentrl_tools", "tasks": "agentrl_tasks"}
@@ -40,6 +43,20 @@ def test_no_import_cycles(graph: Graph) -> None:
 
 def test_every_module_is_in_a_package(graph: Graph) -> None:
     assert [module for module, path in graph.modules.items() if is_loose(graph, module, path)] == []
+
+
+def test_no_module_imports_too_many_others(graph: Graph) -> None:
+    modules = {name: edges for name, edges in graph.edges().items() if graph.modules[name].name != "__init__.py"}
+    assert {name: len(edges) for name, edges in modules.items() if len(edges) > MOST_IMPORTS} == {}
+
+
+def test_no_class_has_too_many_public_methods(graph: Graph) -> None:
+    classes = {
+        f"{module}.{name}": len(methods)
+        for module, path in graph.modules.items()
+        for name, methods in public_methods(ast.parse(path.read_bytes())).items()
+    }
+    assert {name: count for name, count in classes.items() if count > MANY_METHODS} == {}
 
 
 def test_only_the_cluster_imports_ray(graph: Graph) -> None:
