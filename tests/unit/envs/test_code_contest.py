@@ -32,12 +32,12 @@ def python(call_id: str, code: str = "1") -> ToolCall:
     return ToolCall(call_id, "python", {"code": code})
 
 
-def verdicts(call_id: str, *said: str) -> ToolResults:
-    return ToolResults((ToolResult(call_id, ToolStatus.OK, "", {"verdicts": list(said)}),))
+def verdicts(call_id: str, *names: str) -> ToolResults:
+    return ToolResults((ToolResult(call_id, ToolStatus.OK, "", {"verdicts": list(names)}),))
 
 
 @pytest.mark.parametrize(
-    ("said", "program"),
+    ("content", "program"),
     [
         ("```python\nprint(1)\n```", "print(1)\n"),
         ("text\n```python\na\n```\nbetter:\n```py\nb\n\nc\n```\nbye", "b\n\nc\n"),
@@ -53,8 +53,8 @@ def verdicts(call_id: str, *said: str) -> ToolResults:
         ("", None),
     ],
 )
-def test_the_last_finished_block_is_the_program(said: str, program: str | None) -> None:
-    assert program_in(said) == program
+def test_the_last_finished_block_is_the_program(content: str, program: str | None) -> None:
+    assert program_in(content) == program
 
 
 def test_a_program_is_judged_and_scored() -> None:
@@ -77,20 +77,20 @@ def test_a_program_is_judged_and_scored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "share", "everything"),
+    ("content", "share", "everything"),
     [
         (("accepted", "accepted"), 1.0, 1.0),
         (("accepted", "not_run"), 0.5, 0.0),
         (("runtime_error", "not_run"), 0.0, 0.0),
     ],
 )
-def test_share_or_all(said: tuple[str, ...], share: float, everything: float) -> None:
+def test_share_or_all(content: tuple[str, ...], share: float, everything: float) -> None:
     for scoring, wanted in (("share", share), ("all", everything)):
         env = begin(scoring=scoring)
         observation, *_ = env.step(HANDS_IN)
         assert isinstance(observation, ToolCalls)
         assert observation.calls[0].arguments["stop_early"] is (scoring == "all")
-        assert env.step(verdicts("judge", *said))[1] == wanted
+        assert env.step(verdicts("judge", *content))[1] == wanted
 
 
 def test_every_verdict_has_a_figure() -> None:
@@ -98,8 +98,8 @@ def test_every_verdict_has_a_figure() -> None:
 
 
 def test_no_program_earns_nothing() -> None:
-    for said in ("I give up.", "```python\nprint('\ud800')\n```"):
-        observation, reward, terminated, _, info = begin().step(Message("assistant", said))
+    for content in ("I give up.", "```python\nprint('\ud800')\n```"):
+        observation, reward, terminated, _, info = begin().step(Message("assistant", content))
         assert (observation, reward, terminated) == ((), 0.0, True)
         assert info["metrics"]["has_program"] == 0.0
 
@@ -132,8 +132,8 @@ def test_without_tries_there_is_no_tool() -> None:
 def test_the_policy_cannot_ask_the_judge(status: CallStatus) -> None:
     env = begin()
     assert "judge" not in [tool.name for tool in env.tools]
-    asked = ToolCall("a", "judge", {"program": "print(1)", **TASK.answer}, status, "no such tool" * (status != "ok"))
-    observation, reward, terminated, *_ = env.step(tries(asked))
+    call = ToolCall("a", "judge", {"program": "print(1)", **TASK.answer}, status, "no such tool" * (status != "ok"))
+    observation, reward, terminated, *_ = env.step(tries(call))
     assert isinstance(observation, tuple)
     [message] = observation
     assert message.role == "tool"

@@ -38,8 +38,8 @@ def test_call_then_answer() -> None:
     assert prompt.content.endswith("\n\nWhat is 2 times 21?")
     assert [tool.name for tool in env.tools] == ["python"]
     assert env.tools[0].server == "python"
-    asked, reward, terminated, truncated, _ = say(env, "<tool_call>…</tool_call>", call("a"))
-    assert asked == ToolCalls((call("a"),))
+    action, reward, terminated, truncated, _ = say(env, "<tool_call>…</tool_call>", call("a"))
+    assert action == ToolCalls((call("a"),))
     assert (reward, terminated, truncated) == (0.0, False, False)
     observation, *_ = ran(env, ToolResult("a", ToolStatus.OK, "42"))
     assert observation == (Message("tool", "42", tool_call_id="a"),)
@@ -55,7 +55,7 @@ def test_call_then_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "answered", "correct"),
+    ("content", "answered", "correct"),
     [
         ("42", 0, 0),
         ("\\boxed{41}", 1, 0),
@@ -68,8 +68,8 @@ def test_call_then_answer() -> None:
         ("", 0, 0),
     ],
 )
-def test_only_the_last_box_of_the_final_turn_counts(said: str, answered: int, correct: int) -> None:
-    _, reward, terminated, _, info = say(started(), said)
+def test_only_the_last_box_of_the_final_turn_counts(content: str, answered: int, correct: int) -> None:
+    _, reward, terminated, _, info = say(started(), content)
     assert terminated
     assert (reward, info["metrics"]["answered"], info["metrics"]["correct"]) == (correct, answered, correct)
 
@@ -118,8 +118,8 @@ def test_calls_that_cannot_be_read_are_answered_and_not_run() -> None:
     assert observation == (Message("tool", "no JSON", tool_call_id="b"),)
     assert info["metrics"] | {"answered": 0.0} == info["metrics"]
     assert (info["metrics"]["tool_calls"], info["metrics"]["tool_errors"]) == (1.0, 1.0)
-    asked, *_ = say(env, "", call("c"), ToolCall("d", "x", status=CallStatus.UNKNOWN_TOOL, fault="no tool x"))
-    assert asked == ToolCalls((call("c"),))
+    action, *_ = say(env, "", call("c"), ToolCall("d", "x", status=CallStatus.UNKNOWN_TOOL, fault="no tool x"))
+    assert action == ToolCalls((call("c"),))
     observation, *_ = ran(env, ToolResult("c", ToolStatus.OK, "42"))
     assert isinstance(observation, tuple)
     assert [(message.content, message.tool_call_id) for message in observation] == [("42", "c"), ("no tool x", "d")]
@@ -137,8 +137,8 @@ def test_after_the_last_call_it_must_answer() -> None:
     env = started(max_tool_calls=2)
     say(env, "", call("a"))
     ran(env, ToolResult("a", ToolStatus.OK, "1"))
-    asked, *_ = say(env, "", call("b"), call("c"))
-    assert asked == ToolCalls((call("b"),))
+    action, *_ = say(env, "", call("b"), call("c"))
+    assert action == ToolCalls((call("b"),))
     observation, *_, info = ran(env, ToolResult("b", ToolStatus.OK, "2"))
     assert isinstance(observation, tuple)
     assert [message.content for message in observation] == ["2", f"{NOT_RUN}\n{NO_CALLS_LEFT}"]

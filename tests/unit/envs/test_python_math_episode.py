@@ -48,11 +48,11 @@ def call(code: str) -> str:
     return f"<tool_call>\n{json.dumps({'name': 'python', 'arguments': {'code': code}})}\n</tool_call>"
 
 
-def play(model: str, client: Python, *said: str) -> Rollout:
+def play(model: str, client: Python, *turns: str) -> Rollout:
     def env() -> PythonMathEnv:
         return PythonMathEnv(prompt="{question}", max_tool_calls=2)
 
-    return play_episode(env, TASK, list(said), model=model, tool_clients={"python": client})
+    return play_episode(env, TASK, list(turns), model=model, tool_clients={"python": client})
 
 
 def test_an_episode_with_a_call(model: str) -> None:
@@ -67,7 +67,7 @@ def test_an_episode_with_a_call(model: str) -> None:
         "answered": 1.0,
         "correct": 1.0,
     }
-    assert [asked.arguments for asked in client.calls] == [{"code": "print(2 * 21)"}]
+    assert [call.arguments for call in client.calls] == [{"code": "print(2 * 21)"}]
     assert len(client.closed) == 1
     assert [turn.observation for turn in rollout.turns] == ["42", ""]
     (row,) = rollout.rows

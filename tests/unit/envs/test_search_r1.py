@@ -89,7 +89,7 @@ def test_an_invalid_turn_is_told_and_remembered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("content", "expected"),
     [
         ("<search> a </search>", Parsed("search", "a")),
         ("<answer>b</answer>\n", Parsed("answer", "b")),
@@ -105,16 +105,16 @@ def test_an_invalid_turn_is_told_and_remembered() -> None:
         ("", Parsed("invalid")),
     ],
 )
-def test_parse(said: str, expected: Parsed) -> None:
-    assert parse(said) == expected
+def test_parse(content: str, expected: Parsed) -> None:
+    assert parse(content) == expected
 
 
 @given(TEXTS)
-def test_any_text_can_be_said(said: str) -> None:
-    parsed = parse(said)
+def test_any_text_can_be_said(content: str) -> None:
+    parsed = parse(content)
     assert (parsed.kind == "invalid") == (parsed.text == "")
     env = started()
-    observation, reward, terminated, _, info = say(env, said)
+    observation, reward, terminated, _, info = say(env, content)
     assert env.observation_space.contains(observation)
     assert terminated == (parsed.kind == "answer")
     assert isinstance(observation, ToolCalls) == (parsed.kind == "search")
@@ -123,7 +123,7 @@ def test_any_text_can_be_said(said: str) -> None:
 
 @given(st.lists(TEXTS, max_size=3))
 def test_a_page_never_scores(pages: list[str]) -> None:
-    """Whatever stands in the documents, the episode goes on, and what is said next is judged by itself."""
+    """Whatever stands in the documents, the episode goes on, and what is content next is judged by itself."""
     env = started()
     calls, *_ = say(env, "<search> x </search>")
     assert isinstance(calls, ToolCalls)

@@ -8,9 +8,9 @@ from agentrl.core.types import FinishReason, Rollout, StopReason, Turn
 
 @pytest.fixture
 def rollout() -> Callable[..., Rollout]:
-    def make(*said: str, label: Any = "4", name: str = "0", **more: Any) -> Rollout:
-        """An episode of turns; between them the environment said ``[heard]``."""
-        turns = [Turn(text, "[heard]", FinishReason.STOP) for text in said]
+    def make(*texts: str, label: Any = "4", name: str = "0", **more: Any) -> Rollout:
+        """An episode of turns; between them the environment texts ``[heard]``."""
+        turns = [Turn(text, "[heard]", FinishReason.STOP) for text in texts]
         if turns:
             turns[-1].observation = ""
         return Rollout(

@@ -27,18 +27,18 @@ def test_an_answer_of_nothing_but_punctuation_never_matches(answer: str) -> None
 
 
 @given(WORDS, WORDS, st.randoms())
-def test_f1_lies_between_0_and_1_and_knows_no_order(said: list[str], right: list[str], random: object) -> None:
-    score = f1(" ".join(said), [" ".join(right)])
+def test_f1_lies_between_0_and_1_and_knows_no_order(words: list[str], right: list[str], random: object) -> None:
+    score = f1(" ".join(words), [" ".join(right)])
     assert 0.0 <= score <= 1.0
-    assert score == f1(" ".join(right), [" ".join(said)])
-    assert score == f1(" ".join(reversed(said)), [" ".join(right)])
-    assert (score == 1.0) == (sorted(said) == sorted(right))
-    assert (score == 0.0) == (not set(said) & set(right))
+    assert score == f1(" ".join(right), [" ".join(words)])
+    assert score == f1(" ".join(reversed(words)), [" ".join(right)])
+    assert (score == 1.0) == (sorted(words) == sorted(right))
+    assert (score == 0.0) == (not set(words) & set(right))
 
 
 @given(WORDS, st.lists(WORDS, min_size=1))
-def test_f1_is_that_of_the_best_accepted_answer(said: list[str], rights: list[list[str]]) -> None:
-    answer, accepted = " ".join(said), [" ".join(right) for right in rights]
+def test_f1_is_that_of_the_best_accepted_answer(words: list[str], rights: list[list[str]]) -> None:
+    answer, accepted = " ".join(words), [" ".join(right) for right in rights]
     assert f1(answer, accepted) == max(f1(answer, [one]) for one in accepted)
 
 
@@ -48,7 +48,7 @@ def test_f1_counts_each_word_as_often_as_it_stands() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "text"),
+    ("turn", "text"),
     [
         ("  42 \n", "42"),
         ("<think>7 or 8</think> 8", "8"),
@@ -60,8 +60,8 @@ def test_f1_counts_each_word_as_often_as_it_stands() -> None:
         ("", ""),
     ],
 )
-def test_answer_text(said: str, text: str) -> None:
-    assert answer_text(said) == text
+def test_answer_text(turn: str, text: str) -> None:
+    assert answer_text(turn) == text
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ def test_they_are_registered_like_anybodys():
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "label", "expected"),
+    ("name", "text", "label", "expected"),
     [
         ("exact_match", "<think>Rome?</think> <answer>The Paris!</answer>", ["Lutetia", "Paris"], 1.0),
         ("exact_match", "Paris it is", "Paris", 0.0),
@@ -31,16 +31,16 @@ def test_they_are_registered_like_anybodys():
         ("math", r"\boxed{}", "4", 0.0),
     ],
 )
-def test_scores(rollout, name, said, label, expected):
-    assert score(name, rollout(said, label=label)) == expected
+def test_scores(rollout, name, text, label, expected):
+    assert score(name, rollout(text, label=label)) == expected
 
 
 @pytest.mark.parametrize("name", ["exact_match", "f1", "numeric"])
 def test_only_the_policys_own_last_turn_counts(rollout, name):
-    asked = rollout("4", "I do not know", label="4")
-    asked.turns[0].observation = "<answer>4</answer>"
-    asked.turns[1].observation = "4"
-    assert score(name, asked) == 0.0
+    episode = rollout("4", "I do not know", label="4")
+    episode.turns[0].observation = "<answer>4</answer>"
+    episode.turns[1].observation = "4"
+    assert score(name, episode) == 0.0
     assert score(name, rollout(label="4")) == 0.0
 
 

@@ -55,9 +55,11 @@ def test_plain_and_async_for_a_sample_or_a_group(grader, rollout, body):
     assert grade(grader(body), rollout("4"), rollout("5", name="1")) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("said", ["True", "1", "__import__('numpy').float32(1)", "__import__('fractions').Fraction(1)"])
-def test_anything_that_is_a_number(grader, rollout, said):
-    assert grade(grader(f"def score(sample): return {said}"), rollout("4")) == [1.0]
+@pytest.mark.parametrize(
+    "value", ["True", "1", "__import__('numpy').float32(1)", "__import__('fractions').Fraction(1)"]
+)
+def test_anything_that_is_a_number(grader, rollout, value):
+    assert grade(grader(f"def score(sample): return {value}"), rollout("4")) == [1.0]
 
 
 def test_arrays_of_a_group(grader, rollout):
@@ -66,7 +68,7 @@ def test_arrays_of_a_group(grader, rollout):
 
 
 def test_a_mapping_gives_the_reward_and_metrics(grader, rollout):
-    body = "def score(sample): return {'score': 1, 'exact_match': True, 'turns': 3.0, 'said': 'yes'}"
+    body = "def score(sample): return {'score': 1, 'exact_match': True, 'turns': 3.0, 'value': 'yes'}"
     one = rollout("4")
     assert grade(grader(body, key="score"), one) == [1.0]
     assert one.metrics == {"turns": 3.0, "exact_match": 1.0}
@@ -97,13 +99,13 @@ def test_a_fault_stops_the_run_with_sample_and_exception(grader, rollout, body, 
     start = time.monotonic()
     with pytest.raises(RunStopped, match=message) as stop:
         grade(grader(body, timeout_s=0.2), rollout("It is " + "4" * 1000))
-    said = str(stop.value)
-    assert "my_rewards.py:score failed" in said
-    assert "1/0/0 of task train.jsonl:1" in said
-    assert "2 + 2?" in said
-    assert "It is 444" in said
-    assert len(said) < 1600, "a long response is cut"
-    assert "reward.on_error=drop" in said
+    message = str(stop.value)
+    assert "my_rewards.py:score failed" in message
+    assert "1/0/0 of task train.jsonl:1" in message
+    assert "2 + 2?" in message
+    assert "It is 444" in message
+    assert len(message) < 1600, "a long response is cut"
+    assert "reward.on_error=drop" in message
     assert time.monotonic() - start < 5
 
 
@@ -150,8 +152,8 @@ def test_a_late_thread_takes_no_place_from_later_calls():
 
     async def main():
         slow = [call(["slow"]) for _ in range(2 * THREADS)]
-        said = await asyncio.gather(*slow, return_exceptions=True)
-        assert all(isinstance(one, TimeoutError) for one in said)
+        results = await asyncio.gather(*slow, return_exceptions=True)
+        assert all(isinstance(one, TimeoutError) for one in results)
         assert await call(["quick"]) == 1.0
 
     try:

@@ -1,4 +1,4 @@
-"""Control groups: what the kernel's files mean, both versions on a pretended kernel, and the reaping of servers' remains."""
+"""Control groups: parsing of the kernel's files, both versions on a fake kernel, and removal of groups of servers that died."""
 
 from __future__ import annotations
 

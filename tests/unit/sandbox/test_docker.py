@@ -64,7 +64,7 @@ def test_a_stream_of_another_form_is_an_error() -> None:
 
 
 def test_a_send_that_nobody_reads_ends_with_the_containers_output() -> None:
-    """The daemon stops to read what is for a container that is gone, and only says so on the other direction."""
+    """The daemon stops reading input for a container that has ended; only the other direction shows it."""
 
     async def run() -> None:
         ours, daemons = socket.socketpair()
@@ -186,11 +186,11 @@ def test_whose_container_is_left_behind() -> None:
 
 
 def test_the_machines_files_are_all_shown_but_dockers_own(tmp_path: Path) -> None:
-    for name in ("beside", "docker/data", "docker/other"):
+    for name in ("next", "docker/data", "docker/other"):
         (tmp_path / name).mkdir(parents=True)
     daemon, without = {"DockerRootDir": str(tmp_path / "docker/data")}, ALL_DEFENCES - {Defence.FILES}
     mounts = container_options(SandboxConfig(), without, daemon, IMAGE, None)["host_config"]["Mounts"]
     shown = {Path(mount["Source"]) for mount in mounts}
-    assert {tmp_path / "beside", tmp_path / "docker/other"} <= shown
+    assert {tmp_path / "next", tmp_path / "docker/other"} <= shown
     assert not any((tmp_path / "docker/data").is_relative_to(path) for path in shown)
     assert Path("/etc") in shown

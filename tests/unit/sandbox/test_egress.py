@@ -19,14 +19,14 @@ from tests.unit.sandbox.bubblewraps import other_backend
 
 
 class Echo(BaseHTTPRequestHandler):
-    """Says what it was asked."""
+    """Echoes the request."""
 
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        told = {"path": self.path, "headers": dict(self.headers), "body": body.decode(), "method": self.command}
-        answer = json.dumps(told).encode()
+        received = {"path": self.path, "headers": dict(self.headers), "body": body.decode(), "method": self.command}
+        answer = json.dumps(received).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
@@ -48,7 +48,7 @@ def echo() -> Iterator[int]:
 
 
 def talk(hosts: list[str], *requests: bytes) -> list[bytes]:
-    """Send each request to a proxy over a connection of its own; return all that came back."""
+    """Send each request to a proxy over a separate connection; return the whole response."""
 
     async def one(port: int, request: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -70,7 +70,7 @@ def talk(hosts: list[str], *requests: bytes) -> list[bytes]:
     return asyncio.run(main())
 
 
-def told(answer: bytes) -> dict[str, Any]:
+def received(answer: bytes) -> dict[str, Any]:
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 "), answer
     found: dict[str, Any] = json.loads(body)
@@ -84,9 +84,11 @@ def test_a_request_reaches_its_host_as_from_a_client(echo: int) -> None:
         f"GET http://{host}/a?b=c HTTP/1.1\r\nHost: evil\r\nProxy-Authorization: x\r\nX-A: b\r\n\r\n".encode(),
         f"POST HTTP://{host} HTTP/1.1\r\nContent-Length: 4\r\n\r\nbodyGET / HTTP/1.1\r\nHost: evil\r\n\r\n".encode(),
     )
-    assert told(get)["path"] == "/a?b=c"
-    assert told(get)["headers"] == {"Host": host, "Connection": "close", "X-A": "b"}
-    assert (told(post)["path"], told(post)["method"], told(post)["body"]) == ("/", "POST", "body"), "one request alone"
+    assert received(get)["path"] == "/a?b=c"
+    assert received(get)["headers"] == {"Host": host, "Connection": "close", "X-A": "b"}
+    assert (received(post)["path"], received(post)["method"], received(post)["body"]) == ("/", "POST", "body"), (
+        "one request alone"
+    )
 
 
 def test_a_tunnel_passes_bytes_both_ways(echo: int) -> None:
@@ -95,7 +97,7 @@ def test_a_tunnel_passes_bytes_both_ways(echo: int) -> None:
     (answer,) = talk([host], request.encode())
     established, _, rest = answer.partition(b"\r\n\r\n")
     assert established == b"HTTP/1.1 200 Connection established"
-    assert told(rest)["path"] == "/in"
+    assert received(rest)["path"] == "/in"
 
 
 REFUSED = {
@@ -133,7 +135,7 @@ def test_a_host_that_is_not_there_is_a_bad_gateway() -> None:
 
 def test_names_are_compared_as_names(echo: int) -> None:
     (answer,) = talk([f"LocalHost:{echo}"], f"GET http://LOCALHOST.:{echo}/ HTTP/1.1\r\n\r\n".encode())
-    assert told(answer)["path"] == "/"
+    assert received(answer)["path"] == "/"
 
 
 def in_sandbox(
@@ -156,7 +158,7 @@ def test_code_reaches_the_listed_host_and_no_other(echo: int) -> None:
         assert json.loads(outcome.stdout)["path"] == "/x", outcome
         assert "403" in (await sandbox.run(Job("2", code=BY_PROXY.format(echo + 1)))).stderr
         assert "refused" in (await sandbox.run(Job("3", code=FETCH.format(echo)))).stderr, "not past the proxy"
-        # What listens belongs to nobody inside: it cannot be taken over, ended or swept away.
+        # No process inside has the listener: it cannot be taken over, killed or swept away.
         take = "import socket\nsocket.create_server(('127.0.0.1', 3128))"
         assert "in use" in (await sandbox.run(Job("4", code=take))).stderr
         await sandbox.run(Job("5", argv=("sh", "-c", "kill -9 -1")))

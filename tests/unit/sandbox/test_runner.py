@@ -241,7 +241,7 @@ def test_variables_stay_until_their_process_ends(bubblewrap: Bubblewrap) -> None
 
         await step("a = [1]")
         await step("a.append(2)\nraise SystemExit(4)")
-        assert (await sandbox.run(Job("1", code="a"))).status is ToolStatus.ERROR, "not those of a process of its own"
+        assert (await sandbox.run(Job("1", code="a"))).status is ToolStatus.ERROR, "not those of a separate process"
         assert (await step("print(a)")).stdout == "[1, 2]\n"
         await step("while True: pass", wall_s=0.2)
         assert "NameError" in (await step("a")).stderr

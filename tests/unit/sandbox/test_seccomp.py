@@ -56,17 +56,17 @@ def run_bpf(program: bytes, number: int, arch: int, arguments: tuple[int, ...] =
 
 
 def run_docker(profile: Mapping[str, Any], name: str, arguments: tuple[int, ...]) -> int:
-    """Return what Docker's format says of a call. Rules that contradict each other are a fault of the profile."""
-    said = set()
+    """Return the action of a call in Docker's format. Rules that contradict each other are a fault of the profile."""
+    actions = set()
     for rule in profile["syscalls"]:
         conditions = rule.get("args", [])
         assert all(condition["op"] == "SCMP_CMP_MASKED_EQ" for condition in conditions)
         if name in rule["names"] and all(
             arguments[condition["index"]] & condition["value"] == condition["valueTwo"] for condition in conditions
         ):
-            said.add(ALLOWED if rule["action"] == "SCMP_ACT_ALLOW" else rule["errnoRet"])
-    assert len(said) <= 1, (name, arguments, said)
-    return said.pop() if said else errno.EPERM
+            actions.add(ALLOWED if rule["action"] == "SCMP_ACT_ALLOW" else rule["errnoRet"])
+    assert len(actions) <= 1, (name, arguments, actions)
+    return actions.pop() if actions else errno.EPERM
 
 
 def expected(name: str, arguments: tuple[int, ...]) -> int:
@@ -185,13 +185,15 @@ def under_filter(code: str) -> str:
 def test_for_real_denied_calls_fail() -> None:
     numbers = NUMBERS[platform.machine()]
     names = sorted(name for name in DENIED if name in numbers)
-    said = under_filter(f"for number in {[numbers[name] for name in names]}: print(failed(number, -1, -1, -1, -1, -1))")
-    assert dict(zip(names, map(int, said.split()), strict=True)) == dict.fromkeys(names, errno.EPERM)
+    output = under_filter(
+        f"for number in {[numbers[name] for name in names]}: print(failed(number, -1, -1, -1, -1, -1))"
+    )
+    assert dict(zip(names, map(int, output.split()), strict=True)) == dict.fromkeys(names, errno.EPERM)
 
 
 def test_for_real_checked_calls_go_by_their_argument() -> None:
     numbers = NUMBERS[platform.machine()]
-    said = under_filter(
+    output = under_filter(
         f"""
 for family in (1, 2, 10, 16, 17, 38, 40):
     print(failed({numbers["socket"]}, family, 2, 0), failed({numbers["socket"]}, ctypes.c_ulong(family + 2**32), 2, 0))
@@ -201,7 +203,7 @@ print(failed(470), failed(9999))
 """
     )
     refused = f"{errno.EAFNOSUPPORT} {errno.EAFNOSUPPORT}"
-    assert said.splitlines() == [
+    assert output.splitlines() == [
         *["0 0"] * 3,
         *[refused] * 4,
         f"{errno.EPERM} {errno.EPERM}",
@@ -212,7 +214,7 @@ print(failed(470), failed(9999))
 
 def test_for_real_programs_run() -> None:
     """Threads, processes, numpy, limits and pipes: what a policy's code needs."""
-    said = under_filter(
+    output = under_filter(
         """
 import concurrent.futures, multiprocessing, resource, signal, subprocess, tempfile, threading
 import numpy
@@ -234,4 +236,4 @@ left.sendall(b"hello")
 print(right.recv(5).decode())
 """
     )
-    assert said.splitlines() == ["285", "285", "42", "256.0", "(0, 0)", "['fifo']", "hello"]
+    assert output.splitlines() == ["285", "285", "42", "256.0", "(0, 0)", "['fifo']", "hello"]

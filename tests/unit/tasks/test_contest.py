@@ -116,7 +116,7 @@ def test_experts_solve_and_slips_fail() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "said"),
+    ("options", "error", "message"),
     [
         ({"families": ["list"]}, UnknownNameError, "Did you mean 'lists'"),
         ({"families": []}, ConfigError, "families not empty"),
@@ -126,8 +126,8 @@ def test_experts_solve_and_slips_fail() -> None:
         ({"functions": "run"}, ConfigError, "functions='run'"),
     ],
 )
-def test_bad_options_are_named(options: dict[str, Any], error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_bad_options_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         Contest(**options)
 
 
@@ -207,7 +207,7 @@ def test_rows_that_want_a_function(row: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({"input_output": "{}"}, "no text of the problem"),
         ({"question": "q"}, "no tests"),
@@ -219,8 +219,8 @@ def test_rows_that_want_a_function(row: dict[str, Any], tmp_path: Path) -> None:
         ({"question": "q", "tests": 5}, "a int"),
     ],
 )
-def test_bad_rows_name_their_place(row: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"a\.jsonl, line 1 .*{said}"):
+def test_bad_rows_name_their_place(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"a\.jsonl, line 1 .*{message}"):
         Contest(train=write(tmp_path / "a.jsonl", row)).split("train")
 
 
@@ -247,6 +247,6 @@ def test_the_shipped_policy_has_the_recipes_tokenizer_and_room_for_its_programs(
     config, renderer = load_config(find_config("code_contest/cpu")), make_renderer(load_tokenizer(folder))
     contest, rng = Contest(slips=0.5), np.random.default_rng(0)
     for task in contest.split("eval")[:100]:
-        said = len(renderer.encode(contest.demonstrator(task, rng).act(task.prompt))) + 1
-        assert said <= config.sampler.max_new_tokens
-        assert len(renderer.render(task.prompt).token_ids) + said <= config.rollout.max_tokens
+        message = len(renderer.encode(contest.demonstrator(task, rng).act(task.prompt))) + 1
+        assert message <= config.sampler.max_new_tokens
+        assert len(renderer.render(task.prompt).token_ids) + message <= config.rollout.max_tokens

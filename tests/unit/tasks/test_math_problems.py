@@ -171,8 +171,8 @@ def test_options_that_do_not_fit(tmp_path: Path) -> None:
         MathProblems(train=tmp_path / "b.jsonl").split("train")
 
 
-def says(fault: str | None, seed: int = 0) -> tuple[Task, str, str]:
-    """Return a task, what its expert says first, and what it says when the tool has printed what the program prints."""
+def turns_of(fault: str | None, seed: int = 0) -> tuple[Task, str, str]:
+    """Return a task, its expert's first turn, and its turn after the tool has returned the program's output."""
     tasks = MathProblems(families=["product"], faults={fault: 1.0} if fault else None)
     task = tasks.split("train")[seed]
     expert = tasks.demonstrator(task, np.random.default_rng(seed))
@@ -181,8 +181,8 @@ def says(fault: str | None, seed: int = 0) -> tuple[Task, str, str]:
     return task, first, expert.act((Message("tool", result),))
 
 
-def code_of(said: str) -> str:
-    inside = said.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+def code_of(turn: str) -> str:
+    inside = turn.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
     try:
         return str(json.loads(inside)["arguments"]["code"])
     except (json.JSONDecodeError, TypeError):
@@ -190,7 +190,7 @@ def code_of(said: str) -> str:
 
 
 def test_an_expert_calls_and_answers() -> None:
-    task, first, last = says(None)
+    task, first, last = turns_of(None)
     assert (
         first
         == "<tool_call>\n"
@@ -202,7 +202,7 @@ def test_an_expert_calls_and_answers() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_fail_as_they_say(fault: str) -> None:
-    task, first, last = says(fault)
+    task, first, last = turns_of(fault)
     assert last != f"\\boxed{{{task.answer}}}"
     assert (fault == "guess") == first.startswith("\\boxed{")
     assert bool(code_of(first)) == (fault not in ("guess", "call"))
@@ -214,7 +214,7 @@ def test_the_recipe_makes_the_shipped_tokenizer(tmp_path: Path) -> None:
     made = save_tokenizer(tmp_path, texts())
     assert (tmp_path / "tokenizer.json").read_bytes() == (WARM / "tokenizer.json").read_bytes()
     assert load_model(WARM).config.vocab_size == len(made)
-    longest = max(len(made.encode("".join(said))) for said in zip(*[iter(texts())] * 3, strict=True))
+    longest = max(len(made.encode("".join(turn))) for turn in zip(*[iter(texts())] * 3, strict=True))
     assert longest < 200, "episodes are to stay short"
 
 

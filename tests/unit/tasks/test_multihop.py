@@ -21,20 +21,20 @@ def words(text: str) -> set[str]:
 
 
 def play(tasks: Multihop, task, seed: int = 0) -> tuple[float, dict[str, float], list[str]]:
-    """Let the task's expert act in the real environment; return reward, metrics and what it said."""
+    """Let the task's expert act in the real environment; return reward, metrics and the expert's turns."""
     search = tool_service("search").local(tasks.corpora())
     env = make_env("search_r1", {"topk": 2})
     expert = tasks.demonstrator(task, np.random.default_rng(seed))
     observation, _ = env.reset(seed=seed, options={"task": task})
-    said: list[str] = []
+    turns: list[str] = []
     while True:
-        said.append(expert.act(observation))
-        observation, reward, terminated, truncated, info = env.step(Message("assistant", said[-1]))
+        turns.append(expert.act(observation))
+        observation, reward, terminated, truncated, info = env.step(Message("assistant", turns[-1]))
         while isinstance(observation, ToolCalls):
             results = ToolResults(tuple(search(call) for call in observation.calls))
             observation, reward, terminated, truncated, info = env.step(results)
         if terminated or truncated:
-            return reward, info["metrics"], said
+            return reward, info["metrics"], turns
 
 
 @pytest.mark.parametrize("seed", [0, 1, 12345])
@@ -114,9 +114,9 @@ def test_documents_say_every_fact_and_only_under_their_own_title() -> None:
 
 def test_shuffled_titles_leave_no_document_its_own_facts() -> None:
     world = World(5, held_out=True)
-    told = {d.title: d.text for d in world.mismatched()}
-    assert set(told) == set(world.kinds)
-    right = np.mean([value in told[name] for (name, _), value in world.facts.items()])
+    texts = {d.title: d.text for d in world.mismatched()}
+    assert set(texts) == set(world.kinds)
+    right = np.mean([value in texts[name] for (name, _), value in world.facts.items()])
     assert right < 0.1, "what is left are chance hits among a world's few regions"
     tasks = Multihop(shuffle_titles=True)
     assert list(tasks.split("eval")) == list(Multihop().split("eval"))
@@ -136,9 +136,9 @@ def test_clean_experts_are_always_right() -> None:
 def test_faults_are_what_they_say(fault: str) -> None:
     tasks = Multihop(faults={fault: 1.0})
     played = [(task, *play(tasks, task, seed)) for seed, task in enumerate(tasks.split("eval")[:24])]
-    for task, reward, metrics, said in played:
+    for task, reward, metrics, turns in played:
         hops = task.metadata["hops"]
-        assert said[-1].endswith("</answer>")
+        assert turns[-1].endswith("</answer>")
         assert metrics["invalid_actions"] == (fault == "format")
         if fault in ("early", "format"):
             assert (reward, metrics["searches"] < hops) == (0.0, True)

@@ -57,12 +57,12 @@ def test_every_word_of_the_prompt_and_every_tag_is_one_token() -> None:
 
 def test_turns_and_observations_meet_at_token_borders() -> None:
     renderer = make_renderer(load_tokenizer(folder("multihop-warm")))
-    said = "<think> mayor </think><search> Tamo Rilek </search>"
+    turn = "<think> mayor </think><search> Tamo Rilek </search>"
     read = '\n\n<information>Doc 1(Title: "Tamo Rilek") Tamo Rilek was born in Loraveston.</information>\n\n'
     goes_on = "<think> answer </think><answer> Loraveston </answer>"
-    apart = renderer.encode(said) + renderer.encode(read) + renderer.encode(goes_on)
-    assert apart == renderer.encode(said + read + goes_on)
-    assert renderer.decode(apart) == said + read + goes_on
+    apart = renderer.encode(turn) + renderer.encode(read) + renderer.encode(goes_on)
+    assert apart == renderer.encode(turn + read + goes_on)
+    assert renderer.decode(apart) == turn + read + goes_on
 
 
 def test_names_take_about_four_tokens_and_documents_are_short() -> None:

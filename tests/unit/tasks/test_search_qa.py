@@ -1,4 +1,4 @@
-"""Published rows as tasks: questions, answers, splits, and what is said of rows that do not fit."""
+"""Published rows as tasks: questions, answers, splits, and messages for invalid rows."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import yaml
 from agentrl_tasks.search_qa import SearchQa
 from pyarrow import parquet
 
@@ -168,7 +169,9 @@ def test_a_corpus_of_its_own_goes_to_the_search_server(tmp_path: Path) -> None:
     documents = [{"id": index, "contents": f'"Title {index}"\ntext'} for index in range(3)]
     tasks = SearchQa(corpus=write(tmp_path / "corpus.jsonl", documents))
     arguments = tool_service("search").launch_arguments({}, tasks, tmp_path / "run")
-    assert arguments[0] == f"--corpus=default={tmp_path / 'run' / 'default.jsonl'}"
+    assert arguments == [f"--config={tmp_path / 'run' / 'server.yaml'}"]
+    config = yaml.safe_load((tmp_path / "run" / "server.yaml").read_text())
+    assert config["tools"]["search"]["corpus"] == {"default": str(tmp_path / "run" / "default.jsonl")}
     written = [json.loads(line) for line in (tmp_path / "run" / "default.jsonl").read_text().splitlines()]
     assert written == [{"id": str(row["id"]), "contents": row["contents"]} for row in documents]
     bad = SearchQa(corpus=write(tmp_path / "bad.jsonl", [*documents, {"id": 3, "text": "x"}]))
