@@ -41,9 +41,21 @@ class ToolRunner:
         """Run calls of the policy by the tools that it was offered alone. `Renderer.parse` has checked the arguments.
 
         Raises:
-            ToolFailure, SandboxFailure: see `run_environment_calls`.
+            ToolFailure, SandboxFailure: the infrastructure failed, not the call.
         """
-        return await self._run_all(calls, {tool.name: tool for tool in tools})
+        known = {tool.name: tool for tool in tools}
+        started = time.monotonic()
+        try:
+            if len(calls) == 1:
+                return (await self._run_one(calls[0], known),)
+            # All of them end before the first error is raised: no call of the episode outlives its turn.
+            results = await asyncio.gather(*(self._run_one(call, known) for call in calls), return_exceptions=True)
+        finally:
+            self.seconds += time.monotonic() - started
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return tuple(result for result in results if isinstance(result, ToolResult))
 
     async def run_environment_calls(
         self, calls: Sequence[ToolCall], tools: Sequence[Tool] = ()
@@ -52,33 +64,19 @@ class ToolRunner:
         otherwise by the registered one. Arguments of tools in this process are checked here, those of others by their server.
 
         Raises:
-            ToolFailure, SandboxFailure: the infrastructure failed, not the call.
+            ToolFailure, SandboxFailure: see `run_policy_calls`.
         """
         registered = {name: Tool(name, "", {}, server=name) for name in self._clients}
         known = {**registered, **self._served, **{tool.name: tool for tool in tools}}
         own = {name: tool for name, tool in known.items() if not tool.server}
         checked = [checked_call(call, [own[call.name]]) if call.name in own else call for call in calls]
-        return await self._run_all(checked, known)
+        return await self.run_policy_calls(checked, tuple(known.values()))
 
     async def run_scoring_call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Run a call of the reward function in the episode's sessions."""
         self._scoring_calls += 1
         (result,) = await self.run_environment_calls((ToolCall(f"scoring-{self._scoring_calls}", name, arguments),))
         return result
-
-    async def _run_all(self, calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> tuple[ToolResult, ...]:
-        started = time.monotonic()
-        try:
-            if len(calls) == 1:
-                return (await self._run_one(calls[0], tools),)
-            # All of them end before the first error is raised: no call of the episode outlives its turn.
-            results = await asyncio.gather(*(self._run_one(call, tools) for call in calls), return_exceptions=True)
-        finally:
-            self.seconds += time.monotonic() - started
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return tuple(result for result in results if isinstance(result, ToolResult))
 
     async def _run_one(self, call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult:
         """Run a call. This is the one place that tells failures of the infrastructure from results, whoever made them."""

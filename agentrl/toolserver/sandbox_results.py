@@ -60,7 +60,11 @@ def as_result(call: ToolCall, outcome: Outcome, max_chars: int, *, note: str = "
         max_chars: characters of output to show; the middle of longer outputs is left out.
         note: the first line.
     """
-    lines = [note, cut_middle(_printed(outcome), max_chars), *_endings(outcome)]
+    printed = "\n".join(text for text in (outcome.stdout.rstrip("\n"), outcome.stderr.rstrip("\n")) if text)
+    failed = outcome.status is ToolStatus.ERROR and outcome.exit_code is not None
+    exit_status = f"[exit status {outcome.exit_code}]" if failed else ""
+    detail = f"[{outcome.detail}]" if outcome.detail else ""
+    lines = [note, cut_middle(printed, max_chars), exit_status, detail]
     data = {
         "stdout": outcome.stdout,
         "stderr": outcome.stderr,
@@ -80,15 +84,3 @@ def cut_middle(text: str, max_chars: int) -> str:
     tail = max_chars - head
     end = text[len(text) - tail :]
     return f"{text[:head]}\n[… {len(text) - max_chars} characters left out …]\n{end}"
-
-
-def _printed(outcome: Outcome) -> str:
-    parts = (outcome.stdout.rstrip("\n"), outcome.stderr.rstrip("\n"))
-    return "\n".join(part for part in parts if part)
-
-
-def _endings(outcome: Outcome) -> list[str]:
-    endings = [f"[{outcome.detail}]"] if outcome.detail else []
-    if outcome.status is ToolStatus.ERROR and outcome.exit_code is not None:
-        endings.insert(0, f"[exit status {outcome.exit_code}]")
-    return endings

@@ -103,8 +103,12 @@ class ToolServerClient:
             # request, and so must not be in a batch.
             call_id = call.id if self._batcher is None else "stateless"
             fields = {"call_id": call_id, "tool": call.name, "arguments": dict(call.arguments)}
-            body = json.dumps(fields, allow_nan=False).encode()
-        except (ValueError, TypeError, RecursionError) as error:  # NaN, or a depth that no parser takes
+            body = json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
+        except (
+            ValueError,
+            TypeError,
+            RecursionError,
+        ) as error:  # NaN, half a character, or a depth that no parser takes
             fault = f"{call.name}: the arguments cannot be sent as JSON: {error}"
             return ToolResult(call.id, ToolStatus.INVALID, fault)
         if self._batcher is not None:
@@ -126,7 +130,16 @@ class ToolServerClient:
         except ServerDown as down:
             self._pool.mark_down(server, str(down))
             raise ToolFailure(f"{server.name} does not answer: {down}") from down
-        return read_result(reply, call, server)
+        if reply.status in (404, 410):
+            raise SandboxFailure(f"{server.name} no longer has the session: {reply.error}")
+        if reply.status in (400, 413, 422):  # everything but the arguments is ours, and valid
+            return ToolResult(call.id, ToolStatus.INVALID, f"{call.name}: {reply.error}")
+        if reply.status == 409:
+            raise EnvironmentFailure(
+                f"call id {call.id!r} of tool {call.name!r} was used before in this episode; every ToolCall needs a "
+                f"unique id: {reply.error}"
+            )
+        return _as_result(server.fields(reply, "a call", {}), call, call.id, server)
 
     async def _call_batch(self, batch: Sequence[_Encoded]) -> list[ToolResult]:
         body = b'{"calls":[%s]}' % b",".join(encoded for _, encoded in batch)
@@ -249,26 +262,8 @@ class ToolServerClient:
         await self._pool.aclose()
 
 
-def read_result(reply: Reply, call: ToolCall, server: ToolServer) -> ToolResult:
-    """Return the result in a server's reply, whatever its status: `ToolRunner` decides what a status means.
-
-    Raises:
-        SandboxFailure, ToolFailure, EnvironmentFailure, ConfigError: there is no result in it; see `ToolServerClient.call`.
-
-    """
-    if reply.status in (404, 410):
-        raise SandboxFailure(f"{server.name} no longer has the session: {reply.error}")
-    if reply.status in (400, 413, 422):  # everything but the arguments is ours, and valid
-        return ToolResult(call.id, ToolStatus.INVALID, f"{call.name}: {reply.error}")
-    if reply.status == 409:
-        raise EnvironmentFailure(
-            f"call id {call.id!r} of tool {call.name!r} was used before in this episode; every ToolCall needs a unique "
-            f"id: {reply.error}"
-        )
-    return _as_result(server.fields(reply, "a call", {}), call, call.id, server)
-
-
 def _as_result(fields: object, call: ToolCall, call_id: str, server: ToolServer) -> ToolResult:
+    """Return a result of any status: `ToolRunner` decides which statuses are failures of the infrastructure."""
     if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in _RESULT):
         raise ToolFailure(f"{server.name} answered a call with {fields!r:.200}, which is not a result")
     if fields["call_id"] != call_id:

@@ -44,7 +44,7 @@ class Reply(NamedTuple):
 
     status: int
     content: bytes
-    retry_after_s: float
+    retry_after_s: float = 0.0
     """The header ``Retry-After``; 0 without one."""
 
     @property
@@ -118,7 +118,11 @@ class ToolServer:
                     await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
                     if instance and await self.instance() != instance:
                         raise SandboxFailure(f"{self.name} was restarted; the session and its files are lost")
-                reply = await self._send(method, path, body, timeout_s or self._config.timeout_s)
+                async with self._connections().request(
+                    method, self.url + path, data=body, timeout=_timeout(timeout_s or self._config.timeout_s)
+                ) as response:
+                    after = response.headers.get("retry-after", "")
+                    reply = Reply(response.status, await response.read(), float(after) if after.isdecimal() else 0.0)
             except CONNECTION_ERRORS as error:
                 fault = in_words(error)
                 continue
@@ -139,7 +143,8 @@ class ToolServer:
             ToolFailure: it is no tool server.
 
         """
-        reply = await self._send("GET", "/health", None, PROBE_S)
+        async with self._connections().get(f"{self.url}/health", timeout=_timeout(PROBE_S)) as response:
+            reply = Reply(response.status, await response.read())
         return str(self.fields(reply, "GET /health", {"server": str, "status": str})["server"])
 
     async def check_tools(self, instance: str) -> None:
@@ -190,7 +195,8 @@ class ToolServer:
         """The server in a message."""
         return f"the tool server at {self.url} ({self._key})"
 
-    async def _send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Reply:
+    def _connections(self) -> aiohttp.ClientSession:
+        """Return the connection pool, which belongs to the event loop of the first request."""
         if self._http is None:
             token = self._config.token or os.environ.get(TOKEN_VARIABLE)
             self._http = aiohttp.ClientSession(
@@ -198,15 +204,16 @@ class ToolServer:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers={"content-type": "application/json", **({"authorization": f"Bearer {token}"} if token else {})},
             )
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=PROBE_S)
-        async with self._http.request(method, self.url + path, data=body, timeout=timeout) as response:
-            after = response.headers.get("retry-after", "")
-            return Reply(response.status, await response.read(), float(after) if after.isdecimal() else 0.0)
+        return self._http
 
     async def aclose(self) -> None:
         """Close all connections."""
         if self._http is not None:
             await self._http.close()
+
+
+def _timeout(seconds: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=seconds, sock_connect=PROBE_S)
 
 
 def in_words(error: Exception) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -30,6 +31,7 @@ MAX_CALLS = 256
 """Calls in the largest request for stateless tools."""
 RETRY_AFTER_S = 5
 """The header ``Retry-After`` of replies with status 503."""
+B = TypeVar("B", bound=BaseModel)
 _CLOSED_REQUEST = 499
 """The status for a request whose client has disconnected, which never reads it."""
 
@@ -54,61 +56,60 @@ async def _disconnected(request: Request, error: Exception) -> Response:
     return Response(status_code=_CLOSED_REQUEST)  # the client disconnected before the whole body had arrived
 
 
-async def read_body(request: Request) -> dict[str, Any]:
-    """Return a request's JSON object; an empty body is an empty one.
+class _Body(BaseModel):
+    """A JSON object in a request; unknown fields and other types fail."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+_Id = Annotated[str, Field(max_length=MAX_ID, pattern=r"^([^\p{C}\p{Z}]| )+$")]
+"""Printable characters."""
+
+
+class _Open(_Body):
+    """``POST /sessions``."""
+
+    episode_id: _Id | None = None
+
+
+class _Call(_Body):
+    """``POST /sessions/{session_id}/call``."""
+
+    call_id: _Id
+    tool: str
+    arguments: dict[str, Any]
+
+
+class _Calls(_Body):
+    """``POST /calls``."""
+
+    calls: list[_Call] = Field(max_length=MAX_CALLS)
+
+
+async def read_body(request: Request, body: type[B]) -> B:
+    """Return a request's JSON object; an empty request is an empty object.
 
     Raises:
-        HTTPException: 413 if it is too long, 400 if it is not a JSON object.
+        HTTPException: 413 if it is too long, 400 if it is not the JSON object that the route takes.
 
     """
-    body = bytearray()
+    content = bytearray()
     async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY:
+        content += chunk
+        if len(content) > MAX_BODY:
             raise HTTPException(413, f"a request may have {MAX_BODY} bytes")
     try:
         # Not orjson: it turns whole numbers beyond 64 bits into floats.
-        content = json.loads(bytes(body).decode(), parse_constant=_no_number) if body else {}
+        return body.model_validate(json.loads(bytes(content).decode(), parse_constant=_no_number) if content else {})
+    except ValidationError as error:
+        faults = (f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {fault['msg']}" for fault in error.errors())
+        raise HTTPException(400, "; ".join(faults)) from None
     except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"the body is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise HTTPException(400, f"the body must be a JSON object, it is a {type(content).__name__}")
-    return content
 
 
 def _no_number(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def read_call(content: dict[str, Any]) -> ToolCall:
-    """Return the call in a request.
-
-    Raises:
-        HTTPException: 400 if a field is missing, unknown or of another type.
-
-    """
-    _check_known(content, ("call_id", "tool", "arguments"))
-    tool, arguments = content.get("tool"), content.get("arguments")
-    if not isinstance(tool, str):
-        raise HTTPException(400, f"'tool' must be a string, it is {tool!r:.100}")
-    if not isinstance(arguments, dict):
-        raise HTTPException(400, f"'arguments' must be an object, it is {arguments!r:.100}")
-    return ToolCall(_read_id(content, "call_id"), tool, arguments)
-
-
-def _read_id(content: dict[str, Any], field: str) -> str:
-    value = content.get(field)
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID or not value.isprintable():
-        raise HTTPException(
-            400, f"'{field}' must be a string of 1 to {MAX_ID} printable characters, it is {value!r:.100}"
-        )
-    return value
-
-
-def _check_known(content: dict[str, Any], known: Sequence[str]) -> None:
-    for name in content:
-        if name not in known:
-            raise HTTPException(400, f"unknown field {name!r:.100}; there are: {', '.join(known)}")
 
 
 async def _open_unless_disconnected(request: Request, sessions: Sessions, episode_id: str) -> Session | None:
@@ -136,9 +137,7 @@ class _Api:
         self._sessions = sessions
 
     async def open(self, request: Request) -> Response:
-        content = await read_body(request)
-        _check_known(content, ("episode_id",))
-        episode_id = _read_id(content, "episode_id") if content.get("episode_id") is not None else ""
+        episode_id = (await read_body(request, _Open)).episode_id or ""
         session = self._sessions.open_now(episode_id) or await _open_unless_disconnected(
             request, self._sessions, episode_id
         )
@@ -147,22 +146,25 @@ class _Api:
         return _reply({"session_id": session.id, "server": self._sessions.instance})
 
     async def call(self, request: Request) -> Response:
-        call = read_call(await read_body(request))
-        answer = await self._sessions.find(request.path_params["session_id"]).call(call)
+        body = await read_body(request, _Call)
+        session = self._sessions.find(request.path_params["session_id"])
+        answer = await session.call(ToolCall(body.call_id, body.tool, body.arguments))
         return Response(answer.body, media_type="application/json")
 
     async def call_stateless(self, request: Request) -> Response:
-        content = await read_body(request)
-        _check_known(content, ("calls",))
-        calls = content.get("calls")
-        if not isinstance(calls, list) or len(calls) > MAX_CALLS or not all(isinstance(call, dict) for call in calls):
-            raise HTTPException(400, f"'calls' must be a list of at most {MAX_CALLS} objects")
-        answers = await self._sessions.call_stateless([read_call(call) for call in calls])
-        body = b'{"server":"%s","results":[%s]}' % (
+        calls = (await read_body(request, _Calls)).calls
+        try:
+            json.dumps([call.arguments for call in calls], ensure_ascii=False).encode()
+        except ValueError as error:  # half a character would fail the batch of others that it gets into
+            raise HTTPException(400, f"the arguments cannot be encoded: {error}") from None
+        answers = await self._sessions.call_stateless(
+            [ToolCall(call.call_id, call.tool, call.arguments) for call in calls]
+        )
+        reply = b'{"server":"%s","results":[%s]}' % (
             self._sessions.instance.encode(),
             b",".join(answer.body for answer in answers),
         )
-        return Response(body, media_type="application/json")
+        return Response(reply, media_type="application/json")
 
     async def close(self, request: Request) -> Response:
         await self._sessions.close(request.path_params["session_id"])

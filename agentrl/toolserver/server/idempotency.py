@@ -73,7 +73,8 @@ class CallMemory:
             ValueError: the arguments cannot be encoded: half a character, or a number such as NaN.
 
         """
-        digest = call_digest(call)
+        text = json.dumps([call.name, call.arguments], sort_keys=True, ensure_ascii=False, allow_nan=False)
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         known = self._entries.get(call.id)
         if known is None:
             return self._begin(call.id, digest), True
@@ -106,14 +107,3 @@ class CallMemory:
                 break  # the oldest call still runs
             self._bytes -= oldest.size
             self._entries.popitem(last=False)
-
-
-def call_digest(call: ToolCall) -> bytes:
-    """Return a hash of tool and arguments, to detect two calls with the same id.
-
-    Raises:
-        ValueError: the arguments cannot be encoded.
-
-    """
-    text = json.dumps([call.name, call.arguments], sort_keys=True, ensure_ascii=False, allow_nan=False)
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -110,7 +110,8 @@ class Session(ToolSession):
         try:
             answer, new = self._calls.recall(call)
         except ValueError as error:
-            return unencodable(call, error)
+            fault = f"{call.name}: the call cannot be passed on: {error}"
+            return Answer.of(ToolResult(call.id, ToolStatus.INVALID, _printable(fault)))
         if new:
             task = asyncio.create_task(self.run(call), name=f"call-{self.id}-{call.id}")
             self._running[task] = call, answer
@@ -262,12 +263,6 @@ class Session(ToolSession):
                 _log.exception("session %s: the tool %s could not end it", self.id, name)
         if self._sandbox is not None:
             await self._close_sandbox(self._sandbox)
-
-
-def unencodable(call: ToolCall, error: ValueError) -> Answer:
-    """Return the answer to a call with half a character, or a number such as NaN, in its arguments."""
-    fault = f"{call.name}: the call cannot be passed on: {error}"
-    return Answer.of(ToolResult(call.id, ToolStatus.INVALID, _printable(fault)))
 
 
 def _current_lease() -> _Lease:

@@ -18,9 +18,9 @@ from agentrl.core.types import ToolCall
 from agentrl.sandbox.base import SandboxBackend
 from agentrl.toolserver.hosted_tool import HostedTool, StatelessTool
 from agentrl.toolserver.server.errors import Draining, Full, NeedsSession, SessionGone, UnknownSession
-from agentrl.toolserver.server.idempotency import Answer, call_digest
+from agentrl.toolserver.server.idempotency import Answer
 from agentrl.toolserver.server.metrics import Metrics
-from agentrl.toolserver.server.session import ServerResources, Session, unencodable
+from agentrl.toolserver.server.session import ServerResources, Session
 
 _log = logging.getLogger(__name__)
 
@@ -207,14 +207,7 @@ class Sessions:
         for call in calls:
             if call.name in self.tools and not isinstance(self.tools[call.name], StatelessTool):
                 raise NeedsSession(f"tool {call.name!r} has state: open a session and call it there")
-        return await asyncio.gather(*(self._call_stateless(call) for call in calls))
-
-    async def _call_stateless(self, call: ToolCall) -> Answer:
-        try:
-            call_digest(call)
-        except ValueError as error:  # else it would fail the batch that it gets into
-            return unencodable(call, error)
-        return await self._stateless.run(call)
+        return await asyncio.gather(*(self._stateless.run(call) for call in calls))
 
     async def close(self, session_id: str) -> None:
         """End a session and its sandbox. A second call waits for the first.

@@ -193,7 +193,6 @@ async def test_stateless_calls_need_no_session_and_share_batches_with_those_of_s
         body = {"calls": [{"call_id": "same", "tool": "upper", "arguments": {"text": text}} for text in texts]}
         body["calls"].append({"call_id": "bad", "tool": "upper", "arguments": {"text": 1}})
         body["calls"].append({"call_id": "odd", "tool": "nope", "arguments": {}})
-        body["calls"].append({"call_id": "half", "tool": "upper", "arguments": {"text": "\ud800"}})
         reply, of_session = await asyncio.gather(
             client.post("/calls", content=json.dumps(body)), call(client, session, "1", "upper", text="session")
         )
@@ -203,7 +202,6 @@ async def test_stateless_calls_need_no_session_and_share_batches_with_those_of_s
         assert [(result["call_id"], result["status"]) for result in results[12:]] == [
             ("bad", "invalid"),
             ("odd", "invalid"),
-            ("half", "invalid"),
         ]
         assert of_session.json()["content"] == "SESSION"
         assert sum(tool.batches) == 13
@@ -216,7 +214,8 @@ async def test_stateless_calls_need_no_session_and_share_batches_with_those_of_s
         with_state = {"calls": [{"call_id": "c", "tool": "fake", "arguments": {}}]}
         refused = await client.post("/calls", json=with_state)
         assert (refused.status_code, "open a session" in refused.json()["error"]) == (400, True)
-        for bad in ({}, {"calls": {}}, {"calls": [1]}, {"calls": body["calls"] * 40}, {"calls": [], "x": 1}):
+        half = {"calls": [{"call_id": "half", "tool": "upper", "arguments": {"text": "\ud800"}}]}
+        for bad in (half, {}, {"calls": {}}, {"calls": [1]}, {"calls": body["calls"] * 40}, {"calls": [], "x": 1}):
             assert (await client.post("/calls", content=json.dumps(bad))).status_code == 400
         assert len(sessions) == 1
         await sessions.drain(0)

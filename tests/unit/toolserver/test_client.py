@@ -229,6 +229,9 @@ async def test_arguments_that_are_no_json():
         result = await client.call(call(n=float("nan")), episode_id="e")
         assert result.status is ToolStatus.INVALID
         assert "cannot be sent as JSON" in result.content
+        half = await client.call(call("3", text="\ud800"), episode_id="e")
+        assert half.status is ToolStatus.INVALID
+        assert "surrogates not allowed" in half.content
         big = await client.call(call("2", n=10**30), episode_id="e")
         assert str(10**30) in big.content
         await client.aclose()
