@@ -1,4 +1,4 @@
-"""What to optimise: the ``algo`` section."""
+"""The ``algo`` section: the objective."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GrpoConfig(Section):
     clip_high: float = Field(default=0.2, gt=0)
     """The ratio of new to old probability gains nothing above ``1 + clip_high``."""
     old_logprobs: Literal["sampler", "learner"] = "sampler"
-    """Whose log-probabilities stand below the ratio: those the engine sampled with, or the learner's own of this step
+    """The log-probabilities in the ratio's denominator: those the engine sampled with, or the learner's of this step
     (the ratio is then 1 and nothing is clipped: the plain policy gradient)."""
     kl_coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the KL term to the reference policy in the loss of every token (slime's ``kl_loss_coef``; Search-R1 takes
@@ -35,8 +35,8 @@ class GrpoConfig(Section):
     """Estimator of that term: ``k3`` is GRPO's; ``low_var_kl`` is k3 cut off at 10, as verl and slime have it; ``k2`` has
     the exact gradient of the KL on fresh samples, ``k1`` one of 0 in the mean (Schulman, "Approximating KL Divergence")."""
     reference: str | None = None
-    """The frozen policy of the KL term: a folder, a shipped model's name or a hub id. Without one, the policy that the run
-    started with (``model.path``, after its warm start), after ``--resume`` too. It must read the policy's tokens."""
+    """The frozen policy of the KL term: a folder, a shipped model's name or a hub id. Without it, the policy that the run
+    started with (``model.path``, after its warm start), after ``--resume`` too. It must have the policy's tokenizer."""
 
     entropy_coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the entropy bonus: so much of the entropy (nats) of the distribution that each trained token is from is
@@ -45,12 +45,12 @@ class GrpoConfig(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss wants log-probabilities of a reference policy."""
+        """Whether the loss needs log-probabilities of a reference policy."""
         return self.kl_coef > 0
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the loss wants entropies with a gradient."""
+        """Whether the loss needs entropies with a gradient."""
         return self.entropy_coef > 0
 
     @property

@@ -17,6 +17,6 @@ class BatchConfig(Section):
     global_batch_size: PositiveInt | None = None
     """Rollouts an optimizer step; without a number, all rollouts of a step divided by ``train.steps_per_rollout``."""
     tokens_per_bin: PositiveInt = 2048
-    """Rows are packed into bins of this many tokens; a longer row gets a bin of its own."""
+    """Rows are packed into bins of this many tokens; a longer row gets a separate bin."""
     tokens_per_micro: PositiveInt = 4096
     """Tokens a rank computes at the same time."""

@@ -1,4 +1,4 @@
-"""What an evaluation is."""
+"""The ``eval`` section: sets of tasks and their sampling parameters."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from agentrl.config.base import Section
 
 
 class EvalSet(Section):
-    """One set of tasks and how to sample on it. What a set under ``eval.sets`` leaves out is taken from ``eval``."""
+    """One set of tasks and its sampling parameters. Keys that a set under ``eval.sets`` does not set are those of ``eval``."""
 
     split: str | None = None
     """The split; without one ``tasks.eval_split``."""
     path: Path | None = None
-    """A file of prompts, read as ``data`` says, in place of a split."""
+    """A file of prompts in place of a split; the section ``data`` has its columns."""
     size: PositiveInt | None = None
-    """Tasks, from the start of the split; without a number all of them."""
+    """Number of tasks, from the start of the split; without it, all."""
     n_samples: PositiveInt = 1
-    """Episodes a task; pass@k is reported for powers of two up to it."""
+    """Episodes per task; pass@k is reported for powers of two up to it."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -29,9 +29,9 @@ class EvalSet(Section):
     top_k: int = -1
     """Top-k sampling; -1 keeps all."""
     max_new_tokens: PositiveInt | None = None
-    """Tokens a turn may have; without a number ``sampler.max_new_tokens``."""
+    """Maximum tokens of a turn; without it, ``sampler.max_new_tokens``."""
     pass_reward: float = 1.0
-    """A sample passes (pass@k) where its reward is at least this."""
+    """A sample passes (pass@k) if its reward is at least this."""
     group_by: str | None = None
     """A key of the tasks' metadata, such as ``hops``: metrics are also reported for each of its values."""
 
@@ -47,8 +47,8 @@ class EvalConfig(EvalSet):
     """How to evaluate."""
 
     sets: dict[str, EvalSet] = Field(default_factory=dict)
-    """Several sets by name; without any there is one, which this section describes. A ``size`` or ``by`` that a set takes
-    from here counts as far as the set has such tasks."""
+    """Several sets by name; without any, this section is the only set. A ``size`` or ``group_by`` from here is ignored by sets
+    with fewer tasks or without that key."""
 
     @field_validator("sets")
     @classmethod
@@ -62,12 +62,12 @@ class EvalConfig(EvalSet):
 
     @field_serializer("sets")
     def _as_given(self, sets: dict[str, EvalSet], info: SerializationInfo) -> dict[str, Any]:
-        """Write what each set says itself, so that what it leaves out is still taken from ``eval`` after reading back."""
+        """Write only the keys that each set sets, so that the others are still those of ``eval`` after reading back."""
         mode: Literal["json", "python"] = "json" if info.mode_is_json() else "python"
         return {name: each.model_dump(mode=mode, exclude_unset=True) for name, each in sets.items()}
 
     def named_sets(self) -> dict[str, EvalSet]:
-        """Return each set, whole: what it leaves out filled in from this section. The one without a name is ``""``."""
+        """Return each set with the keys it does not set filled in from this section. The set without a name is ``""``."""
         own = self.model_dump(exclude={"sets"})
         if not self.sets:
             return {"": EvalSet(**own)}
@@ -77,5 +77,5 @@ class EvalConfig(EvalSet):
 def _filled(each: EvalSet, below: dict[str, Any]) -> dict[str, Any]:
     given = each.model_dump(exclude_unset=True)
     if given.get("split") is not None or given.get("path") is not None:
-        below = {**below, "split": None, "path": None}  # the source is one thing: a set's own replaces it whole
+        below = {**below, "split": None, "path": None}  # a set's own source replaces both keys
     return {**below, **given}

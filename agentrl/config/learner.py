@@ -1,4 +1,4 @@
-"""How weights are learned: the ``learner`` section, shared by reinforcement learning and supervised fine-tuning."""
+"""The ``learner`` section, shared by reinforcement learning and supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentrl.config.base import Section
 
 
 class OptimizerConfig(Section):
-    """How a gradient becomes a step."""
+    """The optimizer."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """``muon`` orthogonalises the steps of the layers' matrices; embeddings, head, norms and biases get AdamW."""
@@ -38,14 +38,14 @@ class OptimizerConfig(Section):
 
 
 class LearnerConfig(Section):
-    """Where and how the policy is trained."""
+    """Backend, devices and memory options of training."""
 
     backend: Literal["fsdp"] = "fsdp"
     """The implementation: PyTorch's FSDP2 on the Hugging Face model."""
     ranks: PositiveInt = 1
-    """Data-parallel ranks, one process each; on GPUs one GPU each."""
+    """Data-parallel ranks, one process each; each with one GPU if on GPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; ``auto`` takes GPUs where there are any."""
+    """Device to train on; ``auto`` uses GPUs if there are any."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of a rank; 0 shares the machine's cores among the ranks."""
     autocast: Literal["none", "bfloat16"] = "none"
@@ -59,6 +59,6 @@ class LearnerConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer."""
     start_timeout_s: PositiveFloat = 300.0
-    """Seconds the ranks may take to load the model."""
+    """Seconds until the ranks must have loaded the model."""
     step_timeout_s: PositiveFloat = 1800.0
-    """Seconds one call to the ranks, such as an optimizer step or a checkpoint, may take."""
+    """Timeout of a call to the ranks, such as an optimizer step or a checkpoint, seconds."""

@@ -1,4 +1,4 @@
-"""From files and command line to a `Config`: layers, overrides, errors that name the key."""
+"""A `Config` from files and the command line: defaults, file, overrides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tree = dict[str, Any]
 def load_config(file: Path | None, overrides: Sequence[str] = (), base: Tree | None = None) -> Config:
     """Return the configuration of ``file`` with ``key=value`` overrides on top.
 
-    ``base`` lies under both, for values that the command line implies, such as ``--env``.
+    ``base`` is below both, for values that the command line implies, such as ``--env``.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value does not fit.
@@ -60,7 +60,7 @@ def parse_override(text: str) -> Tree:
     """
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ConfigError(f"{text!r} is no setting; write key=value, such as train.steps=20")
+        raise ConfigError(f"{text!r} is not a setting; write key=value, such as train.steps=20")
     try:
         parsed = yaml.safe_load(value)
     except yaml.YAMLError as error:
@@ -81,7 +81,7 @@ def _spelled_out(tree: Tree) -> Tree:
 
 
 def _number(text: str) -> str | float:
-    """YAML 1.1 reads ``1e-3`` as a string; people mean the number."""
+    """Parse a number that YAML 1.1 reads as a string, such as ``1e-3``."""
     try:
         return float(text) if "e" in text.lower() and text[0] in "+-.0123456789" else text
     except ValueError:
@@ -89,7 +89,7 @@ def _number(text: str) -> str | float:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
-    """Return ``above`` laid over ``below``, mapping by mapping."""
+    """Return ``above`` merged over ``below``, mapping by mapping."""
     merged = dict(below)
     for key, value in above.items():
         if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):

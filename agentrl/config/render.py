@@ -1,4 +1,4 @@
-"""How messages become tokens: the ``render`` section."""
+"""The ``render`` section: chat format and tool call format."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ ParserName = Literal["auto", "hermes", "llama3", "pythonic", "deepseek", "glm-4"
 
 
 class RenderConfig(Section):
-    """How messages become tokens, and tokens messages."""
+    """Chat format: messages to tokens and back."""
 
     format: FormatName = "auto"
-    """The chat format. ``auto`` takes the one that writes, character for character, what the tokenizer's chat template
-    writes of a set of conversations, and ``template``, the template itself, where there is none; a template
-    that gives tools no place leaves them to the format. ``llama3.1`` (also for
-    3.3) and ``llama3.2`` differ in the date that the policy is told: a fixed one, or the day on which the run starts."""
+    """The chat format. ``auto`` selects the format whose output equals that of the tokenizer's chat template on a set of
+    probe conversations, or ``template``, the template itself, if there is none. If the template does not render tools,
+    the format does. ``llama3.1`` (also for 3.3) and ``llama3.2`` differ in the date in the prompt: a fixed one, or the day
+    on which the run starts."""
     chat_template: Path | None = None
     """A Jinja file that replaces the tokenizer's own chat template."""
     thinking: bool = True
-    """Whether a model that can do both is to reason before it speaks; the template's ``enable_thinking``."""
+    """Whether a model with both modes reasons before it answers; the template's ``enable_thinking``."""
     keep_thinking: bool = False
-    """Keep earlier reasoning where the chat format leaves it out (Qwen3, GLM, DeepSeek R1), so that an episode stays one
-    row; otherwise its trajectory forks there, as the model was trained to be prompted."""
+    """Keep earlier reasoning although the chat format removes it (Qwen3, GLM, DeepSeek R1), so that an episode stays one
+    row; otherwise its trajectory forks there, with prompts as the model was trained on."""
     tool_parser: ParserName = "auto"
-    """How the policy writes tool calls; ``auto`` follows the chat format."""
+    """Format of the policy's tool calls; ``auto``: that of the chat format."""

@@ -15,10 +15,10 @@ class RewardConfig(Section):
     function: str | None = None
     """``module:function``, ``file.py:function``, or built in: exact_match, f1, numeric, math."""
     key: str | None = None
-    """The key to take as the reward, where the function returns a mapping; the others become metrics."""
+    """The key of the reward if the function returns a mapping; the other keys become metrics."""
     on_error: Literal["stop", "drop", "score"] = "stop"
     """What follows when the function raises or returns no finite number: stop the run, drop the sample, or score it."""
     error_score: float = 0.0
     """The reward of such a sample with ``on_error=score``."""
     timeout_s: PositiveFloat = 60.0
-    """Seconds a call may take."""
+    """Timeout of a call, seconds."""

@@ -13,41 +13,40 @@ FailureAction = Literal["train", "drop", "retry", "stop"]
 
 
 class FailureConfig(Section):
-    """What follows when an episode fails, by where the error arose: train, drop, retry or stop."""
+    """What follows when an episode fails, by the origin of the error: train, drop, retry or stop."""
 
     sampler: FailureAction = "retry"
-    """The engine, or the way to it, failed."""
+    """The engine failed, or the connection to it."""
     environment: FailureAction = "drop"
     """The environment's own code raised."""
     tool: FailureAction = "retry"
-    """A tool or its server failed for reasons of its own."""
+    """A tool or its server failed, not caused by its input."""
     sandbox: FailureAction = "retry"
-    """A sandbox failed for reasons of its own."""
+    """A sandbox failed, not caused by the code in it."""
     task: FailureAction = "drop"
-    """The task itself is unusable, such as a prompt longer than ``rollout.max_tokens``."""
+    """The task is unusable, such as a prompt longer than ``rollout.max_tokens``."""
     max_retries: NonNegativeInt = 2
     """Further attempts at an episode whose action is ``retry``; after the last one it is dropped."""
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
-    """Stop the run when a larger share of a step's episodes is dropped: the fault is then no single episode's."""
+    """Stop the run when a larger share of a step's episodes is dropped: the cause is then not a single episode."""
 
 
 class RolloutConfig(Section):
     """How episodes are run."""
 
     batch_size: PositiveInt = 32
-    """Prompts a step (slime's ``rollout_batch_size``)."""
+    """Prompts per step (slime's ``rollout_batch_size``)."""
     n_samples_per_prompt: PositiveInt = 8
-    """Episodes a prompt: the group that advantages are computed over."""
+    """Episodes per prompt: the group that advantages are computed over."""
     max_turns: PositiveInt = 8
-    """Turns an episode may have, those of its subagents included."""
+    """Maximum turns of an episode, including those of its subagents."""
     max_tokens: PositiveInt = 1024
-    """Tokens that the policy may have before it at once, its answer included: prompt, turns and observations of one
-    conversation."""
+    """Context length: tokens of one conversation, including prompt, turns, observations and the policy's answer."""
     max_seconds: PositiveFloat = 300.0
-    """Seconds an episode may take."""
+    """Time limit of an episode, seconds."""
     concurrency: PositiveInt = 256
     """Episodes that run at the same time."""
     failure: FailureConfig = Field(default_factory=FailureConfig)
-    """What follows when an episode fails, by where the error arose."""
+    """What follows when an episode fails, by the origin of the error."""
     generate: str | None = None
-    """A multi-turn loop of your own in place of environment and runner: ``module:function`` or ``file.py:function``."""
+    """A custom multi-turn loop in place of the environment: ``module:function`` or ``file.py:function``."""

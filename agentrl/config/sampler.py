@@ -17,29 +17,29 @@ _DATA = ("dp", "dp_size", "data_parallel_size")
 
 
 class EmbeddedConfig(Section):
-    """The engine that agentrl brings: a torch model behind SGLang's endpoints."""
+    """The engine of agentrl itself: a torch model behind SGLang's endpoints."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and KV cache in the engine."""
     slots: PositiveInt = 256
-    """Sequences whose KV cache is kept at the same time."""
+    """Sequences in the KV cache at the same time."""
     context: PositiveInt = 1024
-    """Tokens a sequence may have in the engine."""
+    """Maximum tokens of a sequence in the engine."""
     threads: PositiveInt = 2
     """CPU threads of the engine."""
 
 
 class SamplerConfig(Section):
-    """Where tokens are sampled, and how."""
+    """Inference engines and sampling parameters."""
 
     backend: Literal["embedded", "sglang"] = "embedded"
-    """``embedded`` runs anywhere; ``sglang`` wants SGLang and a GPU."""
+    """``embedded`` runs anywhere; ``sglang`` needs SGLang and a GPU."""
     engines: PositiveInt = 1
     """Engines that the run starts; an episode's turns all go to the engine that has its prefix."""
     url: str | None = None
-    """A running engine's address, or several separated by commas; without one the run starts its own."""
+    """Address of a running engine, or several separated by commas; without it, the run starts engines."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the engine that the run starts, the next ones for further engines; 0 takes free ones."""
+    """Port of the first engine that the run starts, the following ports for further engines; 0 takes free ports."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature in training."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -47,30 +47,30 @@ class SamplerConfig(Section):
     top_k: int = -1
     """Top-k sampling in training; see ``allow_unnormalised``."""
     allow_unnormalised: bool = False
-    """Train with top-p or top-k although the engine's log-probabilities are then not those of what was sampled."""
+    """Train with top-p or top-k although the engine's log-probabilities are then not those of the distribution sampled from."""
     max_new_tokens: PositiveInt = 64
-    """Tokens a turn may have."""
+    """Maximum tokens of a turn."""
     request_timeout_s: PositiveFloat = 300.0
-    """Seconds before a generation counts as lost."""
+    """Seconds until a generation counts as lost."""
     start_timeout_s: PositiveFloat = 300.0
-    """Seconds an engine may take to become healthy."""
+    """Seconds until a started engine must be healthy."""
     max_running: PositiveInt | None = None
-    """Requests that an engine is given at a time; further ones wait in the run. Without a number it gets all."""
+    """Maximum concurrent requests per engine; further ones wait in the run. Without a number there is no limit."""
     router: Literal["builtin", "sglang"] = "builtin"
-    """Who says which engine samples: ``builtin`` is the run itself; ``sglang`` puts the program ``sglang-router`` before the
-    engines (``pip install 'agentrl[router]'``), where ``max_running`` is a mean over them. With both, all turns of an
-    episode go to one engine, and a new episode to the engine with the fewest requests."""
+    """Which router distributes requests to the engines: ``builtin`` is part of the run; ``sglang`` is the program
+    ``sglang-router`` (``pip install 'agentrl[router]'``), with which ``max_running`` is a mean over engines. With both, all
+    turns of an episode go to one engine, and a new episode to the engine with the fewest requests."""
     health_interval_s: PositiveFloat = 2.0
-    """Seconds between two looks at an engine's health."""
+    """Seconds between health checks of an engine."""
     stall_timeout_s: PositiveFloat = 60.0
-    """An engine that does not answer for so many seconds is taken for hung: one that the run started is started again."""
+    """An engine that has not answered for this many seconds counts as hung; it is restarted if the run started it."""
     max_restarts: int = Field(default=3, ge=0)
-    """How often an engine that died or hung is started again; after that the run goes on with the others."""
+    """How often a dead or hung engine is restarted; after that the run continues with the others."""
     embedded: EmbeddedConfig = Field(default_factory=EmbeddedConfig)
     """Options of the embedded engine."""
     sglang: dict[str, Any] = Field(default_factory=dict)
     """Options of ``sglang.launch_server``, passed through: ``mem_fraction_static: 0.5`` becomes ``--mem-fraction-static 0.5``.
-    All but ``python``, the Python interpreter that runs SGLang, of an environment of its own; without it that of the run."""
+    Except ``python``: the Python interpreter that runs SGLang, if it is installed in a separate environment."""
 
     @field_validator("temperature")
     @classmethod
@@ -92,22 +92,22 @@ class SamplerConfig(Section):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The addresses in ``url``."""
+        """Addresses in ``url``."""
         return tuple(part.strip().rstrip("/") for part in (self.url or "").split(",") if part.strip())
 
     @property
     def python(self) -> Path | None:
-        """The interpreter that runs SGLang; None: the run's own."""
+        """The interpreter that runs SGLang; None for the run's own."""
         return Path(self.sglang["python"]) if self.sglang.get("python") is not None else None
 
     @property
     def sglang_options(self) -> dict[str, Any]:
-        """What of ``sglang`` is for ``sglang.launch_server``."""
+        """Options for ``sglang.launch_server``."""
         return {name: value for name, value in self.sglang.items() if name != "python"}
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """Where the engines that a run starts compute."""
+        """Device of the engines that a run starts."""
         gpu = self.backend == "sglang" and self.sglang_options.get("device", "cuda") != "cpu"
         return "cuda" if gpu else "cpu"
 

@@ -1,4 +1,4 @@
-"""Where code of the policy runs, and how much of the machine it may have."""
+"""The ``sandbox`` section: backend and resource limits of the policy's code."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from agentrl.config.base import Section
 
 
 class SandboxLimits(Section):
-    """What one sandbox may use. Memory, processes, disk and inodes are counted over all its processes."""
+    """Resource limits of one sandbox. Memory, processes, disk and inodes are counted over all its processes."""
 
     wall_s: PositiveFloat = 10.0
-    """Seconds a call may take."""
+    """Wall time of a call, seconds."""
     cpu_s: PositiveInt = 10
-    """Seconds of CPU time a process may use in a call."""
+    """CPU time of a process in a call, seconds."""
     cpus: PositiveFloat = 1.0
     """Cores that all processes together may keep busy."""
     memory_mb: PositiveInt = 256
@@ -31,7 +31,7 @@ class SandboxLimits(Section):
     inodes: int = Field(default=8192, ge=64)
     """Files and folders."""
     output_kb: PositiveInt = 1024
-    """What a call may print, KiB; more ends it."""
+    """Output of a call, KiB; more ends it."""
 
 
 class SandboxConfig(Section):
@@ -41,9 +41,9 @@ class SandboxConfig(Section):
     """Registered name (entry points ``agentrl.sandboxes``), ``file.py:Class`` or ``module:Class``. ``bubblewrap`` needs no
     daemon, ``docker`` a running one; ``unsafe_subprocess`` is no sandbox at all: the policy's code has this user's rights."""
     limits: SandboxLimits = Field(default_factory=SandboxLimits)
-    """What one sandbox may use."""
+    """Resource limits of one sandbox."""
     hosts: tuple[str, ...] = ()
-    """Where code may connect to by HTTP or HTTPS through a proxy, as ``name:port``; nowhere without any."""
+    """Hosts that code may reach by HTTP or HTTPS through a proxy, as ``name:port``; none by default."""
     python: str = "python3"
     """The interpreter in the sandbox, by name or by path."""
     readonly: tuple[Path, ...] = ()

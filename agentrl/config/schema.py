@@ -27,45 +27,45 @@ from agentrl.config.weights import WeightsConfig
 
 
 class Config(Section):
-    """Everything a run is made of."""
+    """Configuration of a run."""
 
     run: RunConfig = Field(default_factory=RunConfig)
-    """Where the run lies, and its seed."""
+    """The run's folder and seed."""
     env: EnvConfig = Field(default_factory=EnvConfig)
     """The environment."""
     tasks: TasksConfig = Field(default_factory=TasksConfig)
-    """The problems."""
+    """The taskset."""
     data: DataConfig = Field(default_factory=DataConfig)
-    """Problems from files."""
+    """Prompts from files."""
     reward: RewardConfig = Field(default_factory=RewardConfig)
-    """The reward function, where it is not the environment's own."""
+    """A reward function in place of the environment's."""
     tools: dict[str, ToolConfig] = Field(default_factory=dict)
     """Tool servers, by the tool's name."""
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
-    """Where tool servers that the run starts run code."""
+    """The sandbox of tool servers that the run starts."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     """The policy."""
     render: RenderConfig = Field(default_factory=RenderConfig)
-    """Messages to tokens and back."""
+    """The chat format."""
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
-    """The engine and how it samples."""
+    """The engines and sampling parameters."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    """The episodes."""
+    """Episodes and their failure policy."""
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
     """The algorithm."""
     batch: BatchConfig = Field(default_factory=BatchConfig)
-    """From rollouts to batches."""
+    """Training batches."""
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     """The learner."""
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
-    """Which GPUs the learner and the engines get."""
+    """GPUs of the learner and the engines."""
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
-    """The way of new weights to the engine."""
+    """Weight sync."""
     train: TrainConfig = Field(default_factory=TrainConfig)
-    """Length, checkpoints and evaluation of training."""
+    """Length, evaluation and checkpoints."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
-    """What an evaluation is."""
+    """Evaluation."""
     sft: SftConfig = Field(default_factory=SftConfig)
     """Supervised fine-tuning, for ``agentrl sft``."""
     obs: ObsConfig = Field(default_factory=ObsConfig)
-    """What is shown and recorded."""
+    """Terminal output, trackers and recorded rollouts."""

@@ -11,40 +11,40 @@ from agentrl.config.base import Section
 
 
 class SftStage(Section):
-    """A stage of the curriculum: so many steps on other options."""
+    """A stage of the curriculum: a number of steps with other options."""
 
     steps: PositiveInt
     """Optimizer steps of this stage."""
     tasks: dict[str, Any] = Field(default_factory=dict)
-    """Laid over ``tasks.options``, such as ``{hops: [1]}``."""
+    """Merged over ``tasks.options``, such as ``{hops: [1]}``."""
     env: dict[str, Any] = Field(default_factory=dict)
-    """Laid over ``env.options``, such as ``{topk: 1}``."""
+    """Merged over ``env.options``, such as ``{topk: 1}``."""
 
 
 class SftConfig(Section):
-    """What to fine-tune on, and for how long."""
+    """Length, data and output of supervised fine-tuning."""
 
     steps: PositiveInt = 1000
     """Optimizer steps, those of the curriculum included."""
     minutes: PositiveFloat | None = None
     """Stop after the step that passes this many minutes, if that comes first."""
     batch_size: PositiveInt = 64
-    """Demonstrated episodes a step."""
+    """Demonstrated episodes per step."""
     context_weight: NonNegativeFloat = 0.3
-    """Weight of the loss on what the policy reads, beside 1 for what the expert says."""
+    """Weight of the loss on observed tokens, relative to 1 on the expert's."""
     lr_end: float = Field(default=0.1, ge=0, le=1)
-    """The learning rate falls linearly to this share of ``learner.optimizer.lr``."""
+    """The learning rate decays linearly to this share of ``learner.optimizer.lr``."""
     curriculum: list[SftStage] = Field(default_factory=list)
-    """Stages that come first, in order; after them the options are as they stand."""
+    """Stages before the rest of the run, in order; after them the configured options are used."""
     reseed_option: str | None = None
-    """Name of an integer option of the taskset that gets a new number with every world, such as ``seed``; without it,
+    """Name of an integer option of the taskset, such as ``seed``, that is set to a new number for every world; without it,
     all demonstrations come from one world."""
     steps_per_world: PositiveInt = 4
-    """Steps on one world before the next, where ``reseed_option`` is set."""
+    """Steps per world if ``reseed_option`` is set."""
     seed: int = Field(default=1_000_000, ge=0)
-    """Seed of the demonstrations; with ``reseed_option``, worlds are numbered from here on."""
+    """Seed of the demonstrations; with ``reseed_option``, the number of the first world."""
     workers: int = Field(default=1, ge=0)
-    """Processes that make demonstrations; 0 makes them in the driver. The data do not depend on it."""
+    """Processes that make demonstrations; 0: the driver does. The data do not depend on it."""
     out: Path | None = None
     """Folder to write the finished policy to; without one, ``model`` in the run's folder."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"

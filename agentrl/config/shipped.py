@@ -37,6 +37,6 @@ def find_config(name: str) -> Path:
 
 
 def default_config(env: str, *, gpu: bool) -> Path | None:
-    """Return the shipped configuration for an environment on this hardware, or None where there is none."""
+    """Return the shipped configuration for an environment on this hardware, or None."""
     path = shipped_folder() / env / ("gpu.yaml" if gpu else "cpu.yaml")
     return path if path.is_file() else None

@@ -11,41 +11,42 @@ from agentrl.config.sandbox import SandboxConfig
 
 
 class ServerConfig(Section):
-    """How a server treats its sessions."""
+    """Sessions of a server."""
 
     max_sessions: PositiveInt = 512
-    """Sessions at the same time; further ones wait. An episode keeps its own until it is scored, under a reward function for
-    groups until all episodes of its task have ended."""
+    """Maximum concurrent sessions; further ones wait. An episode's session is open until the episode is scored, with a
+    reward function for groups until all episodes of its task have ended."""
     max_running: PositiveInt | None = None
-    """Calls that use sandboxes at the same time; further ones wait, and their own time does not begin before. Without it
-    eight a core: with many more, code is cut off for want of a processor that it had no part in."""
+    """Maximum concurrent calls that use sandboxes; further ones wait, and their time limits start after the wait. By default
+    eight per core: with many more, code exceeds its time limit only because processors are busy."""
     queue_timeout_s: NonNegativeFloat = 120.0
-    """Seconds a session may wait to be opened before it is refused."""
+    """Seconds that a session may wait to be opened until it is refused."""
     idle_timeout_s: PositiveFloat = 900.0
-    """Seconds without a call after which a session is closed."""
+    """Seconds without a call until a session is closed."""
     drain_timeout_s: NonNegativeFloat = 10.0
-    """Seconds that running calls get when the server is told to stop."""
+    """Seconds that running calls may still take after the server was asked to stop."""
     token: str | None = None
-    """Bearer token that requests must bring; without one, that of ``AGENTRL_TOOLS_TOKEN``. Required off the loopback."""
+    """Bearer token that requests must have; by default ``AGENTRL_TOOLS_TOKEN``. Required if the server listens on other
+    addresses than the loopback."""
 
 
 class ClientConfig(Section):
-    """How a run calls a tool server: ``tools.NAME.options.client``."""
+    """Requests to a tool server: ``tools.NAME.options.client``."""
 
     timeout_s: PositiveFloat = 300.0
-    """Seconds one request may take, waiting for a session included."""
+    """Timeout of a request, seconds, including the wait for a session."""
     retries: NonNegativeInt = 3
-    """Further tries after a request that did not arrive; its call id makes them harmless."""
+    """Retries of a request that did not arrive; its call id makes them idempotent."""
     token: str | None = None
-    """Bearer token to send; without one, that of ``AGENTRL_TOOLS_TOKEN``."""
+    """Bearer token to send; by default ``AGENTRL_TOOLS_TOKEN``."""
 
 
 class ToolServerConfig(Section):
-    """One server with one tool or several."""
+    """A server of one or several tools."""
 
     server: ServerConfig = Field(default_factory=ServerConfig)
-    """Its sessions."""
+    """Sessions."""
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
-    """Where code runs."""
+    """The sandbox that code runs in."""
     tools: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Options of each tool, by the tool's name."""
+    """Options by tool name."""

@@ -10,20 +10,19 @@ from agentrl.config.base import Section
 
 
 class WeightsConfig(Section):
-    """How new weights reach the engine."""
+    """Weight sync from the learner to the engines."""
 
     transport: Literal["tensor", "disk", "distributed", "ipc"] = "tensor"
-    """``tensor`` sends them in the request; ``disk`` through a folder that both can read; ``distributed`` from the learner's
-    rank 0 through a ``torch.distributed`` group with the engines, NCCL on GPUs of their own or gloo on a CPU; ``ipc`` lets
-    engines read them from the GPU that they share with the learner (``placement.mode=colocate``)."""
+    """``tensor``: in the HTTP request; ``disk``: through a folder that both can read; ``distributed``: broadcast from the
+    learner's rank 0 in a ``torch.distributed`` group with the engines, NCCL on separate GPUs or gloo on a CPU; ``ipc``: CUDA
+    IPC on the GPUs that engines share with the learner (``placement.mode=colocate``)."""
     bucket_mib: PositiveInt = 512
-    """Size of one bucket, MiB: what each of the learner's ranks holds beside its own weights meanwhile."""
+    """Size of one bucket, MiB: the memory that each learner rank needs for a sync in addition to its weights."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """What weights are cast to before they are sent, such as to what the engines hold; by default they go as the learner
-    holds them."""
+    """Weights are cast to it before they are sent, such as to the engines' dtype; by default they keep the learner's."""
     sync_every: PositiveInt = 1
-    """Steps between two updates of the engines; an evaluation always has the newest weights. Tokens carry the version that
-    sampled them, and the ratio to its log-probabilities (``algo.old_logprobs=sampler``) corrects for its age."""
+    """Steps between weight syncs; an evaluation always has the newest weights. Tokens have the version that sampled them,
+    and the ratio to its log-probabilities (``algo.old_logprobs=sampler``) corrects for its age."""
     check: Literal["none", "version", "checksum"] = "version"
-    """What every engine is asked after an update: nothing, the version that it samples with, or checksums of its weights
-    too (of engines of one rank; the driver reads all weights for it)."""
+    """Check of every engine after a sync: none, its policy version, or also checksums of its weights (for engines of one
+    rank; the driver reads all weights for it)."""

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all: written beside their place, then renamed."""
+"""Atomic writing of files and folders: written next to their final path, then renamed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PARTIAL = ".partial"
-"""Suffix of a folder still being written, or left behind by a kill."""
+"""Suffix of a path that is being written, or was left by a killed process."""
 
 
 def partial_path(folder: Path) -> Path:
-    """Return where to write what will become ``folder``: beside it, so that renaming is atomic."""
+    """Return the path to write to before the rename to ``folder``: in the same parent, so that renaming is atomic."""
     return folder.with_name(folder.name + PARTIAL)
 
 
 def publish(part: Path, folder: Path) -> None:
-    """Bring ``part`` to the disk and rename it to ``folder``; an older ``folder`` is replaced."""
+    """Sync ``part`` to the disk and rename it to ``folder``; an older ``folder`` is replaced."""
     for path in [*part.rglob("*"), part]:
         _sync(path)
     if folder.exists():

@@ -1,4 +1,4 @@
-"""Servers in processes of their own that never outlive the process that started them.
+"""Child processes that end with the process that started them.
 
 The parent keeps the write end of a pipe open and hands the read end to the child. When the parent dies, even by
 SIGKILL, the kernel closes the pipe; the child, which called `exit_with_parent` first thing, reads its end and ends.
@@ -41,11 +41,11 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @contextmanager
 def held_port(host: str = LOOPBACK, port: int = 0, *, key: str = "port") -> Iterator[int]:
-    """Keep ``port`` (0: a free one, which is returned) from everybody but a server that binds it by its number.
+    """Keep ``port`` (0: a free one, which is returned) from everything but a server that binds it by its number.
 
-    Both sockets have SO_REUSEADDR and this one does not listen: Linux then lets the server have the port, and gives it
-    to nobody who asks for any free one. A server may take minutes to bind it, in which many do. Other systems would
-    refuse the server too: there the port is only found.
+    Both sockets have SO_REUSEADDR and this one does not listen: Linux then lets the server bind the
+    port, but does not choose it for a process that asks for any free one, which many do in the minutes until the server
+    binds it. Other systems would refuse the server too: there the port is only found.
 
     Args:
         host: name or IPv4 address of this machine.
@@ -96,19 +96,19 @@ def _end_on_close(descriptor: int) -> None:
     while os.read(descriptor, 1):
         pass
     print("the process that started this one is gone: ending", file=sys.stderr, flush=True)
-    # No orderly shutdown: whoever would want its outcome is dead, and a busy process might never come to it.
+    # No orderly shutdown: the process that needs its outcome is dead, and a busy process might never get to it.
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class ChildProcess:
-    """A child in a process group of its own, with its output in a log file. Made by `start`."""
+    """A child in its own process group, with its output in a log file. Made by `start`."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], pipe: int, log: Path, name: str, error: type[AgentrlError]
     ) -> None:
-        """Take over a running child and the write end of its pipe."""
+        """Manage a running child and the write end of its pipe."""
         self._process = process
         self._pipe = pipe
         self._error = error
@@ -168,7 +168,7 @@ class ChildProcess:
             return self._process.returncode
         if not hasattr(os, "waitid"):  # macOS before Python 3.13
             return self._process.poll()
-        # WNOWAIT leaves the dead child unreaped until `stop`, so that its group's id cannot come to mean another's.
+        # WNOWAIT leaves the dead child unreaped until `stop`, so that its group's id is not reused.
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
@@ -193,7 +193,7 @@ class ChildProcess:
         """Block until ``GET url`` (the whole address, such as ``http://127.0.0.1:8000/health``) answers 200.
 
         Raises:
-            AgentrlError: of the class given to `start`: the child died or stayed silent; it is stopped then.
+            AgentrlError: of the class given to `start`: the child died, or did not answer and was stopped.
 
         """
         deadline = time.monotonic() + timeout_s
@@ -211,7 +211,7 @@ class ChildProcess:
             time.sleep(_POLL_S)
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """End the child and its whole group: politely, and by force after ``timeout_s``. A second call does nothing."""
+        """End the child and its whole group: by SIGTERM, then by SIGKILL after ``timeout_s``. A second call does nothing."""
         if self._stopped:
             return
         self._stopped = True

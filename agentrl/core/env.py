@@ -1,4 +1,4 @@
-"""What an environment is: a Gymnasium environment whose observations and actions are messages."""
+"""Environments: Gymnasium environments whose observations and actions are messages."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from agentrl.core.tool import Tool
 from agentrl.core.types import Action, Info, Message, Observation, json_state
 
 Step = tuple[Observation, float, bool, bool, Info]
-"""``(observation, reward, terminated, truncated, info)``, as Gymnasium has it."""
+"""``(observation, reward, terminated, truncated, info)``, as in Gymnasium."""
 
 
 class Env(gymnasium.Env[Observation, Action]):
-    """An environment at the level of messages.
+    """Base class of environments with messages as observations and actions.
 
-    Subclasses implement `step`, and `reset` where the prompt needs wrapping. Both are synchronous, do no I/O and
-    work with no server running. All randomness comes from ``self.np_random``, so that episodes that run beside
-    each other replay bit for bit.
+    Subclasses implement `step`, and `reset` if they wrap the prompt. Both are synchronous, do no I/O and need no running
+    server. All randomness comes from ``self.np_random``, so that concurrent episodes replay bit for bit.
 
-    An observation holds the messages *added* since the policy last spoke. An environment with a text protocol of
-    its own may return `ToolCalls` in its place; the runner runs them and steps again with the `ToolResults`. One that
-    shortens the conversation returns a `Rewrite`: the policy goes on from its messages alone.
+    An observation holds the messages *added* since the policy's last turn. An environment with its own text protocol may
+    return `ToolCalls` instead; the runner runs them and steps again with the `ToolResults`. An environment that shortens
+    the conversation returns a `Rewrite`: the policy continues from its messages alone.
 
     The last ``info`` of an episode may hold ``metrics``, a ``dict[str, float]`` that is averaged over episodes and logged.
     """
@@ -36,16 +35,16 @@ class Env(gymnasium.Env[Observation, Action]):
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]
 
     stop: ClassVar[tuple[str, ...]] = ()
-    """Strings that end the policy's turn; they stay in what it said."""
+    """Strings that end the policy's turn; they stay in its message."""
     tools: Sequence[Tool] = ()
     """Tools that the runner offers to the policy and runs on its behalf."""
     tool_names: ClassVar[tuple[str, ...]] = ()
-    """Registered tools (``agentrl.tools``) that ``ToolCalls`` of this environment may name, beside its own ``tools``."""
+    """Registered tools (``agentrl.tools``) that ``ToolCalls`` of this environment may name, next to its own ``tools``."""
     handles_tool_calls: ClassVar[bool] = False
-    """Whether `step` is given what the policy says in calls of `tools` too, and answers it (mostly with `ToolCalls` of
-    them); without it the runner runs them, and the environment hears only what the policy says without a call."""
+    """Whether `step` also receives messages with calls of `tools`, and answers them (mostly by returning them as
+    `ToolCalls`). Otherwise the runner runs them, and the environment receives only messages without calls."""
     needs_reward: ClassVar[bool] = False
-    """Whether it gives no reward of its own, so that a run wants ``reward.function``."""
+    """Whether it returns no reward itself, so that a run needs ``reward.function``."""
     task: Task
     """The task of the running episode."""
 
@@ -56,17 +55,17 @@ class Env(gymnasium.Env[Observation, Action]):
         return self.task.prompt, {}
 
     def step(self, action: Action) -> Step:
-        """Take what the policy said (or the results of the calls asked for) and answer."""
+        """Return the next observation and reward for the policy's message, or for the results of the returned calls."""
         raise NotImplementedError
 
     @classmethod
     def example_task(cls) -> Task:
-        """Return a task to show and to check the environment with."""
+        """Return a task for examples and checks of the environment."""
         return Task("example", (Message("user", "Say hello."),), answer="hello")
 
     @classmethod
     def tasks(cls, split: str, seed: int) -> Sequence[Task]:
-        """Return tasks of the environment's own, used when ``tasks.name`` is not set.
+        """Return the environment's own tasks, used if ``tasks.name`` is not set.
 
         Raises:
             NotImplementedError: the environment has none.
@@ -75,16 +74,16 @@ class Env(gymnasium.Env[Observation, Action]):
         raise NotImplementedError(f"{cls.__name__} defines no tasks(split, seed)")
 
     def get_state(self) -> dict[str, Any]:
-        """Return everything needed to go on, JSON-able: by default the generator's state."""
+        """Return the JSON-able state of the episode; by default that of the random generator."""
         return {"np_random": json_state(self.np_random.bit_generator.state)}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `get_state` returned, after a `reset` on the same task."""
+        """Restore what `get_state` returned, after a `reset` on the same task."""
         self.np_random.bit_generator.state = state["np_random"]
 
 
 class AsyncEnv(Env):
-    """An environment that must wait: it implements the coroutines, the synchronous pair follows from them."""
+    """An environment that awaits: it implements the coroutines, and the synchronous methods run them."""
 
     async def areset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

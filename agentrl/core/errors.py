@@ -1,15 +1,15 @@
-"""Every exception agentrl raises on purpose.
+"""All exceptions of agentrl.
 
 ::
 
     AgentrlError
-    ├── UserError                  the user's to mend; exit status 2
+    ├── UserError                  a mistake of the user; exit status 2
     │   ├── ConfigError            an unknown key, a value that does not fit
     │   ├── UnknownNameError       no environment, tool, taskset or model of that name
     │   ├── ModelError             a model folder or hub id that cannot be loaded
     │   ├── MissingError           what this machine lacks: a file, a model, a package, a GPU; a dry run only lists it
     │   └── PortInUseError         a port that something else holds
-    ├── EpisodeError               ends an episode; ``kind`` says where it arose
+    ├── EpisodeError               ends an episode; ``kind`` is its origin
     │   ├── SamplerError
     │   │   └── EngineLostError    an engine that cannot be reached; another may serve the request
     │   ├── EnvironmentFailure
@@ -19,13 +19,13 @@
     ├── EngineError                an engine that does not start, or died
     ├── ToolServerError            a tool server that does not start, or died
     ├── LearnerError               a learner that failed
-    │   └── ProvenanceError        a batch that would train on tokens nobody sampled
+    │   └── ProvenanceError        a batch that would train on tokens that no engine sampled
     ├── AuditError                 saved rollouts that are not as they were sampled
     ├── CheckpointError            a checkpoint that is not whole
     ├── TemplateError              a chat template that no conversation can be trained with
-    └── RunStopped                 the failure policy or Ctrl-C ended the run; what it had is saved
+    └── RunStopped                 the failure policy or Ctrl-C ended the run, which has been saved
 
-All can be pickled: they cross process borders with Ray.
+All can be pickled: Ray sends them between processes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AgentrlError(Exception):
 
 
 class UserError(AgentrlError):
-    """A mistake that the user can mend; the message names the value and the key to change."""
+    """A mistake that the user can correct; the message names the value and the key to change."""
 
 
 class ConfigError(UserError):
@@ -58,9 +58,9 @@ class ModelError(UserError):
 
 
 class MissingError(UserError):
-    """What a run needs and this machine lacks, without a mistake being made: a model, data, a package, a GPU.
+    """A model, data, a package or a GPU that the run needs is missing on this machine.
 
-    ``--dry-run`` lists it and goes on; a run is refused.
+    ``--dry-run`` lists it and continues; a run is refused.
     """
 
 
@@ -69,7 +69,7 @@ class PortInUseError(UserError):
 
 
 class EpisodeError(AgentrlError):
-    """Ends one episode. The run's failure policy decides on it by ``kind``."""
+    """Ends one episode. The run's failure policy decides by ``kind`` what follows."""
 
     kind: ClassVar[FailureKind] = FailureKind.ENVIRONMENT
 
@@ -137,11 +137,11 @@ class CheckpointError(AgentrlError):
 
 
 class TemplateError(AgentrlError):
-    """A chat template cannot be used at all; only its check says so, a run refuses what it needs."""
+    """A chat template cannot be used at all. Only its check raises this; a run refuses what it needs."""
 
 
 class RunStopped(AgentrlError):
-    """The run ended early on purpose; everything it had is saved."""
+    """The run was ended early on purpose; its state is saved."""
 
 
 def unknown_name(what: str, name: str, known: Iterable[str], key: str) -> UnknownNameError:

@@ -14,7 +14,7 @@ from agentrl.core.errors import ConfigError
 
 
 def is_reference(name: str) -> bool:
-    """Return whether ``name`` says where an object lies, and so is no registered name."""
+    """Return whether ``name`` is a reference to an object in a file or module, and not a registered name."""
     return ":" in name
 
 
@@ -28,7 +28,7 @@ def load_object(reference: str, key: str) -> Any:
         key: the configuration key that holds ``reference``, for messages.
 
     Raises:
-        ConfigError: the file or module does not exist, fails, or has no such name; the message says what was tried.
+        ConfigError: the file or module does not exist, fails, or has no such name; the message has what was tried.
 
     """
     where, colon, name = reference.rpartition(":")
@@ -47,8 +47,8 @@ def load_object(reference: str, key: str) -> Any:
 def _from_file(file: str, reference: str, key: str) -> ModuleType:
     path = Path(file).expanduser().resolve()
     if not path.is_file():
-        beside = sorted(other.name for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        there = f"the Python files there: {', '.join(beside)}" if beside else "there are no Python files there either"
+        others = sorted(other.name for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        there = f"the Python files there: {', '.join(others)}" if others else "there are no Python files there either"
         start = "" if Path(file).is_absolute() else " (a relative path starts in the folder where the command runs)"
         raise ConfigError(f"{key}={reference}: there is no file {path}; {there}{start}")
     _importable(path.parent)
@@ -93,7 +93,7 @@ def _from_module(name: str, reference: str, key: str) -> ModuleType:
 
 
 def _importable(folder: Path) -> None:
-    """Put a folder where Python looks first, as it does with a script's own: a console script lacks it."""
+    """Put a folder first on ``sys.path``, as Python does for a script's own; a console script lacks it."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

@@ -1,7 +1,7 @@
 """Registries of environments, tools, tasksets, models, rewards and sandbox backends.
 
-Names come from entry points, or are registered in the process itself. agentrl's own register like those of any other
-package: nothing is imported before it is looked up.
+Names come from entry points, or are registered in the process. agentrl's own are entry points too. Objects are imported
+on lookup.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def register_tool(name: str) -> Callable[[T], T]:
 
 
 def _defined_as(tool: Tool | type[ToolService]) -> str:
-    """A file that is run and imported too defines the same thing twice."""
+    """Return what tells two definitions apart: a file that is both run and imported defines the same object twice."""
     return tool.function.__qualname__ if isinstance(tool, Tool) else tool.__qualname__
 
 
@@ -85,7 +85,7 @@ def lookup(group: str, name: str, what: str, key: str) -> Any:
     Args:
         group: such as ``agentrl.envs``.
         name: registered, or a reference.
-        what: the kind of object, for the message.
+        what: kind of object, for the message.
         key: the configuration key that holds ``name``, for the message.
 
     Raises:
@@ -111,7 +111,7 @@ def _registered_object(group: str, name: str, what: str, key: str) -> Any:
 
 @cache
 def _points(group: str) -> dict[str, EntryPoint]:
-    """Reading the metadata of every installed package takes milliseconds, and an environment is made every episode."""
+    """Cached: reading the metadata of all packages takes milliseconds, and an environment is made every episode."""
     return {point.name: point for point in entry_points(group=group)}
 
 
@@ -177,9 +177,9 @@ def registered_tool(name: str) -> ToolService | Tool:
 
 
 def served_tools(name: str, options: Mapping[str, Any] | None = None) -> tuple[Tool, ...]:
-    """Return the tools of a registered tool's server, for `Env.tools`: the policy calls them, the runner asks the server.
+    """Return the tools of a registered tool's server, for `Env.tools`: the policy calls them, the runner runs them at the server.
 
-    In a run each gives way to the same tool as the run's ``tools.NAME.options`` make it, with its description and schema.
+    In a run each is replaced by the tool that the run's ``tools.NAME.options`` configure, with its description and schema.
 
     Example::
 

@@ -1,6 +1,6 @@
 """Gymnasium spaces for messages.
 
-Gymnasium's own ``Text`` space refuses every character outside a fixed set, even a space, so agentrl brings its own.
+Gymnasium's own ``Text`` space refuses every character outside a fixed set, even a space, so agentrl has its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _sample_text(rng: Any) -> str:
 
 
 class MessageSpace(gymnasium.Space[Any]):
-    """All observations: tuples of `Message`, `ToolCalls` that the environment wants run, or a `Rewrite`."""
+    """All observations: tuples of `Message`, `ToolCalls` for the runner, or a `Rewrite`."""
 
     def sample(self, mask: Any | None = None, probability: Any | None = None) -> tuple[Message, ...]:
         """Return one user message of random words."""
@@ -44,7 +44,7 @@ class MessageSpace(gymnasium.Space[Any]):
 
 
 class ActionSpace(gymnasium.Space[Any]):
-    """All actions: an assistant `Message`, or the `ToolResults` of calls that the environment asked for."""
+    """All actions: an assistant `Message`, or the `ToolResults` of calls that the environment returned."""
 
     def sample(self, mask: Any | None = None, probability: Any | None = None) -> Message:
         """Return an assistant message of random words."""

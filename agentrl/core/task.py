@@ -1,4 +1,4 @@
-"""Tasks and tasksets: the problems that episodes are about."""
+"""Tasks and tasksets."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Task:
 
 
 class MadeTasks(Sequence[Task]):
-    """The tasks of a split, each made when it is asked for: a subclass implements `make`.
+    """The tasks of a split, each made on access: a subclass implements `make`.
 
     Args:
         split: the split's name, for messages.
-        size: how many there are.
+        size: number of tasks.
     """
 
     def __init__(self, split: str, size: int) -> None:
@@ -49,7 +49,7 @@ class MadeTasks(Sequence[Task]):
         """Return task ``index``, from 0; the same one every time."""
 
     def __len__(self) -> int:
-        """Return how many tasks there are."""
+        """Return the number of tasks."""
         return self._size
 
     @overload
@@ -69,7 +69,7 @@ class Demonstrator(Protocol):
     """A scripted expert in one episode; see `TaskSet.demonstrator`."""
 
     def act(self, observation: tuple[Message, ...]) -> str:
-        """Return what the expert says next, its closing tag or end token's text left out only where the template adds it."""
+        """Return the expert's next message, without closing tag or end token's text only if the template adds it."""
         ...
 
 
@@ -82,7 +82,7 @@ class TaskSet(ABC):
 
     @abstractmethod
     def split(self, name: str) -> Sequence[Task]:
-        """Return the tasks of a split (``train``, ``eval``, …). The sequence may make its tasks as they are asked for.
+        """Return the tasks of a split (``train``, ``eval``, …). The sequence may make its tasks on access.
 
         Raises:
             UnknownNameError: there is no such split.
@@ -94,5 +94,5 @@ class TaskSet(ABC):
         return {}
 
     def demonstrator(self, task: Task, rng: np.random.Generator) -> Demonstrator:
-        """Return an expert (faults included, as the options ask) for supervised fine-tuning on ``task``."""
+        """Return an expert for supervised fine-tuning on ``task``, with the mistakes that the options set."""
         raise NotImplementedError(f"{type(self).__name__} has no demonstrations to fine-tune on")

@@ -1,4 +1,4 @@
-"""What a tool is: a coroutine with a JSON Schema, or a service with a server of its own."""
+"""Tools: coroutines with a JSON Schema, and tool services with a separate server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ToolClient(Protocol):
-    """Calls the tools of one server."""
+    """Client of one tool server."""
 
     async def call(self, call: ToolCall, *, episode_id: str) -> ToolResult:
         """Run one call. The tool's own failures are results with a status; a retry sends the same call id.
@@ -39,7 +39,7 @@ class ToolClient(Protocol):
         ...
 
     async def close_session(self, episode_id: str) -> None:
-        """Say that the episode makes no further call."""
+        """End the episode's session: it makes no further call."""
         ...
 
     async def aclose(self) -> None:
@@ -57,7 +57,7 @@ async def _only_in_its_server(**arguments: Any) -> str:
 
 @lru_cache(maxsize=1024)
 def _validator(schema: str) -> Validator:
-    """Return what checks arguments against a schema, given as JSON: checking the schema itself takes most of the time."""
+    """Return a cached validator for a schema, given as JSON: checking the schema itself takes most of the time."""
     parsed = json.loads(schema)
     cls = validator_for(parsed)
     cls.check_schema(parsed)
@@ -66,10 +66,10 @@ def _validator(schema: str) -> Validator:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool that the policy may call. Made by `tool` it runs where the runner runs; `served` names one of a server."""
+    """A tool that the policy may call. Made by `tool`, it runs in the runner's process; with ``server``, in that server."""
 
     name: str
-    """What the policy calls it."""
+    """Name for the policy."""
     description: str
     """The docstring's first paragraph; part of what the policy reads."""
     parameters: Mapping[str, Any]
@@ -79,7 +79,7 @@ class Tool:
     timeout_s: float = 30.0
     """Seconds before a call counts as timed out."""
     server: str = ""
-    """The registered tool (``agentrl.tools``) whose server runs it; empty where `function` does."""
+    """The registered tool (``agentrl.tools``) whose server runs it; empty if `function` does."""
 
     def fault_of(self, arguments: Mapping[str, Any]) -> str:
         """Return where and how arguments violate the schema, in jsonschema's words; empty if they do not."""
@@ -89,7 +89,7 @@ class Tool:
                 at = "".join(f"[{part!r}]" for part in error.absolute_path)
                 return f"{self.name}{at}: {error.message}"
         except Unresolvable as error:
-            return f"{self.name}: its own schema refers to what is not there: {error}"
+            return f"{self.name}: its schema has an unresolvable reference: {error}"
         except RecursionError:
             return f"{self.name}: the arguments are nested too deeply"
         except (ArithmeticError, ValueError) as error:  # of numbers such as NaN and 1e999, which Python reads in JSON
@@ -97,7 +97,7 @@ class Tool:
         return ""
 
     async def run(self, call: ToolCall) -> ToolResult:
-        """Run the coroutine on arguments that were checked. Its errors are results with a status; nothing is raised."""
+        """Run the coroutine on checked arguments. Its errors are results with a status; nothing is raised."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 answer = await self.function(**call.arguments)
@@ -165,10 +165,10 @@ def _schema_from_hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 class ToolService(ABC):
-    """A tool with a server of its own, registered under the entry-point group ``agentrl.tools``.
+    """A tool with a separate server, registered under the entry-point group ``agentrl.tools``.
 
-    ``agentrl tools serve NAME`` runs `serve`; ``agentrl train`` starts the same in a process of its own when
-    ``tools.NAME.url`` is not set, waits for ``GET /health`` to answer 200, and speaks to it through `client`.
+    ``agentrl tools serve NAME`` runs `serve`; ``agentrl train`` starts the same in a separate process if
+    ``tools.NAME.url`` is not set, waits until ``GET /health`` answers 200, and calls it through `client`.
     """
 
     name: ClassVar[str]
@@ -177,23 +177,23 @@ class ToolService(ABC):
     """Whether the run's ``sandbox`` section is given to `check` and `launch_arguments`, as ``options["sandbox"]``."""
 
     def tools(self, options: Mapping[str, Any]) -> tuple[Tool, ...]:
-        """Return what a policy may call on the server, each with ``server`` set to `name`; none where it cannot."""
+        """Return what a policy may call on the server, each with ``server`` set to `name`; empty if it may call none."""
         return ()
 
     @abstractmethod
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the server's own options; ``--host`` and ``--port`` are there already."""
+        """Add the server's options; ``--host`` and ``--port`` exist already."""
 
     @abstractmethod
     def serve(self, arguments: argparse.Namespace) -> None:
-        """Serve until told to stop."""
+        """Run the server until SIGTERM or SIGINT."""
 
     def check(self, options: Mapping[str, Any]) -> None:  # noqa: B027  most tools need nothing
-        """Check the options of a server that the run would start itself, before anything is started.
+        """Check the options of a server that the run would start, before anything is started.
 
         Raises:
-            ConfigError: they do not fit, by key.
-            MissingError: they name something that this machine lacks, such as a file; a dry run lists it.
+            ConfigError: they are not valid; the message names the key.
+            MissingError: this machine lacks something that they name, such as a file; a dry run lists it.
 
         """
 
@@ -202,7 +202,7 @@ class ToolService(ABC):
         """Prepare what the server needs under ``folder`` and return the options for ``agentrl tools serve NAME``.
 
         Raises:
-            ConfigError: the options lack something, by key.
+            ConfigError: an option is missing; the message names its key.
 
         """
 
@@ -214,7 +214,7 @@ class ToolService(ABC):
     def local(
         cls, corpora: Mapping[str, Iterable[Mapping[str, str]]], options: Mapping[str, Any] | None = None
     ) -> Callable[[ToolCall], ToolResult]:
-        """Return the tool as a plain function over a taskset's ``corpora``, without a server: for demonstrations.
+        """Return the tool as a function over a taskset's ``corpora``, without a server; used for demonstrations.
 
         Raises:
             NotImplementedError: the tool cannot run without its server.

@@ -1,4 +1,4 @@
-"""The words of agentrl as data: messages, tool calls, turns, episodes and why they end.
+"""Data types: messages, tool calls, turns, episodes and their stop reasons.
 
 Nothing here imports torch, Ray or an engine, so every other module may import it. All classes are
 small and most are frozen: a value that was observed once does not change afterwards.
@@ -15,15 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 Role = Literal["system", "user", "assistant", "tool"]
-"""Who speaks in a message, in the words of chat templates."""
+"""Author of a message, as chat templates name it."""
 
 Info = dict[str, Any]
-"""What an environment says beside its observation. The key ``metrics`` holds figures of the episode
+"""What an environment returns next to its observation. The key ``metrics`` holds metrics of the episode
 (a ``dict[str, float]``), logged as ``rollout/<key>`` in training and ``eval/<key>`` in evaluation."""
 
 
 class ToolStatus(StrEnum):
-    """How a tool call ended. Everything but ``OK`` is answered to the policy as text that names the fault."""
+    """How a tool call ended. For every status but ``OK`` the policy receives a text that names the fault."""
 
     OK = "ok"
     """The tool ran; ``content`` is its answer."""
@@ -32,28 +32,28 @@ class ToolStatus(StrEnum):
     INVALID = "invalid"
     """The call did not fit the tool's schema, or named no known tool; nothing ran."""
     TIMEOUT = "timeout"
-    """The tool did not answer in its time."""
+    """The tool exceeded its timeout."""
     UNAVAILABLE = "unavailable"
-    """The server could not be reached or failed itself: an infrastructure failure, never the policy's fault."""
+    """The server was unreachable or failed: an infrastructure failure, not caused by the policy."""
     OUT_OF_MEMORY = "out_of_memory"
-    """Code used more memory than its sandbox may."""
+    """Code exceeded the memory limit of its sandbox."""
     OUTPUT_CUT = "output_cut"
-    """Code was ended because it printed more than it may; ``content`` holds the beginning."""
+    """Code was ended because it exceeded the output limit; ``content`` holds the beginning."""
     KILLED = "killed"
     """A signal ended the code, such as a segmentation fault."""
     SANDBOX_FAILURE = "sandbox_failure"
-    """The sandbox failed itself: an infrastructure failure, never the policy's fault. Clients raise `SandboxFailure`."""
+    """The sandbox failed: an infrastructure failure, not caused by the policy. Clients raise `SandboxFailure`."""
 
 
 class CallStatus(StrEnum):
-    """What became of the policy's attempt to call a tool, before anything ran."""
+    """Whether the policy's attempt to call a tool is a valid call; determined before anything runs."""
 
     OK = "ok"
     """It names a tool and fits its schema."""
     INVALID_JSON = "invalid_json"
-    """It cannot be read in the format that the policy was taught: mostly broken JSON."""
+    """It cannot be parsed in the policy's tool call format: mostly broken JSON."""
     UNKNOWN_TOOL = "unknown_tool"
-    """It names no tool that there is."""
+    """It names an unknown tool."""
     SCHEMA_VIOLATION = "schema_violation"
     """Its arguments do not fit the tool's schema."""
     TRUNCATED = "truncated"
@@ -65,38 +65,38 @@ class ToolCall:
     """One request to run a tool. Example: ``ToolCall("c1", "search", {"query": "Tamo Rilek"})``."""
 
     id: str
-    """Unique in the episode; a retry sends the same id, so a server may answer from its first run. Empty where a
-    renderer parsed it and its format has none."""
+    """Unique in the episode; a retry sends the same id, so a server may return its first answer. Empty if a renderer
+    parsed the call and its format has no ids."""
     name: str
-    """The tool's registered name; empty where the policy's attempt could not be read so far."""
+    """The tool's registered name; empty if it could not be parsed."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """JSON-able arguments."""
     status: CallStatus = CallStatus.OK
-    """Only what is ``OK`` is run; everything else is answered with ``fault``."""
+    """Only ``OK`` calls run; all others are answered with ``fault``."""
     fault: str = ""
-    """What is wrong, in words for the policy."""
+    """What is wrong, as a text for the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool answered. Example: ``ToolResult("c1", ToolStatus.OK, "Paris is in France.")``."""
+    """The answer of a tool. Example: ``ToolResult("c1", ToolStatus.OK, "Paris is in France.")``."""
 
     call_id: str
     """The ``ToolCall.id`` this answers."""
     status: ToolStatus
     """How the call ended."""
     content: str
-    """What the policy may read."""
+    """Text for the policy."""
     data: Any = None
     """The same answer as JSON-able data, for environments that format it themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCalls:
-    """Returned by ``Env.step`` in place of messages: run these, then step again with their ``ToolResults``."""
+    """Returned by ``Env.step`` in place of messages: the runner runs them and steps again with their ``ToolResults``."""
 
     calls: tuple[ToolCall, ...]
-    """In the order their results are wanted."""
+    """In the order of their results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Message:
     """One message of a conversation. Example: ``Message("user", "What is the capital of France?")``."""
 
     role: Role
-    """Who speaks."""
+    """Its author."""
     content: str
     """The text."""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -119,68 +119,68 @@ class Message:
     tool_call_id: str | None = None
     """In a tool message, the call it answers."""
     inline: bool = False
-    """The text continues the policy's own unfinished turn, as protocols such as Search-R1 want it:
+    """The text continues the policy's own unfinished turn, as protocols such as Search-R1 need it:
     it is appended as it is, without the chat template's turn markers."""
     token_ids: tuple[int, ...] = ()
-    """The ids that ``content`` was decoded from, where the policy sampled it; without the token that ended the turn."""
+    """The ids that ``content`` was decoded from, if the policy sampled it; without the token that ended the turn."""
 
 
 class ForkReason(StrEnum):
-    """Why a row does not go on where another row of its trajectory ended."""
+    """Why a row does not continue the previous row of its trajectory."""
 
     THINKING = "thinking"
-    """The chat format leaves earlier reasoning out (``render.keep_thinking=true`` keeps it)."""
+    """The chat format removes earlier reasoning (``render.keep_thinking=true`` keeps it)."""
     TEMPLATE = "template"
-    """The chat template changes earlier turns, or cannot be shown to leave them alone."""
+    """The chat template changes earlier turns, or cannot be shown to keep them."""
     END_TOKEN = "end_token"
-    """The policy ended its turn with another token than the chat format puts there."""
+    """The policy ended its turn with a token that differs from the chat format's."""
     CONTEXT = "context"
-    """The conversation was put in other words, such as a summary of it."""
+    """The conversation was rewritten, such as by a summary."""
     BRANCH = "branch"
     """Another conversation of the same episode, such as a subagent's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A renderer's answer where a conversation cannot go on by appending: the caller renders anew and forks."""
+    """A renderer's result if new messages cannot be appended: the caller renders the whole conversation and forks."""
 
     reason: ForkReason
     """Why."""
     detail: str = ""
-    """The same in words, with the value at fault."""
+    """The reason in words, with the value at fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """Returned by ``Env.step`` in place of added messages: the policy goes on from these alone, such as a summary.
+    """Returned by ``Env.step`` in place of added messages: the policy continues from these alone, such as a summary.
 
-    What it said before stays in the rollout, in rows of its own.
+    What it sampled before stays in the rollout, in separate rows.
     """
 
     messages: tuple[Message, ...]
-    """The whole conversation from here on; the first is not ``inline``, unless it is a raw prompt."""
+    """The whole conversation from now on; the first is not ``inline``, unless it is a raw prompt."""
 
     def __post_init__(self) -> None:
-        """Refuse an empty conversation, and what are no messages."""
+        """Check that there is at least one message, and nothing else."""
         if not self.messages or not all(isinstance(message, Message) for message in self.messages):
             raise ValueError(f"Rewrite takes a tuple of one or more Messages, not {self.messages!r:.100}")
 
 
 Observation = tuple[Message, ...] | ToolCalls | Rewrite
-"""What an environment returns: the messages *added* since the policy last spoke, calls to run first, or another
-conversation to go on from."""
+"""What an environment returns: the messages *added* since the policy's last turn, calls to run first, or another
+conversation to continue from."""
 
 Action = Message | ToolResults
-"""What an environment receives: what the policy said, or the results of the calls it asked for."""
+"""What an environment receives: the policy's message, or the results of the calls that it returned."""
 
 
 class StopReason(StrEnum):
     """Why an episode ended."""
 
     TERMINATED = "terminated"
-    """The environment said the task is over."""
+    """The environment ended it (Gymnasium's ``terminated``)."""
     TRUNCATED = "truncated"
-    """The environment cut the episode short."""
+    """The environment truncated it (Gymnasium's ``truncated``)."""
     MAX_TURNS = "max_turns"
     """The policy used all turns of ``rollout.max_turns``."""
     MAX_TOKENS = "max_tokens"
@@ -188,9 +188,9 @@ class StopReason(StrEnum):
     MAX_TIME = "max_time"
     """The episode outlasted ``rollout.max_seconds``."""
     ABORTED = "aborted"
-    """The run was stopped or no longer wanted the episode."""
+    """The run was stopped or no longer needed the episode."""
     FAILED = "failed"
-    """An error ended it; ``Rollout.error`` says which, the failure policy what follows."""
+    """An error ended it: ``Rollout.failure``. The failure policy decides what follows."""
 
 
 class FinishReason(StrEnum):
@@ -205,10 +205,10 @@ class FinishReason(StrEnum):
 
 
 class Provenance(IntEnum):
-    """Who made a token."""
+    """Origin of a token."""
 
     OBSERVED = 0
-    """The prompt, an observation, or a boundary that the template adds."""
+    """The prompt, an observation, or a turn boundary of the template."""
     SAMPLED = 1
     """An engine sampled it: id, log-probability, request and policy version came with it."""
     DEMONSTRATED = 2
@@ -229,25 +229,25 @@ class MaskReason(IntEnum):
 
 
 class FailureKind(StrEnum):
-    """Where a failure arose. The run's failure policy says for each kind what happens to the episode."""
+    """Origin of a failure. The run's failure policy decides by it what happens to the episode."""
 
     SAMPLER = "sampler"
-    """The engine or the way to it failed."""
+    """The engine failed, or the connection to it."""
     ENVIRONMENT = "environment"
     """The environment's own code raised."""
     TOOL = "tool"
-    """A tool or its server failed for reasons of its own."""
+    """A tool or its server failed, not caused by its input."""
     SANDBOX = "sandbox"
-    """A sandbox failed for reasons of its own."""
+    """A sandbox failed, not caused by the code in it."""
     TASK = "task"
     """The task itself is unusable."""
     REWARD = "reward"
-    """The reward function raised, was late, or returned no number."""
+    """The reward function raised, timed out, or returned no number."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample one turn."""
+    """Sampling parameters of one turn."""
 
     max_new_tokens: int = 256
     """At most this many tokens."""
@@ -262,14 +262,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the turn and stay in the output."""
     seed: int | None = None
-    """Seed of this request's own generator, where the engine has one."""
+    """Seed of the request's own generator, if the engine supports it."""
     ignore_eos: bool = False
-    """Sample on whatever token comes, ``stop_token_ids`` included: for measurements."""
+    """Continue after any token, ``stop_token_ids`` included: for measurements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What an engine is asked to continue."""
+    """Input of an engine."""
 
     token_ids: tuple[int, ...]
     """The whole context, exactly as earlier turns sampled it."""
@@ -277,7 +277,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What an engine sampled in one turn."""
+    """The output of an engine for one turn."""
 
     token_ids: tuple[int, ...]
     """The sampled ids, the end token or stop string included."""
@@ -295,12 +295,12 @@ class Generation:
 
 @dataclass(slots=True)
 class Turn:
-    """One action of one agent with the observation that follows, kept for people to read."""
+    """One action of one agent with the observation that follows, as text for display."""
 
     action: str
-    """What the policy said, as text."""
+    """The policy's message, as text."""
     observation: str
-    """What it was answered, as text; empty after the last turn."""
+    """The observation that followed, as text; empty after the last turn."""
     finish_reason: FinishReason
     """Why the generation ended."""
     reward: float = 0.0
@@ -309,10 +309,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error as data: it travels with the rollout, between processes and to disk."""
+    """An error as data, sent with the rollout between processes and written to disk."""
 
     kind: FailureKind
-    """Where it arose."""
+    """Its origin."""
     error: str
     """The exception's class."""
     message: str
@@ -321,16 +321,16 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, order=True)
 class RowKey:
-    """Names one training row."""
+    """Key of a training row."""
 
     prompt_id: str
     """The task, and so the group."""
     rollout_id: str
     """The episode."""
     agent_id: str = "main"
-    """Whose trajectory."""
+    """The agent of the trajectory."""
     row: int = 0
-    """Which root-to-leaf path of the trajectory."""
+    """Index of the root-to-leaf path in the trajectory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -338,7 +338,7 @@ class Row:
     """One root-to-leaf path of a trajectory: what the learner trains on. ``T`` tokens, arrays all of that length."""
 
     key: RowKey
-    """Names the row."""
+    """Key of the row."""
     token_ids: NDArray[np.int32]
     """``[T]`` prompt, samples and observations in the order the policy saw them."""
     provenance: NDArray[np.uint8]
@@ -356,14 +356,14 @@ class Row:
     request_ids: tuple[str, ...] = ()
     """The requests that sampled this row's tokens."""
     fork: ForkReason | None = None
-    """Why it does not go on where another row ended; None in a trajectory's first row."""
+    """Why it does not continue the previous row; None in a trajectory's first row."""
     temperature: float = 1.0
     """The sampling temperature; ``logprobs`` are those of the distribution at it."""
 
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """All rows of one episode, with what it earned and why it ended."""
+    """All rows of one episode, with its reward and stop reason."""
 
     prompt_id: str
     """The task's id; rollouts that share it form a group."""
@@ -376,19 +376,19 @@ class Rollout:
     stop_reason: StopReason
     """Why it ended."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The environment's figures from the last ``info``."""
+    """The environment's metrics from the last ``info``."""
     turns: list[Turn] = field(default_factory=list)
-    """For people to read."""
+    """The turns as text, for display."""
     prompt: str = ""
-    """The first prompt as text, for people to read."""
+    """The first prompt as text, for display."""
     failure: Failure | None = None
-    """What went wrong, when something did."""
+    """The error of a failed episode."""
     dropped: bool = False
     """The failure policy keeps it out of training."""
     seconds: float = 0.0
     """Wall time of the episode."""
     tool_seconds: float = 0.0
-    """What of it was spent in calls of tools."""
+    """Part of it that was spent in tool calls."""
     sampled_tokens: int = 0
     """Tokens that the policy sampled."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -398,7 +398,7 @@ class Rollout:
 
 
 def json_state(value: Any) -> Any:
-    """Return ``value`` with NumPy scalars and tuples turned into what ``json`` writes; for ``Env.get_state``."""
+    """Return ``value`` with NumPy scalars and tuples turned into JSON-able ones; for ``Env.get_state``."""
     if isinstance(value, Mapping):
         return {str(key): json_state(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
