@@ -117,9 +117,9 @@ def test_errors_come_typed_and_the_ranks_stay(group, tmp_path):
     with pytest.raises(ProvenanceError, match="no engine sampled it"):
         group.train_step(batch)
     batch.provenance = "warn"
-    figures = group.train_step(batch)
-    assert figures["train/provenance_faults"] == 1
-    assert figures["train/trained_tokens"] == batch.metrics["batch/trained_tokens"] - 1
+    metrics = group.train_step(batch)
+    assert metrics["train/provenance_faults"] == 1
+    assert metrics["train/trained_tokens"] == batch.metrics["batch/trained_tokens"] - 1
     with pytest.raises(CheckpointError, match=r"learner\.json"):
         group.load(tmp_path / "none")
     bad = copy.deepcopy(one(2, 0))
@@ -130,33 +130,33 @@ def test_errors_come_typed_and_the_ranks_stay(group, tmp_path):
 
 
 def test_ranks_that_slept_go_on_bit_for_bit(group, tmp_path):
-    """Asleep, they give their weights and save; what they saved goes on as they do."""
+    """Offloaded ranks export their weights and save; a learner that loads this continues identically."""
     group.save(tmp_path / "awake")
     straight = [group.train_step(one(2, seed)) for seed in (5, 6)]
     wanted = weights(group)
 
     group.load(tmp_path / "awake")
     group.sleep()
-    asleep = weights(group, 5000)
-    group.save(tmp_path / "asleep")
+    offloaded = weights(group, 5000)
+    group.save(tmp_path / "offloaded")
     with pytest.raises(LearnerError, match="the learner sleeps"):
         group.train_step(one(2, 5))
     group.wake()
-    assert all(torch.equal(value, asleep[name]) for name, value in weights(group).items())
-    figures = [group.train_step(one(2, 5))]
+    assert all(torch.equal(value, offloaded[name]) for name, value in weights(group).items())
+    metrics = [group.train_step(one(2, 5))]
     group.sleep()
     group.wake()
-    figures.append(group.train_step(one(2, 6)))
-    assert figures == straight
+    metrics.append(group.train_step(one(2, 6)))
+    assert metrics == straight
     found = weights(group)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
-    group.load(tmp_path / "asleep")
+    group.load(tmp_path / "offloaded")
     assert group.train_step(one(2, 5)) == straight[0]
 
 
-def test_rank_0_sends_and_stops_sending_when_told_to(group, tmp_path):
-    """A broadcast that nobody takes is given up as soon as the group is left, and the ranks go on."""
+def test_rank_0_sends_and_stops_when_the_group_is_left(group, tmp_path):
+    """A broadcast without receivers ends as soon as the group is left, and the ranks stay usable."""
     joining = group.open_group(["http://127.0.0.1:9"], 2, "gloo", 60.0)
     with ThreadPoolExecutor(2) as threads:
         other = threads.submit(BroadcastGroup.join, joining, 1, timeout_s=60.0)

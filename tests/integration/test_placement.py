@@ -73,7 +73,7 @@ def actor_locations(placement: ReservedPlacement) -> list[ActorLocation]:
 
 
 KEPT: list[list[Any]] = []
-"""An actor that nobody knows ends."""
+"""An actor without references ends."""
 
 
 def ended(engine: RayEngine) -> str:
@@ -144,14 +144,14 @@ class Health(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 server = http.server.HTTPServer((arguments.host, int(arguments.port)), Health)
-told = {"gpus": os.environ["CUDA_VISIBLE_DEVICES"], "host": arguments.host, "saver": arguments.enable_memory_saver}
-pathlib.Path(sys.argv[0]).with_name(f"told-{arguments.random_seed}").write_text(json.dumps(told))
+received = {"gpus": os.environ["CUDA_VISIBLE_DEVICES"], "host": arguments.host, "saver": arguments.enable_memory_saver}
+pathlib.Path(sys.argv[0]).with_name(f"received-{arguments.random_seed}").write_text(json.dumps(received))
 server.serve_forever()
 """
 
 
 def stand_in(folder: Path) -> Path:
-    """Return an interpreter whose SGLang says which GPUs it was given, and answers."""
+    """Return an interpreter whose SGLang records its GPUs, and answers requests."""
     (folder / "sglang").mkdir()
     (folder / "sglang" / "__init__.py").touch()
     (folder / "sglang" / "launch_server.py").write_text(STAND_IN)
@@ -162,34 +162,35 @@ def stand_in(folder: Path) -> Path:
 
 
 def launched(settings: list[str], folder: Path, model: Path) -> tuple[list[ActorLocation], list[dict[str, Any]]]:
-    """Start all engines in a room; return where the ranks are, and what each engine was told."""
+    """Start all engines in a reserved placement; return the locations of the ranks, and what each engine received."""
     config, placement = reserve(settings, "cuda")
     try:
         ranks = actor_locations(placement)
         launcher = RayLauncher(EngineSpec(config.sampler, model, folder / "logs", 0), placement, ranks)
         for number in range(config.sampler.engines):
             launcher.launch(number)
-        told = [
-            json.loads((folder / "sglang" / f"told-{number}").read_text()) for number in range(config.sampler.engines)
+        received = [
+            json.loads((folder / "sglang" / f"received-{number}").read_text())
+            for number in range(config.sampler.engines)
         ]
-        return ranks, told
+        return ranks, received
     finally:
         placement.close()
 
 
 def test_engines_get_the_gpus_of_their_ranks_or_their_own(cluster: Cluster, model: Path, tmp_path: Path) -> None:
-    """In turns, rank j of engine e has the GPU of the learner's rank e*g+j; apart, no GPU is given twice."""
+    """Colocated, rank j of engine e has the GPU of the learner's rank e*g+j; apart, no GPU is given twice."""
     python = f"sampler.sglang.python={stand_in(tmp_path)}"
     engine = ["sampler.backend=sglang", "sampler.sglang.tp_size=2", python]
     address = {node["NodeID"]: node["NodeManagerAddress"] for node in cluster_nodes()}
-    ranks, told = launched(
+    ranks, received = launched(
         [*engine, "sampler.engines=2", "learner.ranks=4", "placement.mode=colocate"], tmp_path, model
     )
-    for number, own in enumerate(told):
+    for number, own in enumerate(received):
         first, second = ranks[2 * number : 2 * number + 2]
         assert first.node == second.node
         assert own == {"gpus": f"{first.gpus[0]},{second.gpus[0]}", "host": address[first.node], "saver": True}
-    assert {own["host"] for own in told} == set(MACHINES)
+    assert {own["host"] for own in received} == set(MACHINES)
     ranks, [own] = launched([*engine, "learner.ranks=2", "placement.mode=disaggregate"], tmp_path, model)
     assert (own["gpus"], own["saver"]) == ("0,1", False)
     assert own["host"] not in {address[rank.node] for rank in ranks}
@@ -223,7 +224,7 @@ def test_what_a_cluster_cannot_hold_is_refused_and_what_others_hold_is_waited_fo
 
 
 def engines_of(folder: Path) -> list[psutil.Process]:
-    """Return the engines of a run; Ray's actors are their parents, and nobody's children."""
+    """Return the engines of a run; Ray's actors are their parents, and they are children of no process."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []

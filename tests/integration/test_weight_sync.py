@@ -106,14 +106,14 @@ def test_all_engines_agree_with_the_learner(engines: Engines, learner: Learner, 
 
 
 def client_with(updates: type[SGLangWeightUpdates], url: str) -> SGLangClient:
-    """Return a client that sends weights through ``updates``."""
+    """Return a client that updates weights through ``updates``."""
     client = SGLangClient(url, timeout_s=30)
     client.updates = updates(client._control, paused=client._paused, keeps_requests=lambda: False)
     return client
 
 
 class Renaming(SGLangWeightUpdates):
-    """Sends weights that the engine does not have, from the second bucket on."""
+    """Updates weights that the engine does not have, from the second bucket on."""
 
     async def from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
         named = [(self.name(name), tensor) for name, tensor in named]
@@ -128,7 +128,7 @@ class Renaming(SGLangWeightUpdates):
 
 
 @pytest.mark.parametrize("transport", ["tensor", "distributed"])
-def test_one_engine_that_refuses_a_bucket_keeps_nobody_waiting(
+def test_one_engine_that_refuses_a_bucket_blocks_no_other(
     engines: Engines, learner: Learner, transport: str, tmp_path: Path
 ) -> None:
     async def play(clients: list[SGLangClient]) -> None:
@@ -171,7 +171,7 @@ class Striking(Learner):
 def test_engines_that_hang_die_and_come_back_in_mid_broadcast(
     engines: Engines, learner: Learner, tmp_path: Path
 ) -> None:
-    """The push ends and names the engine; the one that is left stays on its version; a new group is made."""
+    """The push ends and names the engine; the remaining engine stays on its version; a new group is created."""
     lost = launch(engines.folder, tmp_path / "lost.log")
     port = int(lost.url.rsplit(":", 1)[1])
     striking = Striking(load_model(engines.folder))
@@ -198,7 +198,7 @@ def test_engines_that_hang_die_and_come_back_in_mid_broadcast(
             await sync.push(learner, both, 43)
             lost.stop()
             lost = await asyncio.to_thread(launch, engines.folder, tmp_path / "again.log", port)
-            # The group of the last push has an engine in it that is another one now: here it is made anew.
+            # The group of the last push contains an engine that was replaced: a new group is created.
             await struck(45, signal.SIGKILL)
             learner.change(8)
             await sync.push(learner, clients, 47)
@@ -255,7 +255,7 @@ def test_generations_wait_while_an_update_is_under_way(engines: Engines, learner
     engines.drive(play)
 
 
-def test_an_update_that_somebody_left_open_is_taken_over(engines: Engines, learner: Learner, tmp_path: Path) -> None:
+def test_an_update_that_was_left_open_is_taken_over(engines: Engines, learner: Learner, tmp_path: Path) -> None:
     url = engines.processes[0].url
     assert httpx.post(url + "/begin_weight_update", json={}, trust_env=False).status_code == 200
 

@@ -1,4 +1,4 @@
-"""Layout of the rows made here: token ``i`` of row ``r`` is ``1000 r + i``, so that every token can be told."""
+"""Layout of the rows made here: token ``i`` of row ``r`` is ``1000 r + i``, so that every token is unique."""
 
 import math
 

@@ -44,7 +44,7 @@ def broken(field, value):
 
 
 @pytest.mark.parametrize(("field", "value", "words"), FAULTS)
-def test_rows_and_batches_that_train_on_what_nobody_sampled_are_refused(field, value, words):
+def test_rows_and_batches_that_train_on_tokens_that_were_not_sampled_are_refused(field, value, words):
     made = [row(), broken(field, value)]
     match = f"token 3 \\(id 13\\) of row 0 of rollout 'bad'.*{words}"
     with pytest.raises(ProvenanceError, match=match):
@@ -76,7 +76,7 @@ def test_padding_may_not_be_trained_on():
         admit(batch)
 
 
-def test_a_warning_leaves_out_what_nobody_sampled_and_nothing_else(caplog):
+def test_a_warning_leaves_out_only_tokens_that_were_not_sampled(caplog):
     """
     mask   good o o s s    bad o o s x     x was observed: s keeps its share of the four tokens, x has none
     """
@@ -119,7 +119,7 @@ def test_rows_of_another_temperature_are_refused():
     with pytest.raises(ProvenanceError, match=r"rollout 'r0'.* at temperature 1, .*sampler\.temperature=0\.7"):
         pack(made, {"r0": 1.0, "warm": 1.0}, **options, temperature=0.7)
     assert pack(made[1:], {"warm": 1.0}, **options, temperature=0.7).temperature == 0.7
-    assert pack(made, **options, kind="sft").metrics["batch/rows"] == 2, "nobody sampled what is demonstrated"
+    assert pack(made, **options, kind="sft").metrics["batch/rows"] == 2, "demonstrations have no sampling temperature"
 
 
 def test_supervised_batches_are_not_held_to_it():

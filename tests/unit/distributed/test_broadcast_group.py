@@ -33,7 +33,7 @@ class DeafBackend:
         self.ended.append("shutdown")
 
 
-def test_a_broadcast_that_nobody_joins_ends_in_time_and_leaves_the_group() -> None:
+def test_a_broadcast_without_receivers_ends_in_time_and_leaves_the_group() -> None:
     backend = DeafBackend()
     group = BroadcastGroup(backend, GROUP, timeout_s=0.05)
     with pytest.raises(EngineError, match=r"took longer than 0\.05 s"):

@@ -13,7 +13,7 @@ def test_gloo_takes_the_network_of_an_address_for_a_while(monkeypatch):
     with gloo_on("127.0.0.1"):
         assert os.environ[NAME] == "lo"
     assert NAME not in os.environ
-    with gloo_on("203.0.113.7"):  # nobody's
+    with gloo_on("203.0.113.7"):  # an address of no machine
         assert NAME not in os.environ
     monkeypatch.setenv(NAME, "eth7")
     with gloo_on("127.0.0.1"):

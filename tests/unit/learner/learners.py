@@ -38,7 +38,7 @@ MODELS = {
 
 
 def make_model(folder: Path, family: str = "qwen3", **sizes: int) -> Path:
-    """Save a random model with something beside weights to copy."""
+    """Save a random model with another file to copy."""
     torch.manual_seed(7)
     MODELS[family](SIZES | sizes).save_pretrained(folder)
     (folder / "chat_template.jinja").write_text("{{ messages }}")

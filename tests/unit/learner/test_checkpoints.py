@@ -44,7 +44,7 @@ def test_the_newest_stay_and_states_come_back(tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
 
 
-def test_the_one_that_the_run_began_with_stays(tmp_path):
+def test_the_checkpoint_that_the_run_resumed_from_is_kept(tmp_path):
     Checkpoints(tmp_path, keep=2).save(1, FolderLearner(), {})
     checkpoints = Checkpoints(tmp_path, keep=2, began_with=latest_checkpoint(tmp_path))
     for step in (2, 3, 4, 5):

@@ -1,6 +1,6 @@
 """What must not change the gradient: how rollouts are cut into rows, ordered and packed, for every algorithm there is.
 
-Episodes are told to the real `Trajectory`, advantages, weights and batches come from the driver's own code, and the
+Episodes are fed to the real `Trajectory`, advantages, weights and batches come from the driver's own code, and the
 gradient of all parameters from the learner's. Compared is the norm of the difference over the norm.
 
 A cut in an episode ``p a a o b`` (``p`` and ``o`` observed, ``a`` and ``b`` sampled) is a branch with nothing sampled in
@@ -37,7 +37,7 @@ from tests.unit.learner.learners import VOCAB, Learners, gradients, make_model
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
 """The largest relative difference."""
 CHANGES = ({}, {"kl_coef": 0.5}, {"entropy_coef": 0.5}, {"old_logprobs": "learner"})
-"""Settings of ``algo`` to try beside the defaults, where the algorithm has them."""
+"""Settings of ``algo`` to test in addition to the defaults, if the algorithm has them."""
 
 
 def _cases() -> Iterator[dict[str, object]]:
@@ -83,8 +83,8 @@ def make_scripts(seed: int, groups: int = 3, samples: int = 3) -> list[Script]:
     return scripts
 
 
-def told(script: Script, cuts: Sequence[int] = ()) -> Rollout:
-    """Tell an episode; at each of the ``cuts``, once so many tokens are there, a row of its own branches off."""
+def rollout_of(script: Script, cuts: Sequence[int] = ()) -> Rollout:
+    """Return the rollout of an episode; at each of the ``cuts``, a number of tokens, a separate row branches off."""
     trajectory, known = Trajectory(), ()
     for read, said in script.turns:
         start = len(known)
@@ -106,13 +106,13 @@ def length(script: Script) -> int:
 
 def cut_anywhere(script: Script, rng: np.random.Generator) -> Rollout:
     cuts = rng.integers(1, length(script) + 1, rng.integers(1, 5))
-    return told(script, sorted(set(cuts.tolist())))
+    return rollout_of(script, sorted(set(cuts.tolist())))
 
 
 def first_prompt_again(script: Script, rng: np.random.Generator) -> Rollout:
     """The episode, and rows that hold nothing but a part of what it read first."""
     size = len(script.turns[0][0])
-    return told(script, sorted({1, size, int(rng.integers(1, size + 1))}))
+    return rollout_of(script, sorted({1, size, int(rng.integers(1, size + 1))}))
 
 
 def shuffled(rollouts: Sequence[Rollout], rng: np.random.Generator) -> list[Rollout]:
@@ -172,7 +172,7 @@ def test_the_gradient_stays(algo, aggregation, dtype, learners, folders):
     for seed in range(2):
         rng = np.random.default_rng([seed, 1])
         scripts = make_scripts(seed, groups=2)
-        whole = [told(script) for script in scripts]
+        whole = [rollout_of(script) for script in scripts]
         assert all(len(each.rows) == 1 for each in whole)
         cut = [cut_anywhere(script, rng) for script in scripts]
         assert sum(len(each.rows) for each in cut) > 1.5 * len(scripts)
@@ -196,20 +196,22 @@ def test_the_comparison_sees_a_token_that_is_trained_twice(dtype, learners, fold
     config = make_config({"name": "grpo"}, "token_mean")
     learner = opened(learners, folders, config, dtype)
     scripts = make_scripts(0)
-    wanted = gradient(learner, config, [told(script) for script in scripts], dtype)
-    cut = told(scripts[0], [length(scripts[0]) - 1])
+    wanted = gradient(learner, config, [rollout_of(script) for script in scripts], dtype)
+    cut = rollout_of(scripts[0], [length(scripts[0]) - 1])
     row, place = next(
         (row, int(place)) for row in cut.rows for place in np.flatnonzero(row.mask_reason == MaskReason.SHARED)
     )
     row.mask[place] = 1
-    assert distance(gradient(learner, config, [cut, *map(told, scripts[1:])], dtype), wanted) > 100 * LIMITS[dtype]
+    assert (
+        distance(gradient(learner, config, [cut, *map(rollout_of, scripts[1:])], dtype), wanted) > 100 * LIMITS[dtype]
+    )
 
 
 def test_a_rollout_of_many_rows_counts_once_in_its_group():
     scripts = make_scripts(3)
     config = make_config({"name": "grpo"}, "rollout_mean")
-    whole = rollout_advantages(make_algorithm(config.algo), group_rollouts(told(script) for script in scripts))
-    many = [told(scripts[0], range(1, length(scripts[0]) + 1)), *map(told, scripts[1:])]
+    whole = rollout_advantages(make_algorithm(config.algo), group_rollouts(rollout_of(script) for script in scripts))
+    many = [rollout_of(scripts[0], range(1, length(scripts[0]) + 1)), *map(rollout_of, scripts[1:])]
     assert len(many[0].rows) > 8
     groups = group_rollouts(many)
     assert rollout_advantages(make_algorithm(config.algo), groups) == whole

@@ -71,9 +71,9 @@ def test_logprobs_are_what_training_starts_from(learners):
         assert found[key].shape == row.token_ids.shape
         assert found[key][0] == 0
         gaps += [gap for gap, mask in zip(found[key] - row.logprobs, row.mask, strict=True) if mask]
-    figures = learner.train_step(batch)
-    assert figures["train/sampler_gap_max"] == pytest.approx(max(abs(gap) for gap in gaps), rel=1e-4)
-    assert figures["train/trained_tokens"] == len(gaps)
+    metrics = learner.train_step(batch)
+    assert metrics["train/sampler_gap_max"] == pytest.approx(max(abs(gap) for gap in gaps), rel=1e-4)
+    assert metrics["train/trained_tokens"] == len(gaps)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -200,7 +200,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(learners, tmp_path):
         learner.load(tmp_path / "state")
 
 
-def test_a_batch_with_a_token_nobody_sampled_is_refused_before_anything_changes(learners):
+def test_a_batch_with_a_token_that_was_not_sampled_is_refused_before_anything_changes(learners):
     learner = learners.open()
     before = tensors(learner)
     batch = copy.deepcopy(make_batch(LENGTHS))
@@ -212,7 +212,7 @@ def test_a_batch_with_a_token_nobody_sampled_is_refused_before_anything_changes(
     assert all(torch.equal(value, before[name]) for name, value in tensors(learner).items())
 
 
-def test_a_warning_trains_all_but_what_nobody_sampled(learners, caplog):
+def test_a_warning_trains_all_but_tokens_that_were_not_sampled(learners, caplog):
     batch = make_batch(LENGTHS)
     micro = batch.micro[0][0]
     at = tuple(micro.mask_R_L.nonzero()[0])
@@ -226,9 +226,9 @@ def test_a_warning_trains_all_but_what_nobody_sampled(learners, caplog):
     found = gradients(learner, batch, torch.float32)
     assert all(torch.equal(value, found[name]) for name, value in plain.items())
     assert "1 tokens are left out of the loss (train.provenance=warn). The first: token" in caplog.text
-    figures = learners.open().train_step(batch)
-    assert figures["train/provenance_faults"] == 1
-    assert figures["train/trained_tokens"] == batch.metrics["batch/trained_tokens"] - 1
+    metrics = learners.open().train_step(batch)
+    assert metrics["train/provenance_faults"] == 1
+    assert metrics["train/trained_tokens"] == batch.metrics["batch/trained_tokens"] - 1
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(learners):
@@ -256,8 +256,8 @@ def test_supervised_batches_take_cross_entropy(learners):
     learner = learners.open()
     batch = make_batch(LENGTHS)
     batch.kind = "sft"
-    figures = learner.train_step(batch)
-    assert figures["train/loss"] == pytest.approx(figures["train/nll"], rel=1e-5)
+    metrics = learner.train_step(batch)
+    assert metrics["train/loss"] == pytest.approx(metrics["train/nll"], rel=1e-5)
 
 
 def test_learning_rate_warms_up_and_takes_the_batchs_factor():

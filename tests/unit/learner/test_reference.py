@@ -1,4 +1,4 @@
-"""A frozen reference policy beside the trained one."""
+"""A frozen reference policy next to the trained policy."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def without_advantages(batch: GlobalBatch) -> GlobalBatch:
 def test_the_kl_term_alone_pulls_the_policy_back_to_the_reference(learners, other, kind):
     learner = learners.open(reference=other, algo=GrpoConfig(kl_coef=10.0, kl_kind=kind), lr=3e-3, max_grad_norm=1.0)
     batch = without_advantages(make_batch(LENGTHS))
-    figures = [learner.train_step(batch) for _ in range(12)]
-    kls = [figure["train/kl"] for figure in figures]
+    metrics = [learner.train_step(batch) for _ in range(12)]
+    kls = [row["train/kl"] for row in metrics]
     assert kls[0] > 0.2
     assert kls[-1] < 0.5 * kls[0]
-    assert figures[0]["train/loss"] == pytest.approx(10 * figures[0]["train/kl_loss"], rel=1e-5)
+    assert metrics[0]["train/loss"] == pytest.approx(10 * metrics[0]["train/kl_loss"], rel=1e-5)
 
 
 def test_the_references_log_probabilities_are_those_of_its_model(learners, other):
@@ -72,7 +72,7 @@ def test_a_policy_that_is_its_reference_takes_the_step_it_takes_without(learners
     assert held.train_step(batch)["train/kl"] > 0
 
 
-def test_without_a_coefficient_no_figure_and_no_step_changes(learners, other):
+def test_without_a_coefficient_no_metric_and_no_step_changes(learners, other):
     batch = make_batch(LENGTHS)
     plain = learners.open()
     assert list(plain.rank.policies) == ["main"]
@@ -180,8 +180,8 @@ def test_supervised_batches_need_no_reference(learners):
 
 
 def test_a_batch_that_trains_nothing_has_no_kl(learners, other):
-    figures = learners.open(reference=other, algo=GrpoConfig(kl_coef=1.0)).train_step(make_batch([]))
-    assert figures["train/trained_tokens"] == figures["train/kl"] == figures["train/kl_loss"] == 0
+    metrics = learners.open(reference=other, algo=GrpoConfig(kl_coef=1.0)).train_step(make_batch([]))
+    assert metrics["train/trained_tokens"] == metrics["train/kl"] == metrics["train/kl_loss"] == 0
 
 
 def test_a_reference_that_does_not_fit_or_load_names_its_key(learners, tmp_path):

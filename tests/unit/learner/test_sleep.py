@@ -29,7 +29,7 @@ def test_training_is_bit_for_bit_the_same(learners, tmp_path, name, kl):
     wanted = tensors(learner)
 
     learner = learners.open(name, **options)
-    figures = []
+    metrics = []
     for batch in batches:
         learner.sleep()
         learner.sleep()
@@ -37,20 +37,20 @@ def test_training_is_bit_for_bit_the_same(learners, tmp_path, name, kl):
         assert all(tensor.isfinite().all() for tensor in tensors(learner).values())
         learner.wake()
         learner.wake()
-        figures.append(learner.train_step(batch))
-    assert figures == straight
+        metrics.append(learner.train_step(batch))
+    assert metrics == straight
     found = tensors(learner)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
-def test_a_sleeping_learner_gives_its_weights_and_says_what_it_cannot_do(learners):
+def test_a_sleeping_learner_exports_its_weights_and_refuses_other_calls(learners):
     learner = learners.open()
     learner.train_step(make_batch(LENGTHS))
     awake = tensors(learner)
     learner.sleep()
-    asleep = tensors(learner)
-    assert awake.keys() == asleep.keys()
-    assert all(torch.equal(awake[name], value) for name, value in asleep.items())
+    offloaded = tensors(learner)
+    assert awake.keys() == offloaded.keys()
+    assert all(torch.equal(awake[name], value) for name, value in offloaded.items())
     batch = make_batch(LENGTHS)
     for call in (learner.train_step, learner.logprobs, learner.load):
         with pytest.raises(LearnerError, match="sleeps"):

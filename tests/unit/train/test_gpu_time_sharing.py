@@ -1,4 +1,4 @@
-"""Whose turn it is on GPUs that learner and engines share: the order of every step, and engines that go in between."""
+"""GPU time sharing of learner and engines: the order of calls in every step, and engine restarts in between."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentrl.train.sampling import Sampling
 
 
 class World:
-    """Engines, a learner and a sync that write down what is asked of them, in order."""
+    """Engines, a learner and a sync that log their calls in order."""
 
     def __init__(self, engines: int = 2) -> None:
         self.log: list[str] = []
@@ -121,7 +121,7 @@ def test_the_order_of_steps() -> None:
         await source.release_gpus_for_training(world.learner, watch)
         assert world.said() == RELEASE
         await source.release_gpus_for_training(world.learner, watch)
-        assert world.said() == [], "a second optimizer step finds the way free"
+        assert world.said() == [], "at a second optimizer step the GPUs are free"
         await source.sync_weights(world.learner, 1, watch)
         assert world.said() == [*BACK, "push 1 to e0 e1", "sleep", *KV]
         await source.sync_weights(world.learner, 2, watch)  # nothing was trained in this step
@@ -131,7 +131,7 @@ def test_the_order_of_steps() -> None:
 
 
 @pytest.mark.parametrize("mode", ["separate", "disaggregate"])
-def test_nobody_sleeps_where_each_has_its_own(mode: str) -> None:
+def test_without_shared_gpus_nothing_is_offloaded(mode: str) -> None:
     world = World()
 
     async def run() -> None:
@@ -148,7 +148,7 @@ def test_nobody_sleeps_where_each_has_its_own(mode: str) -> None:
     asyncio.run(run())
 
 
-def test_an_engine_that_is_lost_holds_nobody_up() -> None:
+def test_a_lost_engine_does_not_stop_the_others() -> None:
     """In each phase: its memory is waited for before the learner wakes, and the other one goes on."""
     for phase in ("release", "weights", "kv_cache"):
         world = World()
@@ -182,7 +182,7 @@ def test_an_engine_that_is_lost_holds_nobody_up() -> None:
 
 
 def test_all_engines_are_lost_while_the_learner_works() -> None:
-    """The next episodes wait for one that is started again, which the learner leaves room for."""
+    """The next episodes wait for a restarted engine, for which the learner releases its memory."""
     world = World()
 
     async def run() -> None:
@@ -214,7 +214,7 @@ def test_an_engine_that_lives_and_refuses_ends_the_run(phase: str) -> None:
     asyncio.run(run())
 
 
-def test_a_learner_that_finds_no_room_ends_the_run() -> None:
+def test_a_learner_without_enough_memory_ends_the_run() -> None:
     world = World()
 
     def wake() -> None:
@@ -231,8 +231,8 @@ def test_a_learner_that_finds_no_room_ends_the_run() -> None:
     asyncio.run(run())
 
 
-def test_engines_are_started_again_while_episodes_are_played_alone() -> None:
-    """A restart takes the GPU: it waits for the engines' turn, and the learner waits for its end."""
+def test_engines_are_restarted_only_while_episodes_run() -> None:
+    """A restart needs the GPU: it waits until the engines have it, and the learner waits for the end of the restart."""
     world = World()
     other = World()
 

@@ -1,4 +1,4 @@
-"""A run's warm start: made once, in a process of its own, made anew for another configuration, and never half made."""
+"""A run's warm start: done once in a separate process, repeated for another configuration, and never left incomplete."""
 
 import asyncio
 import io
@@ -65,7 +65,7 @@ def test_model_format_and_folders_are_those_of_the_run(config: Config, tmp_path:
 
 
 @pytest.mark.timeout(180)
-def test_made_once_and_anew_for_another_configuration(config: Config, tmp_path: Path) -> None:
+def test_done_once_and_repeated_for_another_configuration(config: Config, tmp_path: Path) -> None:
     console = Console(record=True, width=200, file=io.StringIO())
     model = asyncio.run(warmed(config, tmp_path, console))
     assert model == tmp_path / "warm_start" / "model"

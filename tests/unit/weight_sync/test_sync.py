@@ -38,10 +38,10 @@ class BucketLearner(WeightExporter):
     def __init__(self, count: int = 3, fail_at: int | None = None) -> None:
         super().__init__(NamedTensors({f"w{number}": torch.full((2,), number + 1.0) for number in range(count)}))
         self.fail_at = fail_at
-        self.asked: list[tuple[int, str | None]] = []
+        self.requested: list[tuple[int, str | None]] = []
 
     def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
-        self.asked.append((bucket_bytes, dtype))
+        self.requested.append((bucket_bytes, dtype))
         for number, bucket in enumerate(super().buckets(9, dtype)):
             if number == self.fail_at:
                 raise LearnerError("rank 1 died")
@@ -49,7 +49,7 @@ class BucketLearner(WeightExporter):
 
 
 class RecordingEngine:
-    """Takes weights over and counts; refuses where told to."""
+    """Stores weights and logs calls; can refuse."""
 
     def __init__(self, refuse: str | None = None, stuck: bool = False) -> None:
         self.refuse, self.stuck = refuse, stuck
@@ -131,10 +131,10 @@ WANTED = {"w0": [1.0, 1.0], "w1": [2.0, 2.0], "w2": [3.0, 3.0]}
 
 
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))
-def test_every_engine_gets_every_tensor_and_is_asked_its_version(tmp_path, transport):
+def test_every_engine_gets_every_tensor_and_reports_its_version(tmp_path, transport):
     learner, engines = BucketLearner(), [RecordingEngine(), RecordingEngine()]
     asyncio.run(make_sync(transport, bucket_bytes=99, folder=tmp_path).push(learner, engines, 7))
-    assert learner.asked == [(99, None)]
+    assert learner.requested == [(99, None)]
     for engine in engines:
         assert engine.weights == WANTED
         assert engine.now == 7
@@ -273,15 +273,15 @@ def test_a_learner_that_cannot_send_is_what_is_blamed():
 
 
 @pytest.mark.parametrize(
-    ("check", "asked", "kind"),
+    ("check", "checks", "kind"),
     [("none", 0, "sha256"), ("version", 1, "sha256"), ("checksum", 1, "sha256"), ("checksum", 1, "words")],
 )
-def test_checks(check, asked, kind):
+def test_checks(check, checks, kind):
     engine = RecordingEngine()
     engine.kind = kind
     sync = make_sync("tensor", bucket_bytes=9, folder=Path(), check=check)
     asyncio.run(sync.push(BucketLearner(), [engine], 1))
-    assert engine.events.count("version") == asked
+    assert engine.events.count("version") == checks
     engine.weights["w1"] = [2.0, 2.5]
 
     async def keep(named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
