@@ -1,1 +1,1 @@
-"""One file a chat format."""
+"""Chat formats, one file per model family."""

@@ -1,4 +1,4 @@
-"""What a chat format is."""
+"""The contract of chat formats."""
 
 from __future__ import annotations
 
@@ -12,82 +12,82 @@ from agentrl.render.parsers.base import THINK, THINK_END, CallParser
 
 
 class Format(Protocol):
-    """Messages as the text of one chat format. It knows no tokenizer: special tokens are written as their text.
+    """Writes messages as text in one chat format. It does not use a tokenizer: special tokens are written as their text.
 
-    Contents come escaped, so that special tokens in them stay text; what the policy sampled comes as it was said, with
-    its reasoning and calls in ``content`` and no ``tool_calls``. Only the ``history`` of `boundary` comes as it is.
+    Contents are escaped, so that special-token text in them stays text. A sampled message has its whole text, reasoning and
+    calls included, in ``content``, and no ``tool_calls``. Only the ``history`` of `boundary` is not escaped.
     """
 
     @property
     def name(self) -> str:
-        """What ``render.format`` calls it."""
+        """Name of the format in ``render.format``."""
         ...
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The special tokens that may end a turn of the policy; the first is the one that the format writes.
+        """The special tokens that may end a turn of the policy, the one that the format writes first.
 
-        A format whose turns end where the next begins (GLM) has the openings of the next turn here.
+        In a format whose turns end with the start of the next message (GLM), these are the tokens that start messages.
         """
         ...
 
     @property
     def opens_thinking(self) -> bool:
-        """Whether the opener of a turn ends with ``<think>``, so that what is sampled holds only ``</think>``."""
+        """Whether the opener of a turn ends with ``<think>``, so that the sampled text has only ``</think>``."""
         ...
 
     @property
     def parser(self) -> CallParser:
-        """Reads the calls in what the policy said."""
+        """Parser of the tool calls in the policy's turns."""
         ...
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
-        """Return the whole conversation, with the ``opener`` of the policy's next turn.
+        """Return the text of the whole conversation, with the ``opener`` of the policy's next turn.
 
         Raises:
-            ValueError: the format has no such conversation.
+            ValueError: the format does not allow such a conversation.
         """
         ...
 
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
         """Return the text from the token that ends the last turn of ``history``, the policy's, to the next opener.
 
-        It must be what `text` says there, whatever was said before; where `text` changes earlier turns once ``new``
+        It must equal the text of `text` in this place for any ``history``; if `text` changes earlier turns when ``new``
         messages follow, return a `Fork`.
 
         Args:
-            history: the conversation so far; it ends with what the policy said last.
+            history: the conversation so far, ending with a turn of the policy.
             new: at least one message.
-            tools: those offered.
+            tools: tools offered to the policy.
         """
         ...
 
 
 @runtime_checkable
 class InterchangeableEnds(Protocol):
-    """A format in which any of several tokens may end a turn, whatever follows, as Llama 3.1's ``<|eom_id|>`` may."""
+    """A format in which several tokens may end a turn interchangeably, such as Llama 3.1's ``<|eom_id|>``."""
 
     @property
     def closings(self) -> tuple[str, ...]:
-        """Those of `Format.ends` after which the conversation goes on as if the first of them had been sampled."""
+        """Tokens of `Format.ends` after which the conversation continues as after the first of them."""
         ...
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Return JSON as chat templates' ``tojson`` writes it."""
+    """Return JSON in the style of the ``tojson`` filter of chat templates."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:
-    """Return a tool as OpenAI's function schema, which chat templates are given."""
+    """Return a tool as OpenAI's function schema, the input of chat templates."""
     function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
     return {"type": "function", "function": function}
 
 
 def split_thinking(content: str) -> tuple[str, str]:
-    """Return reasoning and the rest of an assistant message, as Qwen's and GLM's templates divide it; either may be empty.
+    """Return reasoning and the rest of an assistant message, split as in Qwen's and GLM's templates; either may be empty.
 
-    The opening ``<think>`` may be missing, where the prompt held it.
+    The opening ``<think>`` is missing if it was part of the prompt.
     """
     if THINK_END not in content:
         return "", content
@@ -96,17 +96,17 @@ def split_thinking(content: str) -> tuple[str, str]:
 
 
 def holds_empty_thought(content: str) -> bool:
-    """Return whether what the policy said closed its reasoning and holds none."""
+    """Return whether a turn has closed reasoning that is empty."""
     return THINK_END in content and not split_thinking(content)[0].strip("\n")
 
 
-def drops_thinking(history: Sequence[Message], where: str) -> Fork | None:
-    """Return a `Fork` where an assistant message of ``history`` holds reasoning.
+def drops_thinking(history: Sequence[Message], cause: str) -> Fork | None:
+    """Return a `Fork` if an assistant message of ``history`` has reasoning.
 
     Args:
-        history: the messages whose reasoning the format would leave out now.
-        where: what makes it do so, for the detail.
+        history: messages whose reasoning the format would drop now.
+        cause: why it is dropped, for the detail of the fork.
     """
     if any(message.role == "assistant" and THINK_END in message.content for message in history):
-        return Fork(ForkReason.THINKING, f"{where} leaves earlier reasoning out")
+        return Fork(ForkReason.THINKING, f"{cause} leaves earlier reasoning out")
     return None

@@ -1,4 +1,4 @@
-"""ChatML, and Qwen2.5, which says in it how to call tools.
+"""ChatML, and Qwen2.5, which adds tool calls to it.
 
 ::
 
@@ -26,14 +26,14 @@ HERMES_TOOLS = (
     '{{"name": <function-name>, "arguments": <args-json-object>}}\n'
     f"{CLOSE}"
 )
-"""The wording that Qwen2.5 and Qwen3 were trained with; ``tools`` are JSON schemas, each after a newline."""
+"""The tool instructions with which Qwen2.5 and Qwen3 were trained; ``tools`` are JSON schemas, each after a newline."""
 
 
 class ChatMl:
-    """Plain ChatML, as SmolLM2 has it: a system message of its own where there is none, and no tools.
+    """Plain ChatML, as for SmolLM2: a default system message, and no tools.
 
     Args:
-        system: the system message that stands where a conversation has none; empty for nothing.
+        system: system message of conversations without one; empty for none.
     """
 
     name = "chatml"
@@ -45,7 +45,7 @@ class ChatMl:
         self._system = system
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
-        """See `Format`. Tools are not part of plain ChatML: they are left out."""
+        """See `Format`. Plain ChatML has no tools: they are ignored."""
         said = list(messages)
         if self._system and (not said or said[0].role != "system"):
             said.insert(0, Message("system", self._system))
@@ -65,7 +65,7 @@ class Qwen25:
     parser: CallParser = HermesParser()
 
     SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-    """Stands where a conversation has no system message."""
+    """System message of conversations without one."""
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
         """See `Format`."""
@@ -92,12 +92,12 @@ def _qwen25_assistant(message: Message) -> str:
 
 
 def turn(role: str, content: str) -> str:
-    """Return one message."""
+    """Return the text of one message."""
     return f"{START}{role}\n{content}{END}\n"
 
 
 def other(messages: Sequence[Message], index: int) -> str:
-    """Return one message as Qwen has it: results of tools that stand side by side share a user turn."""
+    """Return the text of one message in Qwen's format: adjacent tool results share a user turn."""
     message = messages[index]
     if message.role != "tool":
         return turn(message.role, message.content)
@@ -108,17 +108,17 @@ def other(messages: Sequence[Message], index: int) -> str:
 
 
 def call_text(call: ToolCall) -> str:
-    """Return a call in the Hermes format, as Qwen's templates write it."""
+    """Return a call in the Hermes format of Qwen's templates."""
     return f'{OPEN}\n{{"name": "{call.name}", "arguments": {to_json(call.arguments)}}}\n{CLOSE}'
 
 
 def tools_text(tools: Sequence[Tool]) -> str:
-    """Return what the system message says of tools."""
+    """Return the tool instructions of the system message."""
     return HERMES_TOOLS.format(tools="".join(f"\n{to_json(schema_of(tool))}" for tool in tools))
 
 
 def split_system(messages: Sequence[Message], default: str = "") -> tuple[str, Sequence[Message]]:
-    """Return the content of the first message, if it is the system's, else ``default``; and the messages after it."""
+    """Return the content of the system message, or ``default`` if there is none, and the other messages."""
     if messages and messages[0].role == "system":
         return messages[0].content, messages[1:]
     return default, messages

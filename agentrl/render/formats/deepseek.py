@@ -1,17 +1,17 @@
-"""DeepSeek V3, and R1, which reasons first.
+"""DeepSeek V3, and the reasoning model R1.
 
 ::
 
     <｜begin▁of▁sentence｜>SYSTEM<｜User｜>…<｜Assistant｜>…<｜end▁of▁sentence｜><｜User｜>…<｜Assistant｜>
 
-What tools answered follows the policy's turn at once, and its next turn follows that with no ``<｜Assistant｜>`` and,
-in R1, no ``<think>``::
+Tool results directly follow the policy's turn, and its next turn follows them without ``<｜Assistant｜>`` and, in R1,
+without ``<think>``::
 
     …<｜tool▁calls▁end｜><｜end▁of▁sentence｜><｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>…<｜tool▁output▁end｜><｜tool▁outputs▁end｜>…
 
-The published templates keep to this up to the first answer of a tool in a conversation. Later they leave openings out
-(``<｜Assistant｜><｜tool▁calls▁begin｜>``, ``<｜tool▁outputs▁begin｜>``) and closings (``<｜tool▁outputs▁end｜>``); here every
-exchange is written as the first.
+The published templates write this up to the first tool result of a conversation. Later they omit start tokens
+(``<｜Assistant｜><｜tool▁calls▁begin｜>``, ``<｜tool▁outputs▁begin｜>``) and end tokens (``<｜tool▁outputs▁end｜>``); here every
+exchange is written like the first.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ OUTPUTS, OUTPUTS_END = "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁e
 OUTPUT, OUTPUT_END = "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"
 
 TOOLS = "## Tools\n\n### Function\n\nYou have the following functions available:\n"
-"""How DeepSeek's model cards have the system prompt begin to tell of tools. The templates give them no place."""
+"""Start of the tool instructions in the system prompt, from DeepSeek's model cards. The templates ignore tools."""
 
 
 class DeepSeekV3:
-    """DeepSeek V3: nothing is left out of earlier turns. Offered tools are told in the system prompt."""
+    """DeepSeek V3: earlier turns stay unchanged. Tools are described in the system prompt."""
 
     name = "deepseek-v3"
     ends: tuple[str, ...] = (END,)
@@ -42,7 +42,7 @@ class DeepSeekV3:
     parser: CallParser = DeepSeekParser()
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
-        """See `Format`. System messages are joined, wherever they stand."""
+        """See `Format`. All system messages are joined at the start."""
         system = [message.content for message in messages if message.role == "system"]
         if tools:
             system.append(tools_text(tools))
@@ -52,7 +52,7 @@ class DeepSeekV3:
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
         """See `Format`."""
         if any(message.role == "system" for message in new):
-            return Fork(ForkReason.TEMPLATE, "system messages stand at the beginning, and one came later")
+            return Fork(ForkReason.TEMPLATE, "system messages are joined at the start, and a new one follows")
         return END + self._turns(new) + self._opener(new)
 
     def _turns(self, messages: Sequence[Message]) -> str:
@@ -74,21 +74,21 @@ class DeepSeekV3:
 
     @property
     def _thought(self) -> str:
-        """What the opener ends with."""
+        """End of the opener."""
         return ""
 
     def _content(self, message: Message, before: str) -> str:
-        """Return what stands of an assistant message's content after a message of the role ``before``."""
+        """Return the content of an assistant message as written after a message of the role ``before``."""
         return message.content
 
 
 class DeepSeekR1(DeepSeekV3):
-    """DeepSeek R1: the opener begins to think, and earlier reasoning is left out.
+    """DeepSeek R1: the opener starts the reasoning, and earlier reasoning is dropped.
 
-    Only what follows a tool's answer at once, and what was given together with ``tool_calls``, keeps its reasoning.
+    Only turns directly after a tool result, and messages with ``tool_calls``, keep their reasoning.
 
     Args:
-        keep_thinking: keep all reasoning in its place, so that a conversation stays one row. The template does not.
+        keep_thinking: keep all reasoning, unlike the template, so that a conversation stays one row.
     """
 
     name = "deepseek-r1"
@@ -98,7 +98,7 @@ class DeepSeekR1(DeepSeekV3):
         self._keep = keep_thinking
 
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
-        """See `Format`. Where a turn was opened with ``<think>``, that at least is left out once it is over."""
+        """See `Format`. Of a turn that was opened with ``<think>``, at least that tag is dropped later."""
         boundary = super().boundary(history, new, tools)
         if not self._keep and isinstance(boundary, str) and _before_turn(history) != "tool":
             return Fork(
@@ -121,7 +121,7 @@ class DeepSeekR1(DeepSeekV3):
 
 
 def tools_text(tools: Sequence[Tool]) -> str:
-    """Return what the system prompt says of tools."""
+    """Return the tool instructions of the system prompt."""
     return TOOLS + "".join(
         f"\n- `{tool.name}`:\n```json\n{to_json(schema_of(tool)['function'], indent=4)}\n```" for tool in tools
     )
@@ -139,7 +139,7 @@ def _role(messages: Sequence[Message], index: int) -> str:
 
 
 def _before_turn(history: Sequence[Message]) -> str:
-    """Return the role of what stands before the policy's last turn; inline messages are part of the turn."""
+    """Return the role of the message before the policy's last turn; inline messages are part of the turn."""
     at = len(history) - 1
     while at > 0 and (history[at].inline or history[at - 1].inline):
         at -= 1

@@ -1,11 +1,11 @@
-"""GLM-4 and GLM-4.5, in which nothing ends a turn but the marker of who speaks next.
+"""GLM-4 and GLM-4.5, in which a turn ends with the role marker of the next message.
 
 ::
 
     [gMASK]<sop><|system|>\\n…<|user|>\\n…<|assistant|>\\n…<|observation|>\\n…<|assistant|>\\n…<|user|>
 
-The policy samples that marker: it is trained on, and it is the first token of the next message. Turns open with the bare
-``<|assistant|>``, so the newline after it is the policy's too.
+The policy samples that marker: it is trained on, and it is the first token of the next message. The opener is only
+``<|assistant|>``, so the policy also samples the newline after it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ GLM4_TOOLS = (
     "你是一个名为 ChatGLM 的人工智能助手。你是基于智谱AI训练的语言模型 GLM-4 模型开发的，"
     "你的任务是针对用户的问题和要求提供适当的答复和支持。\n\n# 可用工具"
 )
-"""What GLM-4's system message says before its tools."""
+"""Start of GLM-4's system message, before the tools."""
 
 GLM4_TOOL = "\n\n## {name}\n\n{schema}\n在调用上述函数时，请使用 Json 格式表示调用的参数。"
-"""What it says of each."""
+"""Description of a tool in GLM-4's system message."""
 
 GLM45_TOOLS = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
@@ -41,13 +41,13 @@ GLM45_TOOLS = (
     f"{KEY}{{arg-key-2}}{KEY_END}\n{VALUE}{{arg-value-2}}{VALUE_END}\n"
     f"...\n{CLOSE}",
 )
-"""The wording that GLM-4.5 was trained with; JSON schemas stand between, each before a newline."""
+"""The tool instructions with which GLM-4.5 was trained; JSON schemas go in between, each before a newline."""
 
 
 class Glm4:
-    """GLM-4 as ``glm-4-9b-chat`` has it: a call is ``NAME\\n{…}`` as a turn of its own, a result ``<|observation|>``.
+    """GLM-4 in the format of ``glm-4-9b-chat``: a call is a separate turn ``NAME\\n{…}``, a result is ``<|observation|>``.
 
-    Messages without content are written as well, which that model's template leaves out.
+    Messages without content are written too; the model's template omits them.
     """
 
     name = "glm-4"
@@ -82,11 +82,11 @@ _MARKERS = {"system": SYSTEM, "user": USER, "tool": OBSERVATION}
 
 
 class Glm45:
-    """GLM-4.5: reasoning in ``<think>``, which only turns since the user spoke last keep; the others hold an empty thought.
+    """GLM-4.5: reasoning in ``<think>``, kept in turns after the last user message; earlier turns get an empty thought.
 
     Args:
-        thinking: whether it is to think; otherwise users say ``/nothink``, and the opener holds an empty thought.
-        keep_thinking: leave turns as they were said, so that a conversation stays one row. The template does not.
+        thinking: whether the model reasons; if not, user messages end with ``/nothink`` and the opener with an empty thought.
+        keep_thinking: keep all turns unchanged, unlike the template, so that a conversation stays one row.
     """
 
     name = "glm-4.5"
@@ -106,20 +106,20 @@ class Glm45:
         return head + self._turns(messages) + (self._opener if opener else "")
 
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
-        """See `Format`. White space around what was said, which `text` would strip, is left alone."""
+        """See `Format`. White space around sampled text, which `text` would strip, is kept."""
         rewritten = "" if self._keep else self._rewritten(history, new)
         return Fork(ForkReason.THINKING, rewritten) if rewritten else self._turns(new) + self._opener
 
     def _rewritten(self, history: Sequence[Message], new: Sequence[Message]) -> str:
-        """Return what `text` does to earlier turns where ``new`` follow, in words; empty if it leaves them alone.
+        """Return how `text` changes earlier turns when ``new`` messages follow; empty if it keeps them unchanged.
 
-        Reasoning before the last user message is gone already: it was left out when that message came.
+        Reasoning before the last user message was dropped when that message was added.
         """
         said = history[-1].content
         if self._thinking and THINK_END not in said:
-            return "the format puts an empty thought before what was said without one"
+            return "the format adds an empty thought to a turn without reasoning"
         if not self._thinking and THINK_END in said:
-            return "the format puts reasoning in the place of the opener's empty thought"
+            return "the format replaces the opener's empty thought by the reasoning of the turn"
         turns = (message.content for message in history[_last_user(history) + 1 :] if message.role == "assistant")
         if _last_user(new) >= 0 and any(split_thinking(turn)[0].strip() for turn in turns):
             return "a new user message leaves earlier reasoning out"
@@ -130,7 +130,7 @@ class Glm45:
         return "".join(self._turn(messages, index, index > last_user) for index in range(len(messages)))
 
     def _turn(self, messages: Sequence[Message], index: int, current: bool) -> str:
-        """Return one message; ``current`` where no user speaks after it."""
+        """Return the text of one message; ``current`` if no user message follows."""
         message = messages[index]
         if message.role == "assistant":
             return self._assistant(message, current)

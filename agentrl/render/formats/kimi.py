@@ -6,7 +6,7 @@
     <|im_user|>user<|im_middle|>…<|im_end|><|im_assistant|>assistant<|im_middle|>…<|im_end|>
     <|im_system|>tool<|im_middle|>## Return of ID\\n…<|im_end|>
 
-without a break between turns.
+without white space between turns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPENER = f"{_STARTS['assistant']}assistant{MIDDLE}"
 
 
 class KimiK2:
-    """Kimi K2 Instruct: the policy numbers its calls itself, and what it said before stays as it was."""
+    """Kimi K2 Instruct: the policy numbers its calls, and earlier turns stay unchanged."""
 
     name = "kimi-k2"
     ends: tuple[str, ...] = (END,)
@@ -35,10 +35,10 @@ class KimiK2:
     parser: CallParser = KimiParser()
 
     SYSTEM = "You are Kimi, an AI assistant created by Moonshot AI."
-    """Stands where a conversation has no system message; a newline follows it, and no other."""
+    """System message of conversations without one; only this one is followed by a newline."""
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
-        """See `Format`. Tools are JSON with sorted keys, as the model's own tokenizer sorts them."""
+        """See `Format`. Tools are JSON with sorted keys, as in the model's tokenizer code."""
         schemas = [schema_of(tool) for tool in tools]
         listed = json.dumps(schemas, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
         head = _turn("tool_declare", listed) if tools else ""
@@ -63,5 +63,5 @@ def _turn(role: str, content: str) -> str:
 
 
 def _call_text(call: ToolCall, index: int) -> str:
-    """Return a call; one without an id gets the one that the policy would give it."""
+    """Return a call; without an id it gets the one that the policy would sample."""
     return f"{OPEN}{call.id or f'functions.{call.name}:{index}'}{ARGUMENTS}{to_json(call.arguments)}{CLOSE}"

@@ -1,4 +1,4 @@
-"""Llama 3, and Llama 3.1 and later, which say the date and how to call tools.
+"""Llama 3, and Llama 3.1 and later, with the date and tools in the prompt.
 
 ::
 
@@ -25,24 +25,24 @@ TOOLS = (
     'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
     "Do not use variables.\n\n"
 )
-"""The wording that Llama 3.1 and later were trained with; it stands before the tools, in the first user message."""
+"""The tool instructions with which Llama 3.1 and later were trained; before the tools in the first user message."""
 
 RELEASE_DATE = "26 Jul 2024"
-"""The date that Llama 3.1's and 3.3's templates have."""
+"""The date in the templates of Llama 3.1 and 3.3."""
 
 
 def today() -> str:
-    """Return the date as Llama 3.2's template writes it."""
-    return datetime.now().strftime("%d %b %Y")  # local time, as there
+    """Return today's date in the format of Llama 3.2's template."""
+    return datetime.now().strftime("%d %b %Y")  # local time, as in the template
 
 
 class Llama3:
-    """Llama 3: a header and the trimmed content of every message; it knows no tools, which are left out."""
+    """Llama 3: a header and the trimmed content of every message. It has no tools: they are ignored."""
 
     name = "llama3"
     ends: tuple[str, ...] = (END, END_FOR_TOOL, END_OF_TEXT)
     closings: tuple[str, ...] = (END, END_FOR_TOOL)
-    """See `InterchangeableEnds`. Models end a call by ``<|eom_id|>``, where templates write ``<|eot_id|>``."""
+    """See `InterchangeableEnds`. Models end a call with ``<|eom_id|>``, but templates write ``<|eot_id|>``."""
     opens_thinking = False
     parser: CallParser = Llama3Parser()
 
@@ -64,11 +64,11 @@ class Llama3:
 
 
 class Llama31(Llama3):
-    """Llama 3.1 and later: a system block with dates, tools in the first user message, results as ``ipython``'s.
+    """Llama 3.1 and later: a system block with dates, tools in the first user message, results with the role ``ipython``.
 
     Args:
-        name: what ``render.format`` calls it.
-        date: today's, for the model to know; one and the same in a whole run, or prompts would change at midnight.
+        name: name of the format in ``render.format``.
+        date: today's date in the prompt; fixed for a whole run, so that prompts do not change at midnight.
     """
 
     name = "llama3.1"
@@ -85,9 +85,9 @@ class Llama31(Llama3):
         head = turn("system", environment + dates + system)
         if tools:
             if not rest:
-                raise ValueError("tools stand in the first user message, and there is none")
+                raise ValueError("tools are described in the first user message, and there is none")
             shown = "".join(f"{to_json(schema_of(tool), indent=4)}\n\n" for tool in tools)
-            head += turn("user", TOOLS + shown + rest[0].content.strip())  # whoever said it, as in the template
+            head += turn("user", TOOLS + shown + rest[0].content.strip())  # of any role, as in the template
             rest = rest[1:]
         return head + self._turns(rest)
 
@@ -96,12 +96,12 @@ class Llama31(Llama3):
 
 
 def header(role: str) -> str:
-    """Return what opens a message."""
+    """Return the header of a message."""
     return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
 
 
 def turn(role: str, content: str) -> str:
-    """Return one message."""
+    """Return the text of one message."""
     return f"{header(role)}{content}{END}"
 
 
@@ -114,8 +114,8 @@ def _turn(message: Message) -> str:
 
 
 def _call(message: Message) -> str:
-    """Return the call that a message makes; the template leaves its content out."""
+    """Return the call of a message; the template omits its content."""
     if len(message.tool_calls) != 1:
-        raise ValueError(f"a message makes one call at most, here {len(message.tool_calls)}")
+        raise ValueError(f"a message may have one call, and this one has {len(message.tool_calls)}")
     call = message.tool_calls[0]
     return f'{{"name": "{call.name}", "parameters": {to_json(call.arguments)}}}'

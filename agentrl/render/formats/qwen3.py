@@ -1,4 +1,4 @@
-"""Qwen3: Qwen2.5's turns with reasoning in ``<think>``, which is left out of earlier turns once a user speaks again."""
+"""Qwen3: Qwen2.5's turns with reasoning in ``<think>``, which is dropped from turns before the last user message."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from agentrl.render.parsers.base import THINK, THINK_END, CallParser
 from agentrl.render.parsers.hermes import HermesParser
 
 EMPTY_THOUGHT = f"{THINK}\n\n{THINK_END}\n\n"
-"""What the opener ends with where thinking is switched off."""
+"""End of the opener if thinking is disabled."""
 
 
 class Qwen3Instruct:
-    """Qwen3 Instruct (2507): no reasoning, and nothing is left out."""
+    """Qwen3 Instruct (2507): no reasoning, and earlier turns stay unchanged."""
 
     name = "qwen3-instruct"
     ends: tuple[str, ...] = (END,)
@@ -34,14 +34,14 @@ class Qwen3Instruct:
 
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
         """See `Format`."""
-        return f"{END}\n" + self._turns(new, asked=any(map(is_query, history))) + self._opener
+        return f"{END}\n" + self._turns(new, after_query=any(map(is_query, history))) + self._opener
 
     @property
     def _opener(self) -> str:
         return OPENER
 
-    def _turns(self, messages: Sequence[Message], *, asked: bool = False) -> str:
-        """Return messages other than the system's first; ``asked`` says whether a user spoke before them."""
+    def _turns(self, messages: Sequence[Message], *, after_query: bool = False) -> str:
+        """Return the text of messages after the system message; ``after_query`` is whether a user query precedes them."""
         return "".join(
             _assistant(message, message.content) if message.role == "assistant" else other(messages, index)
             for index, message in enumerate(messages)
@@ -49,11 +49,11 @@ class Qwen3Instruct:
 
 
 class Qwen3(Qwen3Instruct):
-    """Qwen3 as first released, which thinks unless told not to.
+    """Qwen3 as first released, which reasons unless thinking is disabled.
 
     Args:
-        thinking: whether it is to think; otherwise the opener holds an empty thought.
-        keep_thinking: keep all reasoning in its place, so that a conversation stays one row. The template does not.
+        thinking: whether the model reasons; if not, the opener has an empty thought.
+        keep_thinking: keep all reasoning, unlike the template, so that a conversation stays one row.
         opens_thinking: the opener ends with ``<think>`` (Qwen3 Thinking 2507).
     """
 
@@ -71,19 +71,19 @@ class Qwen3(Qwen3Instruct):
         return fork or super().boundary(history, new, tools)
 
     def _fork(self, history: Sequence[Message], new: Sequence[Message]) -> Fork | None:
-        """Return a `Fork` where `text` would say something since the last query otherwise than it was said."""
-        last, said = _last_query(history), history[-1].content
+        """Return a `Fork` if `text` would change a turn since the last query."""
+        last, content = _last_query(history), history[-1].content
         if last is None or any(map(is_query, new)):  # without a query, no turn but the last keeps its reasoning
             fork = drops_thinking(history[-1:] if last is None else history[last + 1 :], "a new user message")
             if fork is not None:
                 return fork
         if not self._thinking:
             return Fork(ForkReason.THINKING, "the empty thought of the opener is left out of earlier turns")
-        if self.opens_thinking and THINK_END not in said:
+        if self.opens_thinking and THINK_END not in content:
             return Fork(
                 ForkReason.THINKING, "the opener's <think> is left out of an earlier turn that did not close it"
             )
-        if holds_empty_thought(said):
+        if holds_empty_thought(content):
             return Fork(ForkReason.THINKING, "an empty thought is left out of earlier turns")
         return None
 
@@ -93,9 +93,9 @@ class Qwen3(Qwen3Instruct):
             return f"{OPENER}{THINK}\n"
         return OPENER if self._thinking else OPENER + EMPTY_THOUGHT
 
-    def _turns(self, messages: Sequence[Message], *, asked: bool = False) -> str:
+    def _turns(self, messages: Sequence[Message], *, after_query: bool = False) -> str:
         found = _last_query(messages)
-        last = found if found is not None else -1 if asked else len(messages) - 1
+        last = found if found is not None else -1 if after_query else len(messages) - 1
         return "".join(
             _assistant(message, self._content(message, index > last, index == len(messages) - 1))
             if message.role == "assistant"
@@ -104,7 +104,7 @@ class Qwen3(Qwen3Instruct):
         )
 
     def _content(self, message: Message, current: bool, final: bool) -> str:
-        """Return an assistant message as the template divides it: reasoning only in the ``current`` exchange."""
+        """Return the content of an assistant message as in the template: reasoning only in the ``current`` exchange."""
         if self._keep and message.token_ids:
             return self._opener.removeprefix(OPENER) + message.content
         reasoning, content = split_thinking(message.content)
@@ -114,7 +114,7 @@ class Qwen3(Qwen3Instruct):
 
 
 def is_query(message: Message) -> bool:
-    """Return whether a message is a user's own, and not the result of a tool in a user's turn."""
+    """Return whether a message is a user's query rather than a tool result in a user turn."""
     inside = message.content.startswith("<tool_response>") and message.content.endswith("</tool_response>")
     return message.role == "user" and not inside
 

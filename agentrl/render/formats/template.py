@@ -1,4 +1,4 @@
-"""Any Hugging Face chat template as a chat format."""
+"""A Hugging Face chat template as a chat format."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from agentrl.render.turn_boundary import Proof, boundary_text, prove, text_after
 
 
 class TemplateFormat:
-    """What the tokenizer's chat template says. A tokenizer without one can do raw prompts only.
+    """The format of the tokenizer's chat template. Without a template only raw prompts are possible.
 
     Args:
-        tokenizer: the policy's.
-        keep_thinking: keep earlier reasoning in place where the template would leave it out.
-        variables: what the template is given beside messages and tools, such as ``enable_thinking``.
+        tokenizer: tokenizer of the policy.
+        keep_thinking: keep earlier reasoning that the template would drop.
+        variables: variables for the template besides messages and tools, such as ``enable_thinking``.
     """
 
     name = "template"
@@ -60,19 +60,19 @@ class TemplateFormat:
             )
         try:
             return self._apply([self._as_dict(message) for message in messages], tools, opener)
-        except (jinja2.TemplateError, TypeError) as error:  # how templates say that they know no such conversation
+        except (jinja2.TemplateError, TypeError) as error:  # raised by templates that refuse a conversation
             if not any(message.tool_calls for message in messages):
                 raise ValueError(str(error)) from error
-        try:  # templates such as DeepSeek's want arguments as the text of a JSON object
+        try:  # templates such as DeepSeek's need arguments as JSON text
             return self._apply([self._as_dict(message, arguments=to_json) for message in messages], tools, opener)
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(str(error)) from error
 
     def _as_dict(self, message: Message, arguments: Callable[[Any], Any] = lambda given: given) -> dict[str, Any]:
-        said = _as_dict(message, arguments)
+        fields = _as_dict(message, arguments)
         if message.token_ids and self.opens_thinking and THINK not in message.content:
-            said["content"] = f"{THINK}\n{message.content}"  # the opener, which stood before it
-        return said
+            fields["content"] = f"{THINK}\n{message.content}"  # the opener was part of the prompt
+        return fields
 
     def _apply(self, messages: list[dict[str, Any]], tools: Sequence[Tool], opener: bool) -> str:
         text = self._tokenizer.apply_chat_template(
@@ -86,13 +86,15 @@ class TemplateFormat:
         return text
 
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
-        """See `Format`. What dummy conversations show of the template decides."""
+        """See `Format`. Probe conversations show whether the template keeps earlier turns unchanged."""
         if not self._tokenizer.chat_template:
             return Fork(ForkReason.TEMPLATE, "there is no chat template")
         roles = tuple(message.role for message in new)
         if self.opens_thinking and self._keep:
             kept = text_after_reasoning(self._render, new, tools)
-            return kept or Fork(ForkReason.TEMPLATE, "what the template writes after a turn depends on what was before")
+            return kept or Fork(
+                ForkReason.TEMPLATE, "the text that the template writes after a turn depends on earlier turns"
+            )
         if self.opens_thinking and THINK_END not in history[-1].content:
             return Fork(ForkReason.THINKING, "the template closes the reasoning that the policy left open")
         proof = self._prove(roles, _Key((), tuple(tools)))
@@ -119,7 +121,7 @@ class TemplateFormat:
         return self.text(messages, tools, opener=opener)
 
     def _find_ends(self) -> tuple[str, ...]:
-        """Return the special token that follows what the policy said before a user's message, or nothing."""
+        """Return the special token between a turn of the policy and a user message, or an empty tuple."""
         if not self._tokenizer.chat_template:
             return ()
         try:
@@ -127,7 +129,7 @@ class TemplateFormat:
         except ValueError:
             return ()
         _, there, found = text.rpartition("as1")
-        if not there:  # the template leaves out what was said before
+        if not there:  # the template drops earlier turns
             return ()
         added = self._tokenizer.added_tokens_decoder.values()
         special = [token.content for token in added if token.special and found.startswith(token.content)]
@@ -144,19 +146,19 @@ class TemplateFormat:
 
 
 def _as_dict(message: Message, arguments: Callable[[Any], Any]) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": message.role, "content": message.content}
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_call_id is not None:
-        said["tool_call_id"] = message.tool_call_id
+        fields["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
-        said["tool_calls"] = [
+        fields["tool_calls"] = [
             {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": arguments(call.arguments)}}
             for call in message.tool_calls
         ]
-    return said
+    return fields
 
 
 class _Key:
-    """Messages and tools as a cache key: they hold JSON values, which cannot be hashed, so their text is."""
+    """Messages and tools as a cache key, hashed by their text because they contain JSON values."""
 
     __slots__ = ("_text", "messages", "tools")
 

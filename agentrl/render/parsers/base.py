@@ -1,4 +1,4 @@
-"""What tool-call parsers read and return."""
+"""The contract of tool-call parsers, and functions that several of them use."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ THINK, THINK_END = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of what the policy pieces."""
+    """A piece of the text of a turn."""
 
     text: str
-    """What it says."""
+    """The characters."""
     marker: bool = False
-    """Whether it is one of the format's markers: its own token, where the tokenizer has one for it. The same characters
-    written letter by letter are not a marker then."""
+    """Whether it is one of the format's markers. If the tokenizer has a token for a marker, only that token is one, not the
+    same characters spelt with other tokens."""
 
 
 class CallParser(Protocol):
-    """Reads the tool calls of one format."""
+    """Parser of the tool calls of one format."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The strings that the format is made of, such as ``<tool_call>``."""
+        """The strings that structure the format, such as ``<tool_call>``."""
         ...
 
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """Return every attempt in what was pieces after the reasoning, in order, each with a status. Never raises.
+        """Return every attempt at a call after the reasoning, in order, each with a status. Never raises.
 
-        Statuses are those that can be told without the tools: ``OK``, ``INVALID_JSON`` and ``TRUNCATED``. Ids are empty
-        where the format has none.
+        The status does not depend on the tools: it is ``OK``, ``INVALID_JSON`` or ``TRUNCATED``. Ids are empty if the
+        format has none.
 
         Args:
-            pieces: pieces in order, the end token left out.
-            tools: those offered, for formats whose arguments can be read only by the schema's types.
+            pieces: pieces in order, without the end token.
+            tools: tools offered to the policy, for formats whose arguments can be parsed only with the schema's types.
         """
         ...
 
 
 def split_markers(texts: Sequence[str], markers: Sequence[str]) -> Iterator[Piece]:
-    """Iterate over the pieces of texts that may hold ``markers`` as plain characters."""
+    """Iterate over the pieces of texts that may contain ``markers`` as plain characters."""
     for text in texts:
         start = 0
         while True:
@@ -64,11 +64,11 @@ def split_markers(texts: Sequence[str], markers: Sequence[str]) -> Iterator[Piec
 
 
 def after_reasoning(pieces: Sequence[Piece], *, opened: bool) -> Sequence[Piece]:
-    """Return what follows the reasoning: all after the last ``</think>``; nothing where reasoning was never closed.
+    """Return the pieces after the reasoning: all after the last ``</think>``; none if the reasoning is not closed.
 
     Args:
-        pieces: one turn.
-        opened: whether the prompt ended with ``<think>`` already.
+        pieces: pieces of one turn.
+        opened: whether the prompt ended with ``<think>``.
     """
     for index in range(len(pieces) - 1, -1, -1):
         if pieces[index].marker and pieces[index].text == THINK_END:
@@ -84,9 +84,9 @@ def after_reasoning(pieces: Sequence[Piece], *, opened: bool) -> Sequence[Piece]
 
 
 def between(pieces: Sequence[Piece], opening: str, closing: str) -> Iterator[tuple[Sequence[Piece], bool]]:
-    """Iterate over what stands between each ``opening`` and its ``closing``, and whether it was closed.
+    """Iterate over the pieces between each ``opening`` and its ``closing``, and whether it was closed.
 
-    An ``opening`` before the ``closing`` leaves the one before it unclosed.
+    A second ``opening`` before the ``closing`` leaves the first one unclosed.
     """
     start: int | None = None
     for index, piece in enumerate(pieces):
@@ -99,23 +99,23 @@ def between(pieces: Sequence[Piece], opening: str, closing: str) -> Iterator[tup
 
 
 def text_of(pieces: Sequence[Piece]) -> str:
-    """Return the characters, markers included."""
+    """Return the text of pieces, markers included."""
     return "".join(piece.text for piece in pieces)
 
 
 def truncated(closing: str, name: str = "") -> ToolCall:
-    """Return an attempt that was never closed."""
+    """Return a call that was not closed."""
     return ToolCall("", name, {}, CallStatus.TRUNCATED, f"the call is cut off: it has no {closing}")
 
 
 def unreadable(fault: str, name: str = "") -> ToolCall:
-    """Return an attempt that cannot be read; ``fault`` says why."""
+    """Return a call that cannot be parsed, with the reason ``fault``."""
     return ToolCall("", name, {}, CallStatus.INVALID_JSON, fault)
 
 
 def read_json(text: str) -> Any:
-    """Return what strict JSON says. Python's own reader lets ``NaN``, ``Infinity`` and ``1e999`` pass, which no tool
-    server could be sent.
+    """Return the value of strict JSON. Python's parser also accepts ``NaN``, ``Infinity`` and ``1e999``, which could not be
+    sent to a tool server.
 
     Raises:
         ValueError: it is not JSON.
@@ -134,11 +134,11 @@ def _finite(text: str) -> float:
 
 
 def json_call(text: str, *, arguments: Sequence[str] = ("arguments", "parameters")) -> ToolCall:
-    """Return the call that a JSON object ``{"name": …, "arguments": {…}}`` makes.
+    """Return the call of a JSON object ``{"name": …, "arguments": {…}}``.
 
     Args:
-        text: the object.
-        arguments: keys under which arguments may stand, the usual one first. A missing key means none.
+        text: text of the object.
+        arguments: possible keys of the arguments, the usual one first. A missing key means no arguments.
     """
     try:
         value = read_json(text)
@@ -151,7 +151,7 @@ def json_call(text: str, *, arguments: Sequence[str] = ("arguments", "parameters
 
 
 def named_call(name: str, arguments: Any, *, id: str = "") -> ToolCall:
-    """Return the call of ``name`` with ``arguments``: a JSON object, or the text of one."""
+    """Return the call of ``name`` with ``arguments``: a JSON object or its text."""
     if isinstance(arguments, str):
         try:
             arguments = read_json(arguments)

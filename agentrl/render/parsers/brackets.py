@@ -1,4 +1,4 @@
-"""Where brackets close and markers stand in text that a policy wrote, whether or not the text is well formed."""
+"""Positions of closing brackets and of markers in sampled text, which may be malformed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PYTHON = re.compile(_PYTHON + _BRACKET, re.DOTALL)
 
 
 def closing(text: str, start: int, language: re.Pattern[str]) -> int | None:
-    """Return the index behind the bracket that closes the one at ``start``, or None where nothing does.
+    """Return the index after the bracket that closes the one at ``start``, or None if none does.
 
-    Brackets in strings do not count, and every kind of bracket closes every other: linear in the text, no recursion.
+    Brackets in strings are ignored, and every kind of bracket closes every other. Linear in the text, without recursion.
 
     Args:
-        text: what to read.
+        text: text to scan.
         start: index of an opening bracket.
         language: `JSON` or `PYTHON`.
     """
@@ -44,7 +44,7 @@ def closing(text: str, start: int, language: re.Pattern[str]) -> int | None:
 
 
 def positions(pieces: Sequence[Piece], marker: str) -> list[int]:
-    """Return where in the characters of ``pieces`` a marker stands, in order."""
+    """Return the positions of a marker in the text of ``pieces``, in order."""
     found: list[int] = []
     at = 0
     for piece in pieces:

@@ -1,10 +1,10 @@
-"""DeepSeek V3, R1 and V3.1: calls in tokens of their own.
+"""DeepSeek V3, R1 and V3.1: calls in special tokens.
 
 ::
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\\n```json\\n{…}\\n```<｜tool▁call▁end｜>…<｜tool▁calls▁end｜>
 
-V3.1 leaves type and fence out: ``<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>``.
+V3.1 omits type and fence: ``<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FENCE, FENCE_END = "\n```json\n", "\n```"
 
 
 class DeepSeekParser:
-    """Reads calls as DeepSeek V3 and R1 write them, and as V3.1 does."""
+    """Parser of the calls of DeepSeek V3, R1 and V3.1."""
 
     markers = (CALLS, CALLS_END, CALL, CALL_END, SEP)
 
@@ -39,7 +39,7 @@ class DeepSeekParser:
 
 
 def _sections(pieces: Sequence[Piece]) -> list[tuple[int, int, bool]]:
-    """Return where each section of calls begins and ends, and whether it is closed; another opening goes on with it."""
+    """Return start and end of each section of calls, and whether it is closed; a second opening continues a section."""
     sections: list[tuple[int, int, bool]] = []
     start: int | None = None
     for index, piece in enumerate(pieces):
@@ -61,7 +61,7 @@ def _section(pieces: Sequence[Piece], closed: bool) -> list[ToolCall]:
 
 
 def _outside(pieces: Sequence[Piece]) -> list[ToolCall]:
-    """Return the attempts that engines would not see: they look for calls in a section only."""
+    """Return calls outside of sections as attempts: engines look for calls in sections only."""
     fault = f"the call does not stand between {CALLS} and {CALLS_END}"
     return [
         unreadable(fault, _name(body)) if whole else truncated(CALL_END, _name(body))
@@ -86,7 +86,7 @@ def _call(body: Sequence[Piece]) -> ToolCall:
 
 
 def _name(body: Sequence[Piece]) -> str:
-    """Return the name of a call that cannot be read, where it stands in a line of its own that is whole."""
+    """Return the name of a call that cannot be parsed, if it is on a complete line; otherwise an empty string."""
     text = text_of(body)
     head, _, rest = text.partition(SEP)
     name, newline, _ = rest.partition("\n")

@@ -18,15 +18,15 @@ _ORDER = (KEY, KEY_END, VALUE, VALUE_END)
 
 
 class GlmParser:
-    """Reads calls as GLM-4.5 and later write them::
+    """Parser of the calls of GLM-4.5 and later::
 
         <tool_call>NAME
         <arg_key>KEY</arg_key>
         <arg_value>VALUE</arg_value>
         </tool_call>
 
-    Strings stand there as they are, everything else as JSON, so the schema says which it is. Where it allows both, or the
-    tool is unknown, JSON that is no string is read as JSON.
+    Strings are written without quotes, all other values as JSON, so the schema is needed to tell them apart. If it allows both,
+    or the tool is unknown, a JSON value other than a string is parsed as JSON.
     """
 
     markers = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
@@ -38,8 +38,8 @@ class GlmParser:
 
 
 class Glm4Parser:
-    """Reads calls as GLM-4 writes them: parts of a turn that ``<|assistant|>`` divides, with ``NAME`` in the first line
-    and a JSON object below. No marker tells a call, so a part of any other shape is text.
+    """Parser of the calls of GLM-4: sections of a turn separated by ``<|assistant|>``, with ``NAME`` on the first line and a
+    JSON object below. No marker indicates a call, so a section of any other form is text.
     """
 
     markers = (ASSISTANT,)
@@ -47,8 +47,8 @@ class Glm4Parser:
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         """See `CallParser`."""
         known = {tool.name for tool in tools}
-        parts = (_named_part(text_of(part), known) for part in _divided(pieces))
-        return [call for call in parts if call is not None]
+        calls = (_section_call(text_of(section), known) for section in _sections(pieces))
+        return [call for call in calls if call is not None]
 
 
 def _call(body: Sequence[Piece], closed: bool, schemas: Mapping[str, Mapping[str, Any]]) -> ToolCall:
@@ -93,7 +93,7 @@ def _pairs(body: Sequence[Piece]) -> Iterator[tuple[str, str]]:
         yield fields[at][1].strip(), fields[at + 2][1]
 
 
-def _divided(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+def _sections(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
     start = 0
     for index, piece in enumerate(pieces):
         if piece.marker:
@@ -102,7 +102,7 @@ def _divided(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
     yield pieces[start:]
 
 
-def _named_part(text: str, known: Container[str]) -> ToolCall | None:
+def _section_call(text: str, known: Container[str]) -> ToolCall | None:
     name, _, arguments = text.partition("\n")
     name, arguments = name.strip(), arguments.strip()
     if name not in known and (not name or any(map(str.isspace, name)) or not arguments.startswith("{")):

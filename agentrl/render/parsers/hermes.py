@@ -12,7 +12,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser:
-    """Reads calls as Hermes 2 Pro and Qwen2.5 and later write them."""
+    """Parser of the calls of Hermes 2 Pro, and of Qwen2.5 and later."""
 
     markers = (OPEN, CLOSE)
 

@@ -17,7 +17,7 @@ _ID = re.compile(r"(?:functions\.)?(?P<name>\S+):\d+")
 
 
 class KimiParser:
-    """Reads calls as Kimi K2 writes them. They keep the ids that the policy gave them, which say the function's name."""
+    """Parser of the calls of Kimi K2. Calls keep the sampled ids, which contain the function's name."""
 
     markers = (SECTION, SECTION_END, OPEN, ARGUMENTS, CLOSE)
 

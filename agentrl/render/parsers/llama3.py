@@ -19,11 +19,11 @@ ARGUMENTS = ("parameters", "arguments")
 
 _OBJECT = re.compile(r"^[^\S\n]*(\{)", re.MULTILINE)
 _NEXT = re.compile(r"[\s;,]*(\{)")
-"""Behind a call, the next one."""
+"""The start of the next call after a call."""
 _BUILTIN = re.compile(r"[^\W\d]\w*\.call\s*(\()")
-"""``brave_search.call(query="…")``: how Llama 3.1 calls the tools that it was trained with."""
+"""``brave_search.call(query="…")``: calls of Llama 3.1's built-in tools."""
 _UNFINISHED = re.compile(r"[\w.]*\s*")
-"""As far as the turn goes, that or nothing."""
+"""Text at the end of a turn that could be the start of such a call, or nothing."""
 
 _STARTS = (
     '{"name":',
@@ -32,14 +32,14 @@ _STARTS = (
     '{"type":"function","name":',
     '{"type":"function","parameters":',
 )
-"""How a call starts, white space left out."""
+"""Starts of calls, without white space."""
 
 
 class Llama3Parser:
-    """Reads JSON objects: at the start of a line those that are calls, behind ``<|python_tag|>`` any.
+    """Parser of JSON objects: at the start of a line those that are calls, after ``<|python_tag|>`` all of them.
 
-    An object is a call if it has a name and arguments, or the name of a tool. Several may follow each other, with
-    ``;`` or a newline between them.
+    An object is a call if it has a name and arguments, or the name of a tool. Several calls may follow each other,
+    separated by ``;`` or a newline.
     """
 
     markers = (TAG,)
@@ -50,7 +50,7 @@ class Llama3Parser:
 
 
 def _read(text: str, tags: Sequence[int], names: set[str]) -> Iterator[ToolCall]:
-    """Iterate over the calls in text, with a tag at each of ``tags``; those within an object are part of it."""
+    """Iterate over the calls in text, with a tag at each of ``tags``; calls inside an object are part of it."""
     at: int | None = 0
     behind = False
     while at is not None:
@@ -68,15 +68,15 @@ def _read(text: str, tags: Sequence[int], names: set[str]) -> Iterator[ToolCall]
 
 
 def _object(text: str, start: int, names: set[str]) -> tuple[ToolCall | None, int | None]:
-    """Return the call that the object at ``start`` makes, if it is one, and where it ends, if it does."""
+    """Return the call of the object at ``start``, or None if it is not a call, and its end, or None if it is not closed."""
     end = closing(text, start, JSON)
     if end is not None:
         return _call(text[start:end], names), end
-    return (truncated("}") if _begun(text[start:]) else None), None  # whatever follows is within it
+    return (truncated("}") if _begun(text[start:]) else None), None  # the rest of the text is inside of it
 
 
 def _tagged(text: str, start: int) -> tuple[ToolCall, int | None]:
-    """Return the call behind a tag, whatever it is, and where it ends, if it does."""
+    """Return the call after a tag, valid or not, and its end, or None if it is not closed."""
     while text[start : start + 1].isspace():
         start += 1
     builtin = _BUILTIN.match(text, start)
@@ -95,7 +95,7 @@ def _tagged(text: str, start: int) -> tuple[ToolCall, int | None]:
 
 
 def _call(text: str, names: set[str]) -> ToolCall | None:
-    """Return the call that an object makes, whether or not it is well formed; None if it is ordinary JSON."""
+    """Return the call of an object, valid or not; None if it is ordinary JSON."""
     try:
         value: Any = read_json(text)
     except (ValueError, RecursionError):
@@ -108,6 +108,6 @@ def _call(text: str, names: set[str]) -> ToolCall | None:
 
 
 def _begun(text: str) -> bool:
-    """Return whether an object that cannot be read starts as calls do, as far as it goes."""
+    """Return whether an object that cannot be parsed starts like a call."""
     start = "".join(text[:200].replace("'", '"').split())
     return any(start.startswith(whole) or whole.startswith(start) for whole in _STARTS)

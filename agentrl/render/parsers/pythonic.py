@@ -1,4 +1,4 @@
-"""Llama 3.2 and Llama 4: ``[f(a=1), g(b="x")]``, a list of Python calls that is read and never run."""
+"""Llama 3.2 and Llama 4: ``[f(a=1), g(b="x")]``, a list of Python calls that is parsed and never run."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from agentrl.render.parsers.brackets import PYTHON, closing, next_of, positions
 OPEN, CLOSE = "<|python_start|>", "<|python_end|>"
 
 _LIST = re.compile(r"^[^\S\n]*(\[)(?=\s*(?:[^\W\d][\w.]*\s*(?:\(|\Z)|\Z))", re.MULTILINE)
-"""A list at the start of a line whose first element is a call, as far as the turn goes."""
+"""A list at the start of a line whose first element is a call, complete or cut off at the end of the turn."""
 
 _MARKED = re.compile(r"\s*(\[|[^\W\d][\w.]*\s*(?:\(|\Z)|\Z)")
-"""A list or a call, as far as the turn goes."""
+"""A list or a call, complete or cut off at the end of the turn."""
 
 _NAMES = {"true": True, "false": False, "null": None}
-"""JSON's words, which models write among Python's."""
+"""JSON's literals, which models mix with Python's."""
 
 _UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
-"""What `ast.parse` raises: also for null bytes, numbers of too many digits, and nesting that is too deep."""
+"""Errors of `ast.parse`, including those for null bytes, numbers with too many digits, and too deep nesting."""
 
 
 class PythonicParser:
-    """Reads lists of calls, at the start of a line or between Llama 4's ``<|python_start|>`` and ``<|python_end|>``.
+    """Parser of lists of calls, at the start of a line or between Llama 4's ``<|python_start|>`` and ``<|python_end|>``.
 
-    Arguments are literals, given by name. An ordinary list is no call.
+    Arguments are literals, given by name. An ordinary list is not a call.
     """
 
     markers = (OPEN, CLOSE)
@@ -46,7 +46,7 @@ def python_calls(source: str) -> list[ToolCall]:
     """Return the calls of a Python expression: a call, or a list of calls. Never raises."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as one for an escape sequence that Python does not know
+            warnings.simplefilter("ignore")  # such as for an unknown escape sequence
             pieces = ast.parse(source, mode="eval").body
         elements = pieces.elts if isinstance(pieces, ast.List) else [pieces]
         return [_call(element) for element in elements]
@@ -55,7 +55,7 @@ def python_calls(source: str) -> list[ToolCall]:
 
 
 def _read(text: str, opens: Sequence[int]) -> Iterator[ToolCall]:
-    """Iterate over the calls in text, with an `OPEN` at each of ``opens``; those within a list are part of it."""
+    """Iterate over the calls in text, with an `OPEN` at each of ``opens``; calls inside a list are part of it."""
     at = 0
     while True:
         marker = next_of(opens, at, len(text))
@@ -68,7 +68,7 @@ def _read(text: str, opens: Sequence[int]) -> Iterator[ToolCall]:
             yield unreadable(f"what follows {OPEN} is not a list of calls")
             continue
         end = closing(text, found.start(1), PYTHON)
-        if end is None:  # whatever follows is within it
+        if end is None:  # the rest of the text is inside of it
             yield truncated("]")
             return
         yield from python_calls(text[found.start(1) : end])
@@ -96,7 +96,7 @@ def _call(node: ast.expr) -> ToolCall:
 
 
 def _name(node: ast.expr) -> str:
-    """Return ``a.b.c`` of a name with dots; empty for anything else."""
+    """Return a dotted name such as ``a.b.c``; empty for anything else."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -105,10 +105,10 @@ def _name(node: ast.expr) -> str:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return a literal as JSON has it: tuples as lists.
+    """Return the value of a literal as in JSON: tuples become lists.
 
     Raises:
-        ValueError: it is none, or JSON has nothing like it.
+        ValueError: it is not a literal, or not representable in JSON.
     """
     match node:
         case ast.Constant(value=str() | int() | None):

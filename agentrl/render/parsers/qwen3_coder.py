@@ -1,4 +1,4 @@
-"""Qwen3-Coder, Qwen3.5 and Nemotron 3: ``<tool_call>``, the function and its parameters as tags of their own."""
+"""Qwen3-Coder, Qwen3.5 and Nemotron 3: ``<tool_call>``, with tags for the function and its parameters."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>(.*)</function>\s*", re.DOTALL)
 _NAME = re.compile(r"\s*<function=([^<>\n]+)>")
 _OPENING = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
 _CLOSING = re.compile(r"\n?</parameter>(?=\s*(?:<parameter=|\Z))")
-"""The end of a value; one that is followed by anything else is part of it."""
+"""The end of a value; a closing tag that is followed by anything else is part of the value."""
 
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
-"""The templates write these of values that are neither strings, lists nor objects, as Python prints them."""
+"""The templates write these values in Python's notation instead of JSON's."""
 
 
 class Qwen3CoderParser:
-    """Reads calls as these models write them::
+    """Parser of the calls of these models::
 
         <tool_call>
         <function=NAME>
@@ -33,7 +33,7 @@ class Qwen3CoderParser:
         </function>
         </tool_call>
 
-    Strings stand there as they are, everything else as JSON, so the schema says which it is, as in GLM-4.5.
+    Strings are written without quotes, all other values as JSON; the schema tells them apart, as in GLM-4.5.
     """
 
     markers = (OPEN, CLOSE)

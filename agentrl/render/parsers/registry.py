@@ -1,4 +1,4 @@
-"""Which parser reads a model's tool calls."""
+"""Tool-call parsers by name, and the choice of one by chat template."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARSERS: dict[str, MakeParser] = {
     "qwen3-coder": Qwen3CoderParser,
     "tags": TagsParser,
 }
-"""By ``render.tool_parser``."""
+"""Parsers by ``render.tool_parser``."""
 
 SIGNS: tuple[tuple[str, str], ...] = (
     ("<arg_key>", "glm"),
@@ -31,13 +31,13 @@ SIGNS: tuple[tuple[str, str], ...] = (
     ("可用工具", "glm-4"),
     ("<|tool_calls_section_begin|>", "kimi"),
     ("<｜tool▁calls▁begin｜>", "deepseek"),
-    ("[func_name1(", "pythonic"),  # before Llama 3, whose JSON calls such templates may show for few-shot examples
+    ("[func_name1(", "pythonic"),  # before Llama 3: such templates may show its JSON calls in few-shot examples
     ("Environment: ipython", "llama3"),
 )
-"""Text that a chat template holds if its model writes calls in that parser's format; the first that is found decides."""
+"""Text that occurs in the chat templates of a parser's format; the first one found decides."""
 
 
 def parser_of_template(template: str) -> CallParser:
-    """Return the parser of the format that a chat template shows, by default that of Hermes."""
+    """Return the parser of a chat template's call format, by default the Hermes parser."""
     name = next((name for sign, name in SIGNS if sign in template), "hermes")
     return PARSERS[name]()

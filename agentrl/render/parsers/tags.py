@@ -1,4 +1,4 @@
-"""Plain XML tags: ``<NAME>…</NAME>``, where ``NAME`` is a tool that was offered."""
+"""Plain XML tags: ``<NAME>…</NAME>``, where ``NAME`` is a tool offered to the policy."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _TAG = re.compile(r"<([A-Za-z_][\w.-]*)>")
 
 
 class TagsParser:
-    """Reads calls that are named by their tags, as prompts of one's own often ask for::
+    """Parser of calls named by their tags, as custom prompts often request::
 
         <add>{"a": 1, "b": 2}</add>
         <add><a>1</a><b>2</b></add>
         <search>capital of France</search>
 
-    Between the tags stands a JSON object of arguments; or one tag a parameter, with what the schema says: a string as it
-    is, everything else as JSON; or the bare text, where the tool wants one string and nothing else. A tag that names no
-    offered tool is text. No tag is a token of its own for this parser, even where the tokenizer has it.
+    Between the tags is a JSON object of arguments; or one tag per parameter, with a plain string or JSON as the schema
+    requires; or plain text, if the tool's only required parameter is a string. Other tags are text. Tags are always parsed
+    as characters, even if the tokenizer has a token for them.
     """
 
     markers: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ def _call(tool: Tool, body: str) -> ToolCall:
 
 
 def _only_string(schema: Mapping[str, Any]) -> str | None:
-    """Return the one parameter that is required, where it is a string."""
+    """Return the only required parameter if it is a string, else None."""
     required = tuple(map(str, schema.get("required", ())))
     if len(required) != 1:
         return None
@@ -77,15 +77,15 @@ def _only_string(schema: Mapping[str, Any]) -> str | None:
 
 
 def _is_object(body: str, name: str) -> bool:
-    """Return whether a text that starts with a brace is meant as an object with the parameter ``name``."""
+    """Return whether a text that starts with a brace looks like an object with the key ``name``."""
     return re.search(rf'["\']?{re.escape(name)}["\']?\s*:', body) is not None
 
 
 def _parameters(body: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a sequence of tags gives.
+    """Return the arguments of a sequence of tags.
 
     Raises:
-        ValueError: it is none, or a value is not of its type.
+        ValueError: it is not such a sequence, or a value is not of its type.
     """
     arguments: dict[str, Any] = {}
     while body:
@@ -105,9 +105,9 @@ def _parameters(body: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(text: str, name: str) -> tuple[str, str]:
-    """Return the text of a parameter without the newlines at its ends, and what follows its closing tag.
+    """Return the text of a parameter without the newlines at its ends, and the text after its closing tag.
 
-    The closing tag is the first with nothing but another parameter behind it, so that a value may hold its text.
+    The closing tag is the first one followed by another parameter or nothing, so that a value may contain its text.
     """
     closing = f"</{name}>"
     at = text.find(closing)

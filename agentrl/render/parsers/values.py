@@ -1,4 +1,4 @@
-"""Arguments that a call gives as text: the tool's schema says what they are."""
+"""Conversion of arguments given as text to values of the types in the tool's schema."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ _DEEPEST = 16  # a schema may refer to itself
 
 
 def read_value(text: str, kinds: frozenset[str]) -> Any:
-    """Return what ``text`` is as a value that may be of ``kinds``.
+    """Return the value of ``text`` with one of the JSON types ``kinds``.
 
-    Strings stand as they are, everything else as JSON. Where both are allowed, JSON that is no string is read as JSON.
+    Strings are written without quotes, all other values as JSON. If both are allowed, a JSON value other than a string is
+    parsed as JSON.
 
     Raises:
-        ValueError: it is not JSON, and may not be a string.
+        ValueError: it is not JSON, and strings are not allowed.
     """
     if kinds == {"string"}:
         return text
@@ -36,7 +37,7 @@ def read_value(text: str, kinds: frozenset[str]) -> Any:
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """Return the JSON types that a value may have by ``schema``, a part of ``root``; all where it does not say."""
+    """Return the JSON types that ``schema``, a subschema of ``root``, allows; all types if it does not restrict them."""
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return _KINDS
     if "$ref" in schema:
@@ -53,7 +54,7 @@ def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the part of ``root`` that a reference such as ``#/$defs/Point`` names; None where it names none."""
+    """Return the subschema of ``root`` that a reference such as ``#/$defs/Point`` names; None if there is none."""
     found: Any = root
     for key in reference.removeprefix("#").strip("/").split("/"):
         found = part_of(found, key)
@@ -61,5 +62,5 @@ def _referred(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def part_of(schema: Any, key: str) -> Any:
-    """Return what stands under ``key``; None where there is nothing, or ``schema`` is no object."""
+    """Return the value of ``key``; None if there is none, or ``schema`` is not an object."""
     return schema.get(key) if isinstance(schema, Mapping) else None

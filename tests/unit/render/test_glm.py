@@ -182,7 +182,7 @@ def test_a_fork_says_what_the_format_does():
         "a new user message leaves earlier reasoning out"
     )
     assert bridged(renderer, (ASK,), none, "<|user|>", (MORE,)).detail == (
-        "the format puts an empty thought before what was said without one"
+        "the format adds an empty thought to a turn without reasoning"
     )
     assert "so</think>\nhm<|observation|>\n" in bridged(renderer, (ASK,), thought, "<|observation|>", (FOUND,))
     assert "</think>\nhm<|user|>\nAnd" in bridged(renderer, (ASK,), empty, "<|user|>", (MORE,))
