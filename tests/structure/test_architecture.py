@@ -1,8 +1,51 @@
-"""``docs/architecture.md`` is true to the code."""
+"""``docs/architecture.md`` is true to the code: its tree of packages, and every function in its walks."""
 
-from tests.structure.layers import PAGE, up_to_date
+import ast
+import re
+
+import pytest
+
+from tests.structure.graph import FUNCTIONS
+from tests.structure.layers import PAGE, REPOSITORY, up_to_date
+
+LIMITS = {"A sampled token": (25, 18, 6), "A tool call": (30, 17, 8)}
+"""By section, the most functions, files and representations: what they are now, so that they do not grow."""
+
+
+def walk(title: str) -> list[tuple[str, str, str]]:
+    """The rows of a walk: data, function, file. A section is one table with the columns step, data, function, file."""
+    section = PAGE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    assert rows[0] == ["step", "data", "function", "file"]
+    return [(data, function.strip("`"), file.strip("`")) for _, data, function, file in rows[2:]]
+
+
+def defined(tree: ast.AST, prefix: str = "") -> set[str]:
+    """Dotted names of all functions and methods of a module, those in other functions included."""
+    found = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            name = f"{prefix}{node.name}"
+            found |= {name} | defined(node, f"{name}.")
+    return found
 
 
 def test_the_page_has_the_tree_of_packages() -> None:
     page = PAGE.read_text()
     assert page == up_to_date(page), "run make docs"
+
+
+@pytest.mark.parametrize("title", LIMITS)
+def test_every_function_of_a_walk_exists(title: str) -> None:
+    for _, function, file in walk(title):
+        path = REPOSITORY / file
+        assert path.exists(), file
+        assert function in defined(ast.parse(path.read_text())), f"{file} has no {function}"
+
+
+@pytest.mark.parametrize("title", LIMITS)
+def test_walks_stay_short(title: str) -> None:
+    rows = walk(title)
+    data = {name for cell, _, _ in rows for name in re.findall(r"`([^`]+)`", cell)}
+    found = len({row[1:] for row in rows}), len({file for _, _, file in rows}), len(data)
+    assert all(count <= most for count, most in zip(found, LIMITS[title], strict=True)), found
