@@ -220,7 +220,7 @@ class Chat:
         if self._sampling:
             raise RuntimeError("this chat is sampling; rewrite it before or after")
         if not messages:
-            raise ValueError("chat.rewrite needs the messages to go on from")
+            raise ValueError("chat.rewrite needs the messages to continue from")
         old, self._new = self._new, []
         try:
             self.add(*messages)
@@ -283,9 +283,9 @@ class Chat:
     def _prepare_turn(self) -> None:
         """Prepare the prompt of the next turn from the added messages."""
         if not self._new and not self._begun:
-            raise ValueError("a chat needs a message before the policy can speak: agent.chat([Message('user', …)])")
+            raise ValueError("a chat needs a message before it can be sampled: agent.chat([Message('user', …)])")
         if not self._new and self._conversation.turn_ended:
-            raise ValueError("the policy has ended its turn: chat.add(Message('user', …)) before it speaks again")
+            raise ValueError("the policy has ended its turn: chat.add(Message('user', …)) before the next sample")
         reply, new = self._reply, tuple(self._new)
         if self._fresh is not None:
             self._conversation.rewrite(new, self._fresh)
@@ -316,7 +316,7 @@ class Chat:
         """
         if self._conversation.state.trajectory.branch_name:
             raise ValueError(
-                "a branch has no rollout of its own: call rollout() on the chat that agent.chat(...) returned"
+                "a branch is part of its chat's rollout: call rollout() on the chat that agent.chat(...) returned"
             )
         values = {"reward": float(reward), **{name: float(value) for name, value in (metrics or {}).items()}}
         for name, value in values.items():

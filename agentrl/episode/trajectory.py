@@ -146,7 +146,7 @@ class Trajectory:
     def temperature(self, value: float) -> None:
         if value != self.temperature and self.sampled_tokens:
             raise ValueError(
-                f"what was sampled at temperature {self.temperature:g} cannot go on at {value:g}: a row has one temperature; "
+                f"what was sampled at temperature {self.temperature:g} cannot continue at {value:g}: a row has one temperature; "
                 f"set sampler.temperature={self.temperature:g}"
             )
         self._graph.temperature = value
@@ -189,7 +189,7 @@ class Trajectory:
         elif size and not generation.request_id:
             fault = "tokens without a request id"
         elif size and (not versions or versions[0][0] != 0):
-            fault = f"versions {versions}, which say nothing of its first token"
+            fault = f"versions {versions}, which do not cover the first token"
         elif any(before[0] >= after[0] for before, after in pairwise(versions)):
             fault = f"versions {versions} that are not in order"
         if fault:

@@ -1,1 +1,1 @@
-"""The client of an engine that speaks the SGLang protocol."""
+"""Client of an engine that speaks the SGLang protocol: sampling, weight updates, memory, process groups."""

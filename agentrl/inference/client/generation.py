@@ -77,7 +77,7 @@ class GenerationClient(ABC):
         if policy != "main":
             raise SamplerError(f"policy={policy!r}: this engine serves one policy, 'main'")
         if request_id in self._requests:
-            raise SamplerError(f"request_id={request_id!r} is under way already")
+            raise SamplerError(f"request_id={request_id!r} is already in progress")
         request = self._requests[request_id] = _Request()
         whole: Segment | None = None
         ids, left = list(prompt.token_ids), params.max_new_tokens

@@ -123,7 +123,7 @@ class SGLangClient(GenerationClient):
         try:
             return version_number(info["weight_version"])
         except (KeyError, TypeError, SamplerError) as error:
-            raise EngineError(f"the engine at {self.url} tells no version: {error}") from error
+            raise EngineError(f"the engine at {self.url} reports no version: {error}") from error
 
     async def checksums(self) -> dict[str, str]:
         """Return the checksums of ``/weights_checker``, 64 bits for each weight.

@@ -25,7 +25,9 @@ class SGLangWeightGroups:
             self._ranks = int(info["tp_size"])
             return self._ranks
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"the engine at {self._control.url} tells no tp_size in /server_info: {error}") from error
+            raise EngineError(
+                f"the engine at {self._control.url} reports no tp_size in /server_info: {error}"
+            ) from error
 
     async def join(self, group: WeightGroup, first_rank: int) -> None:
         """Join a group; not repeated if the connection fails."""

@@ -198,7 +198,7 @@ class SGLangWeightUpdates:
         except EngineError as error:
             if isinstance(error, ControlRefused) and "Failed to receive" in str(error):
                 self._changed = before
-            with contextlib.suppress(EngineError):  # the first error says what happened
+            with contextlib.suppress(EngineError):  # the first error is the informative one
                 await self.cancel()
             raise
         if last:

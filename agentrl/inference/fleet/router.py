@@ -146,7 +146,7 @@ class RoutedSampler:
 
         """
         if request_id in self._requests:
-            raise SamplerError(f"request_id={request_id!r} is under way already")
+            raise SamplerError(f"request_id={request_id!r} is already in progress")
         request = self._requests[request_id] = _Request(session_id)
         lost: Exception | None = None
         try:

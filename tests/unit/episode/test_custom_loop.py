@@ -488,7 +488,7 @@ def test_a_chat_without_a_message_is_told(renderer):
     async def generate(task, agent):
         await agent.chat([]).sample()
 
-    with pytest.raises(RunStopped, match="needs a message before the policy can speak"):
+    with pytest.raises(RunStopped, match="needs a message before it can be sampled"):
         play(renderer, ["a"], generate, failure=FailureConfig(environment="stop"))
 
 

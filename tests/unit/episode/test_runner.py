@@ -514,7 +514,7 @@ def test_an_episode_does_not_go_on_at_another_temperature(renderer):
         assert await episode.run() is StopReason.MAX_TURNS
         state, env_state = EpisodeState.from_dict(json.loads(json.dumps(await episode.snapshot())))
         colder = build(renderer, ["a", "bb"])[0].with_sampling(temperature=0.5, top_p=1.0, top_k=-1)
-        with pytest.raises(ValueError, match=r"at temperature 1 cannot go on at 0\.5.*sampler\.temperature=1"):
+        with pytest.raises(ValueError, match=r"at temperature 1 cannot continue at 0\.5.*sampler\.temperature=1"):
             await Episode(colder._context, task(), state, env_state).run()
         (row,) = state.trajectory.rows("t0", "e")
         assert row.temperature == 1.0

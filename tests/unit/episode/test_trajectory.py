@@ -126,8 +126,8 @@ def test_nothing_sampled_makes_no_row():
     ("generation", "words"),
     [
         (Generation((1, 2), (-0.5,), FinishReason.STOP, ((0, 0),), 0, "r"), "2 token ids and 1 log-prob"),
-        (Generation((1,), (-0.5,), FinishReason.STOP, (), 0, "r"), "nothing of its first token"),
-        (Generation((1,), (-0.5,), FinishReason.STOP, ((1, 0),), 0, "r"), "nothing of its first token"),
+        (Generation((1,), (-0.5,), FinishReason.STOP, (), 0, "r"), "do not cover the first token"),
+        (Generation((1,), (-0.5,), FinishReason.STOP, ((1, 0),), 0, "r"), "do not cover the first token"),
         (Generation((1, 2), (-0.5,) * 2, FinishReason.STOP, ((0, 0), (0, 1)), 0, "r"), "not in order"),
         (Generation((1,), (-0.5,), FinishReason.STOP, ((0, 0),), 0, ""), "without a request id"),
     ],
