@@ -1,8 +1,7 @@
-"""What must hold among the rows of a rollout: that they are the leaves of one graph of tokens.
+"""Checks across the rows of a rollout: they must be the leaves of one token graph.
 
-The graph is built anew from the rows: two rows share the tokens that they begin with alike, in id, in who made them and in
-the request that sampled them. From it follows which rows there are and where each sampled token is trained, and both must
-be what was saved.
+The graph is rebuilt from the rows: two rows share their common prefix, with equal ids, provenance and requests. It
+determines which rows exist and which row trains each sampled token; both must be as saved.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Key = NDArray[np.int64]
 
 
 def graph_faults(rollout: Rollout) -> Iterator[Fault]:
-    """Yield what is wrong among rows whose arrays fit together."""
+    """Yield violations across rows that are valid themselves."""
     agents: dict[str, list[Row]] = {}
     for row in rollout.rows:
         agents.setdefault(row.key.agent_id, []).append(row)
@@ -38,7 +37,7 @@ def graph_faults(rollout: Rollout) -> Iterator[Fault]:
 
 
 def _row_faults(rows: Sequence[Row]) -> Iterator[Fault]:
-    """Yield what is wrong with numbers and forks: all rows but the first say why they do not go on where another ended."""
+    """Yield violations of row numbers and forks: every row but the first has a fork reason."""
     for place, row in enumerate(rows):
         if row.key.row != place:
             yield Fault(f"it stands in place {place}", row.key.row)
@@ -49,14 +48,14 @@ def _row_faults(rows: Sequence[Row]) -> Iterator[Fault]:
 
 
 class _Graph:
-    """The graph of one agent's rows."""
+    """Token graph of one agent's rows."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         numbers: dict[str, int] = {}
         self.rows = rows
         self.keys = [_key(row, numbers) for row in rows]
         self.shared: list[tuple[int, int]] = [(0, -1)]
-        """For each row, how many tokens it shares with the earlier row with which it shares most, and which that is."""
+        """For each row, the length of its longest common prefix with an earlier row, and the index of that row."""
         for later in range(1, len(rows)):
             common = [_common(self.keys[earlier], self.keys[later]) for earlier in range(later)]
             most = int(np.argmax(common))
@@ -65,11 +64,11 @@ class _Graph:
     @property
     def sampled(self) -> int:
         """Sampled tokens, shared ones once."""
-        fresh = zip(self.rows, self.shared, strict=True)
-        return sum(int((row.provenance[size:] == Provenance.SAMPLED).sum()) for row, (size, _) in fresh)
+        pairs = zip(self.rows, self.shared, strict=True)
+        return sum(int((row.provenance[size:] == Provenance.SAMPLED).sum()) for row, (size, _) in pairs)
 
     def faults(self) -> Iterator[Fault]:
-        """Yield what is not as the graph has it."""
+        """Yield differences from the graph."""
         seen: dict[str, tuple[int, int, int]] = {}
         for place, (row, (size, other)) in enumerate(zip(self.rows, self.shared, strict=True)):
             yield from self._leaf_faults(place)
@@ -82,12 +81,12 @@ class _Graph:
         size, other = self.shared[place]
         row, before = self.rows[place], self.rows[other]
         if other >= 0 and size == len(row.token_ids):
-            yield Fault(f"all of it is in row {before.key.row}, so it is no row of its own", row.key.row)
+            yield Fault(f"all of it is in row {before.key.row}, so it is not a separate row", row.key.row)
         elif other >= 0 and size == len(before.token_ids):
             yield Fault(f"row {before.key.row} is the beginning of it, so it does not fork there", row.key.row)
 
     def _request_faults(self, place: int, seen: dict[str, tuple[int, int, int]]) -> Iterator[Fault]:
-        """Yield requests whose tokens, or what they follow, are not those of an earlier row that has them."""
+        """Yield requests whose tokens, or the tokens before them, differ from an earlier row with the same request."""
         row = self.rows[place]
         for number, name in enumerate(row.request_ids):
             (tokens,) = np.nonzero(row.requests == number)
@@ -113,7 +112,7 @@ class _Graph:
 
 
 def _shared_faults(row: Row, size: int) -> Iterator[Fault]:
-    """Yield sampled tokens that are trained in several rows, or in none: the first row that has one trains it."""
+    """Yield sampled tokens that are trained in several rows, or in none: only the first row with a token trains it."""
     sampled = row.provenance == Provenance.SAMPLED
     marked = row.mask_reason == MaskReason.SHARED
     before = np.arange(len(sampled)) < size
@@ -144,7 +143,7 @@ def _key(row: Row, numbers: dict[str, int]) -> Key:
 
 
 def _common(left: Key, right: Key) -> int:
-    """Return how many tokens two rows begin with alike."""
+    """Return the length of the common prefix of two rows."""
     size = min(len(left), len(right))
     different = (left[:size] != right[:size]).any(axis=1)
     return int(different.argmax()) if different.any() else size

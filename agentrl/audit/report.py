@@ -1,4 +1,4 @@
-"""What an audit finds."""
+"""Results of an audit."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """Something in a rollout that is not as it must be."""
+    """A violated rule in a rollout, without its place in a file."""
 
     words: str
-    """What, with the value."""
+    """What is wrong, with the value."""
     row: int | None = None
     """The row's number; None for the rollout as a whole."""
     token: int | None = None
-    """The first token of the row that has it; None for the row as a whole."""
+    """Index of the first token with it; None for the row as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A fault and where it lies."""
+    """A fault with its place."""
 
     where: str
     """File and line (in parquet: the rollout's number from 1)."""
     rollout_id: str
-    """Empty where it cannot be read."""
+    """Empty if the rollout cannot be read."""
     fault: Fault
     """What is wrong."""
 
     def __str__(self) -> str:
-        """Return it in one line."""
+        """Return place and fault in one line."""
         parts = [
             self.where,
             f"rollout {self.rollout_id}" if self.rollout_id else "",
@@ -42,43 +42,43 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Drifted:
-    """A turn whose text is other tokens when it is tokenised again."""
+    """A turn whose text has other ids when it is retokenized."""
 
     rollout_id: str
     request_id: str
     token: int
-    """The first of the turn's tokens that would be another."""
+    """Index of the turn's first token that would differ."""
     text: str
-    """What these tokens say, from there on."""
+    """Text of the tokens from there on."""
     sampled: tuple[int, ...]
-    """The ids that were sampled, from there on."""
+    """Sampled ids from there on."""
     again: tuple[int, ...]
-    """The ids that the text would become."""
+    """Ids of the retokenized text."""
 
 
 EXAMPLES = 3
-"""Drifted turns that are kept to show."""
+"""Drifted turns that are kept as examples."""
 
 
 @dataclass(slots=True)
 class Report:
-    """Figures and violations of all rollouts that were looked at."""
+    """Counts and violations of all checked rollouts."""
 
     rollouts: int = 0
     rows: int = 0
     tokens: int = 0
-    """In all rows, shared ones in each."""
+    """Over all rows; shared tokens count in each."""
     sampled: int = 0
-    """Tokens that the policy sampled, shared ones once; of rollouts without a violation, as drift is."""
+    """Sampled tokens, shared ones once; only of rollouts without violations, like drift."""
     trained: int = 0
     """Tokens with mask 1."""
     forks: Counter[str] = field(default_factory=Counter)
-    """Rows by the reason why they fork."""
+    """Rows by fork reason."""
     turns: int = 0
-    """Sampled turns whose text was tokenised again."""
+    """Sampled turns whose text was retokenized."""
     drifted: int = 0
-    """Those of them that came back as other ids."""
+    """Those with other ids after retokenization."""
     examples: list[Drifted] = field(default_factory=list)
-    """The first few."""
+    """The first drifted turns."""
     violations: list[Violation] = field(default_factory=list)
     """In the order of the files."""

@@ -1,4 +1,4 @@
-"""What must hold of one row by itself: masks and their reasons, and who made each token."""
+"""Checks of a single row: masks, mask reasons and provenance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Where = NDArray[np.bool_]
 
 
 def row_faults(row: Row) -> Iterator[Fault]:
-    """Yield what is wrong with a row, each kind of fault once, at the first token that has it."""
+    """Yield the faults of a row, each kind once, at the first token that has it."""
     number = row.key.row
     sizes = {name: len(getattr(row, name)) for name in ARRAYS}
     if len(set(sizes.values())) > 1 or any(getattr(row, name).ndim != 1 for name in ARRAYS):
@@ -39,7 +39,7 @@ def _mask_faults(row: Row) -> Mapping[str, Where]:
     none = row.mask_reason == MaskReason.NONE
     return {
         "the mask is neither 0 nor 1": row.mask > 1,
-        "nobody is known to have made it": row.provenance > max(Provenance),
+        "its provenance is unknown": row.provenance > max(Provenance),
         "the reason for its mask is unknown": row.mask_reason > max(MaskReason),
         "it has mask 1, and no engine sampled it": (row.mask == 1) & ~sampled,
         "its mask and the reason for it disagree": (row.mask == 1) != none,
@@ -64,7 +64,7 @@ def _provenance_faults(row: Row) -> Mapping[str, Where]:
 
 
 def _request_faults(row: Row) -> Iterator[Fault]:
-    """Yield what is wrong with requests: each samples one stretch of tokens, in the order they are listed."""
+    """Yield faults of requests: each samples one contiguous range of tokens, in the order of the list."""
     number, names = row.key.row, row.request_ids
     if len(set(names)) < len(names) or not all(names):
         yield Fault(f"its request ids are not unique names: {', '.join(map(repr, names))}", number)

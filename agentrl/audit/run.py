@@ -1,4 +1,4 @@
-"""Audits files of rollouts, one rollout in memory at a time."""
+"""Audit of rollout files, with one rollout in memory at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from agentrl.obs.rollouts import scan_rollouts
 
 
 def audit_files(paths: Iterable[Path], texts: Texts | None = None) -> Report:
-    """Check every rollout of some files, and return what was found.
+    """Check every rollout of some files.
 
     Args:
         paths: ``….jsonl`` or ``….parquet``.
-        texts: of the tokenizer of the model that sampled; without it texts are not compared and drift is not measured.
+        texts: has the tokenizer of the model that sampled; without it, texts are not compared and drift is not measured.
 
     Raises:
         ConfigError: a file cannot be read at all.
@@ -44,7 +44,7 @@ def audit_files(paths: Iterable[Path], texts: Texts | None = None) -> Report:
 
 
 def rollout_faults(rollout: Rollout, texts: Texts | None = None) -> list[Fault]:
-    """Return what is wrong with a rollout; empty if nothing is. Rows that are broken themselves are not compared."""
+    """Return the faults of a rollout. Rows with faults of their own are not compared with each other."""
     faults = [fault for row in rollout.rows for fault in row_faults(row)]
     if not faults:
         faults = [*graph_faults(rollout), *_refused(rollout)]
@@ -54,7 +54,7 @@ def rollout_faults(rollout: Rollout, texts: Texts | None = None) -> list[Fault]:
 
 
 def _refused(rollout: Rollout) -> Iterator[Fault]:
-    """Yield what the learner itself would refuse the rows for."""
+    """Yield why the learner would refuse the rows."""
     try:
         check_rows(rollout.rows)
     except ProvenanceError as error:

@@ -1,4 +1,4 @@
-"""An audit's report for a terminal."""
+"""An audit's report as a table."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.text import Text
 from agentrl.audit.report import Drifted, Report
 
 SHOWN = 8
-"""Ids of a drifted turn that are shown."""
+"""Ids of a drifted turn in the output."""
 
 
 def report_table(report: Report, no_tokenizer: str = "") -> Table:
-    """Return the figures; ``no_tokenizer`` says why drift was not measured."""
+    """Return the counts; ``no_tokenizer`` is the reason if drift was not measured."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
@@ -34,7 +34,7 @@ def report_table(report: Report, no_tokenizer: str = "") -> Table:
 
 
 def example_lines(report: Report) -> Iterator[str]:
-    """Yield the turns that would drift, a line each."""
+    """Yield one line per example of a drifted turn."""
     for drifted in report.examples:
         yield (
             f"  rollout {drifted.rollout_id}, request {drifted.request_id}, from its token {drifted.token} on: "
@@ -55,6 +55,6 @@ def _ids(ids: tuple[int, ...], drifted: Drifted) -> str:
     while (
         same < min(len(drifted.sampled), len(drifted.again)) and drifted.sampled[-1 - same] == drifted.again[-1 - same]
     ):
-        same += 1  # what both end with says nothing
+        same += 1  # the common suffix does not differ
     different = ids[: max(1, len(ids) - same)]
     return " ".join(map(str, different[:SHOWN])) + (" …" if len(different) > SHOWN else "")

@@ -1,4 +1,4 @@
-"""What the tokenizer tells of saved rollouts: whether ids say what was written beside them, and what drift there would be."""
+"""Checks with the tokenizer: whether ids decode to the saved texts, and how many turns retokenization would change."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from agentrl.audit.report import EXAMPLES, Drifted, Fault, Report
 from agentrl.core.types import Provenance, Rollout
 
 Turns = dict[str, tuple[int, ...]]
-"""The ids that each request sampled."""
+"""Sampled ids by request."""
 
 
 class Texts:
-    """Reads ids with the tokenizer of the policy.
+    """Compares ids and texts with the tokenizer of the policy.
 
     Args:
-        tokenizer: that of the model that sampled.
+        tokenizer: of the model that sampled.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
 
     def faults(self, rollout: Rollout, turns: Turns) -> Iterator[Fault]:
-        """Yield texts beside the rows that their ids do not say: the prompt, and what the policy said."""
+        """Yield saved texts that the ids do not decode to: the prompt, and the policy's messages."""
         if (
             rollout.prompt
             and rollout.rows
@@ -38,10 +38,10 @@ class Texts:
         said.update(self.decode(ids[:-1]) for ids in turns.values())  # without the token that ends a turn
         for number, turn in enumerate(rollout.turns):
             if turn.action and not said[turn.action]:
-                yield Fault(f"no request sampled what turn {number} says, {turn.action[:60]!r}…")
+                yield Fault(f"no request sampled the text of turn {number}, {turn.action[:60]!r}…")
 
     def measure(self, rollout: Rollout, turns: Turns, report: Report) -> None:
-        """Count how many turns would come back as other ids if their text were tokenised again."""
+        """Count the turns whose text has other ids when it is retokenized."""
         for request, ids in turns.items():
             report.turns += 1
             again = tuple(self._tokenizer.encode(self.decode(ids), add_special_tokens=False))
@@ -70,7 +70,7 @@ class Texts:
 
 
 def sampled_turns(rollout: Rollout) -> Turns:
-    """Return what each request sampled; where a fork cuts it in one row, as another has it whole."""
+    """Return the sampled ids of each request; if a fork cuts them in one row, from the row that has all."""
     turns: Turns = {}
     for row in rollout.rows:
         starts = np.flatnonzero(np.diff(row.requests, prepend=-1, append=-1))

@@ -1,4 +1,4 @@
-"""Rows of JSONL and parquet files, each with the place it came from."""
+"""Rows of JSONL and parquet files, with their places for messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.core.errors import ConfigError
 
 SUFFIXES = (".jsonl", ".parquet")
-"""The formats that can be read."""
+"""Supported formats."""
 _SHOWN = 80
 
 
@@ -26,7 +26,7 @@ class Row:
     values: Mapping[str, Any]
     """Its columns."""
     unread: tuple[str, ...] = ()
-    """Further columns of the file, which were not asked for."""
+    """Further columns of the file, which were not read."""
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A taskset of the rows of files."""
+"""A taskset from the rows of files."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def read_tasks(path: Path, data: DataConfig, key: str = "data.path") -> Sequence
 
     Args:
         path: a ``.jsonl`` or ``.parquet`` file.
-        data: which columns mean what, and how many rows to take.
+        data: columns of prompt, label and metadata, and the limit of rows.
         key: the configuration key that names the file, for messages.
 
     Raises:
         ConfigError: there is no such file, nothing in it, or a row that does not parse, lacks a key or has a prompt
-            or name that cannot be used; the message says where.
+            or name that cannot be used; the message has the place.
 
     """
     tasks: dict[str, Task] = {}
@@ -123,7 +123,7 @@ def _metadata(row: Row, column: str) -> Mapping[str, Any]:
 
 
 def _json_able(row: Row, column: str, key: str) -> Any:
-    """Return a value that can be written beside a rollout; parquet holds others too, such as dates."""
+    """Return a value that can be written to JSON; parquet has others too, such as dates."""
     value = row.get(column, key)
     try:
         json.dumps(value)

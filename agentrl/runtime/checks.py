@@ -21,10 +21,10 @@ from agentrl.runtime.task_order import EnvTasks
 
 
 def open_tasks(config: Config) -> TaskSet:
-    """Return the tasks of the configuration: those of files, of a taskset, or the environment's own.
+    """Return the configured tasks: from files, from a taskset, or the environment's own.
 
     Raises:
-        ConfigError, UnknownNameError: there are none, two sources are named, or the source does not fit.
+        ConfigError, UnknownNameError: there are none, or the source is not valid.
 
     """
     data, tasks = config.data, config.tasks
@@ -35,17 +35,17 @@ def open_tasks(config: Config) -> TaskSet:
     cls = env_class(config.env.name)
     if cls.tasks.__func__ is Env.tasks.__func__:  # type: ignore[attr-defined]
         raise ConfigError(
-            f"env.name={config.env.name} brings no tasks of its own: set data.path to a file of prompts, or tasks.name to "
+            f"env.name={config.env.name} has no tasks: set data.path to a file of prompts, or tasks.name to "
             "a taskset, or define tasks(split, seed) on the environment"
         )
     return EnvTasks(cls, config.run.seed)
 
 
 def check_episodes(config: Config) -> None:
-    """Check what episodes are made of: the environment, its tools, the generate and the reward function.
+    """Check the environment, its tools, the multi-turn loop and the reward function.
 
     Raises:
-        UserError: one does not exist or does not fit.
+        UserError: one does not exist or is not valid.
 
     """
     make_env(config.env.name, config.env.options)
@@ -55,14 +55,14 @@ def check_episodes(config: Config) -> None:
 
 
 def check_engine(config: Config, *, on_cluster: bool = False) -> None:
-    """Refuse an engine that is not installed, naming what to install or set.
+    """Check that the engine can run here.
 
     Args:
-        config: the run's.
-        on_cluster: engines are started by a Ray that runs already, whose machines may have GPUs that this one has not.
+        config: of the run.
+        on_cluster: engines are started by a running Ray, whose machines may have GPUs if this one has none.
 
     Raises:
-        MissingError: this machine cannot run it.
+        MissingError: it is not installed, or there is no GPU; the message says what to install or set.
         ConfigError: it holds fewer tokens than an episode may have.
 
     """

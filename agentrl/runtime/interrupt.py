@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as an orderly end: the run saves, then stops. A second Ctrl-C ends it at once."""
+"""Graceful shutdown on Ctrl-C and SIGTERM: the run saves, then stops. A second Ctrl-C ends it at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentrl.core.errors import RunStopped
 T = TypeVar("T")
 
 WATCH_S = 0.5
-"""Seconds between two looks."""
+"""Seconds between calls of ``watch``."""
 
 
 class Interrupt:
@@ -23,7 +23,7 @@ class Interrupt:
         self.requested = asyncio.Event()
 
     def __enter__(self) -> Interrupt:
-        """Take over the signals."""
+        """Install the signal handlers."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._request)
@@ -32,7 +32,7 @@ class Interrupt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Give the signals back."""
+        """Remove the signal handlers."""
         self._release()
 
     def _request(self) -> None:
@@ -45,10 +45,10 @@ class Interrupt:
             loop.remove_signal_handler(number)
 
     async def guard(self, work: Coroutine[Any, Any, T], watch: Callable[[], None] | None = None) -> T:
-        """Return what ``work`` returns, or cancel it once a signal comes or ``watch``, called now and then, raises.
+        """Return what ``work`` returns, or cancel it when a signal arrives or ``watch``, called every `WATCH_S`, raises.
 
         Raises:
-            RunStopped: a signal came first.
+            RunStopped: a signal arrived first.
 
         """
         if self.requested.is_set():

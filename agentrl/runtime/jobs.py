@@ -1,4 +1,4 @@
-"""The episodes of a training step, and their sampling under watch of the services."""
+"""The episodes of a training step, and sampling them with checks of the services."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OnDone = Callable[[Rollout], None]
 
 
 def step_jobs(config: Config, order: TaskOrder, step: int, position: int, tasks: int) -> list[Job]:
-    """Return the episodes of a step: of each of the ``tasks`` from ``position`` on a group of them."""
+    """Return the episodes of a step: one group for each of ``tasks`` tasks from ``position`` on."""
     return [
         Job(task, episode_seed(config.run.seed, position + offset, sample), f"{step}/{offset}/{sample}")
         for offset, task in enumerate(order.take(position, tasks))
@@ -27,7 +27,7 @@ def step_jobs(config: Config, order: TaskOrder, step: int, position: int, tasks:
 async def sample_watched(
     runner: EpisodeRunner, jobs: Sequence[Job], services: Services, interrupt: Interrupt, on_done: OnDone
 ) -> list[Rollout]:
-    """Play episodes. Ctrl-C ends them, and a server that dies ends them with the server's own error."""
+    """Run episodes. Ctrl-C ends them; a server that dies ends them with the server's own error."""
     try:
         return await interrupt.guard(runner.run_many(jobs, on_done), services.check)
     except AgentrlError:

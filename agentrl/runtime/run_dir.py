@@ -1,4 +1,4 @@
-"""The folder of a run: which one, what lies where, and whether it may be used."""
+"""Selection of the run's folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
     """Return the run's folder: ``run.dir``, or a new one under ``runs/``, or with ``resume`` the newest one there.
 
     Raises:
-        ConfigError: the folder holds a run already and ``resume`` is not set, or there is no run to resume.
+        ConfigError: the folder already has a run and ``resume`` is not set, or there is no run to resume.
 
     """
     label = Path(config.env.name.rpartition(":")[2] or config.env.name).stem
@@ -23,7 +23,7 @@ def choose_folder(config: Config, *, resume: bool) -> Path:
         folder = config.run.dir.expanduser()
         if (folder / "metrics.jsonl").exists() and not resume:
             raise ConfigError(
-                f"run.dir={folder} holds a run already; add --resume to go on with it, or set another run.dir"
+                f"run.dir={folder} already has a run; add --resume to continue it, or set another run.dir"
             )
         return folder
     if resume:

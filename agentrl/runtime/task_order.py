@@ -1,4 +1,4 @@
-"""Where a run's tasks come from, and in which order."""
+"""Order of tasks in training, episode seeds, and tasksets of environments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.core.task import Task, TaskSet
 
 
 class EnvTasks(TaskSet):
-    """The tasks that an environment class brings itself."""
+    """The tasks of an environment class."""
 
     def __init__(self, env: type[Env], seed: int) -> None:
         self._env = env
@@ -24,17 +24,17 @@ class EnvTasks(TaskSet):
 
 
 class NoTasks(TaskSet):
-    """No tasks at all: an evaluation may bring its own files."""
+    """An empty taskset, for evaluations whose sets all have files."""
 
     def split(self, name: str) -> Sequence[Task]:
-        """Return nothing."""
+        """Return an empty sequence."""
         return ()
 
 
 class TaskOrder:
-    """An endless order over a split: a fresh permutation every epoch, a pure function of seed and position.
+    """An endless order over a split: a new permutation every epoch, as a pure function of seed and position.
 
-    So the position alone says where a run was, and a resumed run sees the tasks it would have seen.
+    The position alone determines the next tasks: a resumed run continues with the same tasks.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
@@ -58,5 +58,5 @@ class TaskOrder:
 
 
 def episode_seed(run_seed: int, *parts: str | int) -> int:
-    """Return a seed for one episode from the run's seed and what names the episode; equal in every process."""
+    """Return a seed for one episode from the run's seed and the episode's identifiers; equal in every process."""
     return zlib.crc32("/".join(str(part) for part in (run_seed, *parts)).encode()) & 0x7FFFFFFF

@@ -1,4 +1,4 @@
-"""Demonstrations by number, for loaders that make them in several processes."""
+"""Demonstrations by index, for data loaders with several processes."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ class Demonstrated:
     """The demonstrations of one optimizer step."""
 
     rows: list[Row]
-    """One an episode."""
+    """One row per episode."""
     reward: float
-    """Mean reward of the episodes: what the expert, faults included, is worth."""
+    """Mean reward of the episodes, the expert's mistakes included."""
 
 
 @dataclass(slots=True)
 class _Scene:
-    """What episodes of one world and stage share."""
+    """Taskset, environment and tools of one world and stage."""
 
     taskset: TaskSet
     tasks: Sequence[Task]
     env: Env
     tools: Mapping[str, LocalTool]
     served: Mapping[str, Tool]
-    """What the environment's tools of servers give way to."""
+    """Tools of servers as the run's options configure them, in place of the environment's."""
 
 
 class Demonstrations:
     """Item ``i`` holds the demonstrations of the steps on world ``i``, in order. A pure function of the configuration.
 
-    Items are independent of each other, so any process may make any of them; the object itself can be pickled.
+    Items are independent, so any process may make any of them; the object can be pickled.
 
     Args:
-        config: the run.
+        config: of the run.
         make_renderer: builds the renderer, once in each process.
 
     Raises:
@@ -69,13 +69,13 @@ class Demonstrations:
 
     @property
     def renderer(self) -> ChatRenderer:
-        """Built when first asked for, in each process anew."""
+        """The renderer, built on first access in each process."""
         if self._renderer is None:
             self._renderer = self._make_renderer()
         return self._renderer
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what each process builds for itself."""
+        """Return the state without renderer and scene, which each process builds."""
         return {**self.__dict__, "_renderer": None, "_scene": None}
 
     @property
@@ -95,13 +95,13 @@ class Demonstrations:
         return [self._step(scene, rng) for _ in steps]
 
     def close(self) -> None:
-        """End what tools in this process have opened; another item opens it anew."""
+        """Close the sessions of tools in this process; they are opened again for another item."""
         scene, self._scene = self._scene, None
         for tool in () if scene is None else scene[1].tools.values():
             getattr(tool, "close", lambda: None)()
 
     def stage(self, step: int) -> SftStage | None:
-        """Return the curriculum's stage in which ``step`` lies; None after the last."""
+        """Return the curriculum's stage of ``step``, or None after the last."""
         for stage in self._sft.curriculum:
             if step < stage.steps:
                 return stage
@@ -127,7 +127,7 @@ class Demonstrations:
         )
 
     def _enter(self, index: int, stage: SftStage | None) -> _Scene:
-        """Return the scene of an item; the last one is kept, as without ``sft.reseed_option`` many items share it."""
+        """Return the scene of an item; the last one is cached, because without ``sft.reseed_option`` many items share it."""
         config = self._config
         options = {**config.tasks.options, **(stage.tasks if stage else {})}
         if self._sft.reseed_option is not None:
@@ -143,7 +143,7 @@ class Demonstrations:
         return self._scene[1]
 
     def _tools(self, env: Env, taskset: TaskSet) -> tuple[dict[str, LocalTool], dict[str, Tool]]:
-        """Return what calls are answered by, and what is offered to the expert, both by the tool's name."""
+        """Return the functions that answer calls, and the tools offered to the expert, both by tool name."""
         tools = {tool.name: _in_process(tool) for tool in env.tools if not tool.server}
         offered: dict[str, Tool] = {}
         for name in env.tool_names:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on scripted experts: demonstrate, pack, step."""
+"""Supervised fine-tuning on the demonstrations of scripted experts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from agentrl.runtime.run_dir import choose_folder
 from agentrl.sft.demonstrations import Demonstrated, Demonstrations
 
 SHOWN_EVERY = 50
-"""Steps between two lines on the console; ``metrics.jsonl`` has them all."""
+"""Steps between lines on the console; ``metrics.jsonl`` has all steps."""
 
 
 def sft(config: Config, *, console: Console) -> Path:
@@ -42,7 +42,7 @@ def sft(config: Config, *, console: Console) -> Path:
 
     Raises:
         RunStopped: Ctrl-C; the policy so far is written first.
-        UserError: a configuration that does not fit.
+        UserError: the configuration is not valid.
         LearnerError: a learner rank failed.
 
     """
@@ -65,12 +65,12 @@ def sft(config: Config, *, console: Console) -> Path:
     write_policy(folder / "checkpoint" / "model", model, out, config.sft.dtype)
     console.print(f"policy {out}", highlight=False)
     if interrupted:
-        raise RunStopped(f"interrupted after {step} of {config.sft.steps} steps; the policy so far lies in {out}")
+        raise RunStopped(f"interrupted after {step} of {config.sft.steps} steps; the policy so far is in {out}")
     return out
 
 
 def _start_learner(config: Config, model: Path, folder: Path) -> LearnerGroup:
-    """One rank learns in this process, where nothing else has to be done meanwhile; several are Ray's."""
+    """Return a learner in this process for one rank, else one of Ray actors."""
     if config.learner.ranks == 1:
         return LocalLearnerGroup(model, config.learner, config.algo, seed=config.run.seed)
     return start_learners(model, config.learner, config.algo, seed=config.run.seed, run_dir=folder)
@@ -79,7 +79,7 @@ def _start_learner(config: Config, model: Path, folder: Path) -> LearnerGroup:
 def _train(
     config: Config, learner: LearnerGroup, data: Demonstrations, metrics: MetricsLog, console: Console
 ) -> tuple[int, bool]:
-    """Take the steps; return how many, and whether Ctrl-C ended them."""
+    """Run the steps; return their number, and whether Ctrl-C ended them."""
     step, start = 0, time.perf_counter()
     with _interrupts() as interrupted:
         for batch in batches(config, data):
@@ -124,14 +124,14 @@ def _line(config: Config, step: int, spent: float, step_metrics: dict[str, float
 
 
 def batches(config: Config, data: Demonstrations) -> Iterator[GlobalBatch]:
-    """Yield the packed batch of every step in order, made ahead of time by ``sft.workers`` processes."""
+    """Yield the packed batch of every step in order, prefetched by ``sft.workers`` processes."""
     workers = config.sft.workers
     loader: DataLoader[bytes] = DataLoader(
         data,  # type: ignore[arg-type]
         batch_size=None,
         collate_fn=Packer(config, data.renderer.pad_token_id),
         num_workers=workers,
-        # There are threads by now: a forked process could hang in a lock that one of them held.
+        # This process has threads: a forked one could hang in a lock that a thread held.
         multiprocessing_context="forkserver" if workers else None,
         worker_init_fn=_leave_interrupts_to_the_driver if workers else None,
     )
@@ -145,7 +145,7 @@ def _leave_interrupts_to_the_driver(worker: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RendererOf:
-    """Builds the renderer of a model folder, in whichever process calls it."""
+    """Builds the renderer of a model folder in the calling process."""
 
     folder: Path
     config: RenderConfig
@@ -157,13 +157,13 @@ class RendererOf:
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """Turns the demonstrations of some steps into one batch a step; runs in the workers."""
+    """Packs the demonstrations of steps into one batch per step; runs in the workers."""
 
     config: Config
     pad_id: int
 
     def __call__(self, steps: list[Demonstrated]) -> bytes:
-        """Return the pickled batches: as plain bytes they need no shared memory file a tensor."""
+        """Return the pickled batches: plain bytes need no shared memory file per tensor."""
         return pickle.dumps([self._pack(step) for step in steps])
 
     def _pack(self, step: Demonstrated) -> GlobalBatch:
@@ -181,7 +181,7 @@ class Packer:
 
 
 def write_policy(trained: Path, source: Path, out: Path, dtype: str) -> None:
-    """Write the model in ``trained`` to ``out`` in ``dtype``, with tokenizer and chat template as ``source`` has them."""
+    """Write the model in ``trained`` to ``out`` in ``dtype``, with the tokenizer and chat template of ``source``."""
     out.mkdir(parents=True, exist_ok=True)
     load_model(trained, dtype).save_pretrained(out)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):

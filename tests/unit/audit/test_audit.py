@@ -116,7 +116,7 @@ PLACES = {
     ),
     "an observation as if it were stale": ({"mask_reason": (1, 3)}, 0, 1, "a reason for samples"),
     "a strange mask": ({"mask": (2, 2)}, 0, 2, "neither 0 nor 1"),
-    "a strange maker": ({"provenance": (2, 9)}, 0, 2, "nobody is known to have made it"),
+    "a strange maker": ({"provenance": (2, 9)}, 0, 2, "its provenance is unknown"),
     "a strange reason": ({"mask": (2, 0), "mask_reason": (2, 9)}, 0, 2, "the reason for its mask is unknown"),
     "a log-probability above 0": ({"logprobs": (3, 0.5)}, 0, 3, "no finite number of at most 0"),
     "no log-probability": ({"logprobs": (3, np.nan)}, 0, 3, "no finite number of at most 0"),
@@ -186,7 +186,7 @@ def test_rows_that_the_graph_does_not_have():
     reason = np.where(branch.mask_reason == 1, 1, 2).astype(np.uint8)
     again = dataclasses.replace(branch, mask=branch.mask * 0, mask_reason=reason)
     twice = with_rows(first, other, branch, renumbered(again, 3))
-    assert Fault("all of it is in row 2, so it is no row of its own", 3) in rollout_faults(twice)
+    assert Fault("all of it is in row 2, so it is not a separate row", 3) in rollout_faults(twice)
     begins = with_rows(cut(first, 5, 1), other, branch)
     assert Fault("row 0 is the beginning of it, so it does not fork there", 2) in rollout_faults(begins)
 
@@ -198,9 +198,9 @@ def test_rows_that_the_graph_does_not_have():
         ({"rows": good().rows[:2]}, "it says that 8 tokens were sampled; its rows hold 6"),
         ({"rows": changed(good(), 1, temperature=0.5).rows}, "at several temperatures: 0.5, 1.0"),
         ({"prompt": "abc"}, "no row begins with the prompt, 'abc'"),
-        ({"turns": [Turn("hm", "", FinishReason.STOP)]}, "no request sampled what turn 0 says, 'hm'"),
+        ({"turns": [Turn("hm", "", FinishReason.STOP)]}, "no request sampled the text of turn 0, 'hm'"),
         ({"rows": changed(good(), 0, token_ids=(7, 6)).rows, "turns": [Turn("e", "", FinishReason.STOP)] * 2}, None),
-        ({"rows": changed(good(), 2, token_ids=(6, 5)).rows}, "no request sampled what turn 3 says, 'f'"),
+        ({"rows": changed(good(), 2, token_ids=(6, 5)).rows}, "no request sampled the text of turn 3, 'f'"),
     ],
 )
 def test_what_is_wrong_with_a_rollout_is_named(values, words):
