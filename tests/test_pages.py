@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from agentrl.cli.main import COMMANDS
+from agentrl.config.schema import Config
 from tests.test_readme import example
 
 ROOT = Path(__file__).parents[1]
@@ -63,6 +65,22 @@ def exists(dotted: str) -> bool:
     module, last = path.parent, path.name
     files = [module.with_suffix(".py"), module / "__init__.py"]
     return any(file.exists() and re.search(rf"\b{last}\b", file.read_text()) for file in files)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_configuration_keys_exist(page: Path) -> None:
+    for key in set(re.findall(r"(?<![\w./-])([a-z]+(?:\.[a-z_]+)+)(?==|`)", page.read_text())):
+        names = key.split(".")
+        if names[0] in Config.model_fields and names[-1] not in {"py", "md", "yaml", "json", "jsonl"}:
+            assert is_key(names, Config), key
+
+
+def is_key(names: list[str], section: object) -> bool:
+    """Whether a dotted key is in the configuration; options below a key that is no section are passed on."""
+    if not names or not (isinstance(section, type) and issubclass(section, BaseModel)):
+        return True
+    field = section.model_fields.get(names[0])
+    return field is not None and is_key(names[1:], field.annotation)
 
 
 def test_names_in_the_specification_exist() -> None:
