@@ -93,7 +93,7 @@ def get_packaged(name: str, folder: Path) -> None:
 def _from_hub(path: str, key: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=list(_FILES)))
-    except Exception as error:  # the hub client raises errors of its own, of requests, of httpx and OSError
+    except Exception as error:  # the hub client raises its own errors, those of requests and httpx, and OSError
         offline = os.environ.get("HF_HUB_OFFLINE", "")
         why = f" (HF_HUB_OFFLINE={offline}: the hub is not asked)" if offline not in ("", "0") else ""
         raise ModelError(

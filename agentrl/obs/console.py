@@ -20,7 +20,7 @@ UNWRAPPED_WIDTH = 10_000
 def make_console(*, stderr: bool = False) -> Console:
     """Return a console for standard output or standard error that wraps lines only if that is a terminal.
 
-    Rich would take 80 columns where it finds no terminal, also if colours are forced with ``FORCE_COLOR``.
+    Without a terminal Rich would assume 80 columns, also if colours are forced with ``FORCE_COLOR``.
     """
     if (sys.stderr if stderr else sys.stdout).isatty():
         return Console(stderr=stderr)

@@ -61,7 +61,7 @@ def make_renderer(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | Non
 
 
 def choose_format(tokenizer: PreTrainedTokenizerBase, config: RenderConfig) -> Format:
-    """Return the format of ``render.format``; for ``auto``, the one that writes the same as the tokenizer's chat template."""
+    """Return the format of ``render.format``; for ``auto``, the first that writes the same as the tokenizer's chat template."""
     if config.format in FORMATS:
         return FORMATS[config.format](config)
     template = TemplateFormat(

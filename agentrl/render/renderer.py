@@ -169,7 +169,7 @@ class ChatRenderer:
         return (checked_call(call, tools) for call in calls) if tools else calls
 
     def _pieces(self, ids: Sequence[int], text: str) -> Iterable[Piece]:
-        """Cut a turn, whose whole ``text`` is known, at markers: by id where they are tokens, by text where they are not."""
+        """Cut a turn, whose whole ``text`` is known, at markers: by id if they are tokens, otherwise by text."""
         plain = [marker for marker in self._markers if marker not in self._marker_ids.values()]
         if self._marker_ids.keys().isdisjoint(ids):
             yield from split_markers([text], plain)

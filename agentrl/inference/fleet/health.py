@@ -1,4 +1,4 @@
-"""Health monitoring of the engines: one that dies or hangs is removed, restarted, and gets the current weights."""
+"""Health monitoring of the engines: engines that die or hang are removed, restarted, and get the current weights."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _OPTIONS: dict[str, Any] = {
     "disable-retries": True,
     "disable-circuit-breaker": True,
     "disable-health-check": True,
-    # An engine is healthy before it is added; one that no longer is must not appear in the list much later.
+    # An engine is healthy before it is added; an unhealthy one must not appear in the list much later.
     "worker-startup-timeout-secs": 5,
     "worker-startup-check-interval": 1,
     "history-backend": "none",

@@ -32,8 +32,8 @@ _RESERVED_OPTIONS = {
     "host": "an engine started by the run serves only this run; set sampler.url to use another one",
     "model": "set model.path",
     "model-path": "set model.path",
-    "base-gpu-id": "the run gives each engine its GPUs; CUDA_VISIBLE_DEVICES says which ones the run may use",
-    "gpu-id-step": "the run gives each engine its GPUs; CUDA_VISIBLE_DEVICES says which ones the run may use",
+    "base-gpu-id": "the run gives each engine its GPUs; CUDA_VISIBLE_DEVICES limits them",
+    "gpu-id-step": "the run gives each engine its GPUs; CUDA_VISIBLE_DEVICES limits them",
     "nnodes": "an engine started by the run is on one machine; set sampler.url to use a larger one",
 }
 """Options of SGLang that ``sampler.sglang`` must not contain, and what to set instead."""

@@ -25,7 +25,7 @@ class Format(Protocol):
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The special tokens that may end a turn of the policy, the one that the format writes first.
+        """The special tokens that may end a turn of the policy; the format writes the first.
 
         In a format whose turns end with the start of the next message (GLM), these are the tokens that start messages.
         """

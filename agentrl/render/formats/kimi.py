@@ -63,5 +63,5 @@ def _turn(role: str, content: str) -> str:
 
 
 def _call_text(call: ToolCall, index: int) -> str:
-    """Return a call; without an id it gets the one that the policy would sample."""
+    """Return a call; without an id it gets the id that the policy would sample."""
     return f"{OPEN}{call.id or f'functions.{call.name}:{index}'}{ARGUMENTS}{to_json(call.arguments)}{CLOSE}"

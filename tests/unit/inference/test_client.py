@@ -99,11 +99,11 @@ def fake() -> Iterator[FakeSGLang]:
     state = FakeSGLang()
     state.held.set()
     app = Starlette(routes=[Route("/{path:path}", state.answer, methods=["GET", "POST"])])
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        state.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with socket.socket() as tracker:
+        tracker.bind(("127.0.0.1", 0))
+        state.url = f"http://127.0.0.1:{tracker.getsockname()[1]}"
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1))
-        thread = threading.Thread(target=server.run, args=([listener],))
+        thread = threading.Thread(target=server.run, args=([tracker],))
         thread.start()
         while not server.started:
             assert thread.is_alive()

@@ -63,7 +63,7 @@ def test_a_request_waits_for_a_long_prefix_that_this_step_computes() -> None:
     assert assigned.cached == 90
 
 
-def test_the_least_recently_used_idle_slot_is_given_away_after_empty_ones() -> None:
+def test_the_least_recently_used_idle_slot_is_reused_after_empty_ones() -> None:
     table = SlotTable(3, 100)
     slots = [run(table, np.arange(start, start + 20)) for start in (0, 100)]
     for slot in reversed(slots):

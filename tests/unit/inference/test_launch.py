@@ -26,7 +26,7 @@ def test_a_port_in_use_names_the_key(tmp_path: Path) -> None:
             launch_embedded(tmp_path, log=tmp_path / "log", port=port)
 
 
-def test_an_engine_that_dies_says_why(tmp_path: Path) -> None:
+def test_the_error_of_an_engine_that_dies_has_the_cause(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"(?s)exit status 1.*ModelError.*nowhere"):
         launch_embedded(tmp_path / "nowhere", log=tmp_path / "log", timeout_s=60)
 
@@ -176,7 +176,7 @@ def test_an_option_that_sglang_refuses_is_named_by_its_key(
         launch_sglang(tmp_path, log=tmp_path / "log", options=options, timeout_s=30)
 
 
-def test_a_start_that_takes_too_long_is_ended_and_says_where_it_was(
+def test_a_start_that_takes_too_long_is_ended_and_reports_its_phase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     code = f'import os, time\nprint("{GPU}", os.getpid(), flush=True)\ntime.sleep(60)'
@@ -184,7 +184,7 @@ def test_a_start_that_takes_too_long_is_ended_and_says_where_it_was(
     monkeypatch.setattr("agentrl.inference.launch.processes._LONG_S", 0.5)
     with pytest.raises(EngineError, match=r"after 3 s, capturing CUDA graphs; raise sampler\.start_timeout_s"):
         launch_sglang(tmp_path, log=tmp_path / "log", timeout_s=3)
-    assert "SGLang is not up after 1 s: capturing CUDA graphs" in caplog.text
+    assert "SGLang is not healthy after 1 s: capturing CUDA graphs" in caplog.text
     wait_until_gone(int((tmp_path / "log").read_text().split()[-1]))
 
 
@@ -226,7 +226,7 @@ def wait_until_gone(pid: int) -> None:
         time.sleep(0.05)
 
 
-def test_a_cpu_gets_what_it_needs_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_gets_default_options_that_the_user_can_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\nsys.exit(1)"
     install_stand_in(tmp_path, monkeypatch, code)
     (tmp_path / "torch").mkdir()
@@ -274,6 +274,6 @@ def test_engines_get_gpus_of_their_own_from_the_last_on(engines: int, each: int,
     assert ["".join(engine_gpus(number, each, gpus)) for number in range(engines)] == found
 
 
-def test_an_engine_that_wants_more_gpus_than_there_are_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"wants 4 GPUs \(sampler\.sglang\.tp_size.* has 2"):
+def test_an_engine_that_needs_more_gpus_than_there_are_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"needs 4 GPUs \(sampler\.sglang\.tp_size.* has 2"):
         engine_gpus(0, 4, ["0", "1"])

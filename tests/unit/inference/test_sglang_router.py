@@ -155,7 +155,7 @@ def test_an_abort_goes_to_all_engines_and_needs_one_that_answers() -> None:
         (None, 500, SamplerError),
     ],
 )
-def test_errors_of_the_router_about_lost_engines_are_told_from_errors_of_engines(
+def test_router_errors_about_lost_engines_differ_from_engine_errors(
     code: str | None, status: int, kind: type[SamplerError]
 ) -> None:
     async def play() -> None:
@@ -185,7 +185,7 @@ def test_a_lost_request_is_reported_for_all_engines() -> None:
     run(play())
 
 
-def test_without_the_package_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_message_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_router_process.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingError, match=r"pip install 'agentrl\[router\]'.*sampler\.router=builtin"):
         sglang_router_process.require_router()

@@ -33,7 +33,7 @@ def test_a_missing_folder_names_the_key() -> None:
         resolve_model("/no/such/folder")
 
 
-def test_a_hub_id_offline_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_message_for_a_hub_id_names_offline_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -41,7 +41,7 @@ def test_a_hub_id_offline_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         resolve_model("nobody/nothing")
 
 
-def test_a_model_loads_in_the_type_asked_for(folder: Path) -> None:
+def test_a_model_loads_in_the_requested_dtype(folder: Path) -> None:
     model = load_model(folder, "bfloat16")
     assert model.dtype == torch.bfloat16
     assert not model.training
@@ -59,7 +59,7 @@ def test_missing_weights_are_no_random_ones(folder: Path) -> None:
         load_model(folder)
 
 
-def test_no_model_and_no_tokenizer_say_where(folder: Path, tmp_path: Path) -> None:
+def test_messages_about_a_missing_model_or_tokenizer_name_the_folder(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=rf"model\.path={tmp_path}: the model cannot be loaded"):
         load_model(tmp_path)
     with pytest.raises(ModelError, match=rf"model\.path={folder} holds no tokenizer"):

@@ -17,7 +17,7 @@ WITH_KL = "algo.kl_coef=0.001"
 
 
 def folder(path: Path, words: list[str], size: int) -> Path:
-    """A model's configuration of ``size`` ids with a tokenizer of ``words``; without weights, which nobody asks for."""
+    """A model's configuration of ``size`` ids with a tokenizer of ``words``; without weights, which are not needed."""
     vocabulary = {word: number for number, word in enumerate(words)}
     if words:
         inner = Tokenizer(models.WordLevel(vocabulary, unk_token=words[0]))

@@ -1,4 +1,4 @@
-"""Checksums as SGLang makes them on a GPU. The expected ones are those of its own kernel, run by Triton's interpreter."""
+"""SGLang's checksums of weights on a GPU. The expected values are those of its kernel, run by Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_time_left_is_what_the_minutes_leave() -> None:
     assert left(-5.0) == "0m00s"
 
 
-def test_progress_shows_every_figure_in_a_terminal_and_in_a_log() -> None:
+def test_progress_shows_every_metric_in_a_terminal_and_in_a_log() -> None:
     metrics = {
         "train/reward": 0.25, "rollout/exact_match": 0.3, "rollout/searches": 1.5, "rollout/valid_format": 0.9,
         "train/flat_groups": 0.4, "time/tokens_per_s": 1234.0, "time/step_s": 30.0,

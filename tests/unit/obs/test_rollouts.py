@@ -121,7 +121,7 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path, cut):
     assert [found.rollout_id for found in read_rollouts(path)] == ["r0"]
 
 
-def test_a_step_done_again_starts_anew(tmp_path):
+def test_a_repeated_step_overwrites_its_file(tmp_path):
     RolloutRecorder(tmp_path).write(1, rollout(0))
     RolloutRecorder(tmp_path).write(1, rollout(1))
     assert [found.rollout_id for found in read_rollouts(tmp_path / "step_000001.jsonl")] == ["r1"]

@@ -30,31 +30,31 @@ def rollout(number: int, text: str = "<search> a|b </search>\nc") -> Rollout:
     return Rollout(f"t{number}", f"r{number}", [], 0.5, StopReason.TERMINATED, {}, turns, "Who?", label=["me"])
 
 
-class Listener:
+class RecordingTracker:
     def __init__(self) -> None:
-        self.heard: list[Any] = []
+        self.calls: list[Any] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.heard.append((step, dict(metrics)))
+        self.calls.append((step, dict(metrics)))
 
     def samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
-        self.heard.append((step, [line[0] for line in table]))
+        self.calls.append((step, [line[0] for line in table]))
 
     def close(self) -> None:
-        self.heard.append("closed")
+        self.calls.append("closed")
 
 
-def test_every_tracker_hears_what_the_file_gets(tmp_path: Path) -> None:
-    listeners = [Listener(), Listener()]
-    with MetricsLog(tmp_path, trackers=listeners, table_rows=2) as log:
+def test_every_tracker_receives_the_metrics_of_the_file(tmp_path: Path) -> None:
+    trackers = [RecordingTracker(), RecordingTracker()]
+    with MetricsLog(tmp_path, trackers=trackers, table_rows=2) as log:
         log.write(1, {"a": 0.5})
         log.samples(1, [rollout(number) for number in range(5)])
-    for listener in listeners:
-        assert listener.heard == [(1, {"a": 0.5}), (1, ["t0", "t2"]), "closed"]
-    quiet = Listener()
+    for tracker in trackers:
+        assert tracker.calls == [(1, {"a": 0.5}), (1, ["t0", "t2"]), "closed"]
+    quiet = RecordingTracker()
     with MetricsLog(tmp_path / "quiet", trackers=[quiet], table_rows=0) as log:
         log.samples(1, [rollout(0)])
-    assert quiet.heard == ["closed"]
+    assert quiet.calls == ["closed"]
 
 
 def test_a_sample_is_shown_whole() -> None:
@@ -69,7 +69,7 @@ def test_a_sample_is_shown_whole() -> None:
     assert "&lt;search&gt; a&#124;b" in table[2]
 
 
-def test_tensorboard_gets_figures_and_text(tmp_path: Path) -> None:
+def test_tensorboard_gets_metrics_and_text(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with MetricsLog(tmp_path, trackers=[TensorBoard(tmp_path / "board")], table_rows=2) as log:
@@ -83,7 +83,7 @@ def test_tensorboard_gets_figures_and_text(tmp_path: Path) -> None:
     assert b"terminated" in text.tensor_proto.string_val[0]
 
 
-def test_a_resumed_run_goes_on_under_its_id_and_leaves_no_process(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_id_and_leaves_no_process(tmp_path: Path) -> None:
     notes: list[str] = []
     before = set(psutil.Process().children(recursive=True))
     ids = []
@@ -111,7 +111,9 @@ def test_a_resumed_run_goes_on_under_its_id_and_leaves_no_process(tmp_path: Path
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def test_online_without_a_key_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_online_without_a_key_is_reported_and_the_run_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("WANDB_MODE")
     notes: list[str] = []
     opened = ours.open_wandb(tmp_path, mode="online", project="tests", config={}, note=notes.append)
@@ -124,14 +126,14 @@ def test_online_without_a_key_says_so_and_goes_on(tmp_path: Path, monkeypatch: p
     assert not ours.has_key()
 
 
-def test_switched_off_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     notes: list[str] = []
     assert ours.open_wandb(tmp_path, mode="offline", project="tests", config={}, note=notes.append) is None
     assert "WANDB_MODE=disabled" in notes[0]
 
 
-def test_without_the_package_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_message_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'agentrl\[wandb\]'"):
         ours.open_wandb(tmp_path, mode="offline", project="tests", config={}, note=print)

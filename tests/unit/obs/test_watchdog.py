@@ -118,7 +118,7 @@ def test_without_a_watchdog_nothing_is_kept(waits):
     contextvars.Context().run(elsewhere)
 
 
-def test_a_coroutine_that_is_thrown_away_leaves_others_their_waits(waits):
+def test_a_closed_coroutine_keeps_the_waits_of_others(waits):
     class Never:
         def __await__(self):
             yield

@@ -1,4 +1,4 @@
-"""A rollout of several rows says in the terminal and in the page why each forks."""
+"""Forks of a rollout with several rows, in the terminal and in the page."""
 
 import json
 import struct
@@ -28,7 +28,7 @@ def shown(draw: object) -> str:
     return captured.get()
 
 
-def test_the_terminal_says_why_rows_fork() -> None:
+def test_the_terminal_shows_why_rows_fork() -> None:
     entry = Entry(1, rollout())
 
     def decode(ids: object) -> list[str]:

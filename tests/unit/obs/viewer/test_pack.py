@@ -68,7 +68,7 @@ def test_log_probabilities_beyond_half_precision_are_infinite(make_rollout):
     assert 0 >= logprobs[1] > -1e-6
 
 
-def test_texts_are_kept_only_where_no_tokens_are(make_rollout, pieces):
+def test_texts_are_kept_only_without_tokens(make_rollout, pieces):
     turns = [Turn("say", "hear", FinishReason.STOP, 0.5)]
     failure = Failure(FailureKind.TOOL, "ToolFailure", "gone")
     whole = unpack(pack_rollout(make_rollout(pieces, turns=turns, label="Paris", metadata={"hops": 2}), Vocabulary()))

@@ -84,7 +84,7 @@ def test_packed_rollouts_lie_one_after_another(page):
     assert all(base64.b64decode(blobs[sum(lengths[:n]) : sum(lengths[: n + 1])], validate=True) for n in range(2))
 
 
-def test_without_a_tokenizer_the_page_says_why(make_rollout, pieces):
+def test_without_a_tokenizer_the_page_shows_the_reason(make_rollout, pieces):
     page = build_page([Entry(1, make_rollout(pieces))], title="t", decode="no tokenizer at all")
     vocabulary = json.loads(part(page, "vocabulary"))
     assert vocabulary["texts"] is None

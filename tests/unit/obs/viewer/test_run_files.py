@@ -59,7 +59,7 @@ def test_nan_rewards_fit_no_bound(make_rollout, pieces):
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 12, 20, 35])
-def test_sampling_keeps_whole_groups_and_says_what_is_left_out(run, most):
+def test_sampling_keeps_whole_groups_and_reports_what_is_left_out(run, most):
     found, chosen = shown(run, Filters(), most)
     assert 0 < len(found) <= max(2, most)
     groups = {(step, number.split("-")[0], int(number.split("-")[1]) // 2) for step, number in found}
@@ -74,7 +74,7 @@ def test_sampling_spreads_over_the_steps(run):
     assert len({step for step, _ in found}) >= 5
 
 
-def test_no_note_where_nothing_is_left_out(run):
+def test_no_note_if_nothing_is_left_out(run):
     assert shown(run, Filters(), 36)[1].notes == ()
 
 

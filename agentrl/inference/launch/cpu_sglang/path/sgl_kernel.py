@@ -16,14 +16,14 @@ def assign_req_to_token_pool_cpu(
     out_cache_loc: torch.Tensor,
     pool_len: int,
 ) -> None:
-    """Write where each request's new tokens lie in the KV cache.
+    """Write the KV cache locations of each request's new tokens.
 
     Args:
         req_pool_indices: ``[B]`` row of each request.
         req_to_token: ``[rows, pool_len]`` the table, changed in place.
         start_offset: ``[B]`` first new position of each request.
         end_offset: ``[B]`` the position after its last new one.
-        out_cache_loc: places of all new tokens, request after request.
+        out_cache_loc: locations of all new tokens, request after request.
         pool_len: columns of the table.
     """
     begin = 0
@@ -33,7 +33,7 @@ def assign_req_to_token_pool_cpu(
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:
-    """Return a function that says what is missing when it is called: modules import more names than they use."""
+    """Return a function that raises `NotImplementedError` when called: modules import more names than they use."""
     if name.startswith("__"):
         raise AttributeError(name)
 

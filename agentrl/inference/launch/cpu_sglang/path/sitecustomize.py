@@ -1,7 +1,7 @@
-"""Lets torchvision be imported where its compiled half, linked against CUDA, cannot be loaded.
+"""Allows torchvision to be imported if its extension module, linked against CUDA, cannot be loaded.
 
-Python imports this module at its start, in every process. SGLang imports torchvision, but uses nothing of it with a
-language model; torchvision itself only wants the schemas of two operators to be there.
+Python imports this module at its start, in every process. SGLang imports torchvision, but does not use it with a
+language model; torchvision itself only needs the schemas of two operators.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 class _Torchvision(importlib.abc.MetaPathFinder):
-    """Defines the operators just before torchvision is imported; finds nothing itself."""
+    """Defines the operators just before torchvision is imported; finds no module itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -40,7 +40,7 @@ def _define_operators() -> None:
             ctypes.CDLL(str(file))
         except OSError:
             continue
-        return  # it loads, and defines them itself
+        return  # it was loaded and defines the operators
     new: Any = torch.library.Library  # untyped in some versions of torch
     library = new("torchvision", "DEF")
     for name in ("nms", "qnms"):
@@ -49,11 +49,11 @@ def _define_operators() -> None:
 
 
 _kept: list[object] = []
-"""A library's operators go when it is collected."""
+"""Keeps libraries alive: their operators are removed when they are garbage-collected."""
 
 
-def _run_the_next() -> None:
-    """Run the module of this name that this one hides, if there is one: the distribution's or the user's."""
+def _run_hidden_module() -> None:
+    """Run the ``sitecustomize`` of the distribution or the user that this one hides, if there is one."""
     here = Path(__file__).parent
     path = [entry for entry in sys.path if Path(entry or ".").resolve() != here.resolve()]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", path)
@@ -62,4 +62,4 @@ def _run_the_next() -> None:
 
 
 sys.meta_path.insert(0, _Torchvision())
-_run_the_next()
+_run_hidden_module()

@@ -1,4 +1,4 @@
-"""The model classes that SGLang knows from its start on a CPU; the others are looked up in SGLang when a model asks for one."""
+"""Model classes that SGLang registers at its start on a CPU; others are imported from SGLang when a model needs them."""
 
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
