@@ -32,15 +32,15 @@ class Batcher(Generic[T, R]):
         self._workers: set[asyncio.Task[None]] = set()
         self._closed: Exception = RuntimeError("the batcher was cancelled")
 
-    async def call(self, item: T) -> R:
-        """Return the item's result. A caller that is cancelled leaves the others of its batch alone."""
+    def submit(self, item: T) -> asyncio.Future[R]:
+        """Return the future of the item's result. Cancelling it leaves the others of its batch alone."""
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
         if len(self._workers) < self._concurrent:
             worker = asyncio.create_task(self._work(), name="batcher")
             self._workers.add(worker)
             worker.add_done_callback(self._workers.discard)
-        return await future
+        return future
 
     async def _work(self) -> None:
         while self._waiting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -118,7 +119,11 @@ class StatelessTool(HostedTool):
 
     async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
         """Run one call in the next batch."""
-        return await self._batcher.call(call)
+        return await self._batcher.submit(call)
+
+    async def call_many(self, calls: Sequence[ToolCall]) -> Sequence[ToolResult]:
+        """Run calls in the next batches and return their results in order."""
+        return await asyncio.gather(*(self._batcher.submit(call) for call in calls))
 
     async def close(self) -> None:
         """End the batch that runs."""

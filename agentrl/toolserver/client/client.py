@@ -113,7 +113,7 @@ class ToolServerClient:
             return ToolResult(call.id, ToolStatus.INVALID, fault)
         if self._batcher is not None:
             with waiting("tool server", "batch of stateless calls"):
-                return await self._batcher.call((call, body))
+                return await self._batcher.submit((call, body))
         session = await self._session(episode_id)
         server = session.server
         self._pool.check_up(server)

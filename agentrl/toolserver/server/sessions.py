@@ -204,10 +204,21 @@ class Sessions:
         """
         if self.draining:
             raise Draining("the server is about to stop and starts no call")
-        for call in calls:
-            if call.name in self.tools and not isinstance(self.tools[call.name], StatelessTool):
-                raise NeedsSession(f"tool {call.name!r} has state: open a session and call it there")
-        return await asyncio.gather(*(self._stateless.run(call) for call in calls))
+        by_tool: dict[str, list[int]] = {}
+        for number, call in enumerate(calls):
+            by_tool.setdefault(call.name, []).append(number)
+        for name in by_tool:
+            if name in self.tools and not isinstance(self.tools[name], StatelessTool):
+                raise NeedsSession(f"tool {name!r} has state: open a session and call it there")
+        answers: dict[int, Answer] = {}
+        for name, numbers in by_tool.items():
+            tool, some = self.tools.get(name), [calls[number] for number in numbers]
+            if isinstance(tool, StatelessTool):
+                found = await self._stateless.run_many(tool, some)
+            else:  # an unknown tool
+                found = [await self._stateless.run(call) for call in some]
+            answers |= zip(numbers, found, strict=True)
+        return [answers[number] for number in range(len(calls))]
 
     async def close(self, session_id: str) -> None:
         """End a session and its sandbox. A second call waits for the first.

@@ -35,14 +35,14 @@ class Doubling:
 async def test_calls_that_wait_share_a_batch_and_get_their_own_results() -> None:
     work = Doubling()
     batcher = Batcher(work, max_batch=8, concurrent=2)
-    calls = [asyncio.create_task(batcher.call(number)) for number in range(30)]
+    calls = [batcher.submit(number) for number in range(30)]
     await asyncio.sleep(0.01)
     assert [len(batch) for batch in work.batches] == [8, 8]
     work.gate.set()
     assert await asyncio.gather(*calls) == [2 * number for number in range(30)]
     assert [len(batch) for batch in work.batches] == [8, 8, 8, 6]
     assert work.most == 2
-    assert await batcher.call(7) == 14, "a batcher that was idle goes on"
+    assert await batcher.submit(7) == 14, "a batcher that was idle goes on"
 
 
 @in_loop
@@ -50,7 +50,7 @@ async def test_an_error_is_raised_to_each_caller_of_its_batch_alone() -> None:
     work = Doubling()
     work.gate.set()
     batcher = Batcher(work, max_batch=2, concurrent=1)
-    results = await asyncio.gather(*(batcher.call(n) for n in (1, 2, -1, 3, 4)), return_exceptions=True)
+    results = await asyncio.gather(*(batcher.submit(n) for n in (1, 2, -1, 3, 4)), return_exceptions=True)
     assert [results[0], results[1], results[4]] == [2, 4, 8]
     first, second = results[2], results[3]
     assert isinstance(first, ToolFailure)
@@ -63,7 +63,7 @@ async def test_an_error_is_raised_to_each_caller_of_its_batch_alone() -> None:
 async def test_a_caller_that_is_cancelled_leaves_the_others_alone() -> None:
     work = Doubling()
     batcher = Batcher(work, max_batch=2, concurrent=1)
-    calls = [asyncio.create_task(batcher.call(number)) for number in range(5)]
+    calls = [batcher.submit(number) for number in range(5)]
     await asyncio.sleep(0.01)
     calls[0].cancel()
     calls[3].cancel()
@@ -77,7 +77,7 @@ async def test_a_caller_that_is_cancelled_leaves_the_others_alone() -> None:
 async def test_closing_answers_every_caller() -> None:
     work = Doubling()
     batcher = Batcher(work, max_batch=2, concurrent=1)
-    calls = [asyncio.create_task(batcher.call(number)) for number in range(5)]
+    calls = [batcher.submit(number) for number in range(5)]
     await asyncio.sleep(0.01)
     await batcher.close(ToolFailure("closed"))
     for result in await asyncio.gather(*calls, return_exceptions=True):
