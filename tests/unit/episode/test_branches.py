@@ -280,7 +280,7 @@ def test_calls_of_branches_have_ids_of_their_own(renderer):
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        (lambda chat: chat.branch().rollout(), "a branch has part of its chat's rollout"),
+        (lambda chat: chat.branch().rollout(), "a branch is part of its chat's rollout"),
         (lambda chat: chat.rewrite([]), "needs the messages to continue from"),
         (lambda chat: chat.rewrite(["hm"]), "takes agentrl.Message, not 'hm'"),
         (lambda chat: chat.branch([Message("user", "a")]).rewrite([]), "needs the messages"),
