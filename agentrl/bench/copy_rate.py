@@ -1,4 +1,4 @@
-"""The plainest ways to move as many bytes as a weight sync does: a copy on one device, and a broadcast to another process."""
+"""Baselines for the transfer rate of a weight sync: a copy on one device, and a broadcast to another process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _JOIN_S = 120.0
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all that it was asked for."""
+    """Wait until a device has finished all submitted work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def copy_rate(device: torch.device, chunk: int, total: int) -> float:
-    """Return the bytes a second of copying ``total`` bytes from one place of the device to another, ``chunk`` at a time."""
+    """Return the rate in bytes per second of copying ``total`` bytes on the device, ``chunk`` at a time."""
     source = torch.ones(chunk, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
@@ -44,7 +44,7 @@ class Broadcast:
 
     Args:
         device: of this process.
-        gpu: the GPU of the other, as ``CUDA_VISIBLE_DEVICES`` names it; None: it is on the CPU.
+        gpu: the GPU of the other, as in ``CUDA_VISIBLE_DEVICES``; None for the CPU.
 
     """
 
@@ -65,7 +65,7 @@ class Broadcast:
             raise
 
     def __enter__(self) -> Self:
-        """Return it."""
+        """Return the broadcast."""
         return self
 
     def __exit__(
@@ -78,7 +78,7 @@ class Broadcast:
         self._group.close()
 
     def rate(self, chunk: int, total: int) -> float:
-        """Return the bytes a second of sending ``total`` bytes, ``chunk`` at a time, until the other has them.
+        """Return the rate in bytes per second of sending ``total`` bytes, ``chunk`` at a time, until the other has received them.
 
         Raises:
             LearnerError: the other process has ended.
@@ -88,7 +88,7 @@ class Broadcast:
 
         def seconds(count: int) -> float:
             self._pipe.send((chunk, count))
-            self._pipe.recv()  # it has its memory
+            self._pipe.recv()  # its memory is allocated
             begun = time.perf_counter()
             self._group.broadcast([flat] * count)
             self._pipe.recv()
@@ -101,7 +101,7 @@ class Broadcast:
 
 
 def _receive(pipe: Connection, group: WeightGroup, gpu: str | None) -> None:
-    """Receive as many broadcasts as the other end of ``pipe`` says, until it is closed."""
+    """Receive the number of broadcasts that is sent through ``pipe``, until it is closed."""
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     device = torch.device("cpu" if gpu is None else "cuda:0")
@@ -130,7 +130,7 @@ def _timed(move: Callable[[], None], count: int, device: torch.device) -> float:
 
 
 def _rate(seconds: Callable[[int], float], chunk: int, total: int) -> float:
-    """Return bytes a second, the median of three after one that is not counted."""
+    """Return bytes per second: the median of three runs after a warm-up run."""
     count = -(-total // chunk)
     seconds(1)
     return count * chunk / median(seconds(count) for _ in range(_REPEATS))

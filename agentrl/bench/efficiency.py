@@ -1,4 +1,4 @@
-"""What ``agentrl bench efficiency`` measures: the runner against a bare client that asks the same engines the same."""
+"""``agentrl bench efficiency``: the episode runner against a bare client that sends the same requests to the same engines."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from agentrl.runtime.services import Services, open_services
 from agentrl.runtime.task_order import NoTasks
 
 _WARM_TOKENS = 4
-"""Sampled a turn while connections are opened and the observations are recorded."""
+"""Sampled tokens per turn while connections are opened and observations are recorded."""
 _MARKUP = 32
-"""More than the tokens that a chat format puts around a message."""
+"""Upper bound of the tokens that a chat format adds to a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class EfficiencyBench:
-    """What is measured; see the options of the command."""
+    """Options of the benchmark; see the command."""
 
     size: str
     episodes: int
@@ -52,49 +52,49 @@ class EfficiencyBench:
 
     @property
     def sampled(self) -> int:
-        """Tokens of one run."""
+        """Sampled tokens of one pass."""
         return self.episodes * self.turns * self.new_tokens
 
     @property
     def context(self) -> int:
-        """Tokens of an episode, at most."""
+        """Maximum tokens of an episode."""
         turn = self.new_tokens + self.observation_tokens + _MARKUP
-        # Texts are made of about so many tokens.
+        # The token counts of the texts are approximate.
         return 2 * self.prompt_tokens + _MARKUP + self.turns * (turn + self.observation_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """All episodes once."""
+    """Measurements of one pass over all episodes."""
 
     who: Literal["runner", "bare client"]
     seconds: float
     tokens: int
-    """Sampled."""
+    """Sampled tokens."""
     cpu_ms_per_turn: float
-    """CPU time of this process a turn, all threads."""
+    """CPU time of this process per turn, all threads."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Sampled tokens a second."""
+        """Sampled tokens per second."""
         return self.tokens / self.seconds
 
 
 def efficiency(passes: Sequence[Pass]) -> float:
-    """Return the runner's tokens a second over the bare client's, each the median of its passes."""
+    """Return the ratio of the runner's tokens per second to the bare client's, each the median of its passes."""
     runner, bare = (median(one.tokens_per_s for one in passes if one.who == who) for who in ("runner", "bare client"))
     return runner / bare
 
 
 class RecordedEnv(Env):
-    """Answers every turn with the next of the task's recorded observations, and ends after as many turns."""
+    """Returns the task's recorded observations in order, and ends after a fixed number of turns."""
 
     def __init__(self, turns: int) -> None:
         self._turns = turns
         self._turn = 0
 
     def step(self, action: Action) -> Step:
-        """Answer with what was recorded for this turn."""
+        """Return the recorded observation of this turn."""
         self._turn += 1
         if self._turn == self._turns:
             return (), 1.0, True, False, {}
@@ -103,20 +103,20 @@ class RecordedEnv(Env):
 
 @dataclass(slots=True)
 class Script:
-    """One episode as the bare client plays it."""
+    """The requests of one episode for the bare client."""
 
     prompt: tuple[int, ...]
-    """Of the first turn."""
+    """Prompt of the first turn."""
     added: list[tuple[int, ...]] = field(default_factory=list)
-    """What is put behind the tokens that each turn but the last sampled."""
+    """Tokens appended to the sampled ones of each turn but the last."""
     params: list[SamplingParams] = field(default_factory=list)
-    """Of each turn."""
+    """Sampling parameters of each turn."""
     known: int = 0
-    """Tokens up to the last turn's end, while it is recorded."""
+    """Number of tokens up to the end of the last recorded turn."""
 
 
 class Recorder:
-    """A sampler that notes what an episode asks for."""
+    """A sampler that records the requests of episodes."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -125,7 +125,7 @@ class Recorder:
     async def generate(
         self, prompt: Prompt, params: SamplingParams, *, session_id: str, request_id: str, policy: str = "main"
     ) -> Generation:
-        """Sample, and note the request."""
+        """Sample, and record the request."""
         script = self.scripts.get(session_id)
         if script is None:
             script = self.scripts[session_id] = Script(prompt.token_ids)
@@ -139,19 +139,19 @@ class Recorder:
         return sampled
 
     async def abort(self, request_id: str) -> None:
-        """Abort at the sampler that is recorded."""
+        """Abort at the recorded sampler."""
         await self._sampler.abort(request_id)
 
     async def close_session(self, session_id: str) -> None:
-        """Close at the sampler that is recorded."""
+        """Close at the recorded sampler."""
         await self._sampler.close_session(session_id)
 
 
 class BareClient:
-    """Posts what scripts say to engines and looks at nothing but the ids that come back.
+    """Sends the requests of scripts to engines, and reads only the ids of the replies.
 
-    Every episode goes on from what it itself sampled, so that the prefix cache serves it as it serves the runner. Each of
-    the episodes that are played at the same time has a connection of its own, which is as quick as httpx can be.
+    Every episode continues from its own samples, so that the prefix cache has the same hits as with the runner. Each of
+    the concurrent episodes has a separate connection, the fastest use of httpx.
     """
 
     def __init__(self, urls: Sequence[str], concurrency: int, timeout_s: float) -> None:
@@ -165,7 +165,7 @@ class BareClient:
         await asyncio.gather(*(client.aclose() for client in self._clients))
 
     async def run(self, scripts: Sequence[Script]) -> int:
-        """Play all scripts and return how many tokens were sampled."""
+        """Run all scripts and return the number of sampled tokens."""
         free: asyncio.Queue[tuple[int, httpx.AsyncClient]] = asyncio.Queue()
         for place in enumerate(self._clients):
             free.put_nowait(place)
@@ -197,11 +197,11 @@ class BareClient:
 async def measure_efficiency(
     config: Config, bench: EfficiencyBench, progress: Callable[[str], None]
 ) -> AsyncIterator[Pass]:
-    """Start engines on a random model and play the episodes with runner and bare client by turns, the first now one, now
-    the other, the cache flushed before each.
+    """Start engines with a random model and run the episodes alternately with runner and bare client, in alternating order
+    and with a flushed cache.
 
     Raises:
-        EngineError: an engine sampled another number of tokens than it was asked for.
+        EngineError: an engine sampled another number of tokens than requested.
 
     """
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as name:
@@ -237,7 +237,9 @@ async def _passes(
         await services.fleet.flush()
         one = await (_by_runner(runner, jobs) if by_runner else _by_bare_client(bare, scripts))
         if one.tokens != bench.sampled:
-            raise EngineError(f"the {one.who} got {one.tokens} tokens of the engine, it asked for {bench.sampled}")
+            raise EngineError(
+                f"the {one.who} received {one.tokens} tokens from the engine, and requested {bench.sampled}"
+            )
         yield one
 
 
@@ -276,7 +278,7 @@ def bench_config(config: Config, bench: EfficiencyBench) -> Config:
     sampler: dict[str, Any] = kept["sampler"]
     sampler["max_new_tokens"] = bench.new_tokens
     if config.sampler.backend == "sglang":
-        # Random weights need no file, and no text is asked for.
+        # Random weights need no file, and no text is needed.
         made_up = {"load_format": "dummy", "skip_tokenizer_init": True}
         sampler["sglang"] = made_up | sampler["sglang"]
     else:
@@ -293,7 +295,7 @@ def bench_config(config: Config, bench: EfficiencyBench) -> Config:
 
 
 def make_jobs(source: Path, bench: EfficiencyBench, seed: int) -> list[Job]:
-    """Return the episodes: prompts and observations of words that no two of them share, about as long as asked for."""
+    """Return the episodes: prompts and observations of distinct words, with about the configured lengths."""
     tokenizer: Any = load_tokenizer(source)
     rng = random.Random(seed)
 

@@ -1,4 +1,4 @@
-"""What the episode runner itself costs, and how fast training rows are built: behind ``agentrl bench``."""
+"""Cost of the episode runner, and the rate of building training rows; for ``agentrl bench``."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from agentrl.episode.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class RolloutTimes:
-    """What `bench_rollout` measured."""
+    """Results of `bench_rollout`."""
 
     episodes: int
     turns: int
     sampled_tokens: int
     seconds: float
-    """Wall time of all."""
+    """Wall time of all episodes."""
     episodes_per_s: float
     tokens_per_s: float
-    """Sampled tokens."""
+    """Sampled tokens per second."""
     cpu_ms_per_turn: float
-    """CPU time of this process a turn, the event loop's and all threads'; the sampler's, where it runs in the process."""
+    """CPU time of this process per turn: event loop and all threads, with the sampler if it runs in the process."""
     loop_ms_per_turn: float
-    """CPU time of the event loop's thread a turn."""
+    """CPU time of the event loop's thread per turn."""
 
 
 async def bench_rollout(runner: EpisodeRunner, jobs: Sequence[Job]) -> RolloutTimes:
-    """Run all jobs once and return what they took. Run it twice and take the second: the first fills caches."""
+    """Run all jobs once and return the times. Run it twice and use the second: the first fills caches."""
     wall, cpu, loop = time.perf_counter(), time.process_time(), time.thread_time()
     rollouts = await runner.run_many(jobs)
     wall, cpu, loop = time.perf_counter() - wall, time.process_time() - cpu, time.thread_time() - loop
@@ -49,9 +49,9 @@ async def bench_rollout(runner: EpisodeRunner, jobs: Sequence[Job]) -> RolloutTi
 
 
 def synthetic_rows(episodes: int, turns: int, tokens: int) -> list[Row]:
-    """Return the rows of episodes in which the policy samples ``tokens`` a turn and observes as many.
+    """Return rows of episodes in which the policy samples ``tokens`` per turn and observes as many.
 
-    They are built as the runner builds them: by prompt and generation.
+    They are built as in the runner, from prompts and generations.
     """
     rows: list[Row] = []
     observed = tuple(range(1000, 1000 + tokens))

@@ -1,4 +1,4 @@
-"""How fast rows become batches: behind ``agentrl bench masks``."""
+"""Rate of building, packing and checking rows; for ``agentrl bench masks``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentrl.core.types import Row
 
 @dataclass(frozen=True, slots=True)
 class MaskTimes:
-    """What `bench_masks` measured; all rates are tokens a second of CPU time in this thread."""
+    """Results of `bench_masks`; all rates are tokens per second of CPU time in this thread."""
 
     tokens: int
     build_tokens_per_s: float
@@ -21,7 +21,7 @@ class MaskTimes:
     pack_tokens_per_s: float
     """From rows to packed tensors with weights."""
     check_tokens_per_s: float
-    """The learner's check of who made each token."""
+    """The learner's provenance check."""
     tokens_per_s: float
     """All three."""
 

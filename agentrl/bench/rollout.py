@@ -1,4 +1,4 @@
-"""What ``agentrl bench`` measures, assembled from the parts' own benchmarks."""
+"""``agentrl bench rollout`` and ``masks``: the measurements of their tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from agentrl.runtime.task_order import TaskOrder, episode_seed
 
 
 class Replay:
-    """A sampler that gives again, at once, what another sampler gave: the runner's cost without an engine's."""
+    """A sampler that replays the recorded answers of another sampler at once, to measure the runner without an engine."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -38,7 +38,7 @@ class Replay:
     async def generate(
         self, prompt: Prompt, params: SamplingParams, *, session_id: str, request_id: str, policy: str = "main"
     ) -> Generation:
-        """Sample and remember, or give what was remembered for this turn of this session."""
+        """Sample and record, or return the recorded answer of this turn of the session."""
         if self.recording:
             sampled = await self._sampler.generate(
                 prompt, params, session_id=session_id, request_id=request_id, policy=policy
@@ -50,18 +50,18 @@ class Replay:
         return self._recorded[session_id][turn]
 
     async def abort(self, request_id: str) -> None:
-        """Abort at the sampler that is recorded."""
+        """Abort at the recorded sampler."""
         await self._sampler.abort(request_id)
 
     async def close_session(self, session_id: str) -> None:
-        """Close at the sampler that is recorded, and begin the session's replay anew."""
+        """Close at the recorded sampler, and restart the session's replay."""
         self._turns.pop(session_id, None)
         if self.recording:
             await self._sampler.close_session(session_id)
 
 
 def jobs_of(config: Config, tasks: TaskSet, episodes: int) -> list[Job]:
-    """Return ``episodes`` jobs in groups, as a training step has them."""
+    """Return ``episodes`` jobs in groups, as in a training step."""
     order = TaskOrder(tasks.split(config.tasks.train_split), config.run.seed)
     samples = config.rollout.n_samples_per_prompt
     return [Job(order[i // samples], episode_seed(config.run.seed, i), f"bench/{i}") for i in range(episodes)]
@@ -70,7 +70,7 @@ def jobs_of(config: Config, tasks: TaskSet, episodes: int) -> list[Job]:
 async def measure_rollout(config: Config, episodes: int) -> dict[str, RolloutTimes]:
     """Run the same episodes with the real engine and tools, then with the engine's answers replayed in the process.
 
-    The difference in this process's CPU a turn is what the HTTP client costs.
+    The difference in this process's CPU time per turn is the cost of the HTTP client.
     """
     tasks = open_tasks(config)
     model = resolve_model(config.model.path)
@@ -111,36 +111,36 @@ def measure_masks(config: Config) -> Iterator[tuple[str, MaskTimes]]:
 LONG_TURNS = (32, 64, 128)
 """Turns of the long episodes: 16k, 32k and 64k tokens."""
 TURN_TOKENS = 512
-"""Tokens a turn in them, half of them sampled."""
+"""Tokens per turn of the long episodes, half of them sampled."""
 REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class LongEpisodeTimes:
-    """What exact tokens of one long episode cost, and what tokenising it anew every turn would. CPU time of one thread."""
+    """Cost of exact tokens in one long episode, and of retokenizing it every turn. CPU time of one thread."""
 
     turns: int
     tokens: int
-    """Of the finished conversation."""
+    """Tokens of the finished conversation."""
     seconds: float
-    """Rendering, bridges, parsing, trajectory, rows, packing and the check, the observations' tokens among it; the
+    """Rendering, bridges, parsing, trajectory, rows, packing and the check, including tokenizing observations; the
     median of five conversations."""
     retokenise_s: float
-    """Tokenising the whole conversation by the chat template before every turn: the observations' tokens and no more."""
+    """Tokenizing the whole conversation with the chat template before every turn, and nothing else."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of the conversation by the time that they cost us."""
+        """Tokens per second of the conversation."""
         return self.tokens / self.seconds
 
     @property
     def ratio(self) -> float:
-        """How much cheaper."""
+        """Ratio of the two costs."""
         return self.retokenise_s / self.seconds
 
 
 def measure_long(config: Config) -> Iterator[LongEpisodeTimes]:
-    """Hold conversations of more and more turns with the tokenizer of ``model.path``, both ways.
+    """Measure conversations of increasing length with the tokenizer of ``model.path``, both ways.
 
     Raises:
         ModelError: the tokenizer has no chat template.
@@ -148,7 +148,7 @@ def measure_long(config: Config) -> Iterator[LongEpisodeTimes]:
     tokenizer = load_tokenizer(resolve_model(config.model.path))
 
     def seconds(episode: LongEpisode) -> tuple[float, int]:
-        renderer = make_renderer(tokenizer, config.render)  # a fresh one has nothing cached
+        renderer = make_renderer(tokenizer, config.render)  # a new one has an empty cache
         sizes = {"tokens_per_bin": config.batch.tokens_per_bin, "tokens_per_micro": config.batch.tokens_per_micro}
         start = time.thread_time()
         times = bench_masks(lambda: asyncio.run(converse(renderer, episode)), **sizes)

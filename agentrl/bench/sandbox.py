@@ -1,4 +1,4 @@
-"""What ``agentrl bench sandbox`` runs, assembled: backends alone, docker exec beside them, server and client."""
+"""``agentrl bench sandbox``: backends alone, docker exec as a baseline, and through server and client."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from agentrl.toolserver.launch import launch_tool
 from agentrl.toolserver.service import find_service
 
 Row = tuple[str, SandboxTimes]
-"""What was measured, and the times."""
+"""Name of a measurement, and its times."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxBench:
-    """Which measurements to take; see the options of the command."""
+    """Options of the benchmark; see the command."""
 
     backends: Sequence[str]
     sessions: Sequence[int]
@@ -32,14 +32,14 @@ class SandboxBench:
     exec_sessions: Sequence[int]
     exec_calls: int
     docker: dict[str, Any]
-    """``docker_url`` and ``image`` of the sandbox section, where they are not the usual ones."""
+    """``docker_url`` and ``image`` of the sandbox section, if they differ from the defaults."""
 
     def run(self, progress: Callable[[str], None]) -> Iterator[Row]:
-        """Measure one after the other."""
+        """Yield the measurements one after the other."""
         cores = len(os.sched_getaffinity(0))
         for name in self.backends:
             config = self._config(name)
-            # What runs in containers is the daemon's, and not held to this process's cores.
+            # Containers are children of the daemon and not limited to this process's cores.
             for some in (1, cores) if name != "docker" and cores > 1 else (cores,):
                 progress(f"{name} alone, {some} core(s)")
                 for times in measure_backend(partial(make_backend, config), self.sessions, self.calls, some):

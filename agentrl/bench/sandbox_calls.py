@@ -1,4 +1,4 @@
-"""What ``agentrl bench sandbox`` measures: cold starts and warm calls, alone and through server and client."""
+"""Measurements of sandboxes: cold starts and warm calls, alone and through server and client."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from agentrl.sandbox.base import Job, SandboxBackend
 Call = Callable[[str], Awaitable[str]]
 """Runs Python code and returns what it printed."""
 OPENERS = 8
-"""Sessions that are opened at the same time."""
+"""Sessions opened concurrently."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxTimes:
-    """Warm calls of some sessions at the same time, each of which prints a number of its own."""
+    """Times of warm calls in concurrent sessions; each call prints a unique number."""
 
     sessions: int
     open_s: float
-    """Until all sessions had answered their first call, ``OPENERS`` of them started at a time."""
+    """Time until all sessions have answered their first call, with ``OPENERS`` started at a time."""
     cold_ms: float
     """Start and first call of one session while nothing else runs."""
     p50_ms: float
     p99_ms: float
     calls_per_s: float
     wrong: int
-    """Replies that were not the call's own."""
+    """Replies of other calls."""
 
 
 Opener = Callable[[int], Awaitable[Call]]
-"""Makes session number n and returns how to call it."""
+"""Opens session number n and returns its function to run code."""
 
 
 async def measure(opener: Opener, sessions: int, calls: int) -> SandboxTimes:
@@ -82,7 +82,7 @@ async def measure(opener: Opener, sessions: int, calls: int) -> SandboxTimes:
 
 @asynccontextmanager
 async def backend_opener(backend: SandboxBackend) -> AsyncIterator[Opener]:
-    """Yield sessions that are sandboxes of a backend, called without a server."""
+    """Yield an opener of sandboxes of a backend, without a server."""
     async with backend, AsyncExitStack() as exits:
 
         async def opener(number: int) -> Call:
@@ -98,7 +98,7 @@ async def backend_opener(backend: SandboxBackend) -> AsyncIterator[Opener]:
 
 @asynccontextmanager
 async def client_opener(client: ToolClient, tool: str = "python") -> AsyncIterator[Opener]:
-    """Yield sessions of a running tool server."""
+    """Yield an opener of sessions of a running tool server."""
     opened: list[str] = []
 
     async def opener(number: int) -> Call:
@@ -147,7 +147,7 @@ async def docker_exec_opener(config: SandboxConfig) -> AsyncIterator[Opener]:
 
 @contextmanager
 def on_cores(count: int) -> Iterator[None]:
-    """Keep this thread, and the processes that it starts, on so many cores."""
+    """Limit this thread, and the processes that it starts, to ``count`` cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(before)[:count])
     try:

@@ -1,4 +1,4 @@
-"""What exact tokens cost, against tokenising the whole conversation every turn: behind ``agentrl bench masks``."""
+"""Cost of exact tokens against retokenizing the whole conversation every turn; for ``agentrl bench masks``."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class LongEpisode:
-    """What is read and said in an episode. Every observation is a text of its own: no cache may spare us its tokens."""
+    """Observations and samples of an episode. All observations differ, so that no cache has their tokens."""
 
     observed: tuple[str, ...]
-    """What the policy reads before each turn."""
+    """Observation before each turn."""
     said: tuple[Generation, ...]
-    """What it says to it."""
+    """Sample of each turn."""
 
 
 def long_episode(
     tokenizer: PreTrainedTokenizerBase, end_token_id: int, turns: int, tokens: int, seed: int
 ) -> LongEpisode:
-    """Return an episode of ``turns`` turns, each of about ``tokens`` tokens, half of them read and half of them said."""
+    """Return an episode of ``turns`` turns, each of about ``tokens`` tokens, half of them observed and half sampled."""
     source = random.Random(seed)
     half = tokens // 2
 
@@ -56,15 +56,20 @@ def long_episode(
 
 
 async def converse(renderer: Renderer, episode: LongEpisode) -> list[Row]:
-    """Hold the conversation as a run does, with an engine that takes no time, and return its rows."""
-    room = 1 << 30
-    with ThreadPoolExecutor(1) as pool:  # starts no thread until an environment wants one
+    """Run the conversation with the episode runner and an engine that takes no time, and return its rows."""
+    unlimited = 1 << 30
+    with ThreadPoolExecutor(1) as pool:  # starts no thread until an environment needs one
         context = EpisodeContext(
             env_factory=Env,
             renderer=renderer,
             sampler=_Recorded(episode),
             tool_clients={},
-            limits=Limits(max_turns=len(episode.said), max_tokens=room, max_seconds=float(room), max_new_tokens=room),
+            limits=Limits(
+                max_turns=len(episode.said),
+                max_tokens=unlimited,
+                max_seconds=float(unlimited),
+                max_new_tokens=unlimited,
+            ),
             sampling=SamplingParams(),
             pool=pool,
         )
@@ -73,13 +78,13 @@ async def converse(renderer: Renderer, episode: LongEpisode) -> list[Row]:
         conversation.begin([Message("user", episode.observed[0])], "bench")
         for text in (*episode.observed[1:], None):
             said = await conversation.sample()
-            assert said is not None, "the limits leave room for all turns"
+            assert said is not None, "the limits allow all turns"
             conversation.answer(said, () if text is None else (Message("user", text),), over=text is None)
         return state.trajectory.rows("bench", "bench")
 
 
 class _Recorded:
-    """A sampler that says what the episode holds, turn by turn."""
+    """A sampler that returns the episode's samples in order."""
 
     def __init__(self, episode: LongEpisode) -> None:
         self._said = iter(episode.said)
@@ -90,19 +95,19 @@ class _Recorded:
         return next(self._said)
 
     async def abort(self, request_id: str) -> None:
-        """Nothing runs."""
+        """Do nothing: no request is in progress."""
 
     async def close_session(self, session_id: str) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no session state."""
 
 
 def retokenise(tokenizer: PreTrainedTokenizerBase, episode: LongEpisode, texts: list[str]) -> float:
-    """Return the seconds of CPU time that it takes to tokenise the whole conversation by the chat template every turn.
+    """Return the CPU seconds of tokenizing the whole conversation with the chat template every turn.
 
     Args:
         tokenizer: with a chat template.
         episode: the conversation.
-        texts: what was said as text, by turn; decoding it is not counted.
+        texts: the samples as text, by turn; decoding is not counted.
     """
     messages: list[dict[str, str]] = []
     start = time.thread_time()

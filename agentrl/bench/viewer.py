@@ -1,4 +1,4 @@
-"""How long a large run takes to become a page, and the page to open in a real browser."""
+"""Time to build the page of a large run, and to open it in a browser."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS = 32_000
 
 @dataclass(frozen=True, slots=True)
 class ViewTimes:
-    """What `measure_view` finds."""
+    """Results of `measure_view`."""
 
     build_s: float
     """From the files of the run to the page on disk."""
@@ -35,11 +35,11 @@ class ViewTimes:
     ready_ms: float
     """From the start of the navigation to the first rollout with its tokens on screen, by the browser's clock."""
     wall_s: float
-    """The same seen from outside, a new browser window included."""
+    """Wall time of the same, including a new browser window."""
 
 
 def measure_view(rollouts: int, tokens: int) -> ViewTimes:
-    """Make a run of so many rollouts of so many tokens each, build its page, and open that.
+    """Build and open the page of a synthetic run with ``rollouts`` rollouts of ``tokens`` tokens each.
 
     Raises:
         UserError: there is no browser.
@@ -77,7 +77,7 @@ def find_browser() -> str:
 
 
 def open_page(page: Path, browser: str) -> tuple[float, float]:
-    """Return milliseconds until the page is ready by its own clock, and seconds seen from outside.
+    """Return milliseconds until the page is ready by its own clock, and seconds of wall time.
 
     Raises:
         UserError: playwright is not installed.
@@ -123,7 +123,7 @@ def synthetic_entries(rollouts: int, tokens: int, seed: int = 0) -> Iterator[Ent
 
 
 def synthetic_texts(ids: Sequence[int]) -> list[TokenText]:
-    """Return a word of each id, with a space before it."""
+    """Return one word for each id, with a space before it."""
     return [
         " " + "".join("bcdfglmnprstvz"[token // 14**n % 14] + "aeiou"[token // 3**n % 5] for n in (0, 1))
         for token in ids

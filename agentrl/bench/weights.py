@@ -1,4 +1,4 @@
-"""What ``agentrl bench weights`` measures: how long new weights take into an engine, by transport and bucket size."""
+"""``agentrl bench weights``: time of a weight sync to an engine, by transport and bucket size."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _MADE_UP = {"load_format": "dummy", "skip_tokenizer_init": True, "disable_cuda_g
 
 @dataclass(frozen=True, slots=True)
 class WeightsBench:
-    """What is measured; see the options of the command."""
+    """Options of the benchmark; see the command."""
 
     sizes: Sequence[str]
     transports: Sequence[str]
-    """Empty: all that there can be here."""
+    """Empty for all that this machine supports."""
     bucket_mib: Sequence[int]
     repeats: int
     folder: Path | None
@@ -47,30 +47,30 @@ class WeightsBench:
 
 @dataclass(frozen=True, slots=True)
 class SyncTimes:
-    """What one transport takes with one bucket size; medians."""
+    """Times of one transport with one bucket size; medians."""
 
     size: str
     transport: str
     bucket_mib: int
     bytes: int
-    """Of all weights, as they are sent."""
+    """Size of all weights as sent."""
     seconds: float
-    """All of it: the engine stands still, weights are gathered, cast and sent, the version is checked."""
+    """The whole sync: pause the engine, gather, cast and send weights, check the version."""
     gather_s: float
-    """Of these, until the buckets were whole."""
+    """Part of it until the buckets were complete."""
     send_s: float
-    """Of these, from whole buckets until the engine had them."""
+    """Part of it from complete buckets until the engine had them."""
     plain: float | None
-    """Bytes a second of the plain way: a copy on the GPU for ``ipc``, a broadcast for ``distributed``."""
+    """Baseline in bytes per second: a copy on the GPU for ``ipc``, a broadcast for ``distributed``."""
 
     @property
     def rate(self) -> float:
-        """Bytes a second, gathering left out."""
+        """Bytes per second without gathering."""
         return self.bytes / self.send_s
 
 
 class RandomLearner(WeightExporter):
-    """Random weights in float32, as a learner of one rank has them, and a watch on where their sending spends time."""
+    """Random weights in float32, as in a learner with one rank, with a stopwatch around gathering and sending."""
 
     def __init__(self, shape: Shape, device: torch.device, seed: int) -> None:
         generator = torch.Generator(device).manual_seed(seed)
@@ -102,18 +102,18 @@ class RandomLearner(WeightExporter):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where learner and engines are."""
+    """Devices of learner and engines."""
 
     device: torch.device
     """The learner's."""
-    beside: Sequence[str]
-    """The GPUs of engines that share the learner's; none on a CPU."""
+    shared: Sequence[str]
+    """GPUs of engines that share the learner's GPU; empty on a CPU."""
     apart: Sequence[str]
-    """Those of engines that have their own."""
+    """GPUs of engines with a separate GPU."""
 
     @classmethod
     def here(cls, sampler: SamplerConfig, transports: Sequence[str]) -> _Place:
-        """Look at this machine.
+        """Return the devices of this machine.
 
         Raises:
             ConfigError: a transport wants GPUs that are not there.
@@ -143,13 +143,13 @@ def transports_here(sampler: SamplerConfig) -> tuple[str, ...]:
 async def measure_weights(
     config: Config, bench: WeightsBench, progress: Callable[[str], None]
 ) -> AsyncIterator[SyncTimes]:
-    """Start an engine for each size and place, and push weights into them.
+    """Start an engine for each size and place, and sync weights to it.
 
-    The learner is one rank in this process: there is no other rank to gather from, and no Ray on the way.
+    The learner is one rank in this process: there is no other rank to gather from, and no Ray.
 
     Raises:
-        ConfigError: a size or a transport is unknown, or wants what is not there.
-        EngineError: an engine does not start, or a push failed.
+        ConfigError: a size or a transport is unknown, or not available here.
+        EngineError: an engine does not start, or a sync failed.
 
     """
     sampler = _sampler(config.sampler)
@@ -213,7 +213,7 @@ class _Pushes:
         )
 
     async def run(self, version: int, repeats: int) -> list[tuple[float, float, float]]:
-        """Push as often, and once before that does not count but for ``disk``; return seconds of all, gathering, sending."""
+        """Sync ``repeats`` times after a warm-up sync (none for ``disk``); return seconds in all, of gathering and of sending."""
         runs = []
         try:
             for number in range(repeats + (not self._disk)):
@@ -224,7 +224,7 @@ class _Pushes:
         return runs[-repeats:]
 
     async def _push(self, version: int) -> tuple[float, float, float]:
-        # It has what of a learner a push asks for.
+        # It has the part of a learner that a sync needs.
         learner = cast("LearnerGroup", self._learner)
         begun = time.perf_counter()
         await self._sync.push(learner, [self._engine], version)
@@ -243,13 +243,13 @@ async def _start(
     exits: AsyncExitStack,
     progress: Callable[[str], None],
 ) -> dict[tuple[str, bool], SGLangClient]:
-    """Start all engines side by side; return their clients by size and by whether they have a GPU of their own."""
+    """Start all engines concurrently; return their clients by size and by whether they have a separate GPU."""
     keys = [(size, apart) for size in sizes for apart in sorted({_apart(one, place) for one in transports})]
     progress(f"starting {len(keys)} engine(s)")
 
     async def start(size: str, apart: bool) -> EngineProcess:
         spec = EngineSpec(config.sampler, folder / size, folder / "logs" / f"{size}-{apart}", config.run.seed)
-        return await asyncio.to_thread(spec.start, 0, gpus=place.apart if apart else place.beside)
+        return await asyncio.to_thread(spec.start, 0, gpus=place.apart if apart else place.shared)
 
     results = await asyncio.gather(*(start(*key) for key in keys), return_exceptions=True)
     clients = {}
@@ -265,7 +265,7 @@ async def _start(
 
 
 def _apart(transport: str, place: _Place) -> bool:
-    """Return whether the engine has a GPU of its own; on a CPU there is but one place."""
+    """Return whether the engine has a separate GPU; on a CPU there is only one place."""
     return transport == "distributed" and place.device.type == "cuda"
 
 
@@ -282,13 +282,13 @@ def _plain(transport: str, chunk: int, total: int, place: _Place, broadcast: Bro
 
 
 def _sampler(sampler: SamplerConfig) -> SamplerConfig:
-    """Return how engines are started: those of SGLang with as little as they need.
+    """Return the engine configuration, with minimal options for SGLang.
 
     Raises:
-        ConfigError: they run already.
+        ConfigError: ``sampler.url`` is set.
 
     """
     if sampler.urls:
-        raise ConfigError(f"sampler.url={sampler.url}: this starts engines of its own; leave out sampler.url")
+        raise ConfigError(f"sampler.url={sampler.url}: the benchmark starts its own engines; leave out sampler.url")
     made_up = _MADE_UP if sampler.backend == "sglang" else {}
     return sampler.model_copy(update={"sglang": {**made_up, **sampler.sglang}})

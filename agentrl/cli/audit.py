@@ -59,7 +59,7 @@ def _texts(tokenizer: str | None, samples: Path) -> Texts | str:
         return Texts(load_tokenizer(resolve_model(tokenizer, "--tokenizer", fetch=False), "--tokenizer"))
     path = _model_path(samples)
     if path is None:
-        return "not measured: no config.yaml beside the rollouts names a model; give --tokenizer DIR"
+        return "not measured: no config.yaml next to the rollouts names a model; give --tokenizer DIR"
     try:
         return Texts(load_tokenizer(resolve_model(path, fetch=False)))
     except (MissingError, ModelError, UnknownNameError) as error:

@@ -47,15 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     weights.add_argument("--repeats", type=int, default=3, help="counted pushes of each; disk always has one")
     weights.add_argument("--folder", type=Path, help="where disk writes; the temporary folder unless it is set")
     add_plain_config_arguments(weights)
-    masks = actions.add_parser(
-        "masks", help="tokens/s from turns to checked batches, against tokenising every turn anew"
-    )
+    masks = actions.add_parser("masks", help="tokens/s from turns to checked batches, against retokenizing every turn")
     add_config_arguments(masks)
     view = actions.add_parser("view", help="seconds to make a page of a large run, and to open it in a browser")
     view.add_argument("--rollouts", type=int, default=2000, help="rollouts of the synthetic run")
     view.add_argument("--tokens", type=int, default=2000, help="tokens of each")
     sandbox = actions.add_parser(
-        "sandbox", help="cold starts and calls/s: backends alone, beside docker exec, and through server and client"
+        "sandbox", help="cold starts and calls/s: backends alone, docker exec, and through server and client"
     )
     sandbox.add_argument("--backends", default="bubblewrap,docker", help="comma-separated; docker wants a daemon")
     sandbox.add_argument("--sessions", default="1,2,16,256", help="sessions at the same time, comma-separated")
@@ -103,7 +101,7 @@ def _rollout(arguments: argparse.Namespace, config: Config, console: Console) ->
     console.print(table)
     runner = times["replayed"].cpu_ms_per_turn
     client = times["engine"].cpu_ms_per_turn - runner
-    console.print(f"runner with tools {runner:.3f} ms a turn (target under 1); HTTP client {client:.3f} ms beside it")
+    console.print(f"runner with tools {runner:.3f} ms a turn (target under 1); HTTP client {client:.3f} ms in addition")
 
 
 async def _efficiency(arguments: argparse.Namespace, config: Config, console: Console) -> None:
@@ -242,7 +240,7 @@ def _sandbox(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _teller(console: Console, status: Status) -> Callable[[str], None]:
-    """Return what says how far a measurement is: a log gets a line where a terminal's line changes."""
+    """Return a progress callback: a line per call in a log, a changing line in a terminal."""
     return status.update if console.is_terminal else console.print
 
 

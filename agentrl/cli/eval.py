@@ -77,7 +77,7 @@ def _of_its_own(tree: Tree) -> Tree:
 def _check_files(arguments: argparse.Namespace) -> None:
     samples: Path | None = arguments.rollouts
     if samples is not None and samples.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"--rollouts {samples}: the name says the format; end it in .jsonl or .parquet")
+        raise ConfigError(f"--rollouts {samples}: the format follows from the name; end it in .jsonl or .parquet")
     for path in (arguments.json, samples):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path}: there is no folder {path.parent}")

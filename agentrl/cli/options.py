@@ -68,7 +68,7 @@ def resolve_plain_config(arguments: argparse.Namespace) -> Config:
 
 
 def _hardware_base() -> Tree:
-    """What a configuration file lies on: with a GPU the engine is SGLang unless the file says otherwise."""
+    """Defaults below a configuration file: with a GPU the engine is SGLang unless the file sets another."""
     return {"sampler": {"backend": "sglang" if has_gpu() else "embedded"}}
 
 

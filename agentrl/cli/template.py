@@ -106,7 +106,7 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
         ("format", f"{findings.format} ({how})"),
         ("opener", f"{findings.opener!r}{thought}"),
         *_end_facts(findings),
-        ("markers", f"no single token: {split}" if split else f"{len(findings.markers)}, each a token of its own"),
+        ("markers", f"no single token: {split}" if split else f"{len(findings.markers)}, each a separate token"),
         ("reasoning", f"left out before {dropped}" if dropped else "kept"),
         ("tool calls", _calls(findings)),
     ]

@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Do what is asked."""
+    """Run the subcommand."""
     arguments.act(arguments)
 
 

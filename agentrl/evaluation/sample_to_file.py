@@ -51,7 +51,7 @@ def check_plan(config: Config, plan: SamplePlan) -> None:
     """
     out = plan.out
     if out.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"--out {out}: the name says the format; end it in .jsonl or .parquet")
+        raise ConfigError(f"--out {out}: the format follows from the name; end it in .jsonl or .parquet")
     for path in (out, out.with_suffix(".jsonl")):  # the lines that a parquet file is made of
         if path.exists():
             raise ConfigError(f"--out {out}: {path} exists; delete it or choose another name")

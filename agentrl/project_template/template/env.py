@@ -59,7 +59,7 @@ class DirectoryEnv(Env):
         return (Message("user", PROMPT.replace("{question}", self.task.question)),), self._info()
 
     def step(self, action: Action) -> Step:
-        """Take what the policy said, or the result of the call that the last step asked for.
+        """Take the policy's message, or the result of the call that the last step returned.
 
         Return observation, reward, terminated, truncated, info.
         """
@@ -84,7 +84,7 @@ class DirectoryEnv(Env):
         return (Message("user", INFORMATION.format(name=self.names[-1], text=text), inline=True),)
 
     def _info(self, right: float = 0.0) -> Info:
-        """Return the figures so far; they are averaged over episodes and logged."""
+        """Return the metrics so far; they are averaged over episodes and logged."""
         return {"metrics": {"right": right, "lookups": float(len(self.names))}}
 
     @classmethod

@@ -56,5 +56,5 @@ class People(TaskSet):
 
 
 def _task(split: str, asked: str, answer: str, lookups: int) -> Task:
-    # The id names the group of episodes whose rewards are compared; metadata is what figures can be reported by.
+    # The id names the group of episodes whose rewards are compared; metrics can be reported by metadata.
     return Task(f"my_project/{split}/{asked}", (Message("user", f"What is {asked}?"),), answer, {"lookups": lookups})

@@ -96,7 +96,7 @@ def test_both_ask_the_same_at_the_same_concurrency(server: tuple[Server, str]) -
 
 def test_an_engine_that_samples_less_is_no_measurement(server: tuple[Server, str]) -> None:
     server[0].short = True
-    with pytest.raises(EngineError, match=r"the runner got 120 tokens of the engine, it asked for 135"):
+    with pytest.raises(EngineError, match=r"the runner received 120 tokens from the engine, and requested 135"):
         measure(server[1])
 
 
