@@ -79,7 +79,7 @@ class ToolRunner:
         return result
 
     async def _run_one(self, call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult:
-        """Run a call. This is the one place that tells failures of the infrastructure from results, whoever made them."""
+        """Run a call. Only here are failures of the infrastructure separated from results of the call."""
         if call.status is not CallStatus.OK:
             return ToolResult(call.id, ToolStatus.INVALID, call.fault)
         if call.name not in tools:

@@ -25,7 +25,7 @@ from agentrl.toolserver.server.session import ServerResources, Session
 _log = logging.getLogger(__name__)
 
 REMEMBERED_CLOSED = 10_000
-"""Closed sessions that are told apart from unknown ones."""
+"""Closed sessions that are remembered, to distinguish them from unknown ones."""
 CALLS_PER_CORE = 8
 """Calls that may use sandboxes at the same time, if ``server.max_running`` is not set."""
 OPENERS_PER_CORE = 2
