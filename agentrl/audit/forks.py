@@ -33,7 +33,7 @@ def graph_faults(rollout: Rollout) -> Iterator[Fault]:
         yield from _row_faults(rows)
         yield from graph.faults()
     if sampled != rollout.sampled_tokens:
-        yield Fault(f"it says that {rollout.sampled_tokens} tokens were sampled; its rows hold {sampled}")
+        yield Fault(f"sampled_tokens is {rollout.sampled_tokens}; its rows have {sampled} sampled tokens")
 
 
 def _row_faults(rows: Sequence[Row]) -> Iterator[Fault]:
@@ -42,9 +42,9 @@ def _row_faults(rows: Sequence[Row]) -> Iterator[Fault]:
         if row.key.row != place:
             yield Fault(f"it stands in place {place}", row.key.row)
         if place and row.fork is None:
-            yield Fault("it forks, and does not say why", row.key.row)
+            yield Fault("it forks, and has no fork reason", row.key.row)
         if not place and row.fork is not None:
-            yield Fault(f"it starts the trajectory, and says that it forks: {row.fork.value}", row.key.row)
+            yield Fault(f"it is the first row of the trajectory, and has a fork reason: {row.fork.value}", row.key.row)
 
 
 class _Graph:

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse; settings may stand anywhere among the options, which argparse alone does not allow."""
+    """Parse arguments; settings may be anywhere among the options, which argparse alone does not allow."""
     parsed, rest = parser.parse_known_args(arguments)
     strange = [word for word in rest if "=" not in word or word.startswith("-") or not hasattr(parsed, "overrides")]
     if strange:

@@ -1,4 +1,4 @@
-"""Options that several subcommands share, and the configuration they add up to."""
+"""Options shared by subcommands, and the configuration that they resolve to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plain_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--config`` and ``key=value``, for what no environment is part of."""
+    """Add ``--config`` and ``key=value``, for commands without an environment."""
     parser.add_argument("--config", help="a YAML file, or a shipped configuration such as search_r1/cpu")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over those of the file")
 
@@ -34,7 +34,7 @@ def has_gpu() -> bool:
 def resolve_config(arguments: argparse.Namespace, extra: Tree | None = None) -> Config:
     """Return the configuration of the command line.
 
-    Without ``--config`` the shipped one for the environment and this hardware is taken, where there is one.
+    Without ``--config``, the shipped configuration for the environment and this hardware is used, if there is one.
 
     Raises:
         ConfigError, UnknownNameError: as in `load_config`; the environment is looked up too.
@@ -57,7 +57,7 @@ def resolve_config(arguments: argparse.Namespace, extra: Tree | None = None) -> 
 
 
 def resolve_plain_config(arguments: argparse.Namespace) -> Config:
-    """Return the configuration of the command line of `add_plain_config_arguments`; no shipped one is taken by itself.
+    """Return the configuration of the command line of `add_plain_config_arguments`; without a default one.
 
     Raises:
         ConfigError: as in `load_config`.

@@ -162,7 +162,7 @@ def _agentrl_does(transition: TurnTransition) -> str:
 
 
 def _print_differences(findings: Findings, console: Console) -> None:
-    """Print each difference once, under the first turn that has it, and each refusal."""
+    """Print each difference once, under the first turn that has it, and all refusals."""
     seen: set[object] = set()
     for transition in findings.transitions:
         about = transition.difference if transition.difference is not None else transition.detail

@@ -53,7 +53,7 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Show."""
+    """Print rollouts, or write the page."""
     files = open_run(arguments.run_dir)
     filters = Filters(
         steps=arguments.steps,
@@ -128,7 +128,7 @@ def _page(files: RunFiles, filters: Filters, arguments: argparse.Namespace, cons
 
 
 def load_decode(files: RunFiles) -> Decode | str:
-    """Return what gives tokens their text: the tokenizer of the newest checkpoint, or of ``model.path``; or why none."""
+    """Return a decoder of tokens from the newest checkpoint or ``model.path``, or the reason why there is none."""
     from agentrl.models.token_text import TOKENIZER_FILE, token_decoder
 
     found = sorted(files.folder.glob(f"checkpoints/*/model/{TOKENIZER_FILE}")) if files.folder.is_dir() else []

@@ -104,7 +104,7 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
 
 
 def _finish(file: RolloutFile, done: Sequence[Rollout]) -> None:
-    """Turn what there is into the file asked for; without any rollout no file is left."""
+    """Convert the finished rollouts to the requested file; without any, no file is written."""
     path = file.finish()
     if not done:
         path.unlink()

@@ -1,7 +1,7 @@
 """Episodes of a scripted expert as training rows, for supervised fine-tuning.
 
-The real environment is driven and the real renderer asked, so what a policy is taught is, token for token, what it
-reads and says when it is sampled.
+The environment and the renderer are those of a run, so that the tokens that a policy is trained on are the tokens that it
+observes and samples later.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from agentrl.core.errors import UserError
 
 
 class ContractError(UserError, AssertionError):
-    """A plugin breaks a contract; the message says what it does and what it should."""
+    """A plugin violates a contract; the message has what it does and what it should."""
 
 
 def require(holds: bool, message: str, cause: BaseException | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The contract of environments, for their authors' tests: Gymnasium's own check, and what agentrl asks beyond it."""
+"""Contract check of environments, for their authors' tests: Gymnasium's check, and agentrl's additional rules."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ _STEPS = 12
 
 
 def refuse(call: ToolCall) -> ToolResult:
-    """Answer a call as a tool does that is out of order."""
+    """Answer a call as a failing tool does."""
     return ToolResult(call.id, ToolStatus.ERROR, f"{call.name} is out of order")
 
 
 def check_env(env_factory: Callable[[], Env], *, task: Task | None = None, respond: Respond = refuse) -> None:
-    """Check that an environment keeps Gymnasium's contract and agentrl's. Takes well under a second.
+    """Check an environment against Gymnasium's contract and agentrl's. Takes less than a second.
 
-    Short episodes are played with random texts, and with texts in the tags that the environment's stop strings close.
+    Short episodes are run with random texts, and with texts in the tags that the environment's stop strings close.
 
     - Gymnasium's ``check_env`` passes.
-    - Observations lie in the space, rewards are finite floats, ``info`` is JSON-able, metrics are floats, call ids are
+    - Observations are in the space, rewards are finite floats, ``info`` is JSON-able, metrics are floats, call ids are
       unique in an episode.
-    - Randomness comes from ``self.np_random`` alone: episodes that run beside each other replay what each gave alone.
-    - ``get_state`` is JSON-able, and ``set_state`` on a fresh environment replays the rest bit for bit.
+    - Randomness comes from ``self.np_random`` alone: concurrent episodes replay what each returned alone.
+    - ``get_state`` is JSON-able, and ``set_state`` on a new environment replays the rest bit for bit.
 
     Args:
-        env_factory: builds the environment; the class itself where it needs no arguments.
-        task: the task to play; without one, ``example_task``.
-        respond: answers the tool calls that the environment asks for; by default every tool fails.
+        env_factory: builds the environment; the class itself if it needs no arguments.
+        task: of the episodes; by default ``example_task``.
+        respond: answers the tool calls that the environment returns; by default every tool fails.
 
     Raises:
-        ContractError: what the environment does, and what it should.
+        ContractError: a rule is violated; the message has what the environment does and what it should.
     """
     env = env_factory()
     require(isinstance(env, Env), f"{type(env).__name__} must be a subclass of agentrl.Env")
@@ -75,7 +75,7 @@ def check_env(env_factory: Callable[[], Env], *, task: Task | None = None, respo
     records = [_Record(env_factory, task, seed, respond) for seed in range(_EPISODES)]
     for record in records:
         record.play()
-    _check_beside_each_other(records)
+    _check_concurrent(records)
     for record in records:
         record.check_state()
     require(before == _global_random_state(), f"{name} draws from the global random generators; take self.np_random")
@@ -87,7 +87,7 @@ def _global_random_state() -> tuple[Any, ...]:
 
 
 def _action(env: Env, rng: np.random.Generator) -> Message:
-    """Return random text, bare or between the tags that one of the environment's stop strings closes."""
+    """Return random text, with or without tags that one of the environment's stop strings closes."""
     env.action_space.seed(int(rng.integers(2**31)))
     said: Message = env.action_space.sample()
     closing = ["", *env.stop]
@@ -97,7 +97,7 @@ def _action(env: Env, rng: np.random.Generator) -> Message:
 
 
 class _Record:
-    """One episode as it was played alone: what was done, what came of it, and the state before each step."""
+    """One episode run alone: its actions, its steps, and the state before each step."""
 
     def __init__(self, factory: Callable[[], Env], task: Task, seed: int, respond: Respond) -> None:
         self.factory = factory
@@ -114,7 +114,7 @@ class _Record:
         return env, env.reset(seed=seed, options={"task": self.task})
 
     def play(self) -> None:
-        """Play and check every step."""
+        """Run and check every step."""
         rng = np.random.default_rng(self.seed)
         env, self.first = self.start(self.seed)
         observation, info = self.first
@@ -175,7 +175,7 @@ class _Record:
         _require_json(info, f"{name}: info")
 
     def replay(self) -> Iterator[None]:
-        """Play the same again, one step a time."""
+        """Run the same actions again, one step at a time."""
         env, first = self.start(self.seed)
         self._require_same("reset", self.first, first)
         for index, action in enumerate(self.actions):
@@ -184,7 +184,7 @@ class _Record:
         env.close()
 
     def check_state(self) -> None:
-        """Go on from every state in a fresh environment that was seeded otherwise."""
+        """Continue from every state in a new environment with another seed."""
         for cut, state in enumerate(self.states):
             env, _ = self.start(self.seed + 1000)
             env.set_state(json.loads(state))
@@ -204,7 +204,7 @@ class _Record:
         )
 
 
-def _check_beside_each_other(records: list[_Record]) -> None:
+def _check_concurrent(records: list[_Record]) -> None:
     running = [record.replay() for record in records]
     while running:
         # A round drops the episodes that are over; the others take a step each, in turn.

@@ -1,4 +1,4 @@
-"""One episode without a model or a server, for environments' authors."""
+"""An episode without a model or a server, for tests of environments."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def play_episode(
     max_turns: int = 16,
     max_tokens: int = 8192,
 ) -> Rollout:
-    """Play ``task`` with a policy that says what ``script`` tells it to. Not for use inside an event loop.
+    """Run an episode of ``task`` with the scripted answers of ``script``. Not for use inside an event loop.
 
     The episode runs as in training, tokens and masks included; an error in it is raised, never dropped.
 
     Args:
-        env_factory: builds the environment; the class itself where it needs no arguments.
-        task: the problem.
-        script: what the policy says, turn by turn; see `ScriptedSampler`.
-        model: whose tokenizer and chat template are taken; as ``model.path``.
-        tool_clients: by tool name, for tools with a server; the environment's own tools run by themselves.
-        seed: seeds the environment.
-        max_turns: turns the episode may have.
-        max_tokens: tokens the episode may have.
+        env_factory: builds the environment; the class itself if it needs no arguments.
+        task: of the episode.
+        script: the policy's answers by turn; see `ScriptedSampler`.
+        model: its tokenizer and chat template are used; as ``model.path``.
+        tool_clients: by tool name, for tools with a server; the environment's own tools need none.
+        seed: of the environment.
+        max_turns: of the episode.
+        max_tokens: of the episode.
 
     Raises:
-        RunStopped: the environment, the task or a tool failed; the message says how.
+        RunStopped: the environment, the task or a tool failed; the message has the error.
 
     """
     # Only this needs transformers, and loading it takes seconds.

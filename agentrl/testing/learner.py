@@ -1,4 +1,4 @@
-"""A learner that learns nothing and remembers everything."""
+"""A fake learner that records its batches and learns nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FILE = "fake_learner.json"
 
 
 class FakeLearner:
-    """Implements `agentrl.learner.base.LearnerGroup`. Its log-probabilities are the sampler's own, its reference's too."""
+    """Implements `agentrl.learner.base.LearnerGroup`. Its log-probabilities, also of the reference, are the sampler's."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class FakeLearner:
         metrics: Mapping[str, float] | None = None,
         fail_at: int | None = None,
     ) -> None:
-        """Serve ``weights`` by Hugging Face name; give ``metrics`` at every step; fail at step ``fail_at`` (from 0)."""
+        """Set ``weights`` by Hugging Face name, the ``metrics`` of every step, and the step ``fail_at`` (from 0) that fails."""
         self.batches: list[GlobalBatch] = []
         self.steps = 0
         self.closed = False
@@ -42,20 +42,20 @@ class FakeLearner:
         self._fail_at = fail_at
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
-        """Remember the batch in ``batches``.
+        """Append the batch to ``batches``.
 
         Raises:
-            LearnerError: this is the step at which it was told to fail, or it sleeps.
+            LearnerError: this is the step ``fail_at``, or the learner sleeps.
         """
         self._check_awake()
         if self.steps == self._fail_at:
-            raise LearnerError(f"fails at step {self.steps}, as told to")
+            raise LearnerError(f"fails at step {self.steps}, as configured")
         self.batches.append(batch)
         self.steps += 1
         return dict(self._metrics)
 
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> dict[RowKey, Any]:
-        """Return by row key the float32 log-probabilities ``[T]`` that the batch brought from the sampler."""
+        """Return by row key the float32 log-probabilities ``[T]`` in the batch, which are the sampler's."""
         self._check_awake()
         return {
             key: micro.logprobs_R_L[micro.row_R_L == index].clone()
@@ -65,27 +65,27 @@ class FakeLearner:
         }
 
     def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
-        """Iterate over the weights in buckets of at most ``bucket_bytes``, one tensor at least."""
+        """Iterate over the weights in buckets of at most ``bucket_bytes``, with at least one tensor."""
         return self._weights().buckets(bucket_bytes, dtype)
 
     def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
-        """Open the meeting point of a real group."""
+        """Open a real weight sync group."""
         return self._weights().open_group(urls, size, backend, timeout_s)
 
     def join_group(self, group: WeightGroup) -> None:
-        """Join it."""
+        """Join a weight sync group."""
         self._weights().join_group(group)
 
     def leave_group(self) -> None:
-        """Leave it."""
+        """Leave the weight sync group."""
         self._weights().leave_group()
 
     def sleep(self) -> None:
-        """Note it in ``sleeping``."""
+        """Set ``sleeping``."""
         self.sleeping = True
 
     def wake(self) -> None:
-        """Note it in ``sleeping``."""
+        """Clear ``sleeping``."""
         self.sleeping = False
 
     def _weights(self) -> WeightExporter:
@@ -106,7 +106,7 @@ class FakeLearner:
         (folder / _FILE).write_text(json.dumps({"steps": self.steps}))
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote.
+        """Restore what `save` wrote.
 
         Raises:
             CheckpointError: no `FakeLearner` saved there.
@@ -117,5 +117,5 @@ class FakeLearner:
         self.steps = int(json.loads((folder / _FILE).read_text())["steps"])
 
     def close(self) -> None:
-        """Note that it was closed."""
+        """Set ``closed``."""
         self.closed = True

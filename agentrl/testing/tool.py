@@ -1,4 +1,4 @@
-"""The contract of tools, for their authors' tests."""
+"""Contract check of tools, for their authors' tests."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def check_tool(
     options: Mapping[str, Any] | None = None,
     name: str | None = None,
 ) -> None:
-    """Check that a tool keeps the contract. Not for use inside an event loop.
+    """Check a tool against the contract. Not for use inside an event loop.
 
     A `Tool` has a name, a description and a valid JSON Schema; it answers ``arguments`` with status ``OK`` and refuses
-    others with ``INVALID``. A `ToolService` adds options that leave ``--host`` and ``--port`` alone, and says ``server``
-    of what it offers to policies; its client at ``url`` does as a `Tool` does, gives a call that is sent again the same
+    others with ``INVALID``. A `ToolService` does not redefine ``--host`` and ``--port``, and sets ``server`` of
+    the tools that it offers to policies; its client at ``url`` does as a `Tool` does, gives a call that is sent again the same
     answer, and raises `ToolFailure` where no server is. A `HostedService` can do without ``url``: it is run in this
-    process, each episode in a session and a sandbox of its own.
+    process, each episode in a separate session and sandbox.
 
     Example::
 
@@ -51,7 +51,7 @@ def check_tool(
         name: which tool of the service to call; by default the one named as the service is, else its first.
 
     Raises:
-        ContractError: what the tool does, and what it should.
+        ContractError: a rule is violated; the message has what the tool does and what it should.
     """
     require(bool(tool.name), f"{type(tool).__name__} must have a name")
     if isinstance(tool, Tool):
@@ -159,11 +159,11 @@ async def _check_service(
     if isinstance(service, HostedService):
         options = {**options, "client": {**options.get("client", {}), "retries": 0}}
     with held_port() as port:
-        nobody = service.client(f"http://127.0.0.1:{port}", options)
+        unreachable = service.client(f"http://127.0.0.1:{port}", options)
         try:
-            answer = await nobody.call(ToolCall("lost", name, arguments), episode_id=episode_id)
+            answer = await unreachable.call(ToolCall("lost", name, arguments), episode_id=episode_id)
             require(False, f"{service.name} must raise ToolFailure where no server is, it gave {answer!r}")
         except ToolFailure:
             pass  # as it should
         finally:
-            await nobody.aclose()
+            await unreachable.aclose()

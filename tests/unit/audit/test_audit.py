@@ -132,7 +132,7 @@ PLACES = {
     "a request too many": ({"request_ids": ("r/0", "r/1", "r/9")}, 0, None, "'r/9' has sampled none"),
     "no temperature": ({"temperature": -1.0}, 0, None, "its temperature is -1.0"),
     "an array too short": ({"versions": np.zeros(2, np.int32)}, 0, None, "not of one length"),
-    "a fork without a reason": ({"fork": None}, 1, None, "does not say why"),
+    "a fork without a reason": ({"fork": None}, 1, None, "has no fork reason"),
     "a start that says it forks": ({"fork": ForkReason.BRANCH}, 0, None, "says that it forks: branch"),
     "a shared token trained twice": ({"mask": (2, 1), "mask_reason": (2, 0)}, 2, 2, "not marked as shared"),
     "a token trained nowhere": ({"mask": (2, 0), "mask_reason": (2, 2)}, 0, 2, "no earlier row has it"),
@@ -194,8 +194,8 @@ def test_rows_that_the_graph_does_not_have():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"sampled_tokens": 9}, "it says that 9 tokens were sampled; its rows hold 8"),
-        ({"rows": good().rows[:2]}, "it says that 8 tokens were sampled; its rows hold 6"),
+        ({"sampled_tokens": 9}, "sampled_tokens is 9; its rows have 8 sampled tokens"),
+        ({"rows": good().rows[:2]}, "sampled_tokens is 8; its rows have 6 sampled tokens"),
         ({"rows": changed(good(), 1, temperature=0.5).rows}, "at several temperatures: 0.5, 1.0"),
         ({"prompt": "abc"}, "no row begins with the prompt, 'abc'"),
         ({"turns": [Turn("hm", "", FinishReason.STOP)]}, "no request sampled the text of turn 0, 'hm'"),
