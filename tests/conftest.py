@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from dockerd import DockerHost, NoDocker, running_dockerd
-from preloaded import preloaded_process
+from preloaded import RUN_MODULES, SOCKET, preloaded_process
 
 # The bodies of tests that several engines pass.
 pytest.register_assert_rewrite("conformance")
@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # the workers of pytest-xdist use that of their session
         if config.getoption("numprocesses", None):
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is a process for every core
-        _SESSION.enter_context(preloaded_process())
+        os.environ[SOCKET] = _SESSION.enter_context(preloaded_process(*RUN_MODULES))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

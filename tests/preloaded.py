@@ -1,13 +1,15 @@
 """Processes that start in milliseconds: forks of one process that has imported torch, Ray and agentrl.
 
-``python tests/preloaded.py SOCKET`` is that process. It imports nothing heavy until the first request, has one thread, and
-ends with its standard input, as do the processes that it started. `Forked` requests a process; it behaves like
-`subprocess.Popen`, but its parent is the preloaded process.
+``python tests/preloaded.py SOCKET MODULE...`` is that process. It imports the modules with the first request, has one
+thread, and ends with its standard input, as do the processes that it started. `Forked` requests a process; it behaves like
+`subprocess.Popen`, but its parent is the preloaded process. `Adopted` is a child of the process that requested it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -18,15 +20,16 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 SOCKET = "AGENTRL_TEST_PRELOADED"
 """Environment variable with the address of the preloaded process."""
-MODULES = (
+RUN_MODULES = (
     "torch",
     "torch.distributed.checkpoint",
     "transformers",
@@ -47,7 +50,33 @@ MODULES = (
     "agentrl.inference.embedded.scheduler",
     "agentrl.train.run",
 )
+"""What a run through the command line imports."""
+ENGINE = "agentrl.inference.embedded"
+ENGINE_MODULES = (
+    "torch",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.auto.modeling_auto",
+    "uvicorn",
+    "agentrl.inference.embedded.app",
+    "agentrl.inference.embedded.stop_strings",
+)
 _LENGTH = 4
+_SET_CHILD_SUBREAPER = 36
+_ADOPTING = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A process to be."""
+
+    target: str
+    arguments: Sequence[str]
+    cwd: str
+    env: Mapping[str, str]
+    files: Mapping[int, int]
+    """Open files, by the number that each is to have."""
+    orphan: bool = False
+    """Fork twice, and forget about it."""
 
 
 class Forked:
@@ -74,22 +103,9 @@ class Forked:
         stderr: int,
     ) -> None:
         self.returncode: int | None = None
-        request = {"target": target, "arguments": list(arguments), "cwd": str(cwd), "env": dict(env)}
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(os.environ[SOCKET])
-        data = json.dumps(request).encode()
-        socket.send_fds(self._socket, [len(data).to_bytes(_LENGTH, "big")], [stdout, stderr])
-        self._socket.sendall(data)
-        self.pid = int(json.loads(self._line())["pid"])
-
-    def _line(self) -> bytes:
-        line = b""
-        while not line.endswith(b"\n"):
-            part = self._socket.recv(1)
-            if not part:
-                raise RuntimeError("the preloaded process has ended")
-            line += part
-        return line
+        request = Request(target, arguments, str(cwd), env, {1: stdout, 2: stderr})
+        self._socket = _send(os.environ[SOCKET], request)
+        self.pid = int(_line(self._socket)["pid"])
 
     def poll(self) -> int | None:
         """Return the exit status (negative: the signal that ended it), or None while it runs."""
@@ -102,7 +118,7 @@ class Forked:
         if self.returncode is None:
             if not select.select([self._socket], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("a preloaded process", timeout or 0)
-            self.returncode = int(json.loads(self._line())["code"])
+            self.returncode = int(_line(self._socket)["code"])
             self._socket.close()
         return self.returncode
 
@@ -133,24 +149,84 @@ def run(
         return subprocess.CompletedProcess(list(arguments), code, out.read(), errors.read())
 
 
+class Adopted:
+    """A fork of a preloaded child of this process that is this process's child too, like one that it started itself.
+
+    The preloaded process forks twice; the one between ends at once, and the kernel gives its orphan to the next process
+    above that has declared itself a reaper.
+    """
+
+    def __init__(self, address: str, request: Request) -> None:
+        self.returncode: int | None = None
+        libc = ctypes.CDLL(None)
+        with _ADOPTING:
+            libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            try:
+                with _send(address, replace(request, orphan=True)) as connection:
+                    self.pid = int(_line(connection)["pid"])
+                    assert _line(connection) == {"orphan": True}
+            finally:
+                libc.prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+    def wait(self) -> int:
+        """Wait for the end and return the exit status (negative: the signal that ended it)."""
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+class EngineStarts:
+    """Takes the place of ``subprocess`` where servers are started: embedded engines become forks of a preloaded one."""
+
+    DEVNULL, STDOUT = subprocess.DEVNULL, subprocess.STDOUT
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def Popen(
+        self, command: list[str], *, stdout: Any, env: Mapping[str, str], pass_fds: Sequence[int], **options: Any
+    ) -> subprocess.Popen[bytes] | Adopted:
+        """Start a server."""
+        if command[:3] != [sys.executable, "-m", ENGINE]:
+            return subprocess.Popen(command, stdout=stdout, env=env, pass_fds=pass_fds, **options)
+        files = {1: stdout.fileno(), 2: stdout.fileno(), **{number: number for number in pass_fds}}
+        return Adopted(self._address, Request(f"{ENGINE}.__main__:main", command[3:], os.getcwd(), env, files))
+
+
+def _send(address: str, request: Request) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    data = json.dumps(asdict(request)).encode()
+    socket.send_fds(connection, [len(data).to_bytes(_LENGTH, "big")], list(request.files.values()))
+    connection.sendall(data)
+    return connection
+
+
+def _line(connection: socket.socket) -> Any:
+    line = b""
+    while not line.endswith(b"\n"):
+        part = connection.recv(1)
+        if not part:
+            raise RuntimeError("the preloaded process has ended")
+        line += part
+    return json.loads(line)
+
+
 @contextlib.contextmanager
-def preloaded_process() -> Iterator[None]:
-    """Have a preloaded process, for this process and those that it starts, until the block ends."""
+def preloaded_process(*modules: str) -> Iterator[str]:
+    """Have a preloaded process until the block ends; gives its address."""
     with tempfile.TemporaryDirectory(prefix="agentrl-") as folder:
         address = f"{folder}/preloaded"
-        # NumPy's threads would make forks unsafe, and rows of tiny matrices gain nothing by them.
+        # A process with threads cannot be forked safely: NumPy would start some.
         env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        process = subprocess.Popen(
-            [sys.executable, __file__, address], stdin=subprocess.PIPE, env=env, start_new_session=True
-        )
-        os.environ[SOCKET] = address
+        command = [sys.executable, __file__, address, *modules]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True)
         try:
             while not Path(address).exists():
                 assert process.poll() is None, "the preloaded process does not start"
                 time.sleep(0.005)
-            yield
+            yield address
         finally:
-            del os.environ[SOCKET]
             assert process.stdin is not None
             process.stdin.close()
             process.wait()
@@ -159,18 +235,7 @@ def preloaded_process() -> Iterator[None]:
 # ---- the preloaded process -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Request:
-    """A process to be."""
-
-    target: str
-    arguments: Sequence[str]
-    cwd: str
-    env: Mapping[str, str]
-    files: Sequence[int]
-
-
-def _serve(address: str) -> Request:
+def _serve(address: str, modules: Sequence[str]) -> Request:
     """Fork for every request. Returns in the forks alone, with what they are to run."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address + ".new")
@@ -194,8 +259,11 @@ def _serve(address: str) -> Request:
             else:
                 client, _ = listener.accept()
                 request = _receive(client)
-                _preload()
+                _preload(modules)
                 pid = os.fork()
+                if pid == 0 and request.orphan and (own := os.fork()):
+                    _tell(client, {"pid": own})
+                    os._exit(0)
                 if pid == 0:
                     for other, (_, theirs) in running.items():
                         os.close(other)
@@ -203,8 +271,13 @@ def _serve(address: str) -> Request:
                     listener.close()
                     client.close()
                     return request
-                for file in request.files:
+                for file in set(request.files.values()):
                     os.close(file)
+                if request.orphan:
+                    os.waitpid(pid, 0)
+                    _tell(client, {"orphan": True})
+                    client.close()
+                    continue
                 _tell(client, {"pid": pid})
                 watched = os.pidfd_open(pid)
                 running[watched] = (pid, client)
@@ -212,11 +285,12 @@ def _serve(address: str) -> Request:
 
 
 def _receive(client: socket.socket) -> Request:
-    length, files, _, _ = socket.recv_fds(client, _LENGTH, 2)
+    length, files, _, _ = socket.recv_fds(client, _LENGTH, 16)
     data = b""
     while len(data) < int.from_bytes(length, "big"):
         data += client.recv(1 << 16)
-    return Request(**json.loads(data), files=files)
+    fields = json.loads(data)
+    return Request(**fields | {"files": dict(zip(map(int, fields["files"]), files, strict=True))})
 
 
 def _tell(client: socket.socket, told: Mapping[str, Any]) -> None:
@@ -231,9 +305,9 @@ def _end(pids: Sequence[int]) -> None:
     os._exit(0)
 
 
-def _preload() -> None:
-    if "torch" not in sys.modules:
-        for name in MODULES:
+def _preload(modules: Sequence[str]) -> None:
+    if modules and modules[-1] not in sys.modules:
+        for name in modules:
             importlib.import_module(name)
         gc.collect()
         gc.freeze()
@@ -242,8 +316,12 @@ def _preload() -> None:
 def _become(request: Request) -> int:
     """Make this fork what was requested, and run it."""
     os.setsid()
-    null = os.open(os.devnull, os.O_RDONLY)
-    for number, file in enumerate((null, *request.files)):
+    # First away from the numbers that they are to have, of which one may be another's.
+    files = {0: os.open(os.devnull, os.O_RDONLY), **request.files}
+    moved = {number: fcntl.fcntl(file, fcntl.F_DUPFD, 512) for number, file in files.items()}
+    for file in set(files.values()):
+        os.close(file)
+    for number, file in moved.items():
         os.dup2(file, number)
         os.close(file)
     os.chdir(request.cwd)
@@ -259,4 +337,4 @@ def _become(request: Request) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_become(_serve(sys.argv[1])))
+    sys.exit(_become(_serve(sys.argv[1], sys.argv[2:])))
