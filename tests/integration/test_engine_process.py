@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from engine_tiny import save_model
 
+from agentrl.core import child_process
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.core.types import FinishReason, Prompt, SamplingParams
 from agentrl.inference.client.sglang_client import SGLangClient
@@ -16,8 +18,11 @@ from agentrl.inference.launch.processes import launch_embedded
 from agentrl.models.load import load_model
 
 
-def test_the_models_own_end_token_ends_a_turn_and_a_broken_model_ends_the_engine(tmp_path: Path) -> None:
-    """One engine for both, because starting one takes seconds."""
+def test_the_models_own_end_token_ends_a_turn_and_a_broken_model_ends_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One engine for both, because starting one by its command takes seconds."""
+    monkeypatch.setattr(child_process, "subprocess", subprocess)
     folder = save_model(tmp_path / "model", end=17)
     broken = {name: tensor * float("nan") for name, tensor in load_model(folder).state_dict().items()}
     engine = launch_embedded(folder, log=tmp_path / "log", slots=8, context=512, threads=1, version=4)
@@ -35,7 +40,7 @@ def test_the_models_own_end_token_ends_a_turn_and_a_broken_model_ends_the_engine
                 assert generation.versions == ((0, 4),)
             engine.check()
             await client.updates.from_tensors(list(broken.items()), 5, last=True)
-            with pytest.raises(SamplerError, match="not finite"):
+            with pytest.raises(SamplerError, match="logits are not finite"):
                 await client.generate(Prompt((5,)), params, session_id="s", request_id="r")
         finally:
             await client.aclose()
@@ -45,7 +50,7 @@ def test_the_models_own_end_token_ends_a_turn_and_a_broken_model_ends_the_engine
         deadline = time.monotonic() + 20
         while engine.alive() and time.monotonic() < deadline:
             time.sleep(0.05)
-        with pytest.raises(EngineError, match=r"(?s)exit status 1.*not finite"):
+        with pytest.raises(EngineError, match=r"(?s)exit status 1.*logits are not finite"):
             engine.check()
     finally:
         engine.stop()

@@ -22,14 +22,15 @@ pytestmark = pytest.mark.timeout(120)
 
 async def loads(fleet: Fleet) -> list[int]:
     """Return how many requests the router has given to each engine that are under way."""
-    assert fleet._gateway is not None
-    reply = await fleet._gateway._transport.get("/workers")
+    assert fleet._sglang_router is not None
+    reply = await fleet._sglang_router._control.get("/workers")
     return [int(worker["load"]) for worker in reply["workers"]]
 
 
 def router_pid(fleet: Fleet) -> int:
-    assert fleet._gateway is not None
-    return fleet._gateway._running.child.pid
+    assert fleet._sglang_router is not None
+    assert fleet._sglang_router._process is not None
+    return fleet._sglang_router._process.child.pid
 
 
 async def sample(fleet: Fleet, name: str, count: int) -> Generation:
