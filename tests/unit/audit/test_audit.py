@@ -133,7 +133,7 @@ PLACES = {
     "no temperature": ({"temperature": -1.0}, 0, None, "its temperature is -1.0"),
     "an array too short": ({"versions": np.zeros(2, np.int32)}, 0, None, "not of one length"),
     "a fork without a reason": ({"fork": None}, 1, None, "has no fork reason"),
-    "a start that says it forks": ({"fork": ForkReason.BRANCH}, 0, None, "says that it forks: branch"),
+    "a first row with a fork reason": ({"fork": ForkReason.BRANCH}, 0, None, "has a fork reason: branch"),
     "a shared token trained twice": ({"mask": (2, 1), "mask_reason": (2, 0)}, 2, 2, "not marked as shared"),
     "a token trained nowhere": ({"mask": (2, 0), "mask_reason": (2, 2)}, 0, 2, "no earlier row has it"),
     "another id in a shared sample": ({"token_ids": (3, 5)}, 2, 3, "sampled id 5, and in row 0 4"),
