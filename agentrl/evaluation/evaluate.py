@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from agentrl.config.schema import Config
-from agentrl.core.errors import AgentrlError, ConfigError
+from agentrl.core.errors import ConfigError
 from agentrl.core.task import TaskSet
 from agentrl.core.types import Rollout
 from agentrl.episode.runner import EpisodeRunner, Job
@@ -24,7 +24,8 @@ from agentrl.obs.rollouts import RolloutFile
 from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.services import Services, open_services
+from agentrl.runtime.jobs import watched
+from agentrl.runtime.services import open_services
 from agentrl.runtime.task_order import NoTasks, episode_seed
 
 OnDone = Callable[[Rollout], None]
@@ -131,21 +132,11 @@ async def evaluate_policy(config: Config, console: Console, samples: Path | None
         async with open_services(config, tasks, model, Path(folder), config.run.seed) as services:
             count.begin()
             with Interrupt() as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
-                results = await evaluate_watched(sets, services, interrupt, done)
+                async with watched(services, interrupt):
+                    results = await evaluate(sets, services.runner(), done)
     if file is not None:
         file.finish()
     return results
-
-
-async def evaluate_watched(
-    sets: Sequence[EvalTasks], services: Services, interrupt: Interrupt, on_done: OnDone | None = None
-) -> list[SetResult]:
-    """Evaluate with running services. Ctrl-C ends it; a server that dies ends it with the server's own error."""
-    try:
-        return await interrupt.guard(evaluate(sets, services.runner(), on_done), services.check)
-    except AgentrlError:
-        services.check()
-        raise
 
 
 def open_eval_tasks(config: Config) -> TaskSet:

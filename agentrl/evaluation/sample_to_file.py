@@ -25,7 +25,7 @@ from agentrl.obs.rollouts import RolloutFile
 from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.jobs import sample_watched, step_jobs
+from agentrl.runtime.jobs import step_jobs, watched
 from agentrl.runtime.services import open_services
 from agentrl.runtime.task_order import TaskOrder
 
@@ -94,7 +94,8 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
                 with Interrupt() as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
                     for number, (start, some) in enumerate(steps, 1):
                         jobs = step_jobs(config, order, number, start, some)
-                        await sample_watched(runner, jobs, services, interrupt, write)
+                        async with watched(services, interrupt):
+                            await runner.run_many(jobs, write)
     except RunStopped as stop:
         raise RunStopped(f"{stop}. {len(done)} of {total} rollouts are in {plan.out}") from None
     finally:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Any, TypeVar
 
 from agentrl.core.errors import RunStopped
-
-T = TypeVar("T")
 
 WATCH_S = 0.5
 """Seconds between calls of ``watch``."""
@@ -44,28 +42,46 @@ class Interrupt:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
 
-    async def guard(self, work: Coroutine[Any, Any, T], watch: Callable[[], None] | None = None) -> T:
-        """Return what ``work`` returns, or cancel it when a signal arrives or ``watch``, called every `WATCH_S`, raises.
+    @asynccontextmanager
+    async def guard(self, watch: Callable[[], None] | None = None) -> AsyncIterator[None]:
+        """Cancel the body when a signal arrives or ``watch``, called every `WATCH_S` seconds, raises.
 
         Raises:
-            RunStopped: a signal arrived first.
+            RunStopped: a signal arrived first; otherwise what ``watch`` raised.
 
         """
         if self.requested.is_set():
-            work.close()
             raise RunStopped("interrupted")
-        task = asyncio.ensure_future(work)
-        waiter = asyncio.ensure_future(self.requested.wait())
+        body = asyncio.current_task()
+        assert body is not None, "guard is entered in a task"
+        reason: Exception | None = None
+
+        async def observe() -> None:
+            nonlocal reason
+            try:
+                while not await self._requested_within(WATCH_S):
+                    if watch is not None:
+                        watch()
+                raise RunStopped("interrupted")
+            except Exception as error:
+                reason = error
+                body.cancel()
+
+        cancellations = body.cancelling()
+        observer = asyncio.create_task(observe())
         try:
-            while not task.done():
-                if waiter.done():
-                    raise RunStopped("interrupted")
-                await asyncio.wait({task, waiter}, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
-                if watch is not None and not task.done():
-                    watch()
-            return task.result()
+            yield
+        except asyncio.CancelledError:
+            # As in asyncio.timeout: a cancellation from elsewhere goes on.
+            if reason is None or body.uncancel() > cancellations:
+                raise
+            raise reason from None
         finally:
-            waiter.cancel()
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+            observer.cancel()
+
+    async def _requested_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.requested.wait()
+        except TimeoutError:
+            return False

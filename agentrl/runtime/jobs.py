@@ -1,13 +1,14 @@
-"""The episodes of a training step, and sampling them with checks of the services."""
+"""The episodes of a training step, and the checks of services while they run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from agentrl.config.schema import Config
 from agentrl.core.errors import AgentrlError
 from agentrl.core.types import Rollout
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.episode.runner import Job
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.services import Services
 from agentrl.runtime.task_order import TaskOrder, episode_seed
@@ -24,12 +25,12 @@ def step_jobs(config: Config, order: TaskOrder, step: int, position: int, tasks:
     ]
 
 
-async def sample_watched(
-    runner: EpisodeRunner, jobs: Sequence[Job], services: Services, interrupt: Interrupt, on_done: OnDone
-) -> list[Rollout]:
-    """Run episodes. Ctrl-C ends them; a server that dies ends them with the server's own error."""
+@asynccontextmanager
+async def watched(services: Services, interrupt: Interrupt) -> AsyncIterator[None]:
+    """Run episodes in the body. Ctrl-C ends them, and a server that dies ends them with the server's own error."""
     try:
-        return await interrupt.guard(runner.run_many(jobs, on_done), services.check)
+        async with interrupt.guard(services.check):
+            yield
     except AgentrlError:
         services.check()
         raise

@@ -13,7 +13,7 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import EngineError
 from agentrl.core.types import Rollout
 from agentrl.episode.runner import EpisodeRunner
-from agentrl.evaluation.evaluate import evaluate_watched
+from agentrl.evaluation.evaluate import evaluate
 from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.inference.base import EngineControl
@@ -21,7 +21,7 @@ from agentrl.learner.base import LearnerGroup
 from agentrl.obs.progress import Stopwatch
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.jobs import OnDone, sample_watched, step_jobs
+from agentrl.runtime.jobs import OnDone, step_jobs, watched
 from agentrl.runtime.services import Services
 from agentrl.runtime.task_order import TaskOrder
 from agentrl.train.gpu_time_sharing import GpuTimeSharing
@@ -198,8 +198,8 @@ class Sampling:
         self._runner = self._runner or self.services.runner()
         write = partial(self.recorder.write, step)
         self.services.fleet.metrics()  # drops what was measured before the step, such as in an evaluation
-        async with self._episodes_running():
-            return await sample_watched(self._runner, jobs, self.services, self.interrupt, write)
+        async with self._episodes_running(), watched(self.services, self.interrupt):
+            return await self._runner.run_many(jobs, write)
 
     def metrics(self) -> dict[str, float]:
         """Return the fleet's metrics."""
@@ -213,5 +213,5 @@ class Sampling:
         """Run the episodes of all evaluation sets, with the newest weights."""
         if self._synced != self._version:
             await self._push()
-        async with self._episodes_running():
-            return await evaluate_watched(self.eval_sets, self.services, self.interrupt, on_done)
+        async with self._episodes_running(), watched(self.services, self.interrupt):
+            return await evaluate(self.eval_sets, self.services.runner(), on_done)

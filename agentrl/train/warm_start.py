@@ -82,7 +82,8 @@ async def warmed_model(config: Config, folder: Path, interrupt: Interrupt, conso
     file.write_text(written, encoding="utf-8")
     console.print(f"warm start {config.model.warm_start}: {describe(warm)}", highlight=False, soft_wrap=True)
     with _start(file, folder / "logs" / f"{FOLDER}.log") as child:
-        await interrupt.guard(_LogTail(child, console).follow())
+        async with interrupt.guard():
+            await _LogTail(child, console).follow()
     finished.touch()
     return model
 

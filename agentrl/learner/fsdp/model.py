@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from agentrl.batch.microbatch import MicroBatch
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ModelError
-from agentrl.learner.fsdp.attention import IMPLEMENTATION, PackedRows, packed_rows
+from agentrl.learner.fsdp.attention import IMPLEMENTATION, move, packed_rows
 from agentrl.models.load import load_model
 
 
@@ -28,22 +29,16 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.hf = model
         self.logits_chunk = logits_chunk
+        self.autocast = False
+        """Whether matrix products are computed in bfloat16."""
 
     def forward(
-        self,
-        token_ids_R_L: torch.Tensor,
-        position_ids_R_L: torch.Tensor,
-        packed: PackedRows,
-        at_N: torch.Tensor,
-        temperature: float,
-        entropy_gradient: bool = False,
+        self, micro: MicroBatch, at_N: torch.Tensor, temperature: float, entropy_gradient: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Score the tokens at ``at_N`` given the tokens before them in their rows.
 
         Args:
-            token_ids_R_L: int64.
-            position_ids_R_L: int64, from 0 in every row.
-            packed: positions of the rows.
+            micro: token ids, positions and rows, on the CPU.
             at_N: int64, flat positions of the tokens to score, never the first of a row.
             temperature: logits are divided by it.
             entropy_gradient: whether entropies have a gradient too.
@@ -52,21 +47,29 @@ class PolicyModel(nn.Module):
             float32 ``[N]`` log-probabilities, and entropies (nats) of their distributions.
 
         """
-        hidden = self.hf.base_model(
-            input_ids=token_ids_R_L, position_ids=position_ids_R_L, use_cache=False, packed=packed
-        ).last_hidden_state
-        hidden_N_H = hidden.flatten(0, 1).index_select(0, at_N - 1)
-        targets_N = token_ids_R_L.flatten().index_select(0, at_N)
-        if len(targets_N) <= self.logits_chunk:
-            return self._score(hidden_N_H, targets_N, temperature, entropy_gradient)
-        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        parts = [
-            checkpoint(self._score, hidden, targets, temperature, entropy_gradient, **options)
-            for hidden, targets in zip(
+        device = self.hf.device
+        token_ids_R_L, at_N = micro.token_ids_R_L.to(device), at_N.to(device)
+        packed = move(packed_rows(micro.position_ids_R_L, micro.row_R_L), device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
+            hidden = self.hf.base_model(
+                input_ids=token_ids_R_L,
+                position_ids=micro.position_ids_R_L.to(device),
+                use_cache=False,
+                packed=packed,
+            ).last_hidden_state
+            hidden_N_H = hidden.flatten(0, 1).index_select(0, at_N - 1)
+            targets_N = token_ids_R_L.flatten().index_select(0, at_N)
+            if len(targets_N) <= self.logits_chunk:
+                return self._score(hidden_N_H, targets_N, temperature, entropy_gradient)
+            chunks = zip(
                 torch.split(hidden_N_H, self.logits_chunk), torch.split(targets_N, self.logits_chunk), strict=True
             )
-        ]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+            parts = [
+                checkpoint(self._score, hidden, targets, temperature, entropy_gradient, **options)
+                for hidden, targets in chunks
+            ]
+            return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
     def _score(
         self, hidden_N_H: torch.Tensor, targets_N: torch.Tensor, temperature: float, entropy_gradient: bool
@@ -114,7 +117,8 @@ def load_policy(folder: Path, config: LearnerConfig, key: str = "model.path") ->
         name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
         getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
     policy = PolicyModel(model, config.logits_chunk)
-    _check_head(policy, folder, key)
+    _check_head(policy, folder, key)  # in float32
+    policy.autocast = config.autocast == "bfloat16"
     return policy
 
 
@@ -132,10 +136,12 @@ def _check_head(policy: PolicyModel, folder: Path, key: str) -> None:
     """Refuse architectures that scale or cap logits after the head: the learner's logits would differ from the engine's."""
     ids = torch.arange(1, 5)[None]
     positions = torch.arange(4)[None]
-    packed = packed_rows(positions, torch.zeros_like(positions))
+    rows = torch.zeros_like(positions)
+    packed = packed_rows(positions, rows)
     logits = policy.hf(input_ids=ids, position_ids=positions, use_cache=False, packed=packed).logits[0]
     expected = logits.float().log_softmax(-1)[torch.arange(3), ids[0, 1:]]
-    found, _ = policy(ids, positions, packed, torch.arange(1, 4), 1.0)
+    micro = MicroBatch(ids, positions, rows, rows, rows, rows, rows, rows, rows, rows, ())
+    found, _ = policy(micro, torch.arange(1, 4), 1.0)
     if not torch.allclose(found, expected, atol=1e-4, rtol=1e-4):
         raise ModelError(
             f"{key}={folder}: {type(policy.hf).__name__} changes logits after its head, which the fsdp learner lacks; "

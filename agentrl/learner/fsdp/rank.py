@@ -22,7 +22,6 @@ from agentrl.core.errors import LearnerError
 from agentrl.distributed.base import TensorSpec
 from agentrl.learner.base import RowLogprobs
 from agentrl.learner.export.bucket import spec_of
-from agentrl.learner.fsdp.attention import move, packed_rows
 from agentrl.learner.fsdp.model import PolicyModel, load_frozen, load_policy, shard
 from agentrl.learner.fsdp.optimizer import learning_rate, make_optimizers
 from agentrl.learner.fsdp.state import load_state, save_state
@@ -90,7 +89,7 @@ class FsdpRank:
         for index, micro in enumerate(micros):
             self._fsdp.set_requires_gradient_sync(index == len(micros) - 1)
             at_N = _at_mask(micro)
-            logprobs_N, entropy_N = self._forward(self.model, micro, at_N, batch.temperature, entropy_loss)
+            logprobs_N, entropy_N = self.model(micro, at_N, batch.temperature, entropy_loss)
             weight_N, advantages_N, sampled_N = (
                 values_R_L.reshape(-1)[at_N].to(self.device)
                 for values_R_L in (micro.weight_R_L, micro.advantages_R_L, micro.logprobs_R_L)
@@ -107,22 +106,6 @@ class FsdpRank:
         self._zero_grad()
         return result
 
-    def _forward(
-        self, model: PolicyModel, micro: MicroBatch, at_N: torch.Tensor, temperature: float, entropy_loss: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities of the tokens at the flat positions ``at_N``, and entropies; see `PolicyModel`."""
-        packed = move(packed_rows(micro.position_ids_R_L, micro.row_R_L), self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.autocast == "bfloat16"):
-            scored: tuple[torch.Tensor, torch.Tensor] = model(
-                micro.token_ids_R_L.to(self.device),
-                micro.position_ids_R_L.to(self.device),
-                packed,
-                at_N.to(self.device),
-                temperature,
-                entropy_loss,
-            )
-        return scored
-
     @torch.no_grad()
     def _reference_logprobs(self, batch: GlobalBatch) -> list[torch.Tensor | None]:
         """Return the reference policy's log-probabilities at the mask of each micro-batch, on the device."""
@@ -130,9 +113,7 @@ class FsdpRank:
         if batch.kind != "rl" or not self.algorithm.needs_reference:
             return [None] * len(micros)
         model = self._policy("reference")
-        found: list[torch.Tensor | None] = [
-            self._forward(model, micro, _at_mask(micro), batch.temperature)[0] for micro in micros
-        ]
+        found: list[torch.Tensor | None] = [model(micro, _at_mask(micro), batch.temperature)[0] for micro in micros]
         _reshard(model)
         return found
 
@@ -174,7 +155,7 @@ class FsdpRank:
         for micro in micros:
             row = micro.row_R_L.reshape(-1)
             at_N = ((row >= 0) & (micro.position_ids_R_L.reshape(-1) > 0)).nonzero()[:, 0]
-            scored_N, _ = self._forward(model, micro, at_N, batch.temperature)
+            scored_N, _ = model(micro, at_N, batch.temperature)
             _reshard(model)
             flat = torch.zeros(row.numel())
             flat[at_N] = scored_N.float().cpu()

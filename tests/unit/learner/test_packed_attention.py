@@ -102,8 +102,7 @@ def test_packed_logprobs_equal_a_plain_forward_of_each_row(tmp_path, family):
     [micro] = batch.micro[0]
     row = micro.row_R_L.flatten()
     at = ((row >= 0) & (micro.position_ids_R_L.flatten() > 0)).nonzero()[:, 0]
-    packed = packed_rows(micro.position_ids_R_L, micro.row_R_L)
-    found, entropy = policy(micro.token_ids_R_L, micro.position_ids_R_L, packed, at, 0.7)
+    found, entropy = policy(micro, at, 0.7)
     assert len(micro.keys) == 6
     for number in range(6):
         ids = micro.token_ids_R_L.flatten()[row == number]

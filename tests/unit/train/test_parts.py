@@ -132,10 +132,11 @@ def test_a_signal_cancels_what_is_guarded() -> None:
     async def main() -> None:
         with Interrupt() as interrupt:
             asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGINT)
-            with pytest.raises(RunStopped):
-                await interrupt.guard(work())
-            with pytest.raises(RunStopped):
-                await interrupt.guard(work())
+            for _ in range(2):
+                with pytest.raises(RunStopped):
+                    async with interrupt.guard():
+                        await work()
+            await asyncio.sleep(0)  # no cancellation is left over
 
     before = signal.getsignal(signal.SIGINT)
     asyncio.run(main())
@@ -149,20 +150,39 @@ def test_a_watch_that_raises_cancels_what_is_guarded() -> None:
 
     async def main() -> None:
         with Interrupt() as interrupt, pytest.raises(OSError, match="dead"):
-            await interrupt.guard(asyncio.sleep(60), dead)
+            async with interrupt.guard(dead):
+                await asyncio.sleep(60)
 
     asyncio.run(main())
 
 
-def test_guard_returns_results_and_errors() -> None:
+def test_a_guarded_body_keeps_its_results_and_errors() -> None:
     async def fails() -> int:
         raise ValueError("inner")
 
     async def main() -> None:
         with Interrupt() as interrupt:
-            assert await interrupt.guard(asyncio.sleep(0, result=3)) == 3
+            async with interrupt.guard():
+                assert await asyncio.sleep(0, result=3) == 3
             with pytest.raises(ValueError, match="inner"):
-                await interrupt.guard(fails())
+                async with interrupt.guard():
+                    await fails()
+
+    asyncio.run(main())
+
+
+def test_a_cancellation_from_elsewhere_passes_the_guard() -> None:
+    async def guarded() -> None:
+        with Interrupt() as interrupt:
+            async with interrupt.guard():
+                await asyncio.sleep(60)
+
+    async def main() -> None:
+        task = asyncio.create_task(guarded())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
     asyncio.run(main())
 
