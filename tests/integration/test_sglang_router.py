@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(120)
 async def loads(fleet: Fleet) -> list[int]:
     """Return how many requests the router has given to each engine that are under way."""
     assert fleet._sglang_router is not None
-    reply = await fleet._sglang_router._control.get("/workers")
+    reply = await fleet._sglang_router._control.request("GET", "/workers")
     return [int(worker["load"]) for worker in reply["workers"]]
 
 
