@@ -105,18 +105,18 @@ def in_float32(learner: LocalLearnerGroup) -> Iterator[None]:
 
     With its own weights it would not agree: a step changes most by less than half of what bfloat16 can tell apart.
     """
-    rank = learner.rank
-    config, precision = rank.config, torch.get_float32_matmul_precision()
-    held = [(part, part.clone()) for part in map(local, rank.model.parameters())]
+    model = learner.rank.model
+    autocast, precision = model.autocast, torch.get_float32_matmul_precision()
+    held = [(part, part.clone()) for part in map(local, model.parameters())]
     try:
-        rank.config = config.model_copy(update={"autocast": "none"})
+        model.autocast = False
         torch.set_float32_matmul_precision("highest")
         with torch.no_grad():
             for part, _ in held:
                 part.copy_(part.bfloat16())
         yield
     finally:
-        rank.config = config
+        model.autocast = autocast
         torch.set_float32_matmul_precision(precision)
         with torch.no_grad():
             for part, before in held:

@@ -156,7 +156,8 @@ def struck(folder: Path) -> Iterator[list[dict[str, float]]]:
         "weights.transport": "ipc",
         "weights.dtype": "bfloat16",
     }
-    yield whole_run(folder, settings, steps=3, prompts=16, strikes={1: signal.SIGKILL, 2: signal.SIGSTOP})
+    strikes = {1: signal.SIGKILL, 2: signal.SIGSTOP}
+    yield whole_run(folder, settings, steps=3, prompts=16, strikes=strikes, fresh=True)
 
 
 def _word(value: object) -> str:

@@ -16,7 +16,13 @@ SAMPLES = 4
 
 
 def whole_run(
-    folder: Path, settings: Mapping[str, object], *, steps: int, prompts: int, strikes: Mapping[int, signal.Signals]
+    folder: Path,
+    settings: Mapping[str, object],
+    *,
+    steps: int,
+    prompts: int,
+    strikes: Mapping[int, signal.Signals],
+    fresh: bool = False,
 ) -> list[dict[str, float]]:
     """Train, strike an engine amid the rollouts of some steps, and return the rows of all steps.
 
@@ -28,6 +34,7 @@ def whole_run(
         steps: to train.
         prompts: tasks of a step.
         strikes: by step, which signal its oldest engine gets.
+        fresh: see `Running`; a GPU must not have been used before a fork.
 
     """
     words = {
@@ -43,7 +50,8 @@ def whole_run(
         "rollout.n_samples_per_prompt": SAMPLES,
         **settings,
     }
-    run = Running("train", "--env", "search_r1", *(f"{key}={value}" for key, value in words.items()), cwd=folder)
+    overrides = (f"{key}={value}" for key, value in words.items())
+    run = Running("train", "--env", "search_r1", *overrides, cwd=folder, fresh=fresh)
 
     def rolling(step: int) -> bool:
         """Some episodes of the step have ended, others have not."""
