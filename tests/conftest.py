@@ -43,6 +43,8 @@ LONGEST = (
     "integration/test_weight_sync.py",
     "integration/test_docker_sandbox.py",
     "integration/test_judge_tampering.py",
+    "unit/models/test_smollm2.py",
+    "unit/train/test_warm_start.py",
 )
 """Where several processes share the tests, these begin; then come the other integration tests, and the rest."""
 
