@@ -1,6 +1,6 @@
 """Runs in the outer world, as ``python -m attacks.driver OUTER BACKEND IMAGE``: all attacks, then all controls.
 
-Prints one JSON object a line: first what `outer.prove` found, then a `Result` for every attack and every control.
+Prints one JSON object a line: first what `outer_sandbox.prove` found, then a `Result` for every attack and every control.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from attacks import files, kernel, processes, resources
 from attacks.attack import BACKENDS, LIMITS, Attack, Bare, Control, Otherwise, Without
-from attacks.outer import NoOuterWorld, Outer, enter, prove
+from attacks.outer_sandbox import NoOuterWorld, Outer, enter, prove
 from attacks.world import World, reap_all, stop_signals
 
 from agentrl.config.sandbox import SandboxConfig, SandboxLimits

@@ -1,6 +1,6 @@
 """Every attack on both backends, and for every attack a control that shows that it works where its defence is away.
 
-Everything runs in an outer world (outer.py), one for each backend, in which `driver` prints what became of it; each test
+Everything runs in an outer world (outer_sandbox.py), one for each backend, in which `driver` prints what became of it; each test
 here looks at one line of that.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from attacks.attack import BACKENDS, Attack, NoControl
 from attacks.driver import ATTACKS, Result
-from attacks.outer import TESTS, NoOuterWorld, Outer, launch, namespaces, open_tree
+from attacks.outer_sandbox import TESTS, NoOuterWorld, Outer, launch, namespaces, open_tree
 from dockerd import NoDocker, image_tar
 
 from agentrl.sandbox.cgroup import CgroupTree, Mounts, parse_mounts

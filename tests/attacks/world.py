@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from attacks.outer import OUTSIDE, USR
+from attacks.outer_sandbox import OUTSIDE, USR
 
 from agentrl.sandbox.seccomp import NUMBERS
 

@@ -17,8 +17,7 @@ from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.toolserver.hosted_tool import StatelessTool, ToolSession
 from agentrl.toolserver.server import app as app_module
 from agentrl.toolserver.server.app import make_app
-from tests.unit.toolserver.crowd import play_at_once
-from tests.unit.toolserver.hosts import (
+from tests.unit.toolserver.fake_hosts import (
     Clock,
     FakeBackend,
     FakeTool,
@@ -31,6 +30,7 @@ from tests.unit.toolserver.hosts import (
     served,
     until,
 )
+from tests.unit.toolserver.many_sessions import play_at_once
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
 

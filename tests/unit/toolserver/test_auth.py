@@ -7,7 +7,7 @@ from agentrl.config.toolserver import ServerConfig
 from agentrl.core.errors import ConfigError
 from agentrl.toolserver.server.app import make_app
 from agentrl.toolserver.server.auth import TOKEN_VARIABLE, BearerAuth, SameOriginOnly, is_loopback, server_token
-from tests.unit.toolserver.hosts import FakeTool, app_client, echo, in_loop, make_sessions
+from tests.unit.toolserver.fake_hosts import FakeTool, app_client, echo, in_loop, make_sessions
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from agentrl.core.errors import ToolFailure
 from agentrl.toolserver.batcher import Batcher
-from tests.unit.toolserver.hosts import in_loop
+from tests.unit.toolserver.fake_hosts import in_loop
 
 
 class Doubling:

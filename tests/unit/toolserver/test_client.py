@@ -13,8 +13,8 @@ from agentrl.toolserver.client import client as client_module
 from agentrl.toolserver.client import pool
 from agentrl.toolserver.client import server as server_module
 from agentrl.toolserver.client.client import ToolServerClient
+from tests.unit.toolserver.fake_hosts import in_loop, until
 from tests.unit.toolserver.fake_server import fake_servers
-from tests.unit.toolserver.hosts import in_loop, until
 
 KEY = "tools.python.url"
 

@@ -24,7 +24,7 @@ from agentrl.sandbox.registry import make_backend
 from agentrl.sandbox.unsafe_subprocess import UnsafeBackend
 from agentrl.toolserver.server.auth import TOKEN_VARIABLE
 from agentrl.toolserver.server.server import listen, open_sessions, serve_tools
-from tests.unit.toolserver.hosts import FakeTool, echo, in_loop, in_sandbox
+from tests.unit.toolserver.fake_hosts import FakeTool, echo, in_loop, in_sandbox
 
 UNSAFE = ToolServerConfig(sandbox=SandboxConfig(backend="unsafe_subprocess"))
 

@@ -10,7 +10,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.types import ToolCall, ToolStatus
 from agentrl.toolserver.server import sessions as sessions_module
 from agentrl.toolserver.server.errors import Draining, Full, SessionGone, UnknownSession
-from tests.unit.toolserver.hosts import (
+from tests.unit.toolserver.fake_hosts import (
     Clock,
     FakeBackend,
     FakeTool,

@@ -18,7 +18,16 @@ from agentrl.toolserver.server import session as session_module
 from agentrl.toolserver.server.errors import Conflict
 from agentrl.toolserver.server.session import Session
 from agentrl.toolserver.server.sessions import Sessions
-from tests.unit.toolserver.hosts import FakeBackend, FakeTool, Gate, echo, in_loop, in_sandbox, make_sessions, until
+from tests.unit.toolserver.fake_hosts import (
+    FakeBackend,
+    FakeTool,
+    Gate,
+    echo,
+    in_loop,
+    in_sandbox,
+    make_sessions,
+    until,
+)
 
 
 async def say(sessions: Sessions, session: Session, call: ToolCall) -> ToolResult:

@@ -1,6 +1,6 @@
 """Many sessions of a tool server at once, each over a connection of its own, and not one reply lost or swapped.
 
-``python -m tests.unit.toolserver.crowd http://127.0.0.1:8300 1000 3`` plays against a running Python tool.
+``python -m tests.unit.toolserver.many_sessions http://127.0.0.1:8300 1000 3`` plays against a running Python tool.
 """
 
 import asyncio

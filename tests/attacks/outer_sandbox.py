@@ -28,7 +28,7 @@ from pathlib import Path
 
 from agentrl.config.sandbox import SandboxLimits
 from agentrl.sandbox.base import ALL_DEFENCES
-from agentrl.sandbox.cgroup import Cgroup, CgroupError, CgroupTree, find_tree, parse_mounts
+from agentrl.sandbox.cgroup import Cgroup, CgroupError, CgroupTree, find_tree, parse_mounts, server_gone
 
 MEMORY_MB = 1024
 PROCESSES = 600
@@ -99,6 +99,7 @@ def open_tree() -> Iterator[CgroupTree]:
         raise NoOuterWorld(str(error)) from error
     mounts = parse_mounts(Path("/proc/self/mounts").read_text())
     tops = [top / "agentrl" for top in (*mounts.v1.values(), mounts.v2) if top is not None]
+    _remove_left()
     _weigh(tops, times=TASKS)
     try:
         yield tree
@@ -107,7 +108,7 @@ def open_tree() -> Iterator[CgroupTree]:
         for top in _hierarchies():
             with contextlib.suppress(OSError):
                 (top / "agentrl" / tree.server).rmdir()
-        if not any(other for top in tops for other in top.glob("*/attacks-*")):
+        if not any(list(top.glob("*/attacks-*")) for top in tops):  # another run of these tests
             _weigh(tops, times=1)
 
 
@@ -168,6 +169,16 @@ def _run(group: Cgroup, arguments: list[str]) -> Iterator[subprocess.Popen[str]]
             process.wait()
             assert process.stdout is not None
             process.stdout.close()
+
+
+def _remove_left() -> None:
+    """Remove the groups of test runs that were killed."""
+    for top in _hierarchies():
+        for folder in top.glob("agentrl/*/attacks-*"):
+            if server_gone(folder.parent.name):
+                _remove(Cgroup([folder]))
+                with contextlib.suppress(OSError):
+                    folder.parent.rmdir()
 
 
 def _hierarchies() -> list[Path]:
