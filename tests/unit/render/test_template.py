@@ -274,7 +274,7 @@ def test_a_schema_that_refers_to_nothing_is_a_fault_and_no_error(tokenizer):
     text = '<tool_call>{"name": "search", "arguments": {"query": "x"}}</tool_call>'
     [call] = renderer.parse(renderer.encode(text), [broken]).tool_calls
     assert call.status is CallStatus.SCHEMA_VIOLATION
-    assert "refers to what is not there" in call.fault
+    assert "unresolvable reference" in call.fault
 
 
 def test_a_template_whose_opener_begins_to_reason():

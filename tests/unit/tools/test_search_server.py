@@ -237,6 +237,9 @@ def test_the_contract_and_a_real_server_that_is_killed_in_mid_run(tmp_path: Path
             await client.aclose()
 
         asyncio.run(scenario())
+        deadline = time.monotonic() + 10
+        while server.alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert not server.alive()
 
 
