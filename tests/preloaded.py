@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import importlib
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -131,6 +133,11 @@ class Forked:
         """Send SIGKILL, unless it has ended."""
         self.send_signal(signal.SIGKILL)
 
+    def end(self) -> None:
+        """Kill its whole group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
 
 def run(
     target: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], timeout: float
@@ -140,9 +147,15 @@ def run(
         process = Forked(target, arguments, cwd=cwd, env=env, stdout=out.fileno(), stderr=errors.fileno())
         try:
             code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGUSR1)  # print where every thread is
+            time.sleep(1)
+            errors.seek(0)
+            out.seek(0)
+            process.end()
+            raise AssertionError(f"no end after {timeout} s. It printed:\n{out.read()}{errors.read()}") from None
         except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.end()
             raise
         out.seek(0)
         errors.seek(0)
@@ -324,6 +337,8 @@ def _become(request: Request) -> int:
     for number, file in moved.items():
         os.dup2(file, number)
         os.close(file)
+    faulthandler.register(signal.SIGUSR1)
+    random.seed()  # forks would draw the same numbers, from which Ray takes its ports
     os.chdir(request.cwd)
     os.environ.clear()
     os.environ.update(request.env)
