@@ -43,14 +43,21 @@ class Batcher(Generic[T, R]):
         return future
 
     async def _work(self) -> None:
-        while self._waiting:
-            batch: list[tuple[T, asyncio.Future[R]]] = []
-            while self._waiting and len(batch) < self._max_batch:
-                item, future = self._waiting.popleft()
-                if not future.done():
-                    batch.append((item, future))
-            if batch:
-                await self._run_batch(batch)
+        try:
+            while self._waiting:
+                batch: list[tuple[T, asyncio.Future[R]]] = []
+                while self._waiting and len(batch) < self._max_batch:
+                    item, future = self._waiting.popleft()
+                    if not future.done():
+                        batch.append((item, future))
+                if batch:
+                    await self._run_batch(batch)
+        finally:
+            # Not only in the done callback: it runs after the callers of the last batch, whose next items would wait for
+            # a worker that takes none any more.
+            task = asyncio.current_task()
+            assert task is not None
+            self._workers.discard(task)
 
     async def _run_batch(self, batch: Sequence[tuple[T, asyncio.Future[R]]]) -> None:
         try:

@@ -46,6 +46,20 @@ async def test_calls_that_wait_share_a_batch_and_get_their_own_results() -> None
 
 
 @in_loop
+@pytest.mark.timeout(20)
+async def test_a_caller_that_calls_again_at_once_is_answered() -> None:
+    """Its next item comes when the last worker has just ended."""
+    work = Doubling()
+    work.gate.set()
+    batcher = Batcher(work, max_batch=2, concurrent=1)
+
+    async def caller(first: int) -> list[int]:
+        return [await batcher.submit(first + number) for number in range(5)]
+
+    assert await asyncio.gather(caller(0), caller(10)) == [[0, 2, 4, 6, 8], [20, 22, 24, 26, 28]]
+
+
+@in_loop
 async def test_an_error_is_raised_to_each_caller_of_its_batch_alone() -> None:
     work = Doubling()
     work.gate.set()
