@@ -32,8 +32,13 @@ def command(*words: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment without COLUMNS: output that is not a terminal is not wrapped."""
-    return {**{name: value for name, value in os.environ.items() if name != "COLUMNS"}, "HF_HUB_OFFLINE": "1"}
+    """Return this process's environment for a run in another process.
+
+    Without COLUMNS: output that is not a terminal is not wrapped. Without RAY_AUTH_MODE: Ray sets it where it starts, and
+    a preloaded process, whose Ray has read its own already, would take the token of a cluster for none.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "RAY_AUTH_MODE")}
+    return {**kept, "HF_HUB_OFFLINE": "1"}
 
 
 def agentrl(
