@@ -138,10 +138,13 @@ def test_a_signal_cancels_what_is_guarded() -> None:
                         await work()
             await asyncio.sleep(0)  # no cancellation is left over
 
-    before = signal.getsignal(signal.SIGINT)
-    asyncio.run(main())
-    assert cancelled == [True]
-    assert signal.getsignal(signal.SIGINT) == before
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        asyncio.run(main())
+        assert cancelled == [True]
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, inherited)
 
 
 def test_a_watch_that_raises_cancels_what_is_guarded() -> None:
