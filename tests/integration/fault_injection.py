@@ -39,6 +39,8 @@ def whole_run(
     """
     words = {
         "run.dir": "run",
+        "learner.threads": 1,
+        "sampler.embedded.threads": 1,
         "obs.progress": "plain",
         "obs.tensorboard": "false",
         "train.steps": steps,

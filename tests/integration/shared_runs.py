@@ -24,7 +24,9 @@ from agentrl.toolserver.launch import ToolServerProcess, launch_tool
 
 COMMAND_LINE = "agentrl.cli.main:main"
 IN_PROCESS_LEARNER = "in_process_learner:main"
-SMALL = ["rollout.batch_size=16", "eval.size=48", "obs.progress=plain", "obs.tensorboard=false"]
+ONE_THREAD = ["learner.threads=1", "sampler.embedded.threads=1"]
+"""The threads of a process wait for each other at every product, which takes long where others use the cores as well."""
+SMALL = [*ONE_THREAD, "rollout.batch_size=16", "eval.size=48", "obs.progress=plain", "obs.tensorboard=false"]
 
 
 def command(*words: str) -> list[str]:
@@ -96,7 +98,7 @@ class Services:
         A learner is in the run's own process.
         """
         joined = [f"sampler.url={self.engine()}", *([f"tools.search.url={self.search()}"] if search else [])]
-        arguments = (command, *words, *joined)
+        arguments = (command, *words, *ONE_THREAD, *joined)
         return preloaded.run(IN_PROCESS_LEARNER, arguments, cwd=cwd, env=environment(), timeout=timeout)
 
     def close(self) -> None:

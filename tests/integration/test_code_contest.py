@@ -9,7 +9,7 @@ import pytest
 from agentrl_envs.code_contest import CodeContestEnv
 from agentrl_tasks.contest import Contest
 from agentrl_tasks.contest.policies import WARM
-from shared_runs import IN_PROCESS_LEARNER, agentrl, metrics
+from shared_runs import IN_PROCESS_LEARNER, ONE_THREAD, agentrl, metrics
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.child_process import held_port
@@ -114,7 +114,7 @@ def test_without_a_judge_the_episode_fails_and_earns_no_zero(url: str) -> None:
 
 def test_training(url: str, tmp_path: Path) -> None:
     done = agentrl(
-        *("train", "--env", "code_contest", f"model.path={WARM}", "train.steps=2", "run.dir=run"),
+        *("train", *ONE_THREAD, "--env", "code_contest", f"model.path={WARM}", "train.steps=2", "run.dir=run"),
         *("rollout.batch_size=4", "rollout.n_samples_per_prompt=4", "eval.size=4", "train.eval_first=false"),
         *("tasks.options.hidden=2", "tasks.options.train_size=50"),
         *(f"tools.python.url={url}", "sampler.embedded.slots=16", "obs.progress=plain", "obs.tensorboard=false"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from agentrl_tasks.math_problems.policies import WARM
-from shared_runs import IN_PROCESS_LEARNER, agentrl, here, metrics
+from shared_runs import IN_PROCESS_LEARNER, ONE_THREAD, agentrl, here, metrics
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.errors import MissingError
@@ -36,7 +36,7 @@ def bubblewrap() -> None:
 def trained(bubblewrap: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     cwd = tmp_path_factory.mktemp("python_math")
     done = agentrl(
-        *("train", "--env", "python_math", f"model.path={WARM}", "run.dir=run", f"train.steps={STEPS}"),
+        *("train", *ONE_THREAD, "--env", "python_math", f"model.path={WARM}", "run.dir=run", f"train.steps={STEPS}"),
         *("rollout.batch_size=4", "rollout.n_samples_per_prompt=4", "eval.size=10", "obs.progress=plain"),
         *("obs.tensorboard=false", "sampler.embedded.slots=16"),
         cwd=cwd,

@@ -4,13 +4,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from shared_runs import IN_PROCESS_LEARNER, Running, Services, agentrl, gone, here, metrics
+from shared_runs import IN_PROCESS_LEARNER, ONE_THREAD, Running, Services, agentrl, gone, here, metrics
 
 from agentrl.obs.rollouts import read_rollouts
 
 pytestmark = pytest.mark.timeout(300)
 
-TINY = ["rollout.batch_size=4", "rollout.n_samples_per_prompt=4"]
+TINY = [*ONE_THREAD, "rollout.batch_size=4", "rollout.n_samples_per_prompt=4"]
 
 
 def test_samples_in_parquet_are_trained_on(tmp_path: Path, services: Services) -> None:

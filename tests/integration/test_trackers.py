@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shared_runs import IN_PROCESS_LEARNER, Running, agentrl, gone, metrics
+from shared_runs import IN_PROCESS_LEARNER, ONE_THREAD, Running, agentrl, gone, metrics
 
 from agentrl.core.types import FinishReason, MaskReason, Provenance, Rollout, Row, RowKey, StopReason, Turn
 from agentrl.models.load import load_tokenizer
@@ -53,7 +53,7 @@ def test_a_resumed_run_is_the_same_run_at_wandb(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     write_samples(tmp_path / "samples.jsonl", 40)
-    words = ["train", "--replay", "samples.jsonl", "run.dir=run", "rollout.batch_size=1", "train.steps=40"]
+    words = ["train", *ONE_THREAD, "--replay", "samples.jsonl", "run.dir=run", "rollout.batch_size=1", "train.steps=40"]
     words += ["rollout.n_samples_per_prompt=2", "obs.wandb=offline", "obs.progress=plain", "train.save_every=0"]
     run = Running(*words, cwd=tmp_path, target=IN_PROCESS_LEARNER)
     try:
