@@ -3,6 +3,8 @@
 The runner (`agentrl.sandbox.runner`) is a small Python program inside the sandbox. It is warm: it has started before the
 first call, and forks a process for each. `RunnerSandbox` sends it calls and reads their results; `RunnerBackend` opens
 and closes such sandboxes.
+
+Requests and replies are frames: four bytes of length, then a JSON object with the request's id.
 """
 
 from __future__ import annotations
@@ -11,23 +13,24 @@ import asyncio
 import base64
 import contextlib
 import errno
-import importlib.resources
-import re
+import json
 import signal
+import struct
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import cache, partial
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import orjson
 
 from agentrl.config.sandbox import SandboxConfig, SandboxLimits
 from agentrl.core.errors import SandboxFailure
 from agentrl.core.types import ToolStatus
-from agentrl.sandbox.base import ALL_DEFENCES, WORK, Defence, Job, Outcome, Sandbox, SandboxBackend
-from agentrl.sandbox.runner_link import LinkError, RunnerLink
+from agentrl.sandbox.base import ALL_DEFENCES, Defence, Job, Outcome, Sandbox, SandboxBackend
 
-RUNNER_MODULES = ("snippet", "children", "runner")
+LENGTH = struct.Struct("<I")
+MAX_FRAME = 256 * 2**20
+"""No reply is longer: the stream would not be the runner's."""
 CHUNK_BYTES = 4 * 2**20
 """Bytes of a file per frame: the runner holds a few copies of it for a moment."""
 REPLY_GRACE_S = 30.0
@@ -36,74 +39,53 @@ READY_S = 60.0
 """How long a runner may take to be ready."""
 
 
-@cache
-def runner_source() -> str:
-    """Return the runner's modules as one text: inside there is no agentrl to import."""
-    folder = importlib.resources.files("agentrl.sandbox.runner")
-    first, *others = (folder.joinpath(f"{name}.py").read_text(encoding="utf-8") for name in RUNNER_MODULES)
-    imports = r"(?m)^ *from (agentrl|__future__)[^(\n]* import (\([^)]*\)|.*)$"
-    return "".join([first, *(re.sub(imports, "", text) for text in others)])
+class ByteReader(Protocol):
+    """Source of bytes: `asyncio.StreamReader`, or the reader of a container's stream."""
+
+    async def readexactly(self, n: int) -> bytes:
+        """Return n bytes, or raise `asyncio.IncompleteReadError` if the stream ends before."""
+        ...
 
 
-def settings(
-    limits: SandboxLimits,
-    defences: frozenset[Defence],
-    work: str = WORK,
-    *,
-    no_cgroup: bool = False,
-    egress: int | str | None = None,
-) -> str:
-    """Return the runner's one argument, JSON.
+class ByteWriter(Protocol):
+    """Sink of bytes: `asyncio.StreamWriter`."""
 
-    Args:
-        limits: of the sandbox.
-        defences: those that are on.
-        work: working directory of code.
-        no_cgroup: whether no cgroup limits the sandbox, so that limits per process have to do.
-        egress: the Unix socket to hand the proxy's listener over, as descriptor or path; see `agentrl.sandbox.egress`.
+    def write(self, data: bytes) -> None:
+        """Buffer bytes for sending."""
+        ...
 
-    """
-    values = {
-        "work": work,
-        "egress": egress if Defence.NETWORK in defences else None,
-        "hidden": Defence.RUNNER in defences,
-        "sweep": Defence.SWEEP in defences,
-        "cpu": Defence.CPU in defences,
-        "file_bytes": limits.file_mb * 2**20 if Defence.FILE_SIZE in defences else None,
-        "open_files": limits.open_files if Defence.OPEN_FILES in defences else None,
-        "address_space": limits.memory_mb * 2**20 if no_cgroup and Defence.MEMORY in defences else None,
-        "processes": limits.processes if no_cgroup and Defence.PROCESSES in defences else None,
-    }
-    return orjson.dumps(values).decode()
+    async def drain(self) -> None:
+        """Wait until the buffer accepts more."""
+        ...
 
-
-def python_command(
-    python: str,
-    limits: SandboxLimits,
-    defences: frozenset[Defence],
-    work: str = WORK,
-    *,
-    no_cgroup: bool = False,
-    egress: int | str | None = None,
-) -> list[str]:
-    """Return the command that starts the runner, without environment and user site, in UTF-8; see `settings`."""
-    argument = settings(limits, defences, work, no_cgroup=no_cgroup, egress=egress)
-    return [python, "-I", "-X", "utf8", "-c", runner_source(), argument]
+    def close(self) -> None:
+        """Close the stream."""
+        ...
 
 
 class RunnerSandbox(Sandbox):
-    """Implements `Sandbox` by a link to a runner. Subclasses of backends end it and count memory kills.
+    """Implements `Sandbox` by requests to a runner. Subclasses of backends end it and count memory kills.
 
     Args:
         sandbox_id: unique on this machine.
-        link: to its runner.
+        reader: of the runner's replies.
+        writer: of its requests. The runner exits when it is closed.
         limits: defaults of calls.
         defences: those that are on.
     """
 
-    def __init__(self, sandbox_id: str, link: RunnerLink, limits: SandboxLimits, defences: frozenset[Defence]) -> None:
+    def __init__(
+        self,
+        sandbox_id: str,
+        reader: ByteReader,
+        writer: ByteWriter,
+        limits: SandboxLimits,
+        defences: frozenset[Defence],
+    ) -> None:
         self.id = sandbox_id
-        self._link = link
+        self._reader = reader
+        self._writer = writer
+        self._requests = 0
         self._limits = limits
         self._defences = defences
         self._lock = asyncio.Lock()
@@ -206,26 +188,52 @@ class RunnerSandbox(Sandbox):
 
     async def _end(self) -> None:
         self._broken = self._broken or "it was closed"
-        self._link.close()
+        self._writer.close()
         try:
             await self._destroy()
         finally:
             self.on_closed()
 
     async def _request(self, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Send a request to the runner and return its reply; one at a time.
+
+        Raises:
+            SandboxFailure: the runner is gone or late, or sends something else than a frame; the sandbox is not `alive` then.
+
+        """
         if not self.alive:
             raise SandboxFailure(f"sandbox {self.id} is gone: {self._broken or 'it was closed'}")
+        self._requests += 1
+        # Not orjson: it refuses lone surrogates, which a policy may write.
+        request = json.dumps({**fields, "id": self._requests}).encode()
+        limit = asyncio.timeout(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s):
-                return await self._link.request(fields)
-        except TimeoutError:
-            self._broken = f"its runner did not answer in {timeout_s:g} s"
-        except LinkError as error:
-            self._broken = self._broken or f"its runner is gone ({await self._describe_end() or error})"
+            async with limit:
+                self._writer.write(LENGTH.pack(len(request)) + request)
+                await self._writer.drain()
+                while True:
+                    reply = await self._read_frame()
+                    if reply.get("id") == self._requests:  # otherwise it is late, and of an earlier request
+                        return reply
+        except (OSError, EOFError, ValueError) as error:
+            if limit.expired():
+                self._broken = f"its runner did not answer in {timeout_s:g} s"
+            else:
+                why = await self._describe_end() or f"{type(error).__name__}: {error}"
+                self._broken = self._broken or f"its runner is gone ({why})"
         except BaseException:
             self._broken = "a call was cancelled"
             raise
         raise SandboxFailure(f"sandbox {self.id}: {self._broken}")
+
+    async def _read_frame(self) -> dict[str, Any]:
+        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        if length > MAX_FRAME:
+            raise ValueError(f"a frame of {length} bytes")
+        reply = orjson.loads(await self._reader.readexactly(length))
+        if not isinstance(reply, dict):
+            raise ValueError(f"a frame with a {type(reply).__name__}")
+        return reply
 
 
 def _outcome(reply: dict[str, Any], request: dict[str, Any], *, oom: bool) -> Outcome:
@@ -246,7 +254,7 @@ def _outcome(reply: dict[str, Any], request: dict[str, Any], *, oom: bool) -> Ou
         status, detail = ToolStatus.KILLED, f"killed by {_signal_name(code)}"
     elif code:
         status = ToolStatus.ERROR
-    if reply.get("variables_lost"):
+    if reply["variables_lost"]:
         detail += "; variables are lost" if detail else "the process ended, variables are lost"
     return Outcome(status, reply["stdout"], reply["stderr"], code, reply["seconds"], detail)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from agentrl.core.errors import SandboxFailure
-from agentrl.sandbox.runner_link import RunnerLink
-from agentrl.sandbox.runner_sandbox import RunnerBackend, RunnerSandbox, python_command
+from agentrl.sandbox.runner_command import python_command
+from agentrl.sandbox.runner_sandbox import RunnerBackend, RunnerSandbox
 
 
 class UnsafeSandbox(RunnerSandbox):
@@ -60,8 +60,8 @@ class UnsafeBackend(RunnerBackend[UnsafeSandbox]):
             raise SandboxFailure(f"sandbox.python={self.config.python} does not start: {error}") from error
         assert process.stdout is not None
         assert process.stdin is not None
-        link = RunnerLink(process.stdout, process.stdin)
-        sandbox = UnsafeSandbox(f"unsafe-{uuid.uuid4().hex[:12]}", link, self.config.limits, self.defences)
+        name = f"unsafe-{uuid.uuid4().hex[:12]}"
+        sandbox = UnsafeSandbox(name, process.stdout, process.stdin, self.config.limits, self.defences)
         sandbox.process, sandbox.folder = process, folder
         return sandbox
 

@@ -18,7 +18,7 @@ from agentrl.config.sandbox import SandboxConfig, SandboxLimits
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.sandbox.base import WORK, Defence
 from agentrl.sandbox.egress import proxy_environment
-from agentrl.sandbox.runner_sandbox import python_command
+from agentrl.sandbox.runner_command import python_command
 
 USER = 1000
 """User id of code inside."""

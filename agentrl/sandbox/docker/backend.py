@@ -29,7 +29,6 @@ from agentrl.sandbox.cgroup import CGROUP_VARIABLE, Mounts, parse_count, parse_m
 from agentrl.sandbox.docker.options import EGRESS_SOCKET, container_options, with_egress
 from agentrl.sandbox.docker.stream import ContainerReader, attach, open_stream
 from agentrl.sandbox.egress import EgressProxy, receive_listener
-from agentrl.sandbox.runner_link import RunnerLink
 from agentrl.sandbox.runner_sandbox import READY_S, RunnerBackend, RunnerSandbox
 
 _log = logging.getLogger(__name__)
@@ -209,7 +208,7 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
             self._to_remove.add(name)
             await self._remove_containers()
             raise SandboxFailure(f"no container could be started at {self.url}: {_message(error)}") from error
-        sandbox = DockerSandbox(name, RunnerLink(reader, writer), self.config.limits, self.defences)
+        sandbox = DockerSandbox(name, reader, writer, self.config.limits, self.defences)
         sandbox.backend, sandbox.reader, sandbox.writer, sandbox.oom_file = self, reader, writer, oom_file
         sandbox.egress_listener = egress_listener
         return sandbox

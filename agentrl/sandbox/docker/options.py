@@ -13,7 +13,7 @@ from agentrl.config.sandbox import SandboxConfig, SandboxLimits
 from agentrl.sandbox.base import WORK, Defence
 from agentrl.sandbox.cgroup import PERIOD_US
 from agentrl.sandbox.egress import proxy_environment
-from agentrl.sandbox.runner_sandbox import python_command
+from agentrl.sandbox.runner_command import python_command
 from agentrl.sandbox.seccomp import docker_profile
 
 NOBODY = 65534

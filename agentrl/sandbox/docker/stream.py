@@ -8,7 +8,7 @@ import socket
 import struct
 from typing import Any, Final
 
-from agentrl.sandbox.runner_link import ByteReader
+from agentrl.sandbox.runner_sandbox import ByteReader
 
 HEADER: Final = struct.Struct(">BxxxI")
 """Before every chunk: 1 for output or 2 for error output, and the chunk's length in bytes."""

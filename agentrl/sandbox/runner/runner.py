@@ -1,7 +1,8 @@
 """The runner: process 1 of a sandbox. It forks a process for every call, limits it, and cleans up after it.
 
-The program starts with `snippet.py` and `children.py`. Its one argument is JSON, see `settings` in `runner_sandbox.py`.
-Requests come on standard input, replies go to what standard output was at the start; `runner_link.py` has the frames.
+The program starts with `snippet.py` and `children.py`. Its one argument is JSON, see `python_command` in
+`runner_command.py`. Requests come on standard input, replies go to what standard output was at the start;
+`runner_sandbox.py` has the other end and describes the frames.
 
 As process 1 of its PID namespace it receives no signal from inside, not even SIGKILL or SIGSTOP. It is not dumpable, so
 that its memory and files cannot be opened through /proc. It opens no path that the policy could have prepared. So it can
@@ -62,29 +63,42 @@ class Runner:
         """Whether it is process 1 of a PID namespace, so that every visible process is its descendant."""
 
     def serve(self) -> None:
-        """Serve requests until the stream ends."""
+        """Serve requests until the stream ends. A call that could not be started is answered with the error."""
         while True:
             request = receive(self.requests)
-            reply = self.handle(request)
+            try:
+                if request["op"] == "ping":
+                    reply: Request = {"python": sys.version.split()[0], "pid": os.getpid()}
+                elif request["op"] == "run":
+                    reply = self.run(request)
+                else:
+                    reply = self.run_file(request)
+            except MemoryError:
+                reply = {"errno": errno.ENOMEM, "error": "out of memory"}
+            except OSError as error:
+                reply = {"errno": error.errno or errno.EIO, "error": error.strerror or str(error)}
             reply["id"] = request["id"]
             send(self.replies, reply)
 
-    def handle(self, request: Request) -> Request:
-        """Return the reply, or the error because of which a call could not be started."""
-        try:
-            if request["op"] == "ping":
-                return {"python": sys.version.split()[0], "pid": os.getpid()}
-            if request["op"] != "run":
-                return self.run_file(request)
-            began = time.monotonic()
-            request["cwd"] = os.path.join(self.settings["work"], request["cwd"])
-            reply = self.run_stateful(request) if request["stateful"] else self.run_once(request)
-            reply["seconds"] = time.monotonic() - began
-            return reply
-        except MemoryError:
-            return {"errno": errno.ENOMEM, "error": "out of memory"}
-        except OSError as error:
-            return {"errno": error.errno or errno.EIO, "error": error.strerror or str(error)}
+    def run(self, request: Request) -> Request:
+        """Run code or a program: stateful code in the worker, everything else in a new process."""
+        began = time.monotonic()
+        request["cwd"] = os.path.join(self.settings["work"], request["cwd"])
+        if request["stateful"]:
+            capture, exceeded, child, code, lost = self.run_stateful(request)
+        else:
+            capture, exceeded, child = self.run_child(request, child_main, request["output_bytes"], request["wall_s"])
+            code, lost = child.code, False
+        if exceeded is None and capture.over:
+            exceeded = "output"
+        return {
+            "exceeded": exceeded,
+            "exit_code": None if exceeded else code,
+            "cpu_s": child.cpu_s,
+            "seconds": time.monotonic() - began,
+            "variables_lost": lost,
+            **capture.texts(),
+        }
 
     def run_file(self, request: Request) -> Request:
         """Read or write a file in a new process."""
@@ -99,14 +113,6 @@ class Runner:
             )
             return {"errno": number, "error": os.strerror(number)}
         return {"content": binascii.b2a_base64(capture.data[capture.out_read], newline=False).decode()}
-
-    def run_once(self, request: Request) -> Request:
-        """Run code or a program in a new process."""
-        capture, exceeded, child = self.run_child(request, child_main, request["output_bytes"], request["wall_s"])
-        if exceeded is None and capture.over:
-            exceeded = "output"
-        code = None if exceeded else child.code
-        return {"exceeded": exceeded, "exit_code": code, "cpu_s": child.cpu_s, **capture.texts()}
 
     def run_child(
         self,
@@ -229,8 +235,12 @@ class Runner:
 
     # ---- stateful calls
 
-    def run_stateful(self, request: Request) -> Request:
-        """Run a snippet in the worker process, which is started if there is none."""
+    def run_stateful(self, request: Request) -> tuple[Capture, str | None, Child, int | None, bool]:
+        """Run a snippet in the worker process, which is started if there is none.
+
+        Returns the output, the limit that the call exceeded or None, the process, the snippet's exit status, and whether
+        variables are lost.
+        """
         lost = self.worker is not None and self.worker.child.code is not None
         if self.worker is None or lost:
             self.start_worker()
@@ -257,18 +267,9 @@ class Runner:
         else:
             os.kill(child.pid, signal.SIGSTOP)
         capture.drain()
-        if exceeded is None and capture.over:
-            exceeded = "output"
-        reply = {
-            "exceeded": exceeded,
-            "exit_code": None if exceeded else code,
-            "cpu_s": child.cpu_s,
-            "variables_lost": lost or ended,
-        }
-        reply.update(capture.texts())
         if ended:
             worker.close()
-        return reply
+        return capture, exceeded, child, code, lost or ended
 
     def start_worker(self) -> None:
         """Fork a new worker process."""

@@ -65,13 +65,13 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def receive(fd: int) -> Request:
-    """Return the next frame; see `runner_link.py`."""
+    """Return the next frame; see `runner_sandbox.py`."""
     request: Request = json.loads(read_exactly(fd, LENGTH.unpack(read_exactly(fd, LENGTH.size))[0]))
     return request
 
 
 def send(fd: int, message: Request) -> None:
-    """Write ``message`` as a frame; see `runner_link.py`."""
+    """Write ``message`` as a frame; see `runner_sandbox.py`."""
     data = json.dumps(message).encode()
     write_all(fd, LENGTH.pack(len(data)) + data)
 

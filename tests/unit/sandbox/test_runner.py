@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.core.types import ToolStatus
 from agentrl.sandbox.base import Job, Outcome, Sandbox
-from agentrl.sandbox.runner_sandbox import runner_source
+from agentrl.sandbox.runner_command import runner_source
 from tests.unit.sandbox.bubblewraps import Bubblewrap
 
 
