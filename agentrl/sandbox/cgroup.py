@@ -94,7 +94,7 @@ def parse_own(text: str) -> str:
 
 
 def parse_count(text: str, key: str) -> int:
-    """Return the number after a key in ``memory.oom_control`` or ``memory.events``; 0 without the key."""
+    """Return the number after a key in ``memory.oom_control``, ``memory.events`` or ``/proc/vmstat``; 0 without the key."""
     for line in text.splitlines():
         name, _, value = line.partition(" ")
         if name == key:

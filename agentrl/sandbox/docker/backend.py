@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import socket
 import stat
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -25,7 +24,8 @@ from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.child_process import raise_file_limit
 from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
 from agentrl.sandbox.base import ALL_DEFENCES, Defence
-from agentrl.sandbox.cgroup import CGROUP_VARIABLE, Mounts, parse_count, parse_mounts, server_gone, server_name
+from agentrl.sandbox.cgroup import CGROUP_VARIABLE, server_gone, server_name
+from agentrl.sandbox.docker.memory_kills import MemoryKills
 from agentrl.sandbox.docker.options import EGRESS_SOCKET, container_options, with_egress
 from agentrl.sandbox.docker.stream import ContainerReader, attach, open_stream
 from agentrl.sandbox.egress import EgressProxy, receive_listener
@@ -54,11 +54,9 @@ class DockerSandbox(RunnerSandbox):
     backend: DockerBackend
     reader: ContainerReader
     writer: asyncio.StreamWriter
-    oom_file: Path | None
+    memory_kills: MemoryKills
     egress_listener: socket.socket | None = None
     proxy: EgressProxy | None = None
-    _kills = 0
-    _killed_runner = 0
 
     async def python_version(self) -> tuple[int, int]:
         """Return major and minor version of Python inside.
@@ -72,14 +70,10 @@ class DockerSandbox(RunnerSandbox):
         return int(major), int(minor)
 
     def _oom_kills(self) -> int:
-        # The file is missing if the daemon is on another machine. Then only an end of the whole container is known to be
-        # for lack of memory; a single process killed for it looks like any other that got SIGKILL.
-        if self.oom_file is not None:
-            with contextlib.suppress(OSError):  # the cgroup is removed with its container
-                self._kills = parse_count(self.oom_file.read_text(), "oom_kill")
-        return self._kills + self._killed_runner
+        return self.memory_kills.count()
 
     async def _destroy(self) -> None:
+        self.memory_kills.close()
         # Removing a container with an attached stream takes the daemon ten seconds.
         self.writer.transport.abort()
         with contextlib.suppress(OSError):
@@ -94,10 +88,7 @@ class DockerSandbox(RunnerSandbox):
         state = await self.backend.last_state(self.id)
         if state is None:
             return f"no Docker daemon answers at {self.backend.url}"
-        # The cgroup and its count are gone by now. OOMKilled stays true from the first kill on; whether there was another
-        # after earlier ones, only the daemon's events tell: by their number, since it may have seen earlier ones late.
-        if state["OOMKilled"] and (not self._kills or await self.backend.ooms(self.id) > self._kills):
-            self._killed_runner = 1
+        self.memory_kills.count_end(state["OOMKilled"])
         stderr = self.reader.stderr.decode("utf-8", "replace").strip()
         parts = [f"container {state['Status']}, exit status {state['ExitCode']}", state["Error"], stderr]
         return ": ".join(part for part in parts if part)
@@ -142,7 +133,7 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
     async def start(self) -> None:
         """Remove what servers that died have left, and open a first sandbox to check that it works."""
         _check_url(self.config, self.url)
-        raise_file_limit()  # one per sandbox
+        raise_file_limit()  # two per sandbox
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
         try:
             await self._in_thread(self._prepare)
@@ -202,15 +193,16 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
         await self._remove_containers()
         name = f"agentrl-{uuid.uuid4().hex[:12]}"
         try:
-            sock, oom_file, egress_listener = await self._in_thread(lambda: self._make(name, session_id))
+            sock, memory_kills, egress_listener = await self._in_thread(lambda: self._make(name, session_id))
             reader, writer = await open_stream(sock)
         except (*FAULTS, SandboxFailure) as error:
             self._to_remove.add(name)
             await self._remove_containers()
             raise SandboxFailure(f"no container could be started at {self.url}: {_message(error)}") from error
         sandbox = DockerSandbox(name, reader, writer, self.config.limits, self.defences)
-        sandbox.backend, sandbox.reader, sandbox.writer, sandbox.oom_file = self, reader, writer, oom_file
-        sandbox.egress_listener = egress_listener
+        sandbox.backend, sandbox.reader, sandbox.writer = self, reader, writer
+        sandbox.memory_kills, sandbox.egress_listener = memory_kills, egress_listener
+        memory_kills.watch()
         return sandbox
 
     async def _await_ready(self, sandbox: DockerSandbox) -> None:
@@ -219,8 +211,8 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
             await sandbox.proxy.start(sandbox.egress_listener)
         await sandbox.ready()
 
-    def _make(self, name: str, session_id: str) -> tuple[socket.socket, Path | None, socket.socket | None]:
-        """Return the stream to a new container, the file that counts its memory kills, and the egress listener, if any."""
+    def _make(self, name: str, session_id: str) -> tuple[socket.socket, MemoryKills, socket.socket | None]:
+        """Return the stream to a new container, the count of its memory kills, and the egress listener, if any."""
         labels = {**self._labels, ID_LABEL: name, SESSION_LABEL: session_id}
         with ExitStack() as until_started:
             options, handover = self._options, None
@@ -237,7 +229,7 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
             except BaseException:
                 sock.close()
                 raise
-            return sock, _oom_file(found["Id"], found["State"]["Pid"]), egress_listener
+            return sock, MemoryKills(found["Id"], found["State"]["Pid"]), egress_listener
 
     async def last_state(self, name: str) -> Mapping[str, Any] | None:
         """Return what the daemon knows of a container that has ended or is about to; None if no daemon answers."""
@@ -253,19 +245,6 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
                 return state
             await asyncio.sleep(0.02)
 
-    async def ooms(self, name: str) -> int:
-        """Return how often the daemon has seen memory run out in a container."""
-        events = functools.partial(
-            self._api.events,
-            since="1",
-            until=f"{time.time():.6f}",
-            filters={"container": name, "event": "oom"},
-        )
-        try:
-            return len(await self._in_thread(lambda: list(events())))
-        except FAULTS:
-            return 0  # then it counts as a failure of the daemon
-
     async def remove(self, name: str) -> None:
         """Remove a container; if no daemon answers, as soon as one does."""
         self._to_remove.add(name)
@@ -274,7 +253,7 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
     async def _remove_containers(self) -> None:
         """Remove containers, those included that could not be removed before."""
         names, self._to_remove = self._to_remove, set()
-        removed = await asyncio.gather(*(self._in_thread(functools.partial(self._removed, name)) for name in names))
+        removed = await asyncio.gather(*(self._in_thread(partial(self._removed, name)) for name in names))
         self._to_remove |= {name for name, gone in zip(names, removed, strict=True) if not gone}
 
     def _removed(self, name: str) -> bool:
@@ -359,35 +338,6 @@ def left_behind(labels: Mapping[str, str]) -> bool:
 
 def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _oom_file(container: str, pid: int) -> Path | None:
-    """Return the file that counts memory kills in a container; None if the container is on another machine."""
-    try:
-        groups = Path(f"/proc/{pid}/cgroup").read_text()
-    except OSError:
-        return None
-    return oom_file(groups, parse_mounts(Path("/proc/self/mounts").read_text()), container)
-
-
-def oom_file(groups: str, mounts: Mounts, container: str) -> Path | None:
-    """Return the file that counts memory kills, by the cgroups of a container's first process.
-
-    Args:
-        groups: content of its ``/proc/PID/cgroup``.
-        mounts: where cgroups are mounted.
-        container: its id, which is part of its cgroup's name. If it is not, the container is on another machine, and the
-            process id belongs to another process here.
-    """
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if container not in path:
-            continue
-        if "memory" in controllers.split(",") and "memory" in mounts.v1:
-            return mounts.v1["memory"] / path.strip("/") / "memory.oom_control"
-        if not controllers and mounts.v2 is not None and "memory" not in mounts.v1:
-            return mounts.v2 / path.strip("/") / "memory.events"
-    return None
 
 
 def _message(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What of the Docker backend needs no daemon: the stream taken apart, options, cgroup files, whose container it is."""
+"""What of the Docker backend needs no daemon: the stream taken apart, options, whose container it is."""
 
 import asyncio
 import socket
@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.sandbox.base import ALL_DEFENCES, Defence
-from agentrl.sandbox.cgroup import parse_mounts, server_name
+from agentrl.sandbox.cgroup import server_name
 from agentrl.sandbox.docker import backend
 from agentrl.sandbox.docker.options import SHARES, container_options
 from agentrl.sandbox.docker.stream import ContainerReader, open_stream
@@ -81,33 +81,6 @@ def test_a_send_that_nobody_reads_ends_with_the_containers_output() -> None:
         daemons.close()
 
     asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("mounts", "groups", "expected"),
-    [
-        (
-            "cgroup2 /sys/fs/cgroup cgroup2 rw 0 0",
-            f"0::/system.slice/docker-{CONTAINER}.scope",
-            f"/sys/fs/cgroup/system.slice/docker-{CONTAINER}.scope/memory.events",
-        ),
-        (
-            "cgroup /sys/fs/cgroup/pids cgroup rw,pids 0 0\n"
-            "cgroup /sys/fs/cgroup/memory cgroup rw,relatime,memory 0 0\n"
-            "cgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0",
-            f"8:pids:/docker/{CONTAINER}\n4:memory:/docker/{CONTAINER}\n0::/docker/{CONTAINER}",
-            f"/sys/fs/cgroup/memory/docker/{CONTAINER}/memory.oom_control",
-        ),
-        # A process of the same id on this machine, while the container runs on another one.
-        ("cgroup2 /sys/fs/cgroup cgroup2 rw 0 0", "0::/user.slice", None),
-        # As seen from a container: its own group is the root.
-        ("cgroup2 /sys/fs/cgroup cgroup2 rw 0 0", "0::/", None),
-    ],
-    ids=["version 2", "version 1 with an empty version 2", "another process", "no name"],
-)
-def test_where_memory_kills_are_counted(mounts: str, groups: str, expected: str | None) -> None:
-    found = backend.oom_file(groups, parse_mounts(mounts), CONTAINER)
-    assert found == (None if expected is None else Path(expected))
 
 
 def options(config: SandboxConfig, without: frozenset[Defence] = frozenset()) -> dict[str, Any]:

@@ -1,0 +1,115 @@
+"""Count of a container's processes that the kernel has killed for lack of memory, its first process included."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from pathlib import Path
+
+from agentrl.sandbox.cgroup import Mounts, parse_count, parse_mounts
+
+
+class MemoryKills:
+    """Counts by the kernel alone: the daemon reports lack of memory late, and more than once for one kill.
+
+    The kernel's count is in the container's cgroup, which the daemon removes within milliseconds of the container's end. So it
+    is read a last time when the kernel reports the end of the first process.
+
+    Args:
+        container: its id.
+        pid: its first process, as the daemon knows it.
+    """
+
+    def __init__(self, container: str, pid: int) -> None:
+        self._file = _oom_file(container, pid)
+        self._pid = pid
+        self._count = 0
+        self._count_of_machine = 0
+        """At the container's last kill."""
+        self._is_last = False
+        """Whether the cgroup was read after the end of the first process."""
+        self._process: int | None = None
+
+    def watch(self) -> None:
+        """Begin to wait for the end of the first process."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                self._process = os.pidfd_open(self._pid)
+                asyncio.get_running_loop().add_reader(self._process, self._ended)
+
+    def close(self) -> None:
+        """End the waiting."""
+        if self._process is not None:
+            asyncio.get_running_loop().remove_reader(self._process)
+            os.close(self._process)
+            self._process = None
+
+    def count(self) -> int:
+        """Return the number of kills so far.
+
+        It is 0 if the daemon is on another machine: a single process killed for lack of memory looks like any other there
+        that got SIGKILL.
+        """
+        self._read()
+        return self._count
+
+    def count_end(self, oom_killed: bool) -> None:
+        """Count the end of the whole container, if that was for lack of memory.
+
+        Args:
+            oom_killed: the daemon's word, true from the first kill on. It decides only if the cgroup was gone too early.
+        """
+        if oom_killed and not self._is_last:
+            self._is_last = True
+            self._count += not self._count or machine_oom_kills() > self._count_of_machine
+
+    def _ended(self) -> None:
+        self._is_last = self._read()
+        self.close()
+
+    def _read(self) -> bool:
+        """Read the cgroup's count; return False if there is none, or none any more."""
+        if self._file is None:
+            return False
+        try:
+            count = parse_count(self._file.read_text(), "oom_kill")
+        except OSError:
+            return False
+        if count > self._count:
+            self._count, self._count_of_machine = count, machine_oom_kills()
+        return True
+
+
+def machine_oom_kills() -> int:
+    """Return how many processes of this machine the kernel has killed for lack of memory."""
+    return parse_count(Path("/proc/vmstat").read_text(), "oom_kill")
+
+
+def _oom_file(container: str, pid: int) -> Path | None:
+    """Return the file that counts memory kills in a container; None if the container is on another machine."""
+    try:
+        groups = Path(f"/proc/{pid}/cgroup").read_text()
+    except OSError:
+        return None
+    return oom_file(groups, parse_mounts(Path("/proc/self/mounts").read_text()), container)
+
+
+def oom_file(groups: str, mounts: Mounts, container: str) -> Path | None:
+    """Return the file that counts memory kills, by the cgroups of a container's first process.
+
+    Args:
+        groups: content of its ``/proc/PID/cgroup``.
+        mounts: where cgroups are mounted.
+        container: its id, which is part of its cgroup's name. If it is not, the container is on another machine, and the
+            process id belongs to another process here.
+    """
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if container not in path:
+            continue
+        if "memory" in controllers.split(",") and "memory" in mounts.v1:
+            return mounts.v1["memory"] / path.strip("/") / "memory.oom_control"
+        if not controllers and mounts.v2 is not None and "memory" not in mounts.v1:
+            return mounts.v2 / path.strip("/") / "memory.events"
+    return None
