@@ -14,9 +14,6 @@ import torch
 
 from agentrl.core.types import RowKey
 
-ProvenanceRule = Literal["strict", "warn"]
-"""What happens to a batch that would train on a token that no engine sampled; ``train.provenance``."""
-
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
@@ -53,12 +50,10 @@ class GlobalBatch:
     micro: tuple[tuple[MicroBatch, ...], ...]
     """``micro[rank][i]``. A rank receives a batch with only its share, ``micro[0]``."""
     kind: Literal["rl", "sft"] = "rl"
-    """In ``rl`` mask 1 implies sampled; in ``sft`` the mask may hold demonstrated and observed tokens."""
+    """In ``rl`` mask 1 implies sampled (`check_provenance`); in ``sft`` the mask may hold demonstrated and observed tokens."""
     temperature: float = 1.0
     """The sampling temperature; the learner computes log-probabilities at the same temperature."""
     lr_scale: float = 1.0
     """The schedule's factor on the learning rate for this step."""
-    provenance: ProvenanceRule = "strict"
-    """In ``rl``: ``strict`` refuses a token with mask 1 that was not sampled, ``warn`` leaves it out of the loss."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the batch, such as tokens and padding, logged with the step."""

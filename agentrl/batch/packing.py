@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from agentrl.batch.loss_weights import Aggregation, row_weights
-from agentrl.batch.microbatch import GlobalBatch, MicroBatch, ProvenanceRule
-from agentrl.batch.provenance import check_temperature
+from agentrl.batch.microbatch import GlobalBatch, MicroBatch
+from agentrl.batch.provenance import check_temperature, leave_out
 from agentrl.core.types import Row, RowKey
 
 MULTIPLE = 8
@@ -44,7 +44,7 @@ def pack(
     temperature: float = 1.0,
     context_weight: float = 0.0,
     lr_scale: float = 1.0,
-    provenance: ProvenanceRule = "strict",
+    provenance: Literal["strict", "warn"] = "strict",
 ) -> GlobalBatch:
     """Return the batch of one optimizer step. Rows without a token to train on are left out.
 
@@ -61,7 +61,8 @@ def pack(
         temperature: of sampling; the learner computes log-probabilities at the same temperature.
         context_weight: see `row_weights`.
         lr_scale: the schedule's factor for this step.
-        provenance: what happens to tokens to train on that no engine sampled; see `admit`.
+        provenance: ``warn`` leaves masked tokens of an ``rl`` batch out of the loss that no engine sampled; the others keep
+            their weights. ``strict`` leaves them for `check_provenance` to refuse.
 
     Raises:
         KeyError: a row to train on has no advantage.
@@ -73,6 +74,7 @@ def pack(
     if min(ranks, tokens_per_bin, tokens_per_micro) < 1:
         raise ValueError(f"{ranks=}, {tokens_per_bin=} and {tokens_per_micro=} must be at least 1")
     weights = row_weights(rows, aggregation, context_weight)
+    left_out = leave_out(rows, weights) if kind == "rl" and provenance == "warn" else 0
     # Sorting by length, then key, makes the batch a function of the set of rows.
     chosen = sorted(
         (i for i, weight in enumerate(weights) if weight.any()), key=lambda i: (-len(rows[i].token_ids), rows[i].key)
@@ -83,9 +85,8 @@ def pack(
     groups = _micro_batches([[chosen[i] for i in group] for group in bins], rows, ranks, tokens_per_micro)
     micro = [_tensors(group, rows, weights, advantages, pad_id) for group in groups]
     shares = tuple(tuple(micro[rank::ranks]) for rank in range(ranks))
-    batch = GlobalBatch(shares, kind, temperature, lr_scale, provenance)
-    batch.metrics = _metrics(rows, chosen, micro)
-    return batch
+    metrics = _metrics(rows, chosen, micro) | ({"train/provenance_faults": float(left_out)} if kind == "rl" else {})
+    return GlobalBatch(shares, kind, temperature, lr_scale, metrics)
 
 
 def _first_fit(lengths: Sequence[int], size: int) -> list[_Bin]:

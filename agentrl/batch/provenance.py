@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -25,8 +24,7 @@ def check_rows(rows: Iterable[Row]) -> None:
         ProvenanceError: with the first row and token that breaks this, and what is wrong.
     """
     for row in rows:
-        requests = np.where(row.requests < len(row.request_ids), row.requests, -1)
-        faults = _faults(row.mask != 0, row.provenance, row.logprobs, row.versions, requests)
+        faults = _row_faults(row)
         faults["its mask and the reason for it disagree"] = (row.mask != 0) != (row.mask_reason == MaskReason.NONE)
         for fault, where in faults.items():
             if where.any():
@@ -48,49 +46,44 @@ def check_temperature(rows: Iterable[Row], temperature: float) -> None:
             )
 
 
-def admit(batch: GlobalBatch) -> tuple[GlobalBatch, dict[str, float]]:
-    """Return what may be trained on of a batch, and the metric ``train/provenance_faults``: the masked tokens left out.
-
-    Learner groups call this on the driver before any rank gets its share, so that the ranks stay usable after a refused
-    batch. Every masked token of an ``rl`` batch must be sampled, with a log-probability, a version and a request. Under
-    ``warn`` other tokens lose mask, weight and advantage, and the first is logged; the rest keep their shares of the
-    global batch. Batches of other kinds are returned unchanged, without a metric.
-
-    Raises:
-        ProvenanceError: under ``strict``, with the first row and token that breaks this, and what is wrong.
-    """
-    if batch.kind != "rl":
-        return batch, {}
+def leave_out(rows: Sequence[Row], weights: Sequence[NDArray[np.float32]]) -> int:
+    """Set to 0 the ``weights`` ``[T]`` of masked tokens that no engine sampled, log the first, and return their number."""
     first: str | None = None
     count = 0
-    shares = []
-    for rank in batch.micro:
-        share = []
-        for micro in rank:
-            faults = _micro_faults(micro)
-            if faults:
-                first = first or _first(micro, faults)
-                if batch.provenance == "strict":
-                    raise ProvenanceError(f"{first}; train.provenance=warn would leave it out of the loss")
-                bad = torch.from_numpy(np.logical_or.reduce(list(faults.values())))
+    for row, weight in zip(rows, weights, strict=True):
+        for fault, where in _row_faults(row).items():
+            bad = where & (weight > 0)
+            if bad.any():
+                token = int(bad.argmax())
+                first = first or _words(row.key, token, int(row.token_ids[token]), fault)
                 count += int(bad.sum())
-                micro = _without(micro, bad)
-            share.append(micro)
-        shares.append(tuple(share))
+                weight[bad] = 0
     if count:
         _log.warning("%d tokens are left out of the loss (train.provenance=warn). The first: %s", count, first)
-        batch = replace(batch, micro=tuple(shares))
-    return batch, {"train/provenance_faults": float(count)}
+    return count
 
 
-def _without(micro: MicroBatch, bad_R_L: torch.Tensor) -> MicroBatch:
-    """Return the micro-batch with tokens taken out of the loss."""
-    return replace(
-        micro,
-        mask_R_L=micro.mask_R_L & ~bad_R_L,
-        weight_R_L=micro.weight_R_L.masked_fill(bad_R_L, 0),
-        advantages_R_L=micro.advantages_R_L.masked_fill(bad_R_L, 0),
-    )
+def check_provenance(batch: GlobalBatch) -> None:
+    """Check that every masked token of an ``rl`` batch was sampled, with a log-probability, a version and a request.
+
+    Learner groups call this on the driver before any rank gets its share, so that the ranks stay usable after a refused
+    batch.
+
+    Raises:
+        ProvenanceError: with the first row and token that breaks this, and what is wrong.
+    """
+    if batch.kind != "rl":
+        return
+    for micro in (micro for share in batch.micro for micro in share):
+        faults = _micro_faults(micro)
+        if faults:
+            raise ProvenanceError(f"{_first(micro, faults)}; train.provenance=warn leaves such tokens out of the loss")
+
+
+def _row_faults(row: Row) -> dict[str, NDArray[np.bool_]]:
+    """Return masks ``[T]`` of the faulty tokens, by fault."""
+    requests = np.where(row.requests < len(row.request_ids), row.requests, -1)
+    return _faults(row.mask != 0, row.provenance, row.logprobs, row.versions, requests)
 
 
 def _micro_faults(batch: MicroBatch) -> dict[str, NDArray[np.bool_]]:

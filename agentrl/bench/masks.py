@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentrl.batch.packing import pack
-from agentrl.batch.provenance import admit
+from agentrl.batch.provenance import check_provenance
 from agentrl.core.types import Row
 
 
@@ -34,7 +34,7 @@ def bench_masks(build_rows: Callable[[], Sequence[Row]], *, tokens_per_bin: int,
     advantages = {row.key: 1.0 for row in rows}
     batch = pack(rows, advantages, ranks=2, tokens_per_bin=tokens_per_bin, tokens_per_micro=tokens_per_micro, pad_id=0)
     packed = time.thread_time()
-    admit(batch)
+    check_provenance(batch)
     checked = time.thread_time()
     tokens = sum(len(row.token_ids) for row in rows)
     return MaskTimes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,10 +13,11 @@ import ray
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.child_process import LOOPBACK
-from agentrl.distributed.base import TensorSpec, WeightGroup
+from agentrl.distributed.base import TensorSpec
 
 if TYPE_CHECKING:
-    from agentrl.learner.base import LearnerRank, WeightBucket
+    from agentrl.learner.base import LearnerRank
+    from agentrl.learner.export.bucket import RankBucket
     from agentrl.learner.export.exporter import WeightExporter
 
 BucketHead = tuple[tuple[TensorSpec, ...], bool]
@@ -42,16 +43,25 @@ class RankSpec:
 
 
 class LearnerActor:
-    """Holds one `LearnerRank` and its `WeightExporter`. Methods are called on all ranks in the same order."""
+    """Holds one `LearnerRank` and what exports its weights. `RayLearnerGroup` calls all ranks in the same order."""
+
+    learner: LearnerRank
+    """Loaded by `set_up`."""
+    exporter: WeightExporter
+    """Exports the learner's weights."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank = rank
         self._ranks = ranks
         self._store: Any = None
-        self._learner: LearnerRank
-        self._exporter: WeightExporter
-        self._buckets: Iterator[WeightBucket] = iter(())
-        self._bucket: WeightBucket | None = None
+        self._buckets: Iterator[RankBucket] = iter(())
+        self._bucket: RankBucket | None = None
+
+    @property
+    def bucket(self) -> RankBucket:
+        """The current bucket of weights."""
+        assert self._bucket is not None, "next_bucket comes first"
+        return self._bucket
 
     def node(self) -> str:
         """Return the IP address of this machine, and import what `set_up` will need."""
@@ -88,21 +98,20 @@ class LearnerActor:
                 world_size=self._ranks,
                 timeout=timedelta(seconds=spec.learner.step_timeout_s),
             )
-            self._learner = make_rank(
+            self.learner = make_rank(
                 spec.folder, spec.learner, spec.algo, device=device, seed=spec.seed, reference=spec.reference
             )
-        self._exporter = WeightExporter(self._learner)
+        self.exporter = WeightExporter(self.learner)
 
-    def call_rank(self, method: str, *args: Any) -> Any:
-        """Call a method of the `LearnerRank`."""
-        if method == "sleep":  # the bucket's memory is released too
-            self._buckets, self._bucket = iter(()), None
-        return getattr(self._learner, method)(*args)
+    def sleep(self) -> None:
+        """Release the device's memory, including that of the bucket; see `LearnerRank.sleep`."""
+        self._buckets, self._bucket = iter(()), None
+        self.learner.sleep()
 
     def first_bucket(self, bucket_bytes: int, dtype: str | None) -> BucketHead | None:
         """Start to iterate over the weights; see `next_bucket`."""
         self._bucket = None
-        self._buckets = self._exporter.buckets(bucket_bytes, dtype)
+        self._buckets = self.exporter.buckets(bucket_bytes, dtype)
         return self.next_bucket()
 
     def next_bucket(self) -> BucketHead | None:
@@ -110,20 +119,7 @@ class LearnerActor:
         self._bucket = next(self._buckets, None)
         return None if self._bucket is None else (tuple(self._bucket.specs), self._bucket.last)
 
-    def call_bucket(self, method: str, *args: Any) -> Any:
-        """Call a method of the current `RankBucket`. Tensors are returned as arrays, which Ray does not copy."""
-        result = getattr(self._bucket, method)(*args)
-        return result.numpy() if method == "cpu_bytes" else result
-
-    def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
-        """See `LearnerGroup.open_group`."""
-        return self._exporter.open_group(urls, size, backend, timeout_s)
-
-    def join_group(self, group: WeightGroup) -> None:
-        """See `LearnerGroup.join_group`."""
-        self._exporter.join_group(group)
-
     @ray.method(concurrency_group="leaving")
     def leave_group(self) -> None:
         """See `LearnerGroup.leave_group`. Runs in a separate thread, concurrently with the call that it interrupts."""
-        self._exporter.leave_group()
+        self.exporter.leave_group()

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.batch.provenance import admit
+from agentrl.batch.provenance import check_provenance
 from agentrl.cluster.learner_actor import LearnerActor, RankSpec
 from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement, actor_location, check_cluster
 from agentrl.cluster.ray_address import learner_device
@@ -26,8 +26,10 @@ from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, LearnerError
 from agentrl.distributed.base import TensorSpec, WeightGroup
 from agentrl.learner.base import RowLogprobs, WeightBucket
-from agentrl.learner.export.bucket import views
+from agentrl.learner.export.bucket import RankBucket, views
 from agentrl.obs.waiting import waiting
+
+T = TypeVar("T")
 
 GRACE_S = 5.0
 """Seconds for the other ranks to fail with the same cause after one failed; ranks still running then wait for it."""
@@ -143,7 +145,7 @@ class RayLearnerGroup:
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step; see `LearnerGroup.train_step`. The ranks stay usable after a refused batch."""
-        batch, metrics = admit(batch)
+        check_provenance(batch)
         sizes, ranks = [len(share) for share in batch.micro], len(self._actors)
         assert sizes == sizes[:1] * ranks, (
             f"a batch with shares of {sizes} micro-batches came to a learner of {ranks} ranks"
@@ -151,47 +153,57 @@ class RayLearnerGroup:
         self._check_usable()
         # Ray copies CPU tensors: 0.06 s for a batch of 512,000 tokens (22 MB), 0.04 s more than as NumPy arrays.
         refs = [
-            actor.call_rank.remote("train_step", replace(batch, micro=(share,), metrics={}))
+            actor.__ray_call__.remote(
+                lambda actor, share: actor.learner.train_step(share), replace(batch, micro=(share,), metrics={})
+            )
             for actor, share in zip(self._actors, batch.micro, strict=True)
         ]
-        reduced: dict[str, float] = self._results(refs, "train_step")[0]
-        return metrics | reduced
+        metrics: dict[str, float] = self._results(refs, "train_step")[0]
+        return metrics
 
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
         """Return log-probabilities by row; see `LearnerGroup.logprobs`."""
-        shares = [(replace(batch, micro=(share,), metrics={}), policy) for share in batch.micro]
-        assert len(shares) == len(self._actors), (
-            f"a batch for {len(shares)} ranks came to a learner of {len(self._actors)}"
+        assert len(batch.micro) == len(self._actors), (
+            f"a batch for {len(batch.micro)} ranks came to a learner of {len(self._actors)}"
         )
-        found: RowLogprobs = {}
-        for share in self._call_ranks("logprobs", shares):
-            found |= share
-        return found
+        self._check_usable()
+        refs = [
+            actor.__ray_call__.remote(
+                lambda actor, share: actor.learner.logprobs(share, policy), replace(batch, micro=(share,), metrics={})
+            )
+            for actor, share in zip(self._actors, batch.micro, strict=True)
+        ]
+        return {key: row for share in self._results(refs, "logprobs") for key, row in share.items()}
 
     def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
         """Iterate over the weights; see `LearnerGroup.buckets`."""
-        head = self._call("first_bucket", [(bucket_bytes, dtype)] * len(self._actors))[0]
+        head = self._call(lambda actor: actor.first_bucket(bucket_bytes, dtype), "first_bucket")[0]
         while head is not None:
             self._bucket_number += 1
             yield RayBucket(self, self._bucket_number, *head)
-            head = self._call("next_bucket")[0]
+            head = self._call(LearnerActor.next_bucket, "next_bucket")[0]
 
-    def call_bucket(self, number: int, method: str, *args: Any, ranks: int | None = None) -> list[Any]:
-        """Call a method of the current bucket on the first ``ranks`` ranks, or on all; return the results by rank."""
+    def call_bucket(
+        self, number: int, method: str, call: Callable[[RankBucket], T], ranks: int | None = None
+    ) -> list[T]:
+        """Call the current bucket's ``method`` on the first ``ranks`` ranks, or on all; return the results by rank."""
         assert number == self._bucket_number, "the bucket is no longer held: the next one was requested"
         limit_s = self._group_s + GRACE_S if method == "broadcast" else 0.0
-        arguments = [(method, *args)] * (ranks or len(self._actors))
-        return self._call("call_bucket", arguments, phase=f"{method} of a bucket", at_least_s=limit_s)
+        phase = f"{method} of a bucket"
+        return self._call(lambda actor: call(actor.bucket), phase, ranks=ranks, at_least_s=limit_s)
 
     def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
         """Open a group's store; see `LearnerGroup.open_group`."""
         self._group_s = timeout_s
-        group: WeightGroup = self._call("open_group", [(list(urls), size, backend, timeout_s)])[0]
-        return group
+        addresses = list(urls)
+        return self._call(
+            lambda actor: actor.exporter.open_group(addresses, size, backend, timeout_s), "open_group", ranks=1
+        )[0]
 
     def join_group(self, group: WeightGroup) -> None:
         """Join the group; see `LearnerGroup.join_group`."""
-        self._call("join_group", [(group,)], at_least_s=self._group_s + GRACE_S)
+        at_least_s = self._group_s + GRACE_S
+        self._call(lambda actor: actor.exporter.join_group(group), "join_group", ranks=1, at_least_s=at_least_s)
 
     def leave_group(self) -> None:
         """Leave the group; see `LearnerGroup.leave_group`. If the rank is lost, so is its place in the group."""
@@ -202,19 +214,21 @@ class RayLearnerGroup:
     def sleep(self) -> None:
         """Release the device's memory, including that of a bucket; see `LearnerGroup.sleep`."""
         self._bucket_number += 1
-        self._call_ranks("sleep")
+        self._call(LearnerActor.sleep, "sleep")
 
     def wake(self) -> None:
         """Restore the device's memory; see `LearnerGroup.wake`."""
-        self._call_ranks("wake")
+        self._call(lambda actor: actor.learner.wake(), "wake")
 
     def save(self, folder: Path) -> None:
         """Write the state; see `LearnerGroup.save`."""
-        self._call_ranks("save", [(folder.absolute(),)] * len(self._actors))
+        path = folder.absolute()
+        self._call(lambda actor: actor.learner.save(path), "save")
 
     def load(self, folder: Path) -> None:
         """Read the state; see `LearnerGroup.load`."""
-        self._call_ranks("load", [(folder.absolute(),)] * len(self._actors))
+        path = folder.absolute()
+        self._call(lambda actor: actor.learner.load(path), "load")
 
     def close(self) -> None:
         """End the ranks, and Ray if it was started for them. Idempotent."""
@@ -224,27 +238,21 @@ class RayLearnerGroup:
             if self._runtime is not None:
                 self._runtime.stop()
 
-    def _call_ranks(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        """Call a method of every `LearnerRank`, with ``arguments`` by rank; return the results by rank."""
-        arguments = arguments or [()] * len(self._actors)
-        return self._call("call_rank", [(method, *args) for args in arguments], phase=method)
-
     def _call(
         self,
-        method: str,
-        arguments: Sequence[tuple[Any, ...]] | None = None,
+        function: Callable[[LearnerActor], T],
+        phase: str,
         *,
-        phase: str | None = None,
+        ranks: int | None = None,
         at_least_s: float = 0.0,
-    ) -> list[Any]:
-        """Call a method of all actors, or of the first ones with ``arguments`` by rank; return the results by rank.
+    ) -> list[T]:
+        """Call a function in the processes of the first ``ranks`` actors, or of all; return the results by rank.
 
         Messages call it ``phase``. The time limit is ``learner.step_timeout_s``, and ``at_least_s``.
         """
         self._check_usable()
-        arguments = arguments or [()] * len(self._actors)
-        refs = [getattr(actor, method).remote(*args) for actor, args in zip(self._actors, arguments, strict=False)]
-        return self._results(refs, phase or method, at_least_s)
+        refs = [actor.__ray_call__.remote(function) for actor in self._actors[:ranks]]
+        return self._results(refs, phase, at_least_s)
 
     def _results(self, refs: Sequence[Any], phase: str, at_least_s: float = 0.0) -> list[Any]:
         """Wait for calls within ``learner.step_timeout_s``, or ``at_least_s``; return the results by rank."""
@@ -314,22 +322,25 @@ class RayBucket:
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weights on the CPU; see `WeightBucket.tensors`."""
-        [flat] = self._group.call_bucket(self._number, "cpu_bytes", ranks=1)
+        # As an array, which Ray does not copy.
+        [flat] = self._group.call_bucket(self._number, "tensors", lambda bucket: bucket.cpu_bytes().numpy(), ranks=1)
         with warnings.catch_warnings():  # Ray's memory is read-only, and nothing writes to it
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return views(self.specs, torch.from_numpy(flat))
 
     def save(self, file: Path) -> None:
         """Write the weights from rank 0; see `WeightBucket.save`."""
-        self._group.call_bucket(self._number, "save", file.absolute(), ranks=1)
+        path = file.absolute()
+        self._group.call_bucket(self._number, "save", lambda bucket: bucket.save(path), ranks=1)
 
     def broadcast(self) -> None:
         """Send the weights from rank 0; see `WeightBucket.broadcast`."""
-        self._group.call_bucket(self._number, "broadcast", ranks=1)
+        self._group.call_bucket(self._number, "broadcast", lambda bucket: bucket.broadcast(), ranks=1)
 
     def share(self) -> list[str]:
         """Return the handles by rank; see `WeightBucket.share`."""
-        return [handle for handles in self._group.call_bucket(self._number, "share") for handle in handles]
+        shares = self._group.call_bucket(self._number, "share", lambda bucket: bucket.share())
+        return [handle for handles in shares for handle in handles]
 
 
 def _lost(ref: Any) -> bool:

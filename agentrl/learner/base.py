@@ -42,7 +42,7 @@ class LearnerRank(WeightSource, Protocol):
     """One rank of a learner. All ranks are called in the same order, with the same arguments, or their share of a batch."""
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
-        """Take one optimizer step on the only share of ``batch``, this rank's, which `admit` has checked.
+        """Take one optimizer step on the only share of ``batch``, this rank's, which `check_provenance` has passed.
 
         Returns:
             metrics of the global batch, the same on every rank.
@@ -140,7 +140,7 @@ class LearnerGroup(Protocol):
 
         Raises:
             LearnerError: a rank failed.
-            ProvenanceError: the batch would train on a token that no engine sampled; see `admit`.
+            ProvenanceError: the batch would train on a token that no engine sampled; see `check_provenance`.
 
         """
         ...

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from agentrl.batch.provenance import admit
+from agentrl.batch.provenance import check_provenance
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.learner.base import RowLogprobs
@@ -39,8 +39,8 @@ class LocalLearnerGroup(WeightExporter):
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step; see `LearnerGroup.train_step`."""
-        batch, metrics = admit(batch)
-        return metrics | self.rank.train_step(batch)
+        check_provenance(batch)
+        return self.rank.train_step(batch)
 
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
         """Return log-probabilities by row; see `LearnerGroup.logprobs`."""

@@ -11,6 +11,7 @@ from typing import Any
 from agentrl.algo.base import rollout_advantages
 from agentrl.algo.registry import make_algorithm
 from agentrl.batch.groups import group_rollouts
+from agentrl.batch.packing import pack
 from agentrl.config.schema import Config
 from agentrl.core.errors import AgentrlError
 from agentrl.core.types import Rollout
@@ -23,7 +24,7 @@ from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.obs.rollout_panel import rollout_panel
 from agentrl.obs.waiting import PHASE, waiting
-from agentrl.train.batches import train_batches
+from agentrl.train.optimizer_steps import advantages_by_step
 from agentrl.train.sampling import RolloutSource
 from agentrl.train.step_metrics import merge_metrics, rollout_metrics
 
@@ -85,7 +86,20 @@ class Trainer:
         self.view.phase("learn")
         groups = group_rollouts(rollouts)
         advantages = rollout_advantages(make_algorithm(self.config.algo), groups)
-        batches = train_batches(self.config, rollouts, advantages, self.source.pad_token_id)
+        batches = [
+            pack(
+                [row for rollout in groups.rollouts_N if rollout.rollout_id in step for row in rollout.rows],
+                step,
+                ranks=self.config.learner.ranks,
+                tokens_per_bin=self.config.batch.tokens_per_bin,
+                tokens_per_micro=self.config.batch.tokens_per_micro,
+                pad_id=self.source.pad_token_id,
+                aggregation=self.config.batch.aggregation,
+                temperature=self.config.sampler.temperature,
+                provenance=self.config.train.provenance,
+            )
+            for step in advantages_by_step(self.config, groups, advantages)
+        ]
         optimizer_steps: list[Mapping[str, float]] = []
         if batches:
             await self.source.release_gpus_for_training(self.learner, watch)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agentrl.batch.loss_weights import row_weights
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import MULTIPLE, pack
-from agentrl.batch.provenance import admit
+from agentrl.batch.provenance import check_provenance
 from agentrl.core.types import MaskReason, Provenance, Row, RowKey
 
 PAD = 999_999
@@ -205,7 +205,7 @@ def test_supervised_batches_may_weigh_the_context():
     assert micro.weight_R_L[0].tolist() == pytest.approx([0, 0.3, 0.5, 0.5, 0, 0, 0, 0])
     assert micro.mask_R_L[0].tolist() == [False, True, True, True, False, False, False, False]
     assert micro.advantages_R_L.eq(0).all()
-    admit(batch)
+    check_provenance(batch)
 
 
 def test_the_context_is_refused_outside_supervised_batches():

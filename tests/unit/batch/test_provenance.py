@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from agentrl.batch.packing import pack
-from agentrl.batch.provenance import admit, check_rows
+from agentrl.batch.provenance import check_provenance, check_rows
 from agentrl.bench.masks import bench_masks
 from agentrl.core.errors import ProvenanceError
 from agentrl.core.types import MaskReason, Provenance, Row, RowKey
@@ -50,7 +50,7 @@ def test_rows_and_batches_that_train_on_tokens_that_were_not_sampled_are_refused
     with pytest.raises(ProvenanceError, match=match):
         check_rows(made)
     with pytest.raises(ProvenanceError, match=f"{match}.*train.provenance=warn"):
-        admit(pack(made, {"r0": 1.0, "bad": 1.0}, ranks=1, tokens_per_bin=32, tokens_per_micro=32, pad_id=0))
+        check_provenance(pack(made, {"r0": 1.0, "bad": 1.0}, ranks=1, tokens_per_bin=32, tokens_per_micro=32, pad_id=0))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_rows_that_contradict_themselves_are_refused(field, value, words):
 
 def test_good_rows_and_batches_pass():
     check_rows([row()])
-    admit(pack([row()], {"r0": 1.0}, ranks=2, tokens_per_bin=32, tokens_per_micro=32, pad_id=0))
+    check_provenance(pack([row()], {"r0": 1.0}, ranks=2, tokens_per_bin=32, tokens_per_micro=32, pad_id=0))
 
 
 def test_padding_may_not_be_trained_on():
@@ -73,40 +73,44 @@ def test_padding_may_not_be_trained_on():
     for name, value in (("mask", True), ("provenance", 1), ("versions", 0), ("requests", 0)):
         getattr(micro, f"{name}_R_L")[0, 6] = value
     with pytest.raises(ProvenanceError, match="padded place may not be trained on: it is padding"):
-        admit(batch)
+        check_provenance(batch)
 
 
-def test_a_warning_leaves_out_only_tokens_that_were_not_sampled(caplog):
+@pytest.mark.parametrize(("field", "value", "words"), FAULTS)
+def test_a_warning_leaves_out_only_tokens_that_were_not_sampled(field, value, words, caplog):
     """
-    mask   good o o s s    bad o o s x     x was observed: s keeps its share of the four tokens, x has none
+    mask   good o o s s    bad o o s x     x is at fault: s keeps its share of the four tokens, x has none
     """
-    made = [row(), broken("provenance", Provenance.OBSERVED)]
+    made = [row(), broken(field, value)]
     options = {"ranks": 1, "tokens_per_bin": 32, "tokens_per_micro": 32, "pad_id": 0}
+    given = pack(made, {"r0": 1.0, "bad": 1.0}, **options)
     batch = pack(made, {"r0": 1.0, "bad": 1.0}, **options, provenance="warn")
-    given = batch.micro[0][0]
-    before = given.weight_R_L.clone()
-    checked, metrics = admit(batch)
     (record,) = caplog.records
-    assert record.message == (
-        "1 tokens are left out of the loss (train.provenance=warn). The first: token 3 (id 13) of row 0 of rollout 'bad', "
-        "agent 'main' may not be trained on: no engine sampled it"
-    )
-    assert metrics == {"train/provenance_faults": 1.0}
-    ((micro,),) = checked.micro
-    changed = given.mask_R_L & ~micro.mask_R_L
+    first = "1 tokens are left out of the loss (train.provenance=warn). The first: token 3 (id 13) of row 0 of rollout 'bad', "
+    assert record.message.startswith(f"{first}agent 'main' may not be trained on: ")
+    assert words in record.message
+    assert batch.metrics["train/provenance_faults"] == 1.0
+    ((micro,),), ((whole,),) = batch.micro, given.micro
+    changed = whole.mask_R_L & ~micro.mask_R_L
     assert changed.sum() == 1
     assert micro.token_ids_R_L[changed].tolist() == [13]
     assert [key.rollout_id for key in [micro.keys[int(micro.row_R_L[changed])]]] == ["bad"]
     assert micro.weight_R_L[changed].item() == micro.advantages_R_L[changed].item() == 0
-    assert micro.weight_R_L[~changed].equal(before[~changed])
-    assert given.weight_R_L.equal(before), "the given batch is not written to"
+    assert micro.weight_R_L[~changed].equal(whole.weight_R_L[~changed])
+    check_provenance(batch)
     with pytest.raises(ProvenanceError, match=r"train\.provenance=warn"):
-        admit(replace(batch, provenance="strict"))
+        check_provenance(given)
+    micro.mask_R_L[changed] = True
+    with pytest.raises(ProvenanceError, match=words):
+        check_provenance(batch)
 
 
-def test_a_good_batch_is_admitted_unchanged(caplog):
-    batch = pack([row()], {"r0": 1.0}, ranks=1, tokens_per_bin=32, tokens_per_micro=32, pad_id=0, provenance="warn")
-    assert admit(batch) == (batch, {"train/provenance_faults": 0.0})
+def test_good_rows_are_packed_alike_under_both_rules(caplog):
+    options = {"ranks": 1, "tokens_per_bin": 32, "tokens_per_micro": 32, "pad_id": 0}
+    for rule in ("strict", "warn"):
+        batch = pack([row()], {"r0": 1.0}, **options, provenance=rule)
+        assert batch.metrics["train/provenance_faults"] == 0.0
+        assert batch.micro[0][0].weight_R_L.sum() == 1
     assert not caplog.records
 
 
@@ -125,10 +129,11 @@ def test_rows_of_another_temperature_are_refused():
 def test_supervised_batches_are_not_held_to_it():
     made = replace(row(), provenance=np.array([0, 0, 2, 2], np.uint8))
     batch = pack([made], ranks=1, tokens_per_bin=32, tokens_per_micro=32, pad_id=0, kind="sft")
-    assert admit(batch) == (batch, {})
+    assert "train/provenance_faults" not in batch.metrics
+    check_provenance(batch)
     batch.kind = "rl"
     with pytest.raises(ProvenanceError, match="no engine sampled it"):
-        admit(batch)
+        check_provenance(batch)
 
 
 def test_the_benchmark_counts_every_token():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -71,13 +72,21 @@ def make_rows(lengths: Sequence[int], seed: int = 0) -> list[Row]:
 
 
 def make_batch(
-    lengths: Sequence[int], *, seed: int = 0, ranks: int = 1, bin_: int = 64, micro: int = 128
+    lengths: Sequence[int],
+    *,
+    seed: int = 0,
+    ranks: int = 1,
+    bin_: int = 64,
+    micro: int = 128,
+    rows: list[Row] | None = None,
+    provenance: Literal["strict", "warn"] = "strict",
 ) -> GlobalBatch:
-    """A packed batch of `make_rows` with advantages of both signs."""
-    rows = make_rows(lengths, seed)
+    """A packed batch of ``rows``, or of `make_rows`, with advantages of both signs."""
+    rows = make_rows(lengths, seed) if rows is None else rows
     rng = np.random.default_rng(seed + 1)
     advantages = {row.key.rollout_id: float(rng.normal()) for row in rows}
-    return pack(rows, advantages, ranks=ranks, tokens_per_bin=bin_, tokens_per_micro=micro, pad_id=0)
+    sizes = {"ranks": ranks, "tokens_per_bin": bin_, "tokens_per_micro": micro}
+    return pack(rows, advantages, **sizes, pad_id=0, provenance=provenance)
 
 
 class Learners:

@@ -24,14 +24,15 @@ import torch
 
 from agentrl.algo.base import rollout_advantages
 from agentrl.algo.registry import ALGORITHMS, make_algorithm
-from agentrl.batch.groups import group_rollouts
+from agentrl.batch.groups import RolloutGroups, group_rollouts
 from agentrl.batch.microbatch import GlobalBatch
+from agentrl.batch.packing import pack
 from agentrl.config.load import validate
 from agentrl.config.schema import Config
 from agentrl.core.types import FinishReason, Generation, MaskReason, Rollout, StopReason
 from agentrl.episode.trajectory import Trajectory
 from agentrl.learner.in_process import LocalLearnerGroup
-from agentrl.train.batches import train_batches
+from agentrl.train.optimizer_steps import advantages_by_step
 from tests.unit.learner.learners import VOCAB, Learners, gradients, make_model
 
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -132,10 +133,16 @@ def gradient(
 ) -> torch.Tensor:
     """Return the gradient of all parameters, summed over the ranks' shares, as one vector."""
     groups = group_rollouts(rollouts)
-    (batch,) = train_batches(
-        config, groups.rollouts_N, rollout_advantages(make_algorithm(config.algo), groups), pad_id=0
-    )
+    batch = packed(config, groups, rollout_advantages(make_algorithm(config.algo), groups))
     return batch_gradient(learner, batch, dtype)
+
+
+def packed(config: Config, groups: RolloutGroups, advantages: dict[str, float]) -> GlobalBatch:
+    """Return the batch of the only optimizer step."""
+    (step,) = advantages_by_step(config, groups, advantages)
+    rows = [row for each in groups.rollouts_N if each.rollout_id in step for row in each.rows]
+    sizes = config.batch.model_dump(include={"tokens_per_bin", "tokens_per_micro", "aggregation"})
+    return pack(rows, step, ranks=config.learner.ranks, pad_id=0, **sizes)
 
 
 def batch_gradient(learner: LocalLearnerGroup, batch: GlobalBatch, dtype: torch.dtype) -> torch.Tensor:
@@ -215,7 +222,7 @@ def test_a_rollout_of_many_rows_counts_once_in_its_group():
     assert len(many[0].rows) > 8
     groups = group_rollouts(many)
     assert rollout_advantages(make_algorithm(config.algo), groups) == whole
-    (batch,) = train_batches(config, groups.rollouts_N, whole, pad_id=0)
+    batch = packed(config, groups, whole)
     weights = dict.fromkeys(whole, 0.0)
     for micro in batch.micro[0]:
         for number, key in enumerate(micro.keys):

@@ -213,22 +213,24 @@ def test_a_batch_with_a_token_that_was_not_sampled_is_refused_before_anything_ch
 
 
 def test_a_warning_trains_all_but_tokens_that_were_not_sampled(learners, caplog):
-    batch = make_batch(LENGTHS)
-    micro = batch.micro[0][0]
+    wanted, rows = copy.deepcopy(make_batch(LENGTHS)), make_rows(LENGTHS)
+    micro = wanted.micro[0][0]
     at = tuple(micro.mask_R_L.nonzero()[0])
-    wanted = copy.deepcopy(batch)
+    key, place = micro.keys[int(micro.row_R_L[at])], int(micro.position_ids_R_L[at])
     for name in ("mask", "weight", "advantages"):
-        getattr(wanted.micro[0][0], f"{name}_R_L")[at] = 0
+        getattr(micro, f"{name}_R_L")[at] = 0
     learner = learners.open()
     plain = gradients(learner, wanted, torch.float32)
-    micro.provenance_R_L[at], micro.logprobs_R_L[at] = Provenance.OBSERVED, float("nan")
-    batch.provenance = "warn"
+    [bad] = [row for row in rows if row.key == key]
+    bad.provenance[place], bad.logprobs[place] = Provenance.OBSERVED, float("nan")
+    batch = make_batch(LENGTHS, rows=rows, provenance="warn")
     found = gradients(learner, batch, torch.float32)
     assert all(torch.equal(value, found[name]) for name, value in plain.items())
     assert "1 tokens are left out of the loss (train.provenance=warn). The first: token" in caplog.text
+    assert batch.metrics["train/provenance_faults"] == 1
     metrics = learners.open().train_step(batch)
-    assert metrics["train/provenance_faults"] == 1
-    assert metrics["train/trained_tokens"] == batch.metrics["batch/trained_tokens"] - 1
+    assert metrics["train/trained_tokens"] == batch.metrics["batch/trained_tokens"]
+    assert batch.metrics["batch/trained_tokens"] == make_batch(LENGTHS).metrics["batch/trained_tokens"] - 1
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(learners):

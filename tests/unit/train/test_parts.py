@@ -13,14 +13,13 @@ from agentrl import Message, Task
 from agentrl.algo.base import rollout_advantages
 from agentrl.algo.registry import make_algorithm
 from agentrl.batch.groups import group_rollouts
-from agentrl.batch.microbatch import GlobalBatch
 from agentrl.bench.episode_runner import synthetic_rows
 from agentrl.config.load import load_config
-from agentrl.core.errors import ProvenanceError, RunStopped
+from agentrl.core.errors import RunStopped
 from agentrl.core.types import Rollout, StopReason
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.task_order import TaskOrder, episode_seed
-from agentrl.train.batches import train_batches
+from agentrl.train.optimizer_steps import advantages_by_step
 from agentrl.train.step_metrics import merge_metrics, rollout_metrics
 
 TASKS = [Task(f"t{index}", (Message("user", "?"),)) for index in range(7)]
@@ -56,31 +55,20 @@ def rollout(prompt: str, sample: int, reward: float, hops: int = 1) -> Rollout:
     )
 
 
-def trained(batch: GlobalBatch) -> set[str]:
-    return {key.rollout_id for rank in batch.micro for micro in rank for key in micro.keys}
-
-
-def test_batches_take_the_temperature_and_the_provenance_rule_of_the_run() -> None:
-    groups = group_rollouts([rollout("p", sample, float(sample)) for sample in range(2)])
-    advantages = rollout_advantages(make_algorithm(load_config(None).algo), groups)
-    (strict,) = train_batches(load_config(None), groups.rollouts_N, advantages, 0)
-    (warn,) = train_batches(load_config(None, ["train.provenance=warn"]), groups.rollouts_N, advantages, 0)
-    assert (strict.provenance, warn.provenance) == ("strict", "warn")
-    with pytest.raises(ProvenanceError, match=r"temperature 1, .*sampler\.temperature=0\.7"):
-        train_batches(load_config(None, ["sampler.temperature=0.7"]), groups.rollouts_N, advantages, 0)
-
-
 def test_only_rollouts_with_an_advantage_are_trained_on() -> None:
     config = load_config(None)
     rollouts = [rollout("a", 0, 1.0), rollout("a", 1, 0.0), rollout("b", 0, 1.0), rollout("b", 1, 1.0)]
     groups = group_rollouts(rollouts)
     advantages = rollout_advantages(make_algorithm(config.algo), groups)
     assert advantages == pytest.approx({"a/0": 1.0, "a/1": -1.0, "b/0": 0.0, "b/1": 0.0}, rel=1e-4)
-    [batch] = train_batches(config, groups.rollouts_N, advantages, pad_id=0)
-    assert trained(batch) == {"a/0", "a/1"}
-    total = sum(float(micro.weight_R_L.sum()) for rank in batch.micro for micro in rank)
-    assert total == pytest.approx(1.0)
-    assert train_batches(config, rollouts[2:], advantages, pad_id=0) == []
+    assert advantages_by_step(config, groups, advantages) == [{name: advantages[name] for name in ("a/0", "a/1")}]
+    assert advantages_by_step(config, group_rollouts(rollouts[2:]), advantages) == []
+    with_kl = load_config(None, ["algo.kl_coef=0.001"])
+    assert advantages_by_step(with_kl, groups, advantages) == [advantages]
+    rollouts[0].rows[0].mask[:] = 0
+    assert advantages_by_step(config, groups, advantages) == [{"a/1": advantages["a/1"]}]
+    rollouts[1].rows[0].mask[:] = 0
+    assert advantages_by_step(config, groups, advantages) == []
     metrics = rollout_metrics(rollouts, groups, 2.0)
     assert metrics["train/reward"] == 0.75
     assert metrics["train/flat_groups"] == 0.5
@@ -102,8 +90,8 @@ def test_optimizer_steps_share_whole_groups() -> None:
     config = load_config(None, ["rollout.batch_size=4", "train.steps_per_rollout=2"])
     rollouts = [rollout(prompt, sample, float(sample)) for sample in range(2) for prompt in "abcd"]
     groups = group_rollouts(rollouts)
-    batches = train_batches(config, rollouts, rollout_advantages(make_algorithm(config.algo), groups), pad_id=0)
-    assert [trained(batch) for batch in batches] == [{"a/0", "a/1", "b/0", "b/1"}, {"c/0", "c/1", "d/0", "d/1"}]
+    steps = advantages_by_step(config, groups, rollout_advantages(make_algorithm(config.algo), groups))
+    assert [set(step) for step in steps] == [{"a/0", "a/1", "b/0", "b/1"}, {"c/0", "c/1", "d/0", "d/1"}]
 
 
 def test_metrics_of_optimizer_steps_are_added_averaged_or_the_largest() -> None:

@@ -71,7 +71,7 @@ async def train(
         source = Replay(
             given,
             RecordedRollouts(samples, given.rollout.batch_size),
-            SampleCheck(VOCABULARY, Letters(), 1.0),  # type: ignore[arg-type]
+            SampleCheck(VOCABULARY, Letters(), given.sampler.temperature),  # type: ignore[arg-type]
             interrupt,
         )
         trainer = Trainer(given, source, learner, Checkpoints(folder / "checkpoints", keep=3), metrics, view)
@@ -123,6 +123,39 @@ def test_a_step_of_several_optimizer_steps(tmp_path: Path) -> None:
     [row] = read_metrics(tmp_path / "metrics.jsonl")
     assert (row["train/optimizer_steps"], row["train/loss"], row["train/ratio_max"]) == (2.0, 3.0, 2.0)
     assert row["batch/rows"] == 4.0
+
+
+def test_batches_are_packed_as_the_run_says(tmp_path: Path) -> None:
+    given = config(
+        "sampler.temperature=0.7", "learner.ranks=2", "batch.tokens_per_bin=8", "batch.aggregation=rollout_mean"
+    )
+    rollouts = groups("a", "b")
+    for each in rollouts:
+        each.rows[0] = replace(each.rows[0], temperature=0.7)
+    learner = FakeLearner()
+    asyncio.run(train(tmp_path, samples_file(tmp_path, rollouts), learner, given))
+    [batch] = learner.batches
+    assert (batch.temperature, len(batch.micro)) == (0.7, 2)
+    bins = [keys for share in batch.micro for micro in share for keys in micro.row_R_L.tolist()]
+    assert all(len(set(row) - {-1}) <= 1 for row in bins), "a row is longer than 8 tokens, so it has a bin for itself"
+    total = dict.fromkeys(("a/0", "a/1", "b/0", "b/1"), 0.0)
+    for micro in (micro for share in batch.micro for micro in share):
+        for number, key in enumerate(micro.keys):
+            total[key.rollout_id] += float(micro.weight_R_L[micro.row_R_L == number].sum())
+    assert total == pytest.approx(dict.fromkeys(total, 0.25))
+
+
+@pytest.mark.parametrize(("rule", "left"), [("strict", 0.0), ("warn", 1.0)])
+def test_the_rule_for_tokens_that_no_engine_sampled_is_the_runs(tmp_path: Path, rule: str, left: float) -> None:
+    rollouts = groups("a", "b")
+    row = rollouts[0].rows[0]
+    row.versions[int(row.mask.argmax())] = -1
+    learner = FakeLearner()
+    given = config(f"train.provenance={rule}")
+    asyncio.run(train(tmp_path, samples_file(tmp_path, rollouts), learner, given))
+    [batch] = learner.batches
+    assert batch.metrics["train/provenance_faults"] == left
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["train/provenance_faults"] == left
 
 
 @pytest.mark.parametrize(("fail_at", "saved"), [(2, 1), (3, None)])

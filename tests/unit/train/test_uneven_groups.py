@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from agentrl.algo.base import rollout_advantages
 from agentrl.algo.registry import make_algorithm
 from agentrl.batch.groups import group_rollouts
+from agentrl.batch.packing import pack
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.types import MaskReason, Provenance, Rollout, Row, RowKey, StopReason
-from agentrl.train.batches import train_batches
+from agentrl.train.optimizer_steps import advantages_by_step
 
 PLAIN = load_config(None)
 WITH_KL = load_config(None, ["algo.kl_coef=0.001"])
@@ -45,7 +46,10 @@ def advantages(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
 def in_batches(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
     """By rollout, the advantage that its trained tokens carry in the packed batches."""
     found: dict[str, float] = {}
-    for batch in train_batches(config, rollouts, advantages(config, rollouts), pad_id=0):
+    groups = group_rollouts(rollouts)
+    for step in advantages_by_step(config, groups, advantages(config, rollouts)):
+        rows = [row for each in groups.rollouts_N if each.rollout_id in step for row in each.rows]
+        batch = pack(rows, step, ranks=1, tokens_per_bin=64, tokens_per_micro=64, pad_id=0)
         for micro in (micro for rank in batch.micro for micro in rank):
             for number, key in enumerate(micro.keys):
                 [value] = set(micro.advantages_R_L[(micro.row_R_L == number) & micro.mask_R_L].tolist())
