@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-import httpx
+import aiohttp
 import orjson
 
 from agentrl.bench.episode_runner import bench_rollout
@@ -150,47 +150,40 @@ class Recorder:
 class BareClient:
     """Sends the requests of scripts to engines, and reads only the ids of the replies.
 
-    Every episode continues from its own samples, so that the prefix cache has the same hits as with the runner. Each of
-    the concurrent episodes has a separate connection, the fastest use of httpx.
+    Every episode continues from its own samples, so that the prefix cache has the same hits as with the runner.
     """
 
     def __init__(self, urls: Sequence[str], concurrency: int, timeout_s: float) -> None:
+        """Run ``concurrency`` episodes at the same time, in the running event loop."""
         self._urls = [url.rstrip("/") + "/generate" for url in urls]
-        self._clients = [
-            httpx.AsyncClient(timeout=timeout_s, trust_env=False, verify=False) for _ in range(concurrency)
-        ]
+        self._slots = asyncio.Semaphore(concurrency)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            headers={"content-type": "application/json"},
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+        )
 
     async def aclose(self) -> None:
         """Close all connections."""
-        await asyncio.gather(*(client.aclose() for client in self._clients))
+        await self._session.close()
 
     async def run(self, scripts: Sequence[Script]) -> int:
         """Run all scripts and return the number of sampled tokens."""
-        free: asyncio.Queue[tuple[int, httpx.AsyncClient]] = asyncio.Queue()
-        for place in enumerate(self._clients):
-            free.put_nowait(place)
+        return sum(await asyncio.gather(*(self._play(number, script) for number, script in enumerate(scripts))))
 
-        async def play(number: int, script: Script) -> int:
-            place = await free.get()
-            try:
-                return await self._play(place[1], self._urls[place[0] % len(self._urls)], f"bare-{number}", script)
-            finally:
-                free.put_nowait(place)
-
-        return sum(await asyncio.gather(*(play(number, script) for number, script in enumerate(scripts))))
-
-    async def _play(self, client: httpx.AsyncClient, url: str, name: str, script: Script) -> int:
-        ids = list(script.prompt)
-        sampled = 0
-        for turn, params in enumerate(script.params):
-            body = generate_body(ids, params, params.max_new_tokens, f"{name}-{turn}:0")
-            reply = await client.post(url, content=orjson.dumps(body), headers={"content-type": "application/json"})
-            if reply.status_code != 200:
-                raise EngineError(f"the engine at {url} answers HTTP {reply.status_code}: {reply.text[:200]}")
-            new = orjson.loads(reply.content)["output_ids"]
-            sampled += len(new)
-            if turn < len(script.added):
-                ids += [*new, *script.added[turn]]
+    async def _play(self, number: int, script: Script) -> int:
+        url, ids, sampled = self._urls[number % len(self._urls)], list(script.prompt), 0
+        async with self._slots:
+            for turn, params in enumerate(script.params):
+                body = generate_body(ids, params, params.max_new_tokens, f"bare-{number}-{turn}:0")
+                async with self._session.post(url, data=orjson.dumps(body)) as reply:
+                    content = await reply.read()
+                if reply.status != 200:
+                    raise EngineError(f"the engine at {url} answers HTTP {reply.status}: {content[:200]!r}")
+                new = orjson.loads(content)["output_ids"]
+                sampled += len(new)
+                if turn < len(script.added):
+                    ids += [*new, *script.added[turn]]
         return sampled
 
 

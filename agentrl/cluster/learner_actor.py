@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
@@ -111,7 +111,7 @@ class LearnerActor:
     def first_bucket(self, bucket_bytes: int, dtype: str | None) -> BucketHead | None:
         """Start to iterate over the weights; see `next_bucket`."""
         self._bucket = None
-        self._buckets = self.exporter.buckets(bucket_bytes, dtype)
+        self._buckets = cast("Iterator[RankBucket]", self.exporter.buckets(bucket_bytes, dtype))
         return self.next_bucket()
 
     def next_bucket(self) -> BucketHead | None:

@@ -88,7 +88,7 @@ class Trainer:
         advantages = rollout_advantages(make_algorithm(self.config.algo), groups)
         batches = [
             pack(
-                [row for rollout in groups.rollouts_N if rollout.rollout_id in step for row in rollout.rows],
+                [row for rollout in rollouts if rollout.rollout_id in step for row in rollout.rows],
                 step,
                 ranks=self.config.learner.ranks,
                 tokens_per_bin=self.config.batch.tokens_per_bin,

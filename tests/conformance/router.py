@@ -16,7 +16,7 @@ from conformance.sampling import Sampling
 
 from agentrl.core.types import Generation
 from agentrl.inference.client.generation import GenerationClient
-from agentrl.inference.client.http import ConnectionPool
+from agentrl.inference.client.http import EngineHttp
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.sglang_router_process import Workers, launch_router
 
@@ -33,7 +33,7 @@ class RoutedClient(SGLangClient):
     """Client of an engine whose generations go through a router."""
 
     def __init__(self, url: str, router: str) -> None:
-        self._router = RouterClient(ConnectionPool(router, 60), self)
+        self._router = RouterClient(EngineHttp(router, 60), self)
         super().__init__(url, timeout_s=60, routed=self._router)
 
     async def generate(self, *args: Any, **kwargs: Any) -> Generation:
@@ -46,7 +46,7 @@ class RoutedClient(SGLangClient):
 class RouterClient(GenerationClient):
     """Client of a router with one engine."""
 
-    def __init__(self, pool: ConnectionPool, engine: SGLangClient) -> None:
+    def __init__(self, pool: EngineHttp, engine: SGLangClient) -> None:
         super().__init__(pool)
         self._engine = engine
 
@@ -74,7 +74,7 @@ def routed(engine: Engine, log: Path) -> Iterator[RoutedEngine]:
 
 
 async def introduced(router: str, engine: str) -> None:
-    pool = ConnectionPool(router, 10)
+    pool = EngineHttp(router, 10)
     workers = Workers(pool)
     await workers.add(engine)
     async with asyncio.timeout(20):

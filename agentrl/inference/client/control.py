@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
-
 from agentrl.core.errors import EngineError
-from agentrl.inference.client.http import RETRIES, ConnectionPool, ErrorReply
+from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply, json_of
 from agentrl.obs.waiting import waiting
 
 
@@ -23,10 +21,10 @@ class ControlRefused(EngineError):
 class ControlEndpoint:
     """Control requests to one engine."""
 
-    def __init__(self, pool: ConnectionPool) -> None:
-        """Send requests through ``pool``."""
-        self._pool = pool
-        self.url = pool.url
+    def __init__(self, http: EngineHttp) -> None:
+        """Send requests through ``http``."""
+        self._http = http
+        self.url = http.url
 
     async def call(self, path: str, body: dict[str, Any] | None, *, once: bool = False) -> Any:
         """Send a control request and return its reply.
@@ -43,10 +41,11 @@ class ControlEndpoint:
         try:
             with waiting("engine", self.url, path):
                 method = "GET" if body is None else "POST"
-                reply = await self._pool.request(method, path, body, retries=0 if once else RETRIES)
+                async with self._http.request(method, path, body, once=once) as response:
+                    reply = await json_of(response)
         except ErrorReply as error:
             raise ControlRefused(self.url, path, error.message, error.status) from error
-        except httpx.HTTPError as error:
+        except CONNECTION_ERRORS as error:
             raise EngineError(
                 f"the engine at {self.url} does not answer {path}: {type(error).__name__} {error}"
             ) from error

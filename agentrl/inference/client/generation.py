@@ -10,11 +10,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import httpx
+import aiohttp
+import orjson
 
 from agentrl.core.errors import EngineLostError, SamplerError
 from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
-from agentrl.inference.client.http import ConnectionPool, ErrorReply
+from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
 from agentrl.obs.waiting import waiting
 
 _KEEPING = ("retract", "in_place")
@@ -45,9 +46,9 @@ class GenerationClient(ABC):
     with a second request after the pause, so that the version of every token is known.
     """
 
-    def __init__(self, pool: ConnectionPool) -> None:
-        """Send requests through ``pool``."""
-        self._pool = pool
+    def __init__(self, http: EngineHttp) -> None:
+        """Send requests through ``http``."""
+        self._http = http
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count()
         """Of requests: a repeated one may meet its predecessor, which the engine has not dropped yet."""
@@ -90,9 +91,10 @@ class GenerationClient(ABC):
                 # SGLang aborts every request whose id starts with the given one: the suffix keeps r1 from aborting r10.
                 request.sent_id = f"{request_id}:{next(self._numbers)}"
                 body = generate_body(ids, params, left, request.sent_id, texts=whole is not None)
-                with waiting("engine", self._pool.url):
-                    reply = await self._pool.request("POST", "/generate", body, key=session_id)
-                segment = read_reply(reply, request_id)
+                with waiting("engine", self._http.url):
+                    async with self._http.request("POST", "/generate", body, key=session_id) as reply:
+                        content = await reply.read()
+                segment = read_reply(content, request_id)
                 if request.updated and not segment.exact:
                     raise SamplerError(
                         f"request {request_id} was sampled by more than one version of the weights, and the engine "
@@ -105,13 +107,13 @@ class GenerationClient(ABC):
         except ErrorReply as error:
             if error.engine_lost:
                 raise EngineLostError(
-                    f"the router at {self._pool.url} has lost request {request_id}: {error}"
+                    f"the router at {self._http.url} has lost request {request_id}: {error}"
                 ) from error
-            raise SamplerError(f"the engine at {self._pool.url} refuses request {request_id}: {error}") from error
-        except httpx.HTTPError as error:
-            lost = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError | httpx.ConnectTimeout)
+            raise SamplerError(f"the engine at {self._http.url} refuses request {request_id}: {error}") from error
+        except CONNECTION_ERRORS as error:
+            lost = not isinstance(error, TimeoutError) or isinstance(error, aiohttp.ConnectionTimeoutError)
             kind = EngineLostError if lost else SamplerError
-            raise kind(f"the engine at {self._pool.url} does not answer: {type(error).__name__} {error}") from error
+            raise kind(f"the engine at {self._http.url} does not answer: {type(error).__name__} {error}") from error
         finally:
             request.ended.set()
             del self._requests[request_id]
@@ -163,7 +165,7 @@ class GenerationClient(ABC):
             return
         waits = [asyncio.ensure_future(self.wait_ready()), asyncio.ensure_future(request.aborted.wait())]
         try:
-            with waiting("engine", self._pool.url, "which is paused"):
+            with waiting("engine", self._http.url, "which is paused"):
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if waits[0].done():
                 waits[0].result()
@@ -212,13 +214,14 @@ class Segment:
     """Whether the versions are the engine's own, token by token, and not one for the whole reply."""
 
 
-def read_reply(reply: Mapping[str, Any], request_id: str) -> Segment:
-    """Return the content of a reply of ``/generate``.
+def read_reply(content: bytes, request_id: str) -> Segment:
+    """Return what a reply of ``/generate`` says.
 
     Raises:
-        SamplerError: it lacks ids or log-probabilities, or the engine failed.
+        SamplerError: it is not JSON, it lacks ids or log-probabilities, or the engine failed.
     """
     try:
+        reply = orjson.loads(content)
         meta = reply["meta_info"]
         entries = meta["output_token_logprobs"] or []
         finish = meta["finish_reason"]
@@ -241,8 +244,10 @@ def read_reply(reply: Mapping[str, Any], request_id: str) -> Segment:
         )
         texts = [entry[2] or "" for entry in entries]
         return Segment(generation, reply.get("text") or "", texts, exact="weight_versions" in meta)
+    except orjson.JSONDecodeError as error:
+        raise SamplerError(f"the engine's reply is not JSON: {content[:200]!r}") from error
     except (KeyError, TypeError, IndexError) as error:
-        raise SamplerError(f"the engine's reply has no {error}: {str(dict(reply))[:200]}") from error
+        raise SamplerError(f"the engine's reply has no {error}: {content[:200].decode(errors='replace')}") from error
 
 
 def version_number(name: object) -> int:

@@ -1,19 +1,23 @@
-"""HTTP to an engine or a router: JSON in and out, repeated if the connection fails."""
+"""HTTP to an engine or a router: what aiohttp is configured with."""
 
 from __future__ import annotations
 
 import asyncio
-import ssl
-from collections.abc import Iterator
-from contextlib import contextmanager
+import itertools
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import httpx
+import aiohttp
 import orjson
 
 RETRIES = 4
-"""Further attempts if a connection fails."""
+"""Further attempts if a connection fails before the reply begins."""
+CONNECTION_ERRORS = (aiohttp.ClientError, TimeoutError)
+"""Errors of a request without a whole reply."""
 _BACKOFF_S = 0.1
+_CONNECT_S = 10.0
+_KEEP_S = 30.0
+"""Seconds an idle connection is kept."""
 # Of sglang-router 0.3.
 _ROUTING_KEY = "x-smg-routing-key"
 _ROUTER_ERROR = "x-smg-error-code"
@@ -38,81 +42,85 @@ class ErrorReply(Exception):
         self.engine_lost = engine_lost
 
 
-class ConnectionPool:
-    """Connections to one engine or router.
-
-    httpx searches all connections of a client for every request, which with hundreds of connections costs more than the
-    request (encode/httpx#3215). So each concurrent request has a client with a single connection.
-    """
+class EngineHttp:
+    """Requests to one engine or router; belongs to the event loop of the first request."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """Remember the address; nothing is sent yet."""
+        """Remember the address, and the seconds that a reply may take; nothing is sent yet."""
         self.url = url.rstrip("/")
         """May change, if a server comes back at another address."""
-        self._timeout = httpx.Timeout(timeout_s, connect=10.0)
-        self._ssl: ssl.SSLContext | bool = ssl.create_default_context() if self.url.startswith("https") else False
-        self._clients: list[httpx.AsyncClient] = []
-        self._free: list[httpx.AsyncClient] = []
-        """Idle clients. The one used last is taken first: its connection is most likely still open."""
+        self._timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_S, sock_read=timeout_s)
+        self._session: aiohttp.ClientSession | None = None
 
-    @contextmanager
-    def _client(self) -> Iterator[httpx.AsyncClient]:
-        if not self._free:
-            limits = httpx.Limits(keepalive_expiry=30.0)
-            # An engine is never behind the environment's proxy.
-            client = httpx.AsyncClient(timeout=self._timeout, limits=limits, trust_env=False, verify=self._ssl)
-            self._clients.append(client)
-            self._free.append(client)
-        client = self._free.pop()
-        try:
-            yield client
-        finally:
-            self._free.append(client)
-
-    async def request(self, method: str, path: str, body: Any = None, *, key: str = "", retries: int = RETRIES) -> Any:
-        """Send ``body`` as JSON and return the reply's JSON, None if it has none.
+    def request(
+        self, method: str, path: str, body: Any = None, *, key: str = "", once: bool = False
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Return the context manager of a request, which sends ``body`` as JSON and yields the reply.
 
         Args:
             method: HTTP method.
             path: below the address.
             body: JSON-able; None sends nothing.
             key: routing key by which ``sglang-router`` picks the engine.
-            retries: further attempts if the connection fails; 0 for what an engine must not do twice.
+            once: never send it a second time, even if the connection fails.
 
         Raises:
             ErrorReply: the status is an error.
-            httpx.HTTPError: no reply after all attempts.
+            aiohttp.ClientError, TimeoutError: no reply after all attempts; see `CONNECTION_ERRORS`.
         """
-        headers = {"content-type": "application/json", **({_ROUTING_KEY: key} if key else {})}
-        content = None if body is None else orjson.dumps(body)
-        for attempt in range(retries + 1):
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers={"content-type": "application/json"},
+                raise_for_status=_raise_error_reply,
+                timeout=self._timeout,
+            )
+        return self._session.request(
+            method,
+            self.url + path,
+            data=None if body is None else orjson.dumps(body),
+            headers={_ROUTING_KEY: key} if key else None,
+            allow_redirects=False,
+            middlewares=() if once else (self._send_again,),
+        )
+
+    async def _send_again(
+        self, request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        """Send a request, and again with exponential backoff if the connection fails."""
+        for attempt in itertools.count():
             try:
-                with self._client() as client:
-                    reply = await client.request(method, self.url + path, content=content, headers=headers)
-                    break
-            except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                if attempt == retries:
+                return await send(request)
+            except aiohttp.ClientConnectionError as error:
+                if isinstance(error, TimeoutError) or attempt == RETRIES:
                     raise
                 await asyncio.sleep(_BACKOFF_S * 2**attempt)
-        if not reply.is_success:
-            lost = reply.headers.get(_ROUTER_ERROR) in _LOST
-            raise ErrorReply(reply.status_code, _error_message(reply), engine_lost=lost)
-        if reply.headers.get("content-type", "").startswith("application/json") and reply.content:
-            return orjson.loads(reply.content)
-        return None
+                if self._session is None or self._session.closed:
+                    raise
+        raise AssertionError("the loop returns or raises")
 
     async def aclose(self) -> None:
         """Close all connections."""
-        await asyncio.gather(*(client.aclose() for client in self._clients))
+        if self._session is not None:
+            await self._session.close()
 
 
-def _error_message(reply: httpx.Response) -> str:
-    """Return the message of an error reply, from whichever field holds it."""
+async def _raise_error_reply(reply: aiohttp.ClientResponse) -> None:
+    """Raise `ErrorReply` with the engine's message, from whichever field holds it."""
+    if reply.ok:
+        return
+    content = await reply.read()
     try:
-        body = orjson.loads(reply.content)
+        found = orjson.loads(content)
+        for name in ("error", "message"):
+            found = found.get(name, found) if isinstance(found, dict) else found
     except orjson.JSONDecodeError:
-        return reply.text[:500]
-    found = body
-    for name in ("error", "message"):
-        found = found.get(name, found) if isinstance(found, dict) else found
-    return str(found)[:500]
+        found = content.decode(errors="replace")
+    raise ErrorReply(reply.status, str(found)[:500], engine_lost=reply.headers.get(_ROUTER_ERROR) in _LOST)
+
+
+async def json_of(reply: aiohttp.ClientResponse) -> Any:
+    """Return a reply's JSON, None if it has none."""
+    content = await reply.read()
+    return orjson.loads(content) if content and reply.content_type == "application/json" else None

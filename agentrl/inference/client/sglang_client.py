@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Literal
 
-import httpx
-
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.inference.client.control import ControlEndpoint, ControlRefused
 from agentrl.inference.client.engine_memory import SGLangMemory
 from agentrl.inference.client.generation import GenerationClient, version_number
-from agentrl.inference.client.http import ConnectionPool, ErrorReply
+from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
 from agentrl.inference.client.weight_groups import SGLangWeightGroups
 from agentrl.inference.client.weight_updates import SGLangWeightUpdates
 
@@ -33,14 +31,14 @@ class SGLangClient(GenerationClient):
             routed: client of a router in front of the engine, if generations go through one: any of them may run here.
             number: index of the engine in the run.
         """
-        pool = ConnectionPool(url, timeout_s)
-        super().__init__(pool)
+        http = EngineHttp(url, timeout_s)
+        super().__init__(http)
         self.url = url
         self.number = number
         self._generations: GenerationClient = routed or self
         self._resumed: asyncio.Event | None = None
         """Cleared while the engine is paused; None: it was not so far."""
-        self._control = control = ControlEndpoint(pool)
+        self._control = control = ControlEndpoint(http)
         self.updates = SGLangWeightUpdates(
             control,
             paused=self._paused,
@@ -52,7 +50,7 @@ class SGLangClient(GenerationClient):
 
     async def aclose(self) -> None:
         """Close all connections."""
-        await self._pool.aclose()
+        await self._http.aclose()
 
     # Sampling
 
@@ -79,8 +77,9 @@ class SGLangClient(GenerationClient):
             SamplerError: no reply.
         """
         try:
-            await self._pool.request("POST", "/abort_request", {"rid": rid})
-        except (ErrorReply, httpx.HTTPError) as error:
+            async with self._http.request("POST", "/abort_request", {"rid": rid}):
+                pass
+        except (ErrorReply, *CONNECTION_ERRORS) as error:
             raise SamplerError(f"the engine at {self.url} does not abort {rid}: {error}") from error
 
     # Control
@@ -89,8 +88,9 @@ class SGLangClient(GenerationClient):
         """Return whether the engine and its scheduler respond."""
         try:
             # Not /health, for which SGLang samples a token: that takes a second, and crashes an engine without memory.
-            await self._pool.request("GET", "/server_info", retries=0)
-        except (ErrorReply, httpx.HTTPError):
+            async with self._http.request("GET", "/server_info", once=True):
+                pass
+        except (ErrorReply, *CONNECTION_ERRORS):
             return False
         return True
 

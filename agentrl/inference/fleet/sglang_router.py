@@ -9,13 +9,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
-
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, EngineError
 from agentrl.inference.client.generation import GenerationClient
-from agentrl.inference.client.http import ConnectionPool, ErrorReply
+from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.router import RoutedSampler
 from agentrl.inference.fleet.sglang_router_process import Workers, launch_router
@@ -55,8 +53,8 @@ class SGLangRouter(GenerationClient):
         self._config = config
         self._log = log
         # The port is known once the process runs.
-        super().__init__(ConnectionPool(f"http://{LOOPBACK}", config.request_timeout_s))
-        self._control = ConnectionPool(self._pool.url, config.stall_timeout_s)
+        super().__init__(EngineHttp(f"http://{LOOPBACK}", config.request_timeout_s))
+        self._control = EngineHttp(self._http.url, config.stall_timeout_s)
         self._workers = Workers(self._control)
         self._engines: dict[str, SGLangClient] = {}
         """The engines that the router is to use, by name."""
@@ -87,7 +85,7 @@ class SGLangRouter(GenerationClient):
             await asyncio.gather(self._task, return_exceptions=True)
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)
-        await asyncio.gather(self._pool.aclose(), self._control.aclose())
+        await asyncio.gather(self._http.aclose(), self._control.aclose())
 
     def check(self) -> None:
         """Raise `EngineError` if the router has no restarts left, or does not accept an engine."""
@@ -177,10 +175,10 @@ class SGLangRouter(GenerationClient):
                 while not changed.is_set() and time.monotonic() < until and self._exit_error() is None:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(changed.wait(), min(_CHECK_S, every))
-            except httpx.TimeoutException:
+            except TimeoutError:
                 why = f"sglang-router has not answered for sampler.stall_timeout_s={limit:g} s. {self._tail()}"
-            except (ErrorReply, httpx.HTTPError) as error:
-                _log.warning("sglang-router at %s: %s %s", self._pool.url, type(error).__name__, error)
+            except (ErrorReply, *CONNECTION_ERRORS) as error:
+                _log.warning("sglang-router at %s: %s %s", self._http.url, type(error).__name__, error)
                 await asyncio.sleep(_CHECK_S)
             why = self._exit_error() or why
             if why is not None:
@@ -270,4 +268,4 @@ class SGLangRouter(GenerationClient):
             with contextlib.suppress(AgentrlError):  # the start failed: there is no process to stop
                 self._process = await starting  # stopped by `aclose`
             raise
-        self._pool.url = self._control.url = self._process.url
+        self._http.url = self._control.url = self._process.url

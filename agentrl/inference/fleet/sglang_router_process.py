@@ -9,7 +9,7 @@ from typing import Any
 
 from agentrl.core.child_process import LOOPBACK, ChildProcess, held_port
 from agentrl.core.errors import EngineError, MissingError
-from agentrl.inference.client.http import ConnectionPool
+from agentrl.inference.client.http import EngineHttp, json_of
 from agentrl.inference.launch.processes import GUARD, EngineProcess, command_flags
 
 _OPTIONS: dict[str, Any] = {
@@ -71,19 +71,21 @@ def launch_router(log: Path, *, request_timeout_s: float, start_timeout_s: float
 class Workers:
     """The workers of a router, by URL. The router adds and removes them some time after the request."""
 
-    def __init__(self, pool: ConnectionPool) -> None:
-        """Manage the workers of the router that ``pool`` reaches."""
-        self._pool = pool
+    def __init__(self, http: EngineHttp) -> None:
+        """Manage the workers of the router that ``http`` reaches."""
+        self._http = http
 
     async def listed(self) -> dict[str, str]:
         """Return the router's id of each engine that it sends requests to, by URL."""
-        reply = await self._pool.request("GET", "/workers", retries=0)
-        return {worker["url"]: worker["id"] for worker in reply["workers"]}
+        async with self._http.request("GET", "/workers", once=True) as reply:
+            return {worker["url"]: worker["id"] for worker in (await json_of(reply))["workers"]}
 
     async def add(self, url: str) -> None:
         """Request that an engine is added."""
-        await self._pool.request("POST", "/workers", {"url": url})
+        async with self._http.request("POST", "/workers", {"url": url}):
+            pass
 
     async def remove(self, worker_id: str) -> None:
         """Request that an engine is removed, by the router's id."""
-        await self._pool.request("DELETE", f"/workers/{worker_id}")
+        async with self._http.request("DELETE", f"/workers/{worker_id}"):
+            pass

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from agentrl.distributed.base import WeightGroup
-from agentrl.learner.base import WeightSource
+from agentrl.learner.base import WeightBucket, WeightSource
 from agentrl.learner.export.broadcaster import WeightBroadcaster
-from agentrl.learner.export.bucket import RankBucket, rank_buckets
+from agentrl.learner.export.bucket import rank_buckets
 
 
 class WeightExporter:
@@ -21,7 +21,7 @@ class WeightExporter:
         self._source = source
         self._broadcaster = WeightBroadcaster()
 
-    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[RankBucket]:
+    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
         """Iterate over the weights; see `LearnerGroup.buckets`. Collective."""
         return rank_buckets(self._source, bucket_bytes, dtype, self._broadcaster)
 

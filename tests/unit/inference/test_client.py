@@ -324,7 +324,7 @@ def test_an_engine_that_is_not_there() -> None:
             client = SGLangClient(f"http://127.0.0.1:{taken.getsockname()[1]}")
             try:
                 assert not await client.healthy()
-                with pytest.raises(SamplerError, match="does not answer: ConnectError"):
+                with pytest.raises(SamplerError, match="does not answer: ClientConnectorError"):
                     await sample(client)
                 with pytest.raises(EngineError, match="does not answer /model_info"):
                     await client.version()

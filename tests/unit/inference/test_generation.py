@@ -1,5 +1,6 @@
 """Reading replies of an engine, and joining the segments of a turn that a pause cut."""
 
+import orjson
 import pytest
 
 from agentrl.core.errors import SamplerError
@@ -62,7 +63,7 @@ def test_a_reply_of_sglang_is_read() -> None:
         "cached_tokens": 4,
         "weight_version": "12",
     }
-    read = read_reply({"text": "ab", "output_ids": [7, 8], "meta_info": meta}, "r")
+    read = read_reply(orjson.dumps({"text": "ab", "output_ids": [7, 8], "meta_info": meta}), "r")
     assert read.generation == Generation((7, 8), (-0.5, -1.0), FinishReason.LENGTH, ((0, 12),), 4, "r")
     assert (read.text, read.exact) == ("ab", False)
 
@@ -73,8 +74,10 @@ OTHER_IDS = {
 }
 
 
-@pytest.mark.parametrize("broken", [{}, {"meta_info": {}}, OTHER_IDS])
-def test_a_reply_without_what_is_needed_is_an_error(broken: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "broken", [b"{}", b'{"meta_info": {}}', b"[]", b"null", b"", b"<html>", orjson.dumps(OTHER_IDS)]
+)
+def test_a_reply_without_what_is_needed_is_an_error(broken: bytes) -> None:
     with pytest.raises(SamplerError):
         read_reply(broken, "r")
 

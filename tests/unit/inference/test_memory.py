@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
+import aiohttp
 import pytest
 
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.inference.client.control import ControlEndpoint
 from agentrl.inference.client.engine_memory import SGLangMemory
-from agentrl.inference.client.http import RETRIES, ErrorReply
+from agentrl.inference.client.http import ErrorReply
 from agentrl.inference.client.weight_updates import SGLangWeightUpdates
+from tests.unit.inference.fake_http import replying
 
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 
@@ -26,9 +27,12 @@ class ScriptedPool:
         self.fail: dict[str, list[Exception]] = {}
         self.calls: list[tuple[str, Any]] = []
 
-    async def request(self, method: str, path: str, body: Any = None, *, retries: int = RETRIES) -> Any:
+    def request(self, method: str, path: str, body: Any = None, *, once: bool = False) -> Any:
+        return replying(self._answer(path, body, once))
+
+    async def _answer(self, path: str, body: Any, once: bool) -> Any:
         self.calls.append((path, (body or {}).get("tags")))
-        if retries and path in (RELEASE, RESUME):
+        if not once and path in (RELEASE, RESUME):
             raise AssertionError("sent a second time, it would end SGLang")
         await asyncio.sleep(0.01)
         if self.fail.get(path):
@@ -89,8 +93,8 @@ def test_a_refusal_leaves_the_engine_as_it_was() -> None:
 
 def test_where_nobody_knows_whether_memory_was_given_back_it_counts_as_given_back() -> None:
     pool = ScriptedPool()
-    pool.fail[RELEASE] = [httpx.ReadError("cut off")]
-    pool.fail[RESUME] = [httpx.ReadError("cut off")]
+    pool.fail[RELEASE] = [aiohttp.ServerDisconnectedError("cut off")]
+    pool.fail[RESUME] = [aiohttp.ServerDisconnectedError("cut off")]
 
     async def play() -> None:
         memory, updates = memory_of(pool)

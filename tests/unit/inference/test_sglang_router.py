@@ -7,16 +7,19 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import RawTestServer
 
 from agentrl.config.load import load_config
 from agentrl.core.errors import EngineLostError, MissingError, SamplerError
 from agentrl.core.types import Prompt, SamplingParams
+from agentrl.inference.client.http import EngineHttp
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet import sglang_router_process
 from agentrl.inference.fleet.router import RoutedSampler
 from agentrl.inference.fleet.sglang_router import SGLangRouter
+from tests.unit.inference.fake_http import replying
 
 
 class FakeEngine:
@@ -45,31 +48,35 @@ class FakeEngine:
         self.stopped.append(rid)
 
 
-class FakeTransport(httpx.AsyncBaseTransport):
+class FakeRouter:
     """Answers each generation with ``reply`` once ``free`` is set, and records the routing keys."""
 
-    def __init__(self, reply: httpx.Response) -> None:
+    url = "http://router"
+
+    def __init__(self, reply: dict[str, Any]) -> None:
         self.reply = reply
         self.free = asyncio.Event()
         self.keys: list[str] = []
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        self.keys.append(request.headers["x-smg-routing-key"])
+    def request(self, method: str, path: str, body: Any, *, key: str) -> Any:
+        self.keys.append(key)
+        return replying(self._answer())
+
+    async def _answer(self) -> dict[str, Any]:
         await self.free.wait()
         return self.reply
 
 
-def sampled(finish: str = "length") -> httpx.Response:
+def sampled(finish: str = "length") -> dict[str, Any]:
     meta = {"finish_reason": {"type": finish}, "output_token_logprobs": [[-0.5, 7, None]], "weight_version": "3"}
-    return httpx.Response(200, json={"output_ids": [7], "meta_info": meta})
+    return {"output_ids": [7], "meta_info": meta}
 
 
-def made(router: FakeTransport | None = None) -> tuple[SGLangRouter, list[Any]]:
+def made(router: Any = None) -> tuple[SGLangRouter, list[Any]]:
     config = load_config(None, ["sampler.router=sglang"]).sampler
     sglang_router = SGLangRouter(RoutedSampler(), config, Path("router.log"))
     if router is not None:
-        client = httpx.AsyncClient(transport=router)
-        sglang_router._pool._clients = sglang_router._pool._free = [client]
+        sglang_router._http = router
     engines: list[Any] = [FakeEngine(1), FakeEngine(2)]
     for engine in engines:
         sglang_router.add(engine.url, engine)
@@ -96,7 +103,7 @@ async def turns() -> None:
 
 def test_a_closed_engine_holds_all_requests_back_until_it_opens_or_is_removed() -> None:
     async def play() -> None:
-        router = FakeTransport(sampled())
+        router = FakeRouter(sampled())
         router.free.set()
         sglang_router, [first, second] = made(router)
         first.shut.clear()
@@ -126,7 +133,7 @@ def test_an_engine_with_unfit_weights_refuses_all() -> None:
 
 def test_an_abort_goes_to_all_engines_and_needs_one_that_answers() -> None:
     async def play() -> None:
-        router = FakeTransport(sampled("abort"))
+        router = FakeRouter(sampled("abort"))
         sglang_router, [first, second] = made(router)
         first.deaf = second.deaf = True
         request = request_one(sglang_router)
@@ -159,13 +166,17 @@ def test_router_errors_about_lost_engines_differ_from_engine_errors(
     code: str | None, status: int, kind: type[SamplerError]
 ) -> None:
     async def play() -> None:
-        headers = {} if code is None else {"X-SMG-Error-Code": code}
-        body = {"error": {"code": code, "message": "what happened"}}
-        router = FakeTransport(httpx.Response(status, json=body, headers=headers))
-        router.free.set()
-        sglang_router, _ = made(router)
-        with pytest.raises(SamplerError, match="what happened") as raised:
-            await request_one(sglang_router)
+        async def answer(request: web.BaseRequest) -> web.Response:
+            headers = {} if code is None else {"X-SMG-Error-Code": code}
+            body = {"error": {"code": code, "message": "what happened"}}
+            return web.json_response(body, status=status, headers=headers)
+
+        async with RawTestServer(answer) as server:
+            http = EngineHttp(str(server.make_url("")), 5.0)
+            sglang_router, _ = made(http)
+            with pytest.raises(SamplerError, match="what happened") as raised:
+                await request_one(sglang_router)
+            await http.aclose()
         assert type(raised.value) is kind
 
     run(play())

@@ -13,8 +13,9 @@ import torch
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.distributed.base import TensorSpec, WeightGroup
 from agentrl.inference.client.control import ControlEndpoint
-from agentrl.inference.client.http import RETRIES, ErrorReply
+from agentrl.inference.client.http import ErrorReply
 from agentrl.inference.client.weight_updates import SGLangWeightUpdates
+from tests.unit.inference.fake_http import replying
 
 GROUP = WeightGroup("g", "127.0.0.1", 1, 2, "gloo")
 NAMED = [("a", torch.ones(2))]
@@ -32,7 +33,10 @@ class ScriptedPool:
         self.calls: list[str] = []
         self.bodies: dict[str, Any] = {}
 
-    async def request(self, method: str, path: str, body: Any = None, *, retries: int = RETRIES) -> Any:
+    def request(self, method: str, path: str, body: Any = None, *, once: bool = False) -> Any:
+        return replying(self._answer(method, path, body))
+
+    async def _answer(self, method: str, path: str, body: Any) -> Any:
         self.calls.append(path)
         if method == "GET":
             return {"whole_updates": True} if self.whole else {}
