@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-from agentrl import Tool, ToolCall, ToolResult
+from agentrl import Tool, ToolCall
 from agentrl.sandbox.base import Job
-from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
-from agentrl.toolserver.sandbox_results import run_job
+from agentrl.toolserver.sandbox_tool import SandboxTool
 
 _DESCRIPTION = (
     "Run Python code and return what it prints, standard output before standard error. "
@@ -24,7 +23,7 @@ _PARAMETERS = {
 }
 
 
-class PythonTool(HostedTool):
+class PythonTool(SandboxTool):
     """Python in the session's sandbox.
 
     Args:
@@ -37,16 +36,15 @@ class PythonTool(HostedTool):
     def __init__(
         self, name: str = "python", *, stateful: bool = False, timeout_s: float | None = None, max_chars: int = 8000
     ) -> None:
-        super().__init__(Tool(name, _DESCRIPTION + (_STATEFUL if stateful else _STATELESS), _PARAMETERS))
+        spec = Tool(name, _DESCRIPTION + (_STATEFUL if stateful else _STATELESS), _PARAMETERS)
+        super().__init__(spec, max_chars=max_chars)
         self._stateful = stateful
         self._timeout_s = timeout_s
-        self._max_chars = max_chars
 
-    async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
-        """Run the argument ``code``."""
+    def job(self, call: ToolCall) -> Job:
+        """Return the argument ``code`` as a job."""
         code = without_fence(call.arguments["code"])
-        job = Job(call.id, code=code, wall_s=self._timeout_s, stateful=self._stateful)
-        return await run_job(session, call, job, self._max_chars)
+        return Job(call.id, code=code, wall_s=self._timeout_s, stateful=self._stateful)
 
 
 def without_fence(code: str) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from agentrl import Tool, ToolCall, ToolResult
+from agentrl import Tool, ToolCall
 from agentrl.sandbox.base import Job
-from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
-from agentrl.toolserver.sandbox_results import run_job
+from agentrl.toolserver.sandbox_tool import SandboxTool
 
 _DESCRIPTION = (
     "Run a shell command and return what it prints, standard output before standard error, and its exit status where "
@@ -21,7 +20,7 @@ _PARAMETERS = {
 _BASH_OR_SH = 'command -v bash >/dev/null && exec bash -c "$1"; exec /bin/sh -c "$1"'
 
 
-class ShellTool(HostedTool):
+class ShellTool(SandboxTool):
     """Bash in the session's sandbox, or ``/bin/sh`` if that has no bash.
 
     Args:
@@ -31,12 +30,10 @@ class ShellTool(HostedTool):
     """
 
     def __init__(self, name: str = "shell", *, timeout_s: float | None = None, max_chars: int = 8000) -> None:
-        super().__init__(Tool(name, _DESCRIPTION, _PARAMETERS))
+        super().__init__(Tool(name, _DESCRIPTION, _PARAMETERS), max_chars=max_chars)
         self._timeout_s = timeout_s
-        self._max_chars = max_chars
 
-    async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
-        """Run the argument ``command``."""
+    def job(self, call: ToolCall) -> Job:
+        """Return the argument ``command`` as a job."""
         argv = ("/bin/sh", "-c", _BASH_OR_SH, "sh", call.arguments["command"])
-        job = Job(call.id, argv=argv, wall_s=self._timeout_s)
-        return await run_job(session, call, job, self._max_chars)
+        return Job(call.id, argv=argv, wall_s=self._timeout_s)

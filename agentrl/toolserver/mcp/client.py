@@ -19,7 +19,7 @@ from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
 from agentrl.toolserver.mcp.connection import McpConnection, McpOptions
-from agentrl.toolserver.sandbox_results import cut_middle
+from agentrl.toolserver.sandbox_tool import cut_middle
 from agentrl.toolserver.service import HostedService
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.sandbox.unsafe_subprocess import UnsafeBackend
 from agentrl.toolserver.hosted_tool import HostedTool
-from agentrl.toolserver.sandbox_results import REPLACED
+from agentrl.toolserver.sandbox_tool import REPLACED
 from tests.unit.toolserver.tool_sessions import LoneSession
 
 ARGUMENT = {"python": "code", "shell": "command"}

@@ -22,7 +22,7 @@ from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.sandbox.base import Job
 from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
 from agentrl.toolserver.mcp.endpoint import DATA, STATUS, mcp_routes
-from agentrl.toolserver.sandbox_results import run_job
+from agentrl.toolserver.sandbox_tool import SandboxTool
 from agentrl.toolserver.server.server import listen, make_app, open_sessions
 from agentrl.toolserver.server.sessions import Sessions
 
@@ -53,14 +53,14 @@ class Echo(HostedTool):
         return ToolResult(call.id, status, f"{text} {session.state['echo']}", {"said": text})
 
 
-class Code(HostedTool):
+class Code(SandboxTool):
     """Python in the session's sandbox."""
 
     def __init__(self) -> None:
         super().__init__(Tool("code", "Run it.", SCHEMA))
 
-    async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
-        return await run_job(session, call, Job(call.id, code=call.arguments["text"]), 1000)
+    def job(self, call: ToolCall) -> Job:
+        return Job(call.id, code=call.arguments["text"])
 
 
 @dataclass

@@ -1,10 +1,13 @@
-"""Runs a job in the session's sandbox and turns its outcome into the text that the policy reads."""
+"""Tools that run code: `SandboxTool`, and the text of an outcome that the policy reads."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
+from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.sandbox.base import Job, Outcome
-from agentrl.toolserver.hosted_tool import ToolSession
+from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
 
 REPLACED = "[the sandbox had to be replaced since the last call: files and variables are lost]"
 """Precedes the output of the first call in a new sandbox."""
@@ -12,29 +15,40 @@ _SEEN = "id of the sandbox"
 """Key in a session's state. No tool has a name with spaces."""
 
 
-async def run_job(session: ToolSession, call: ToolCall, job: Job, max_chars: int) -> ToolResult:
-    """Run a job in the session's sandbox and return its result, with `REPLACED` if earlier files are lost.
+class SandboxTool(HostedTool):
+    """A tool whose calls are jobs in the session's sandbox.
 
     Args:
-        session: the episode.
-        call: the call of the tool.
-        job: its code or program.
-        max_chars: see `as_result`.
-
-    Raises:
-        SandboxFailure: the sandbox failed, not the job.
-
+        spec: see `HostedTool`.
+        max_chars: characters of output that the policy reads, see `as_result`.
     """
-    fault = unwritable(job.code or "", *job.argv)
-    if fault:
-        return ToolResult(call.id, ToolStatus.INVALID, f"{call.name}: {fault}")
-    sandbox = await session.sandbox()
-    before = session.state.get(_SEEN, sandbox.id)
-    session.state[_SEEN] = sandbox.id
-    outcome = await sandbox.run(job)
-    if not sandbox.alive:
-        del session.state[_SEEN]  # the outcome reports it
-    return as_result(call, outcome, max_chars, note="" if before == sandbox.id else REPLACED)
+
+    def __init__(self, spec: Tool, *, max_chars: int = 8000) -> None:
+        super().__init__(spec)
+        self._max_chars = max_chars
+
+    @abstractmethod
+    def job(self, call: ToolCall) -> Job:
+        """Return what a call runs; its arguments fit the schema."""
+
+    async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
+        """Run the call's job; the result begins with `REPLACED` if files of earlier calls are lost.
+
+        Raises:
+            SandboxFailure: the sandbox failed, not the job.
+
+        """
+        job = self.job(call)
+        fault = unwritable(job.code or "", *job.argv)
+        if fault:
+            return ToolResult(call.id, ToolStatus.INVALID, f"{call.name}: {fault}")
+        sandbox = await session.sandbox()
+        before = session.state.get(_SEEN, sandbox.id)
+        session.state[_SEEN] = sandbox.id
+        outcome = await sandbox.run(job)
+        if not sandbox.alive:
+            del session.state[_SEEN]  # the outcome reports it
+        return as_result(call, outcome, self._max_chars, note="" if before == sandbox.id else REPLACED)
 
 
 def unwritable(*texts: str) -> str:

@@ -3,9 +3,10 @@ import json
 
 import pytest
 
+from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.sandbox.base import Job, Outcome, Sandbox
-from agentrl.toolserver.sandbox_results import REPLACED, as_result, cut_middle, run_job
+from agentrl.toolserver.sandbox_tool import REPLACED, SandboxTool, as_result, cut_middle
 from tests.unit.toolserver.tool_sessions import LoneSession
 
 CALL = ToolCall("c1", "python", {})
@@ -101,9 +102,20 @@ def lone() -> LoneSession:
     return LoneSession(lambda number: FakeSandbox(f"box{number}"))
 
 
+class OneJob(SandboxTool):
+    """Runs the same job at every call."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(Tool("python", "", {}), max_chars=100)
+        self._job = job
+
+    def job(self, call: ToolCall) -> Job:
+        return self._job
+
+
 def runs(session: LoneSession, *jobs: Job) -> list[ToolResult]:
     async def run() -> list[ToolResult]:
-        return [await run_job(session, CALL, job, 100) for job in jobs]
+        return [await OneJob(job).call(session, CALL) for job in jobs]
 
     return asyncio.run(run())
 
