@@ -49,7 +49,7 @@ sandbox:
 train: install
 	$(BIN)/agentrl train --env search_r1
 
-# Files of tests go to one process a core, and one more; the longest first.
+# Files of tests go to one process a core, and two more; the longest first.
 PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not gpu"
 PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
 

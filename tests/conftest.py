@@ -32,28 +32,33 @@ hypothesis.settings.load_profile("lean")
 
 TESTS = Path(__file__).parent
 LONGEST = (
-    "attacks/test_attacks.py",
     "integration/test_train.py",
-    "integration/test_fleet.py",
     "integration/test_placement.py",
-    "integration/test_learner_ray.py",
+    "attacks/test_attacks.py",
     "integration/test_train_colocated.py",
-    "integration/test_train_fleet.py",
+    "integration/test_learner_ray.py",
+    "integration/test_fleet.py",
+    "integration/test_train_ends.py",
     "integration/test_warm_start.py",
+    "integration/test_train_fleet.py",
     "integration/test_weight_sync.py",
     "integration/test_docker_sandbox.py",
     "integration/test_judge_tampering.py",
+    "integration/test_inspect_self_checks.py",
     "unit/models/test_smollm2.py",
     "unit/train/test_warm_start.py",
+    "unit/sft/test_sft.py",
+    "test_pages.py",
 )
 """Where several processes share the tests, these begin; then come the other integration tests, and the rest."""
 
 _SESSION = ExitStack()
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return how many processes `-n auto` starts: one a core, and one more, since many tests wait for other processes."""
-    return len(os.sched_getaffinity(0)) + 1
+    """Return how many processes `-n auto` starts: one a core, and two more, since many tests wait for other processes."""
+    return len(os.sched_getaffinity(0)) + 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

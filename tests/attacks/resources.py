@@ -98,6 +98,7 @@ else: time.sleep(30)
 """,
         Without(Defence.PROCESSES),
         TIMEOUT,
+        limits={"memory_mb": 512},  # for all 80: with too little the kernel kills some, and the bomb does not end
         wall_s=1.0,
     ),
     Attack(

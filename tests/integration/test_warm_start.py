@@ -26,7 +26,7 @@ def test_stopped_in_its_warm_start_a_run_begins_it_anew_and_trains_what_came_of_
     words = ["train", "--env", "search_r1", *SMALL, *TINY, "algo.kl_coef=0.001", "model.warm_start=warm.yaml"]
     run = Running(*words, "model.warm_start_options={sft: {steps: 1000000}}", cwd=tmp_path)
     try:
-        run.wait_for(lambda: "step 50/1000000" in run.output())
+        run.wait_for(lambda: bool(metrics(tmp_path / "run" / "warm_start")))
         children = run.descendants()
         run.send(signal.SIGINT)
         assert run.finish() == 1

