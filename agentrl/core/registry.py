@@ -231,10 +231,18 @@ def reward_function(name: str) -> Callable[..., Any]:
 
 def _build(cls: Callable[..., Any], options: Mapping[str, Any] | None, key: str) -> Any:
     try:
-        inspect.signature(cls).bind(**(options or {}))
+        return cls(**(options or {}))
+    except TypeError:
+        _check_options(cls, options or {}, key)
+        raise
+
+
+def _check_options(cls: Callable[..., Any], options: Mapping[str, Any], key: str) -> None:
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(**options)
     except TypeError as error:
-        known = [name for name in inspect.signature(cls).parameters if name != "self"]
+        known = [name for name in signature.parameters if name != "self"]
         raise ConfigError(
             f"{key}: {error}; {getattr(cls, '__name__', cls)} takes: {', '.join(known) or 'nothing'}"
         ) from None
-    return cls(**(options or {}))
