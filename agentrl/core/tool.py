@@ -210,14 +210,13 @@ class ToolService(ABC):
     def client(self, url: str, options: Mapping[str, Any]) -> ToolClient:
         """Return a client for the server at ``url``."""
 
-    @classmethod
-    def local(
-        cls, corpora: Mapping[str, Iterable[Mapping[str, str]]], options: Mapping[str, Any] | None = None
-    ) -> Callable[[ToolCall], ToolResult]:
-        """Return the tool as a function over a taskset's ``corpora``, without a server; used for demonstrations.
+    def local_client(
+        self, corpora: Mapping[str, Iterable[Mapping[str, str]]], options: Mapping[str, Any]
+    ) -> ToolClient:
+        """Return a client that runs the tool in this process over a taskset's ``corpora``; used for demonstrations.
 
         Raises:
             NotImplementedError: the tool cannot run without its server.
 
         """
-        raise NotImplementedError(f"tool {cls.name!r} has no local(): it runs in its server only")
+        raise NotImplementedError(f"tool {self.name!r} has no local_client(): it runs in its server only")

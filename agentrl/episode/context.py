@@ -26,8 +26,9 @@ class EpisodeContext:
     limits: Limits
     sampling: SamplingParams
     """Parameters of every turn; ``max_new_tokens`` is reduced to what the limits leave, a turn's stop strings are added."""
-    pool: Executor
-    """Threads for the synchronous methods of environments."""
+    pool: Executor | None
+    """Threads for the synchronous methods of environments; None calls them in the event loop's thread, for one episode at
+    a time."""
     policy: str = "main"
     """Name of the policy at the sampler."""
     served: Mapping[str, Tool] = field(default_factory=dict)

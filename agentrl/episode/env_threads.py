@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 class ThreadedEnv:
-    """The environment of one episode, built by ``factory`` in `reset`; its synchronous methods run in ``pool``."""
+    """The environment of one episode, built by ``factory`` in `reset`; its synchronous methods run in ``pool``, if any."""
 
-    def __init__(self, factory: Callable[[], Env], pool: Executor) -> None:
+    def __init__(self, factory: Callable[[], Env], pool: Executor | None) -> None:
         self._factory = factory
         self._pool = pool
         self._env: Env | None = None
@@ -68,6 +68,9 @@ class ThreadedEnv:
             await self._guard("close", self._thread(self._env.close))
 
     async def _thread(self, method: Callable[[], T]) -> T:
+        if self._pool is None:
+            return method()
+
         def run() -> T:
             try:
                 return method()

@@ -29,15 +29,22 @@ class Episode:
         task: the problem.
         state: a new one, or one from `EpisodeState.from_dict`.
         env_state: the environment's state, if the episode is resumed.
+        tools: runs the tool calls; by default with the clients of ``context``.
     """
 
     def __init__(
-        self, context: EpisodeContext, task: Task, state: EpisodeState, env_state: dict[str, object] | None = None
+        self,
+        context: EpisodeContext,
+        task: Task,
+        state: EpisodeState,
+        env_state: dict[str, object] | None = None,
+        *,
+        tools: ToolRunner | None = None,
     ) -> None:
         self.state = state
         self.conversation = Conversation(context, state)
         """The conversation between policy and environment."""
-        self.tools = ToolRunner(context.tool_clients, state.episode_id, context.served)
+        self.tools = tools or ToolRunner(context.tool_clients, state.episode_id, context.served)
         """Runs the tool calls. Its sessions stay open after `run`, for grading; ``tools.close()`` ends them."""
         self._context = context
         self._task = task

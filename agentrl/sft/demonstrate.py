@@ -1,161 +1,159 @@
 """Episodes of a scripted expert as training rows, for supervised fine-tuning.
 
-The environment and the renderer are those of a run, so that the tokens that a policy is trained on are the tokens that it
-observes and samples later.
+A demonstration is an episode of the environment, as in training, whose sampler is the expert: the tokens that a policy is
+trained on are the tokens that it observes and samples later.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-
-import numpy as np
 
 from agentrl.core.env import Env
-from agentrl.core.errors import EnvironmentFailure, TaskError
+from agentrl.core.errors import EnvironmentFailure, SandboxFailure, TaskError, ToolFailure
 from agentrl.core.task import Demonstrator, Task
-from agentrl.core.tool import Tool
+from agentrl.core.tool import Tool, ToolClient
 from agentrl.core.types import (
-    Action,
     CallStatus,
-    Fork,
-    MaskReason,
-    Message,
-    Provenance,
-    Rewrite,
+    FinishReason,
+    ForkReason,
+    Generation,
+    Prompt,
     Row,
-    RowKey,
+    SamplingParams,
+    StopReason,
     ToolCall,
-    ToolCalls,
     ToolResult,
-    ToolResults,
-    ToolStatus,
 )
-from agentrl.render.base import Renderer
+from agentrl.episode.context import EpisodeContext
+from agentrl.episode.environment_episode import Episode
+from agentrl.episode.limits import Limits
+from agentrl.episode.state import EpisodeState
+from agentrl.episode.tool_calls import ToolRunner
+from agentrl.episode.trajectory import Trajectory
+from agentrl.render.renderer import ChatRenderer
 
-LocalTool = Callable[[ToolCall], ToolResult]
-"""A tool as a plain function in this process; see `ToolService.local`. One with sessions has an ``end_episode``."""
-Encode = Callable[[str], Sequence[int]]
-"""Text to token ids, without special tokens added."""
 
-
-def demonstrate(
-    env: Env,
+async def demonstrate(
+    env_factory: Callable[[], Env],
     task: Task,
     expert: Demonstrator,
     *,
     seed: int,
-    tools: Mapping[str, LocalTool],
-    renderer: Renderer,
-    encode: Encode,
+    tool_clients: Mapping[str, ToolClient],
+    renderer: ChatRenderer,
     max_turns: int,
     served: Mapping[str, Tool] | None = None,
 ) -> tuple[Row, float]:
     """Run one episode of ``expert`` and return its row and its reward.
 
     The expert's tokens have provenance ``DEMONSTRATED`` and mask 1. A turn that ends with none of the environment's
-    stop strings ends with the end token, as the policy would have to say it. Where the environment offers tools of
-    servers, the expert calls them in the words of the chat format, and ``tools`` answer.
+    stop strings ends with the end token, as the policy would have to sample it. The only limit is ``max_turns``: a row
+    does not depend on the time that its episode took.
 
     Args:
-        env: what it plays in.
+        env_factory: builds the environment.
         task: the problem.
-        expert: who plays.
+        expert: plays the policy's turns; calls tools in the words of the chat format.
         seed: of the environment.
-        tools: by name, what the environment or the expert may call.
+        tool_clients: by registered name, for the tools of servers.
         renderer: of the policy's chat format.
-        encode: text to ids.
         max_turns: turns of the expert.
-        served: tools of servers as the run's options make them, by name; offered in place of the environment's own.
+        served: the servers' tools by name, as the run's options make them.
 
     Raises:
         TaskError: the tokens of an earlier turn would change when the template renders the next one.
-        EnvironmentFailure: a tool is called that is not in ``tools``, or the environment rewrote the conversation.
+        EnvironmentFailure: the environment failed or rewrote the conversation, or a tool does not exist or is unavailable.
 
     """
-    try:
-        messages, _ = env.reset(seed=seed, options={"task": task})
-        assert isinstance(messages, tuple), "an episode begins with messages"
-        offered = tuple((served or {}).get(tool.name, tool) if tool.server else tool for tool in env.tools)
-        history = list(messages)
-        token_ids = renderer.render(messages, offered).token_ids
-        provenance = [Provenance.OBSERVED] * len(token_ids)
-        reward = 0.0
-        for turn in range(max_turns):
-            text = expert.act(messages)
-            said = [*encode(text), *(() if text.endswith(env.stop) else (renderer.end_token_id,))]
-            action = _said(text, said, token_ids, renderer, offered, turn)
-            provenance += [Provenance.DEMONSTRATED] * len(said)
-            token_ids = (*token_ids, *said)
-            messages, earned, over = _answer(env, action, tools)
-            reward += earned
-            if over:
-                break
-            history.append(action)
-            added = renderer.bridge(history, said, messages, offered)
-            if isinstance(added, Fork):
-                raise TaskError(f"task {task.id!r}: one row cannot show the demonstration: {added.detail}")
-            history.extend(messages)
-            token_ids += added
-            provenance += [Provenance.OBSERVED] * len(added)
-    finally:
-        for tool in tools.values():
-            getattr(tool, "end_episode", lambda: None)()
-    return _row(task.id, seed, token_ids, provenance), reward
-
-
-def _said(
-    text: str, said: Sequence[int], before: Sequence[int], renderer: Renderer, offered: Sequence[Tool], turn: int
-) -> Message:
-    """Return what the expert said as the policy's message would be: with calls, where there are tools to call."""
-    if not offered:
-        return Message("assistant", text)
-    message = renderer.parse(said, offered, prompt_ids=before)
-    calls = (replace(call, id=call.id or f"{turn}.{number}") for number, call in enumerate(message.tool_calls))
-    return replace(message, tool_calls=tuple(calls))
-
-
-def _answer(env: Env, said: Message, tools: Mapping[str, LocalTool]) -> tuple[tuple[Message, ...], float, bool]:
-    """Give the environment, or the tools that the expert calls, what it said."""
-    if not said.tool_calls or env.handles_tool_calls:
-        return _step(env, said, tools)
-    results = [_call(call, tools) for call in said.tool_calls]
-    return tuple(Message("tool", result.content, tool_call_id=result.call_id) for result in results), 0.0, False
-
-
-def _step(env: Env, action: Action, tools: Mapping[str, LocalTool]) -> tuple[tuple[Message, ...], float, bool]:
-    observation, reward, terminated, truncated, _ = env.step(action)
-    while isinstance(observation, ToolCalls):
-        results = ToolResults(tuple(_call(call, tools) for call in observation.calls))
-        observation, earned, terminated, truncated, _ = env.step(results)
-        reward += earned
-    if isinstance(observation, Rewrite):
-        raise EnvironmentFailure("the environment rewrites the conversation; one row cannot show the demonstration")
-    return observation, float(reward), terminated or truncated
-
-
-def _call(call: ToolCall, tools: Mapping[str, LocalTool]) -> ToolResult:
-    if call.status is not CallStatus.OK:
-        return ToolResult(call.id, ToolStatus.INVALID, call.fault)
-    if call.name not in tools:
-        raise EnvironmentFailure(f"the episode calls tool {call.name!r}; there are: {', '.join(tools) or 'none'}")
-    result = tools[call.name](call)
-    if result.status in (ToolStatus.UNAVAILABLE, ToolStatus.SANDBOX_FAILURE):
-        raise EnvironmentFailure(f"tool {call.name!r} is unavailable to demonstrations: {result.content}")
-    return result
-
-
-def _row(task_id: str, seed: int, token_ids: Sequence[int], provenance: Sequence[Provenance]) -> Row:
-    by = np.asarray(provenance, np.uint8)
-    size = len(token_ids)
-    mask = by == Provenance.DEMONSTRATED
-    return Row(
-        key=RowKey(task_id, f"{task_id}/demonstration-{seed}"),
-        token_ids=np.asarray(token_ids, np.int32),
-        provenance=by,
-        mask=mask.astype(np.uint8),
-        mask_reason=np.where(mask, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8),
-        logprobs=np.zeros(size, np.float32),
-        versions=np.full(size, -1, np.int32),
-        requests=np.full(size, -1, np.int32),
+    state = EpisodeState(f"{task.id}/demonstration-{seed}", seed, trajectory=_Demonstration(task.id))
+    context = EpisodeContext(
+        env_factory,
+        renderer,
+        _ExpertSampler(expert, state, renderer),
+        tool_clients,
+        Limits(max_turns, max_tokens=sys.maxsize, max_seconds=math.inf, max_new_tokens=sys.maxsize),
+        SamplingParams(max_new_tokens=sys.maxsize),
+        pool=None,
+        served=served or {},
     )
+    episode = Episode(context, task, state, tools=_DemonstrationTools(tool_clients, state.episode_id, served))
+    try:
+        reason = await episode.run()
+    finally:
+        await episode.tools.close()
+    if reason is StopReason.MAX_TURNS:  # the row ends with the answer to the last turn
+        state.trajectory.extend_to(state.prompt_ids, added=state.added, fork=state.fork)
+    [row] = state.trajectory.rows(task.id, state.rollout_id)
+    return row, state.reward
+
+
+class _ExpertSampler:
+    """Samples the expert's turns in the episode of ``state``."""
+
+    def __init__(self, expert: Demonstrator, state: EpisodeState, renderer: ChatRenderer) -> None:
+        self._expert = expert
+        self._state = state
+        self._renderer = renderer
+        self._observed = 0
+        """Messages that the expert has seen or written."""
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams, *, session_id: str, request_id: str, policy: str = "main"
+    ) -> Generation:
+        """Return what the expert says to the messages since its last turn. No engine gives its tokens a log-probability."""
+        messages = self._state.messages
+        text = self._expert.act(tuple(messages[self._observed :]))
+        self._observed = len(messages) + 1
+        end = () if text.endswith(params.stop) else (self._renderer.end_token_id,)
+        return Generation((*self._renderer.encode(text), *end), (), FinishReason.STOP, (), request_id=request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """Do nothing: the expert answers at once."""
+
+    async def close_session(self, session_id: str) -> None:
+        """Do nothing: there is an expert for each episode."""
+
+
+class _Demonstration(Trajectory):
+    """A trajectory of one row, all turns of which are demonstrated."""
+
+    def __init__(self, task_id: str) -> None:
+        super().__init__()
+        self._task_id = task_id
+
+    def append_sampled(self, generation: Generation) -> None:
+        """Add the expert's tokens."""
+        self.append_demonstrated(generation.token_ids)
+
+    def extend_to(self, prompt_ids: Sequence[int], *, added: int | None = None, fork: ForkReason | None = None) -> int:
+        """Extend the row to the end of a prompt; one that does not continue the row is an error."""
+        if fork is ForkReason.CONTEXT:
+            raise EnvironmentFailure("the environment rewrites the conversation; one row cannot show the demonstration")
+        if fork is not None:
+            raise TaskError(
+                f"task {self._task_id!r}: one row cannot show the demonstration: it would fork for the reason "
+                f"{fork.value!r}; agentrl template check shows what the chat template changes"
+            )
+        return super().extend_to(prompt_ids, added=added)
+
+
+class _DemonstrationTools(ToolRunner):
+    """Runs tool calls. A tool that does not exist or is unavailable is an error: a row must not demonstrate it."""
+
+    async def run_policy_calls(self, calls: Sequence[ToolCall], tools: Sequence[Tool]) -> tuple[ToolResult, ...]:
+        """Run the calls.
+
+        Raises:
+            EnvironmentFailure: a tool does not exist or is unavailable.
+        """
+        known = {tool.name for tool in tools}
+        for call in calls:
+            if call.status is CallStatus.OK and call.name not in known:
+                there = ", ".join(sorted(known)) or "none"
+                raise EnvironmentFailure(f"the episode calls tool {call.name!r}; there are: {there}")
+        try:
+            return await super().run_policy_calls(calls, tools)
+        except (ToolFailure, SandboxFailure) as error:
+            raise EnvironmentFailure(f"a tool is unavailable to demonstrations: {error}") from error

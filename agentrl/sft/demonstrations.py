@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ from agentrl.config.schema import Config
 from agentrl.config.sft import SftConfig, SftStage
 from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError
-from agentrl.core.registry import make_env, make_tasks, registered_tool
+from agentrl.core.registry import env_class, make_env, make_tasks
 from agentrl.core.task import Task, TaskSet
-from agentrl.core.tool import Tool
-from agentrl.core.types import Row, ToolCall, ToolResult
+from agentrl.core.tool import Tool, ToolClient, ToolService
+from agentrl.core.types import Row
 from agentrl.render.renderer import ChatRenderer
-from agentrl.runtime.run_tools import service_options
-from agentrl.sft.demonstrate import LocalTool, demonstrate
+from agentrl.runtime.run_tools import served_tools, service_options
+from agentrl.sft.demonstrate import demonstrate
+from agentrl.toolserver.service import find_service
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,11 @@ class _Scene:
 
     taskset: TaskSet
     tasks: Sequence[Task]
-    env: Env
-    tools: Mapping[str, LocalTool]
+    env_factory: Callable[[], Env]
+    clients: Mapping[str, ToolClient]
+    """Run the environment's registered tools in this process."""
     served: Mapping[str, Tool]
-    """Tools of servers as the run's options configure them, in place of the environment's."""
+    """These tools as the run's options configure them, in place of the environment's."""
 
 
 class Demonstrations:
@@ -65,6 +68,7 @@ class Demonstrations:
         self._config = config
         self._make_renderer = make_renderer
         self._renderer: ChatRenderer | None = None
+        self._services: Mapping[str, ToolService] | None = None
         self._scene: tuple[Any, _Scene] | None = None
 
     @property
@@ -75,8 +79,8 @@ class Demonstrations:
         return self._renderer
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without renderer and scene, which each process builds."""
-        return {**self.__dict__, "_renderer": None, "_scene": None}
+        """Return the state without renderer, services and scene, which each process builds."""
+        return {**self.__dict__, "_renderer": None, "_services": None, "_scene": None}
 
     @property
     def _sft(self) -> SftConfig:
@@ -92,13 +96,15 @@ class Demonstrations:
         steps = range(first, min(first + self._sft.steps_per_world, self._sft.steps))
         scene = self._enter(index, self.stage(first))
         rng = np.random.default_rng([self._sft.seed, index])
-        return [self._step(scene, rng) for _ in steps]
+        done: list[Demonstrated] = []
+        asyncio.run(self._run_steps(scene, rng, len(steps), done))
+        return done
 
     def close(self) -> None:
         """Close the sessions of tools in this process; they are opened again for another item."""
         scene, self._scene = self._scene, None
-        for tool in () if scene is None else scene[1].tools.values():
-            getattr(tool, "close", lambda: None)()
+        if scene is not None:
+            asyncio.run(_close(scene[1].clients.values()))
 
     def stage(self, step: int) -> SftStage | None:
         """Return the curriculum's stage of ``step``, or None after the last."""
@@ -108,20 +114,25 @@ class Demonstrations:
             step -= stage.steps
         return None
 
-    def _step(self, scene: _Scene, rng: np.random.Generator) -> Demonstrated:
-        done = [self._episode(scene, rng) for _ in range(self._sft.batch_size)]
-        return Demonstrated([row for row, _ in done], float(np.mean([reward for _, reward in done])))
+    async def _run_steps(self, scene: _Scene, rng: np.random.Generator, steps: int, done: list[Demonstrated]) -> None:
+        """Append the demonstrations of each step to ``done``.
 
-    def _episode(self, scene: _Scene, rng: np.random.Generator) -> tuple[Row, float]:
+        They are not returned, because `asyncio.run` may format the result of its coroutine, which takes seconds. The
+        episodes run one after another, because their experts draw from the same random generator.
+        """
+        for _ in range(steps):
+            episodes = [await self._episode(scene, rng) for _ in range(self._sft.batch_size)]
+            done.append(Demonstrated([row for row, _ in episodes], float(np.mean([reward for _, reward in episodes]))))
+
+    async def _episode(self, scene: _Scene, rng: np.random.Generator) -> tuple[Row, float]:
         task = scene.tasks[int(rng.integers(len(scene.tasks)))]
-        return demonstrate(
-            scene.env,
+        return await demonstrate(
+            scene.env_factory,
             task,
             scene.taskset.demonstrator(task, rng),
             seed=int(rng.integers(2**31)),
-            tools=scene.tools,
+            tool_clients=scene.clients,
             renderer=self.renderer,
-            encode=self.renderer.encode,
             max_turns=self._config.rollout.max_turns,
             served=scene.served,
         )
@@ -137,30 +148,23 @@ class Demonstrations:
         if self._scene is None or self._scene[0] != key:
             assert config.tasks.name is not None, "checked by the constructor"
             taskset = make_tasks(config.tasks.name, options)
-            env = make_env(config.env.name, env_options)
-            tools, served = self._tools(env, taskset)
-            self._scene = (key, _Scene(taskset, taskset.split(config.tasks.train_split), env, tools, served))
+            env_factory = partial(make_env, config.env.name, env_options)
+            clients, served = self._tools(taskset)
+            self._scene = (key, _Scene(taskset, taskset.split(config.tasks.train_split), env_factory, clients, served))
         return self._scene[1]
 
-    def _tools(self, env: Env, taskset: TaskSet) -> tuple[dict[str, LocalTool], dict[str, Tool]]:
-        """Return the functions that answer calls, and the tools offered to the expert, both by tool name."""
-        tools = {tool.name: _in_process(tool) for tool in env.tools if not tool.server}
-        offered: dict[str, Tool] = {}
-        for name in env.tool_names:
-            found = registered_tool(name)
-            if isinstance(found, Tool):
-                tools[found.name] = _in_process(found)
-                continue
-            options = service_options(self._config, name, found)
-            served = {tool.name: tool for tool in found.tools(options)}
-            local = found.local(taskset.corpora(), options)
-            offered |= served
-            tools |= dict.fromkeys(served or (name,), local)
-        return tools, offered
+    def _tools(self, taskset: TaskSet) -> tuple[dict[str, ToolClient], dict[str, Tool]]:
+        """Return the clients of the environment's registered tools, and what they offer to the expert by tool name."""
+        config = self._config
+        if self._services is None:
+            self._services = {name: find_service(name) for name in env_class(config.env.name).tool_names}
+        clients = {
+            name: service.local_client(taskset.corpora(), service_options(config, name, service))
+            for name, service in self._services.items()
+        }
+        return clients, served_tools(config, self._services)
 
 
-def _in_process(tool: Tool) -> LocalTool:
-    def run(call: ToolCall) -> ToolResult:
-        return asyncio.run(tool.run(call))
-
-    return run
+async def _close(clients: Iterable[ToolClient]) -> None:
+    for client in clients:
+        await client.aclose()

@@ -29,7 +29,7 @@ from agentrl.core.types import (
 from agentrl.testing.contract import require
 
 Respond = Callable[[ToolCall], ToolResult]
-"""Runs a tool call, such as ``SearchService.local(…)``."""
+"""Runs a tool call."""
 
 _EPISODES = 6
 _STEPS = 12

@@ -14,10 +14,9 @@ import jsonschema
 
 from agentrl.core.child_process import held_port
 from agentrl.core.errors import ToolFailure
-from agentrl.core.tool import Tool, ToolService
+from agentrl.core.tool import Tool, ToolClient, ToolService
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.testing.contract import require
-from agentrl.toolserver.in_process import LocalTools
 from agentrl.toolserver.service import HostedService
 
 _NO_SUCH_ARGUMENT = {"no_such_argument_": 1}
@@ -69,7 +68,7 @@ def check_tool(
     called = name or (tool.name if tool.name in offered or not offered else next(iter(offered)))
     require(called in {*offered, tool.name}, f"{tool.name} has no tool {called!r}; it has: {', '.join(offered)}")
     if url is None and isinstance(tool, HostedService):
-        _check_local(tool, called, arguments, options)
+        asyncio.run(_check_client(tool.local_client({}, options), called, arguments))
         return
     require(url is not None, f"the tool service {tool.name!r} needs a running server to be checked: pass url=")
     asyncio.run(_check_service(tool, called, arguments, str(url), options))
@@ -115,53 +114,36 @@ async def _check_answers(
     require(bool(bad.content), f"{name} must say what is wrong with a call, its content is empty")
 
 
-def _check_local(service: HostedService, name: str, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    local = service.local({}, options)
+async def _check_client(client: ToolClient, name: str, arguments: Mapping[str, Any]) -> None:
+    episode_id = f"check-{uuid.uuid4().hex[:8]}"  # a server remembers the calls of an earlier check
 
     async def run(call: ToolCall) -> ToolResult:
-        return await asyncio.to_thread(local, call)
+        return await client.call(call, episode_id=episode_id)
 
     try:
-        asyncio.run(_check_answers(name, run, arguments))
-        asyncio.run(_check_again(name, run, arguments))
-        if isinstance(local, LocalTools):
-            local.end_episode()
-        asyncio.run(_check_answers(name, run, arguments))
+        await _check_answers(name, run, arguments)
+        call = ToolCall("again", name, arguments)
+        first, second = [await run(call) for _ in range(2)]
+        require(first == second, f"{name} must answer a call that is sent again as before: {first!r}, {second!r}")
+        await client.close_session(episode_id)
+        await client.close_session(episode_id)
+        episode_id += "-2"
+        await _check_answers(name, run, arguments)
+        await client.close_session(episode_id)
     finally:
-        if isinstance(local, LocalTools):
-            local.close()
-
-
-async def _check_again(
-    name: str, run: Callable[[ToolCall], Awaitable[ToolResult]], arguments: Mapping[str, Any]
-) -> None:
-    call = ToolCall("again", name, arguments)
-    first, second = [await run(call) for _ in range(2)]
-    require(first == second, f"{name} must answer a call that is sent again as before: {first!r}, {second!r}")
+        await client.aclose()
 
 
 async def _check_service(
     service: ToolService, name: str, arguments: Mapping[str, Any], url: str, options: dict[str, Any]
 ) -> None:
-    client = service.client(url, options)
-
-    async def run(call: ToolCall) -> ToolResult:
-        return await client.call(call, episode_id=episode_id)
-
-    episode_id = f"check-{uuid.uuid4().hex[:8]}"  # a server remembers the calls of an earlier check
-    try:
-        await _check_answers(name, run, arguments)
-        await _check_again(name, run, arguments)
-        await client.close_session(episode_id)
-        await client.close_session(episode_id)
-    finally:
-        await client.aclose()
+    await _check_client(service.client(url, options), name, arguments)
     if isinstance(service, HostedService):
         options = {**options, "client": {**options.get("client", {}), "retries": 0}}
     with held_port() as port:
         unreachable = service.client(f"http://127.0.0.1:{port}", options)
         try:
-            answer = await unreachable.call(ToolCall("lost", name, arguments), episode_id=episode_id)
+            answer = await unreachable.call(ToolCall("lost", name, arguments), episode_id="lost")
             require(False, f"{service.name} must raise ToolFailure where no server is, it gave {answer!r}")
         except ToolFailure:
             pass  # as it should

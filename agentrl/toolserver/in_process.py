@@ -13,16 +13,15 @@ from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ToolServerConfig
 from agentrl.core.types import ToolCall, ToolResult
 from agentrl.toolserver.hosted_tool import HostedTool
-from agentrl.toolserver.server.session import Session
 from agentrl.toolserver.server.sessions import Sessions
 
 T = TypeVar("T")
 
 
-class LocalTools:
-    """Runs the calls of one episode after another, each episode in a separate session, on a thread with an event loop.
+class LocalToolClient:
+    """Implements `agentrl.core.tool.ToolClient` on a thread with an event loop: it may be used in any other event loop.
 
-    Nothing is opened before the first call. If the process ends without `close`, its sandboxes end with it, and files that
+    Nothing is opened before the first call. If the process ends without `aclose`, its sandboxes end with it, and files that
     they leave on the machine are removed by the next start of a backend of that kind.
 
     Args:
@@ -35,38 +34,34 @@ class LocalTools:
         self._sandbox = sandbox
         self._exits = AsyncExitStack()
         self._sessions: Sessions | None = None
-        self._session: Session | None = None
-        self._lock = threading.Lock()
+        self._opening = asyncio.Lock()
+        self._session_ids: dict[str, str] = {}
 
-    def __call__(self, call: ToolCall) -> ToolResult:
-        """Run a call of the current episode. Not for use inside an event loop.
+    async def call(self, call: ToolCall, *, episode_id: str) -> ToolResult:
+        """Run a call in the episode's session, which its first call opens.
 
         Raises:
             MissingError: this machine lacks what the sandbox backend needs.
             ConfigError: the tools cannot be used as configured.
 
         """
-        with self._lock:
-            return _run(self._call(call))
+        return await _run(self._call(call, episode_id))
 
-    def end_episode(self) -> None:
-        """End the session: the next call belongs to another episode, and sees nothing of this one."""
-        with self._lock:
-            if self._session is not None:
-                _run(self._end())
+    async def close_session(self, episode_id: str) -> None:
+        """End the episode's session, if it has one: no later call sees anything of it."""
+        await _run(self._close_session(episode_id))
 
-    def close(self) -> None:
-        """Close the session and all sandboxes; the next call opens new ones."""
-        with self._lock:
-            if self._sessions is not None:
-                _run(self._close())
+    async def aclose(self) -> None:
+        """Close all sessions and sandboxes; the next call opens new ones."""
+        await _run(self._close())
 
-    async def _call(self, call: ToolCall) -> ToolResult:
-        if self._sessions is None:
-            self._sessions = await self._open()
-        if self._session is None:
-            self._session = await self._sessions.open()
-        return (await self._session.call(call)).result
+    async def _call(self, call: ToolCall, episode_id: str) -> ToolResult:
+        async with self._opening:
+            if self._sessions is None:
+                self._sessions = await self._open()
+        session = await self._sessions.open(episode_id)
+        self._session_ids[episode_id] = session.id
+        return (await session.call(call)).result
 
     async def _open(self) -> Sessions:
         from agentrl.toolserver.server.server import open_sessions
@@ -75,19 +70,19 @@ class LocalTools:
         opening = open_sessions(self._tools(), config, sandboxed=self._sandbox is not None)
         return await self._exits.enter_async_context(opening)
 
-    async def _end(self) -> None:
-        assert self._sessions is not None
-        assert self._session is not None
-        session, self._session = self._session, None
-        await self._sessions.close(session.id)
+    async def _close_session(self, episode_id: str) -> None:
+        session_id = self._session_ids.pop(episode_id, None)
+        if session_id is not None and self._sessions is not None:
+            await self._sessions.close(session_id)
 
     async def _close(self) -> None:
-        self._session, self._sessions = None, None
+        self._session_ids.clear()
+        self._sessions = None
         await self._exits.aclose()
 
 
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run_coroutine_threadsafe(work, _loop()).result()
+async def _run(work: Coroutine[Any, Any, T]) -> T:
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from agentrl.config.toolserver import ToolServerConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.registry import registered_tool
 from agentrl.core.tool import Tool, ToolService
-from agentrl.core.types import ToolCall, ToolResult
 from agentrl.sandbox.registry import backend_class
 from agentrl.toolserver.hosted_tool import HostedTool, PlainTool
 from agentrl.toolserver.options import RunOptions, make_server_config, read_options, read_section
@@ -25,9 +24,9 @@ from agentrl.toolserver.options import RunOptions, make_server_config, read_opti
 if TYPE_CHECKING:
     from agentrl.core.task import TaskSet
     from agentrl.core.tool import ToolClient
-    from agentrl.toolserver.in_process import LocalTools
+    from agentrl.toolserver.in_process import LocalToolClient
 
-_LOCAL: dict[tuple[type[HostedService], str, str], LocalTools] = {}
+_LOCAL: dict[tuple[type[HostedService], str, str], LocalToolClient] = {}
 
 
 class HostedService(ToolService):
@@ -124,24 +123,21 @@ class HostedService(ToolService):
     def _read(self, options: Mapping[str, Any]) -> RunOptions[Section]:
         return read_options(self.Options, options, self.name)
 
-    @classmethod
-    def local(
-        cls, corpora: Mapping[str, Iterable[Mapping[str, str]]], options: Mapping[str, Any] | None = None
-    ) -> Callable[[ToolCall], ToolResult]:
-        """Return the tools as a plain function (`LocalTools`) that runs them in this process, sandboxed as at their server.
+    def local_client(
+        self, corpora: Mapping[str, Iterable[Mapping[str, str]]], options: Mapping[str, Any]
+    ) -> ToolClient:
+        """Return a client that runs the tools in this process, sandboxed as at their server.
 
-        Calls belong to one episode until its ``end_episode`` is called. The same options give the same function: a
-        sandbox's backend is started and tried once in a process.
+        The same options give the same client: a sandbox's backend is started and tried once in a process.
         """
-        from agentrl.toolserver.in_process import LocalTools
+        from agentrl.toolserver.in_process import LocalToolClient
 
-        service = cls()
-        service.check(options or {})
-        parsed = service._read(options or {})
-        key = (cls, parsed.own.model_dump_json(), parsed.sandbox.model_dump_json())
+        self.check(options)
+        parsed = self._read(options)
+        key = (type(self), parsed.own.model_dump_json(), parsed.sandbox.model_dump_json())
         if key not in _LOCAL:
-            sandbox = parsed.sandbox if cls.needs_sandbox else None
-            _LOCAL[key] = LocalTools(partial(service.hosted, parsed.own), sandbox)
+            sandbox = parsed.sandbox if self.needs_sandbox else None
+            _LOCAL[key] = LocalToolClient(partial(self.hosted, parsed.own), sandbox)
         return _LOCAL[key]
 
 

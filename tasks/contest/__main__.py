@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 
 from agentrl import UserError
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.registry import SANDBOXES, names, tool_service
-from agentrl.toolserver.in_process import LocalTools
+from agentrl.core.tool import ToolClient
 
 from .data import FAMILIES, Contest
 from .validate import validate
@@ -26,18 +27,21 @@ def main() -> None:
     sandbox = SandboxConfig(backend=arguments.backend).model_dump(mode="json")
     try:
         contest = Contest(seed=arguments.seed, families=tuple(FAMILIES), train_size=arguments.size)
-        judge = tool_service("judge").local({}, {"sandbox": sandbox})
-        assert isinstance(judge, LocalTools), "the judge is a hosted tool"
-        try:
-            faults = validate(contest, contest.split("train"), judge)
-        finally:
-            judge.close()
+        judge = tool_service("judge").local_client({}, {"sandbox": sandbox})
+        faults = asyncio.run(_validate(contest, judge))
     except UserError as error:
         sys.exit(str(error))
     for fault in faults:
         print(fault)
     print(f"{arguments.size - len(faults)} of {arguments.size} solutions score 1")
     sys.exit(1 if faults else 0)
+
+
+async def _validate(contest: Contest, judge: ToolClient) -> list[str]:
+    try:
+        return await validate(contest, contest.split("train"), judge)
+    finally:
+        await judge.aclose()
 
 
 if __name__ == "__main__":

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from agentrl import Message, Task, ToolCalls, ToolResults, make_env
-from agentrl.toolserver.in_process import LocalTools
+from agentrl.core.tool import ToolClient
 
 from .data import Contest
 from .demonstrator import submission
 
 
-def validate(contest: Contest, tasks: Iterable[Task], judge: LocalTools, env: str = "code_contest") -> list[str]:
+async def validate(contest: Contest, tasks: Iterable[Task], judge: ToolClient, env: str = "code_contest") -> list[str]:
     """Submit the reference solution of each task, and return a message for each that does not score 1.
 
-    ``python -m agentrl_tasks.contest`` does this for all families. ``judge`` is what ``JudgeService.local`` returns.
+    ``python -m agentrl_tasks.contest`` does this for all families.
     """
     environment = make_env(env)
     faults = []
@@ -23,9 +23,10 @@ def validate(contest: Contest, tasks: Iterable[Task], judge: LocalTools, env: st
         environment.reset(seed=0, options={"task": task})
         action, *_ = environment.step(Message("assistant", submission(program)))
         assert isinstance(action, ToolCalls), "a program goes to the judge"
-        [result] = results = tuple(judge(call) for call in action.calls)
-        judge.end_episode()
-        _, reward, *_ = environment.step(ToolResults(results))
+        [call] = action.calls
+        result = await judge.call(call, episode_id=task.id)
+        await judge.close_session(task.id)
+        _, reward, *_ = environment.step(ToolResults((result,)))
         if reward != 1.0:
             faults.append(
                 f"task {task.id!r} ({task.metadata['family']}): its solution scores {reward:g}: {result.data}"

@@ -1,5 +1,6 @@
 """Every installed environment keeps the contract, whether its tools answer or fail."""
 
+import asyncio
 from importlib.metadata import entry_points
 
 import pytest
@@ -20,4 +21,8 @@ def test_environment(name: str) -> None:
 
 def test_search_r1_with_a_search_that_answers() -> None:
     cls = env_class("search_r1")
-    check_env(lambda: cls(shuffle_documents=True), respond=SearchService.local({"all": CORPUS}))  # type: ignore[call-arg]
+    search = SearchService().local_client({"all": CORPUS}, {})
+    check_env(
+        lambda: cls(shuffle_documents=True),  # type: ignore[call-arg]
+        respond=lambda call: asyncio.run(search.call(call, episode_id="e")),
+    )

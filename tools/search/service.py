@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
@@ -22,6 +22,7 @@ from .tool import SearchTool
 
 if TYPE_CHECKING:
     from agentrl import TaskSet
+    from agentrl.core.tool import ToolClient
 
 
 class SearchService(HostedService):
@@ -111,29 +112,38 @@ class SearchService(HostedService):
         }
         return self._write_config(replace(parsed, own=parsed.own.model_copy(update=paths)), folder)
 
-    @classmethod
-    def local(
-        cls, corpora: Mapping[str, Iterable[Document]], options: Mapping[str, Any] | None = None
-    ) -> Callable[[ToolCall], ToolResult]:
-        """Return the same search as a plain function, without a server: for demonstrations and tests. Always BM25.
+    def local_client(self, corpora: Mapping[str, Iterable[Document]], options: Mapping[str, Any]) -> ToolClient:
+        """Return a client of the same search in this process: for demonstrations and tests. Always BM25.
 
         Example::
 
-            search = SearchService.local(tasks.corpora())
-            result = search(ToolCall("1", "search", {"query": "Tamo Rilek", "corpus": "train"}))
+            search = SearchService().local_client(tasks.corpora(), {})
+            call = ToolCall("1", "search", {"query": "Tamo Rilek", "corpus": "train"})
+            result = await search.call(call, episode_id="1")
         """
         from .bm25 import bm25_corpora
 
-        parsed = cls()._parse(options or {})
+        parsed = self._parse(options)
         if parsed.retriever != "bm25":
             raise ConfigError(f"tools.search.options.retriever={parsed.retriever}: without a server there is only bm25")
-        tool = SearchTool(parsed, bm25_corpora(corpora, "corpora"))
-
-        def search(call: ToolCall) -> ToolResult:
-            fault = tool.spec.fault_of(call.arguments)
-            return ToolResult(call.id, ToolStatus.INVALID, fault) if fault else tool.answer([call])[0]
-
-        return search
+        return _LocalSearch(SearchTool(parsed, bm25_corpora(corpora, "corpora")))
 
     def _parse(self, options: Mapping[str, Any]) -> SearchOptions:
         return read_options(SearchOptions, options, self.name).own
+
+
+class _LocalSearch:
+    """Searches in the calling thread. There are no sessions to close."""
+
+    def __init__(self, tool: SearchTool) -> None:
+        self._tool = tool
+
+    async def call(self, call: ToolCall, *, episode_id: str) -> ToolResult:
+        fault = self._tool.spec.fault_of(call.arguments)
+        return ToolResult(call.id, ToolStatus.INVALID, fault) if fault else self._tool.answer([call])[0]
+
+    async def close_session(self, episode_id: str) -> None:
+        """Do nothing."""
+
+    async def aclose(self) -> None:
+        """Do nothing."""

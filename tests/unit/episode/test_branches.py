@@ -421,7 +421,7 @@ def test_the_check_of_environments_and_demonstrations_know_rewrites(renderer):
     with pytest.raises(ContractError, match=r"BeginsAnew\.reset gives a Rewrite; only step may"):
         check_env(BeginsAnew)
     with pytest.raises(EnvironmentFailure, match="rewrites the conversation; one row cannot show"):
-        demonstrate(Summing(), TASK, Expert(), seed=0, tools={}, renderer=renderer, encode=renderer.encode, max_turns=4)
+        asyncio.run(demonstrate(Summing, TASK, Expert(), seed=0, tool_clients={}, renderer=renderer, max_turns=4))
 
 
 class Expert:

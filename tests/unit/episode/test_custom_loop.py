@@ -35,7 +35,7 @@ class LocalSearch:
 
     def __init__(self, error=None):
         self.calls, self.closed, self.error = [], [], error
-        self._search = SearchService.local({"all": CORPUS})
+        self._search = SearchService().local_client({"all": CORPUS}, {})
 
     async def call(self, call, *, episode_id):
         self.calls.append((episode_id, call))
@@ -45,7 +45,7 @@ class LocalSearch:
         for word, status in (("fail", ToolStatus.ERROR), ("late", ToolStatus.TIMEOUT)):
             if word in call.arguments["query"]:
                 return ToolResult(call.id, status, word)
-        return self._search(call)
+        return await self._search.call(call, episode_id=episode_id)
 
     async def close_session(self, episode_id):
         self.closed.append(episode_id)

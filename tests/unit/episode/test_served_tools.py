@@ -365,33 +365,37 @@ class Expert:
 def test_a_scripted_expert_calls_a_servers_tool(renderer, env):
     """What it demonstrates is token for token what the policy would see and say."""
 
-    class Local:
-        lines, ended = (), 0
+    def run(expert, clients):
+        row = demonstrate(
+            env,
+            task(),
+            expert,
+            seed=1,
+            tool_clients=clients,
+            renderer=renderer,
+            max_turns=8,
+            served={"run_code": IN_RUN},
+        )
+        return asyncio.run(row)
 
-        def __call__(self, call):
-            self.lines = (*self.lines, call.arguments["code"])
-            return ToolResult(call.id, ToolStatus.OK, "/".join(self.lines))
-
-        def end_episode(self):
-            self.lines, self.ended = (), self.ended + 1
-
-    local, expert = Local(), Expert()
-    given = {"seed": 1, "renderer": renderer, "encode": renderer.encode, "max_turns": 8, "served": {"run_code": IN_RUN}}
-    row, earned = demonstrate(env(), task(), expert, tools={"run_code": local}, **given)
+    client, expert = Files(), Expert()
+    row, earned = run(expert, {"python": client})
     heard = "heard " if env is Hearing else ""
     fault = "" if env is Hearing else 'the call is not a JSON object with a "name"'
     assert expert.heard[1:] == [f"{heard}a{fault}", f"{heard}a/b"]
-    assert (earned, local.ended, local.lines) == (1.0, 1, ())
+    assert (earned, client.sessions, client.closed) == (1.0, {}, ["t/demonstration-1"])
     said = [calls("a") + "<tool_call>{}</tool_call>", calls("b"), "done"]
     runner, _ = build(renderer, said, Files(), env=env)
     (rollout,) = asyncio.run(runner.run(task(), 1, "e"))
     assert np.array_equal(row.token_ids, rollout.rows[0].token_ids)
     assert np.array_equal(row.mask, rollout.rows[0].mask)
-    with pytest.raises(EnvironmentFailure, match="the episode calls tool 'run_code'; there are: none"):
-        demonstrate(env(), task(), Expert(), tools={}, **given)
-    failing = {"run_code": lambda call: ToolResult(call.id, ToolStatus.SANDBOX_FAILURE, "why")}
-    with pytest.raises(EnvironmentFailure, match="unavailable to demonstrations: why"):
-        demonstrate(env(), task(), Expert(), tools=failing, **given)
+    with pytest.raises(EnvironmentFailure, match=r"'run_code' belongs to the server of 'python'.* there are: none"):
+        run(Expert(), {})
+    for fault in (ToolStatus.SANDBOX_FAILURE, ToolStatus.UNAVAILABLE):
+        failing = Files(fault)
+        with pytest.raises(EnvironmentFailure, match=r"unavailable to demonstrations: .*why"):
+            run(Expert(), {"python": failing})
+        assert failing.closed == ["t/demonstration-1"]
 
 
 def test_a_call_that_cannot_be_read_is_told_to_the_policy(renderer):

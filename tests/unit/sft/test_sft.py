@@ -1,8 +1,11 @@
 """Supervised fine-tuning: demonstrations token for token, data that depend on the configuration alone, a loss that falls."""
 
+import asyncio
 import json
 import pickle
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +15,14 @@ from rich.console import Console
 from agentrl.config.load import load_config
 from agentrl.config.render import RenderConfig
 from agentrl.config.schema import Config
-from agentrl.core.errors import ConfigError, EnvironmentFailure, RunStopped
+from agentrl.core.env import Env
+from agentrl.core.errors import ConfigError, EnvironmentFailure, RunStopped, TaskError
 from agentrl.core.registry import make_env, make_tasks, model_folder, tool_service
-from agentrl.core.types import Provenance
+from agentrl.core.task import Demonstrator, Task
+from agentrl.core.types import Fork, ForkReason, Message, Provenance, Row, RowKey
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.render.registry import make_renderer
+from agentrl.render.renderer import ChatRenderer
 from agentrl.sft.demonstrate import demonstrate
 from agentrl.sft.demonstrations import Demonstrations
 from agentrl.sft.run import RendererOf, batches, sft
@@ -52,16 +58,18 @@ def test_provenance_marks_exactly_what_the_expert_said() -> None:
     tasks = make_tasks("multihop", {"scale": 0.1, "hops": [1]})
     task = tasks.split("train")[0]
     renderer = make_renderer(load_tokenizer(WARM))
-    row, reward = demonstrate(
-        make_env("search_r1", {"topk": 1}),
-        task,
-        tasks.demonstrator(task, np.random.default_rng(0)),
-        seed=1,
-        tools={"search": tool_service("search").local(tasks.corpora())},
-        renderer=renderer,
-        encode=renderer.encode,
-        max_turns=5,
+    row, reward = asyncio.run(
+        demonstrate(
+            partial(make_env, "search_r1", {"topk": 1}),
+            task,
+            tasks.demonstrator(task, np.random.default_rng(0)),
+            seed=1,
+            tool_clients={"search": tool_service("search").local_client(tasks.corpora(), {})},
+            renderer=renderer,
+            max_turns=5,
+        )
     )
+    assert row.key == RowKey(task.id, f"{task.id}/demonstration-1")
     relation, (subject, answer) = task.metadata["relations"][0], task.metadata["path"]
     said = row.provenance == Provenance.DEMONSTRATED
     assert renderer.decode(row.token_ids[said]) == (
@@ -89,17 +97,54 @@ def test_a_tool_that_is_not_there_is_the_environments_failure() -> None:
     renderer = make_renderer(load_tokenizer(WARM))
     task = tasks.split("train")[0]
     expert = tasks.demonstrator(task, np.random.default_rng(0))
-    with pytest.raises(EnvironmentFailure, match="'search'"):
-        demonstrate(
-            make_env("search_r1"),
-            task,
-            expert,
-            seed=0,
-            tools={},
-            renderer=renderer,
-            encode=renderer.encode,
-            max_turns=5,
-        )
+    with pytest.raises(EnvironmentFailure, match="calls tool 'search'; there are: none"):
+        run_demonstration(partial(make_env, "search_r1"), expert, task, renderer)
+
+
+class Greeter(Env):
+    """Greets after each turn, for a reward that a sum in another order would change; the episode has no end."""
+
+    def step(self, action):  # type: ignore[no-untyped-def]
+        return (Message("user", "hello"),), 0.1, False, False, {}
+
+
+class Scripted:
+    """Says the same in each turn."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def act(self, observation: tuple[Message, ...]) -> str:
+        return self.text
+
+
+def run_demonstration(
+    env_factory: Callable[[], Env], expert: Demonstrator, task: Task, renderer: ChatRenderer, max_turns: int = 3
+) -> tuple[Row, float]:
+    return asyncio.run(
+        demonstrate(env_factory, task, expert, seed=0, tool_clients={}, renderer=renderer, max_turns=max_turns)
+    )
+
+
+def test_a_row_ends_with_the_answer_to_the_last_turn() -> None:
+    """Layout: prompt o, then for each of three turns what the expert says d and the greeting o; no token limit."""
+    renderer = make_renderer(load_tokenizer(WARM))
+    row, reward = run_demonstration(Greeter, Scripted("a " * 1000), Greeter.example_task(), renderer)
+    assert reward == 0.1 + 0.1 + 0.1
+    changes = np.flatnonzero(np.diff(row.provenance))
+    assert row.provenance[[0, *(changes + 1)]].tolist() == [0, 2, 0, 2, 0, 2, 0]
+    assert (
+        renderer.decode(row.token_ids[changes[-1] + 1 :])
+        == "\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("max_turns", [1, 3])
+def test_a_fork_is_an_error_after_the_last_turn_too(max_turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = make_renderer(load_tokenizer(WARM))
+    monkeypatch.setattr(renderer, "bridge", lambda *_: Fork(ForkReason.THINKING, "earlier reasoning is left out"))
+    with pytest.raises(TaskError, match=r"task 'example': one row cannot show the demonstration.*'thinking'"):
+        run_demonstration(Greeter, Scripted("hi"), Greeter.example_task(), renderer, max_turns)
 
 
 def test_items_are_a_function_of_the_configuration() -> None:

@@ -1,5 +1,6 @@
 """The generated world: equal everywhere, held-out words foreign to training, answers that score."""
 
+import asyncio
 import pickle
 import re
 import subprocess
@@ -22,7 +23,7 @@ def words(text: str) -> set[str]:
 
 def play(tasks: Multihop, task, seed: int = 0) -> tuple[float, dict[str, float], list[str]]:
     """Let the task's expert act in the real environment; return reward, metrics and the expert's turns."""
-    search = tool_service("search").local(tasks.corpora())
+    search = tool_service("search").local_client(tasks.corpora(), {})
     env = make_env("search_r1", {"topk": 2})
     expert = tasks.demonstrator(task, np.random.default_rng(seed))
     observation, _ = env.reset(seed=seed, options={"task": task})
@@ -31,7 +32,7 @@ def play(tasks: Multihop, task, seed: int = 0) -> tuple[float, dict[str, float],
         turns.append(expert.act(observation))
         observation, reward, terminated, truncated, info = env.step(Message("assistant", turns[-1]))
         while isinstance(observation, ToolCalls):
-            results = ToolResults(tuple(search(call) for call in observation.calls))
+            results = ToolResults(tuple(asyncio.run(search.call(call, episode_id="e")) for call in observation.calls))
             observation, reward, terminated, truncated, info = env.step(results)
         if terminated or truncated:
             return reward, info["metrics"], turns

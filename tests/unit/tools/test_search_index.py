@@ -1,5 +1,6 @@
 """Ranking, ties, corpora on disk, and the search in the process."""
 
+import asyncio
 import gzip
 import json
 import os
@@ -15,7 +16,7 @@ from agentrl_tools.search.corpus import named_files, open_corpus, read_corpus, w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl import Task, TaskSet, ToolCall, ToolStatus
+from agentrl import Task, TaskSet, ToolCall, ToolResult, ToolStatus
 from agentrl.core.errors import ConfigError, MissingError, UnknownNameError
 
 
@@ -145,13 +146,17 @@ def test_corpus_options() -> None:
         named_files(["a.index", "b.index"], "--index")
 
 
+def search(arguments: dict[str, object], options: dict[str, object] | None = None) -> ToolResult:
+    client = SearchService().local_client({"train": PLACES}, options or {})
+    return asyncio.run(client.call(ToolCall("c", "search", arguments), episode_id="e"))
+
+
 def test_local_search_answers_as_the_server_does() -> None:
-    search = SearchService.local({"train": PLACES}, {"topk": 1})
-    found = search(ToolCall("c", "search", {"query": "sadova"}))
+    found = search({"query": "sadova"}, {"topk": 1})
     assert (found.call_id, found.status, found.content) == ("c", ToolStatus.OK, '"Sadova"\nSadova is a town.')
     assert ids(found.data) == ["0"]
-    assert len(search(ToolCall("c", "search", {"query": "sadova", "topk": 2})).data) == 2
-    nothing = search(ToolCall("c", "search", {"query": "xyzzy"}))
+    assert len(search({"query": "sadova", "topk": 2}, {"topk": 1}).data) == 2
+    nothing = search({"query": "xyzzy"}, {"topk": 1})
     assert (nothing.status, nothing.content, nothing.data) == (ToolStatus.OK, "No document matches the query.", [])
 
 
@@ -166,7 +171,7 @@ def test_local_search_answers_as_the_server_does() -> None:
     ],
 )
 def test_a_bad_call_is_a_result(arguments: dict[str, object], fault: str) -> None:
-    result = SearchService.local({"train": PLACES})(ToolCall("c", "search", arguments))
+    result = search(arguments)
     assert (result.call_id, result.status) == ("c", ToolStatus.INVALID)
     assert fault in result.content
 
@@ -234,4 +239,4 @@ def test_options_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match=r"tools\.search\.options\.index=x\) is for --retriever e5"):
         check({"index": "x"})
     with pytest.raises(ConfigError, match="without a server there is only bm25"):
-        SearchService.local({"train": PLACES}, {"retriever": "e5"})
+        SearchService().local_client({"train": PLACES}, {"retriever": "e5"})

@@ -1,6 +1,7 @@
 """Services of hosted tools: options, server files, what a run is told, and the tools in this process."""
 
 import argparse
+import asyncio
 import socket
 from typing import ClassVar
 
@@ -254,28 +255,36 @@ def test_a_run_is_checked_before_anything_starts(tmp_path, monkeypatch):
 
 
 def test_tools_in_this_process_have_a_session_an_episode():
-    run = CellService.local({}, UNSAFE)
-    assert CellService.local({}, {**UNSAFE, "shout": False}) is run
+    client = CellService().local_client({}, UNSAFE)
+    assert CellService().local_client({}, {**UNSAFE, "shout": False}) is client
 
-    def say(number, code):
-        return run(ToolCall(str(number), "run_cell", {"code": code}))
+    def run(number, episode_id="e", **arguments):
+        return client.call(ToolCall(str(number), "run_cell", arguments), episode_id=episode_id)
 
-    try:
-        assert say(1, "open('note', 'w').write('kept')").content == "1: "
-        assert say(2, "print(open('note').read())").content == "2: kept\n"
-        assert say(3, "1 / 0").status is ToolStatus.ERROR
-        assert run(ToolCall("4", "run_cell", {"cod": ""})).status is ToolStatus.INVALID
-        run.end_episode()
-        run.end_episode()
-        fresh = say(1, "print(open('note').read())")
-        assert fresh.status is ToolStatus.ERROR
-        assert fresh.content.startswith("1: ")
-    finally:
-        run.close()
-        run.close()
+    async def first_loop():
+        other = run(1, "other", code="import os; print(os.path.exists('note'))")
+        first, other = await asyncio.gather(run(1, code="open('note', 'w').write('kept')"), other)
+        assert (first.content, other.content) == ("1: ", "1: False\n")
+
+    async def second_loop():
+        try:
+            assert (await run(2, code="print(open('note').read())")).content == "2: kept\n"
+            assert (await run(3, code="1 / 0")).status is ToolStatus.ERROR
+            assert (await run(4, cod="")).status is ToolStatus.INVALID
+            await client.close_session("e")
+            await client.close_session("e")
+            fresh = await run(1, code="print(open('note').read())")
+            assert fresh.status is ToolStatus.ERROR
+            assert fresh.content.startswith("1: ")
+        finally:
+            await client.aclose()
+            await client.aclose()
+
+    asyncio.run(first_loop())
+    asyncio.run(second_loop())
 
 
 def test_tools_in_this_process_need_what_their_server_would(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MissingError, match="bwrap"):
-        CellService.local({}, {})
+        CellService().local_client({}, {})
