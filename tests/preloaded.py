@@ -54,6 +54,8 @@ RUN_MODULES = (
 )
 """What a run through the command line imports."""
 ENGINE = "agentrl.inference.embedded"
+TARGETS = {ENGINE: f"{ENGINE}.__main__:main", "agentrl.cli.main": "agentrl.cli.main:main"}
+"""What ``python -m`` calls."""
 ENGINE_MODULES = (
     "torch",
     "transformers.models.qwen3.modeling_qwen3",
@@ -63,6 +65,8 @@ ENGINE_MODULES = (
     "agentrl.inference.embedded.stop_strings",
 )
 _LENGTH = 4
+_SET_NAME = 15
+_NAME_LENGTH = 15
 _SET_CHILD_SUBREAPER = 36
 _ADOPTING = threading.Lock()
 
@@ -79,6 +83,8 @@ class Request:
     """Open files, by the number that each is to have."""
     orphan: bool = False
     """Fork twice, and forget about it."""
+    forks: bool = False
+    """Engines, tool servers and warm starts that it starts are forks of it, before it has done anything."""
 
 
 class Forked:
@@ -91,6 +97,7 @@ class Forked:
         env: its whole environment.
         stdout: file descriptor.
         stderr: file descriptor.
+        forks: see `Request`.
 
     """
 
@@ -103,9 +110,10 @@ class Forked:
         env: Mapping[str, str],
         stdout: int,
         stderr: int,
+        forks: bool = False,
     ) -> None:
         self.returncode: int | None = None
-        request = Request(target, arguments, str(cwd), env, {1: stdout, 2: stderr})
+        request = Request(target, arguments, str(cwd), env, {1: stdout, 2: stderr}, forks=forks)
         self._socket = _send(os.environ[SOCKET], request)
         self.pid = int(_line(self._socket)["pid"])
 
@@ -140,11 +148,11 @@ class Forked:
 
 
 def run(
-    target: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], timeout: float
+    target: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], timeout: float, forks: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run a forked process to its end, like ``subprocess.run`` with captured output."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        process = Forked(target, arguments, cwd=cwd, env=env, stdout=out.fileno(), stderr=errors.fileno())
+        process = Forked(target, arguments, cwd=cwd, env=env, stdout=out.fileno(), stderr=errors.fileno(), forks=forks)
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -188,8 +196,8 @@ class Adopted:
         return self.returncode
 
 
-class EngineStarts:
-    """Takes the place of ``subprocess`` where servers are started: embedded engines become forks of a preloaded one."""
+class ForkedStarts:
+    """Takes the place of ``subprocess`` where children are started: those of ``TARGETS`` are forks of a preloaded process."""
 
     DEVNULL, STDOUT = subprocess.DEVNULL, subprocess.STDOUT
 
@@ -199,11 +207,12 @@ class EngineStarts:
     def Popen(
         self, command: list[str], *, stdout: Any, env: Mapping[str, str], pass_fds: Sequence[int], **options: Any
     ) -> subprocess.Popen[bytes] | Adopted:
-        """Start a server."""
-        if command[:3] != [sys.executable, "-m", ENGINE]:
+        """Start a child."""
+        target = TARGETS.get(command[2]) if command[:2] == [sys.executable, "-m"] else None
+        if target is None:
             return subprocess.Popen(command, stdout=stdout, env=env, pass_fds=pass_fds, **options)
         files = {1: stdout.fileno(), 2: stdout.fileno(), **{number: number for number in pass_fds}}
-        return Adopted(self._address, Request(f"{ENGINE}.__main__:main", command[3:], os.getcwd(), env, files))
+        return Adopted(self._address, Request(target, command[3:], os.getcwd(), env, files))
 
 
 def _send(address: str, request: Request) -> socket.socket:
@@ -228,7 +237,7 @@ def _line(connection: socket.socket) -> Any:
 @contextlib.contextmanager
 def preloaded_process(*modules: str) -> Iterator[str]:
     """Have a preloaded process until the block ends; gives its address."""
-    with tempfile.TemporaryDirectory(prefix="agentrl-") as folder:
+    with tempfile.TemporaryDirectory(prefix="agentrl-", ignore_cleanup_errors=True) as folder:
         address = f"{folder}/preloaded"
         # A process with threads cannot be forked safely: NumPy would start some.
         env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -261,6 +270,9 @@ def _serve(address: str, modules: Sequence[str]) -> Request:
     while True:
         for descriptor, _ in poller.poll():
             if descriptor == 0:
+                with contextlib.suppress(OSError):
+                    os.unlink(address)
+                    os.rmdir(os.path.dirname(address))
                 _end([pid for pid, _ in running.values()])
             elif descriptor in running:
                 poller.unregister(descriptor)
@@ -348,7 +360,31 @@ def _become(request: Request) -> int:
     extra = filter(None, request.env.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:] = [request.cwd, *extra, *sys.path[1:], sys.path[0]]
     module, _, name = request.target.partition(":")
+    ctypes.CDLL(None).prctl(_SET_NAME, process_name(module).encode(), 0, 0, 0)
+    if request.forks:
+        child_process = importlib.import_module("agentrl.core.child_process")
+        child_process.subprocess = ForkedStarts(_own_forks())  # type: ignore[attr-defined]
     return int(getattr(importlib.import_module(module), name)() or 0)
+
+
+def process_name(module: str) -> str:
+    """Return the kernel's name of a fork that runs a module; its command line is that of the preloaded process."""
+    return module.removesuffix(".__main__")[-_NAME_LENGTH:]
+
+
+def _own_forks() -> str:
+    """Let a fork of this process be a preloaded one until this one ends; returns its address."""
+    address = f"{tempfile.mkdtemp(prefix='agentrl-')}/preloaded"
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.close(writing)
+        os.dup2(reading, 0)
+        os.close(reading)
+        sys.exit(_become(_serve(address, ())))
+    os.close(reading)  # the other end stays open
+    while not Path(address).exists():
+        time.sleep(0.001)
+    return address
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from preloaded import ENGINE_MODULES, EngineStarts, preloaded_process
+from preloaded import ENGINE_MODULES, ForkedStarts, preloaded_process
 from shared_runs import Services
 
 from agentrl.core import child_process
@@ -16,7 +16,7 @@ from agentrl.core import child_process
 def quick_engine_starts() -> Iterator[None]:
     """Embedded engines that tests start in this process need not import torch again."""
     with preloaded_process(*ENGINE_MODULES) as address, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child_process, "subprocess", EngineStarts(address))
+        patch.setattr(child_process, "subprocess", ForkedStarts(address))
         yield
 
 

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
+import preloaded
 import psutil
 from shared_runs import Running, gone, metrics
 
@@ -86,15 +87,15 @@ def whole_run(
 
 def engines(run: Running) -> list[psutil.Process]:
     """Return the servers of a run's engines, the oldest first."""
-    servers = ("agentrl.inference.embedded", "sglang.launch_server")
+    servers = (preloaded.process_name(preloaded.ENGINE), preloaded.ENGINE, "sglang.launch_server")
     found = [child for child in run.descendants() if _module(child) in servers]
     return sorted(found, key=lambda process: process.create_time())
 
 
 def _module(process: psutil.Process) -> str:
-    """Return what an interpreter was started with by ``-m``."""
+    """Return what an interpreter was started with by ``-m``, else the process's name, which of a fork is that."""
     try:
-        words = process.cmdline()
+        words, name = process.cmdline(), process.name()
     except psutil.Error:
         return ""
-    return words[2] if words[1:2] == ["-m"] and len(words) > 2 else ""
+    return words[2] if words[1:2] == ["-m"] and len(words) > 2 else name

@@ -44,7 +44,7 @@ def environment() -> dict[str, str]:
 
 
 def agentrl(
-    *words: str, cwd: Path, timeout: float = 240, target: str = COMMAND_LINE, **env: str
+    *words: str, cwd: Path, timeout: float = 240, target: str = COMMAND_LINE, forks: bool = True, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line in a process of its own, which has imported everything before it starts.
 
@@ -53,10 +53,11 @@ def agentrl(
         cwd: where it runs.
         timeout: seconds it may take.
         target: `IN_PROCESS_LEARNER` for a run that starts engine and tool servers, and does without Ray.
+        forks: its engines and tool servers have imported everything too; else they start as those of a user do.
         env: variables that are added.
 
     """
-    return preloaded.run(target, words, cwd=cwd, env=environment() | env, timeout=timeout)
+    return preloaded.run(target, words, cwd=cwd, env=environment() | env, timeout=timeout, forks=forks)
 
 
 class Services:
@@ -99,7 +100,7 @@ class Services:
         """
         joined = [f"sampler.url={self.engine()}", *([f"tools.search.url={self.search()}"] if search else [])]
         arguments = (command, *words, *ONE_THREAD, *joined)
-        return preloaded.run(IN_PROCESS_LEARNER, arguments, cwd=cwd, env=environment(), timeout=timeout)
+        return preloaded.run(IN_PROCESS_LEARNER, arguments, cwd=cwd, env=environment(), timeout=timeout, forks=True)
 
     def close(self) -> None:
         """End both."""
@@ -134,11 +135,14 @@ class Running:
         words: of its command line.
         cwd: where it runs; ``output.txt`` there gets what it prints.
         target: as of `agentrl`.
+        forks: as of `agentrl`.
         fresh: start an interpreter, as a user does, where the seconds and the memory of the imports matter.
 
     """
 
-    def __init__(self, *words: str, cwd: Path, target: str = COMMAND_LINE, fresh: bool = False) -> None:
+    def __init__(
+        self, *words: str, cwd: Path, target: str = COMMAND_LINE, forks: bool = True, fresh: bool = False
+    ) -> None:
         self._log = (cwd / "output.txt").open("a+")
         self.process: subprocess.Popen[bytes] | preloaded.Forked
         if fresh:
@@ -152,7 +156,8 @@ class Running:
             )
         else:
             log = self._log.fileno()
-            self.process = preloaded.Forked(target, words, cwd=cwd, env=environment(), stdout=log, stderr=log)
+            env = environment()
+            self.process = preloaded.Forked(target, words, cwd=cwd, env=env, stdout=log, stderr=log, forks=forks)
 
     def output(self) -> str:
         self._log.seek(0)

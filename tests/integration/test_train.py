@@ -40,7 +40,7 @@ class Killed:
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     cwd = tmp_path_factory.mktemp("trained")
-    run = Running(*TRAIN, cwd=cwd)
+    run = Running(*TRAIN, cwd=cwd, forks=False)
     try:
         run.wait_for(lambda: len([row for row in metrics(cwd / "run") if "train/reward" in row]) >= 3)
         children = run.descendants()
@@ -56,7 +56,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
 @pytest.fixture(scope="module")
 def trained(killed: Killed) -> tuple[Path, str]:
     """The killed run, which has gone on to its end."""
-    done = agentrl(*TRAIN, "--resume", cwd=killed.cwd, timeout=380)
+    done = agentrl(*TRAIN, "--resume", cwd=killed.cwd, timeout=380, forks=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return killed.cwd / "run", done.stdout
 

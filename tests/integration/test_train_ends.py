@@ -33,7 +33,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
 
 def test_a_tool_server_that_dies_stops_the_run_with_nothing_lost(tmp_path: Path, services: Services) -> None:
     engine = f"sampler.url={services.engine()}"
-    run = Running(*ENDLESS, engine, cwd=tmp_path, target=IN_PROCESS_LEARNER)
+    run = Running(*ENDLESS, engine, cwd=tmp_path, target=IN_PROCESS_LEARNER, forks=False)
     try:
         run.wait_for(lambda: len([row for row in metrics(tmp_path / "run") if "train/reward" in row]) >= 1)
         [server] = [child for child in run.descendants() if {"tools", "serve", "search"} <= set(child.cmdline())]
