@@ -9,6 +9,7 @@ import os
 import socket
 import stat
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -88,7 +89,7 @@ class DockerSandbox(RunnerSandbox):
         state = await self.backend.last_state(self.id)
         if state is None:
             return f"no Docker daemon answers at {self.backend.url}"
-        self.memory_kills.count_end(state["OOMKilled"])
+        await self.memory_kills.count_end(state["OOMKilled"], lambda: self.backend.oom_reports(self.id))
         stderr = self.reader.stderr.decode("utf-8", "replace").strip()
         parts = [f"container {state['Status']}, exit status {state['ExitCode']}", state["Error"], stderr]
         return ": ".join(part for part in parts if part)
@@ -244,6 +245,16 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
             if not state["Running"] or asyncio.get_running_loop().time() > deadline:
                 return state
             await asyncio.sleep(0.02)
+
+    async def oom_reports(self, name: str) -> int:
+        """Return how often the daemon has reported lack of memory in a container; 0 if no daemon answers."""
+        filters = {"container": name, "event": "oom"}
+        try:
+            return await self._in_thread(
+                lambda: len(list(self._api.events(since="1", until=f"{time.time():.6f}", filters=filters)))
+            )
+        except FAULTS:
+            return 0
 
     async def remove(self, name: str) -> None:
         """Remove a container; if no daemon answers, as soon as one does."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from agentrl.sandbox.cgroup import Mounts, parse_count, parse_mounts
 
 
 class MemoryKills:
-    """Counts by the kernel alone: the daemon reports lack of memory late, and more than once for one kill.
+    """Counts as the kernel does: the daemon reports lack of memory late, and on cgroup v1 several times for one kill.
 
     The kernel's count is in the container's cgroup, which the daemon removes within milliseconds of the container's end. So it
-    is read a last time when the kernel reports the end of the first process.
+    is read a last time when the kernel reports the end of the first process. Where that is too late, the daemon's reports
+    count only if the kernel has killed a process on this machine meanwhile.
 
     Args:
         container: its id.
@@ -54,15 +56,20 @@ class MemoryKills:
         self._read()
         return self._count
 
-    def count_end(self, oom_killed: bool) -> None:
-        """Count the end of the whole container, if that was for lack of memory.
+    async def count_end(self, oom_killed: bool, reports: Callable[[], Awaitable[int]]) -> None:
+        """Count the end of the whole container, if that was for lack of memory and the cgroup was gone too early.
 
         Args:
-            oom_killed: the daemon's word, true from the first kill on. It decides only if the cgroup was gone too early.
+            oom_killed: whether the daemon has reported lack of memory in the container, at its end or before.
+            reports: returns how often it has.
         """
-        if oom_killed and not self._is_last:
-            self._is_last = True
-            self._count += not self._count or machine_oom_kills() > self._count_of_machine
+        if self._is_last or not oom_killed:
+            return
+        killed = not self._count
+        if not killed and machine_oom_kills() > self._count_of_machine:
+            killed = await reports() > self._count
+        self._is_last = True
+        self._count += killed
 
     def _ended(self) -> None:
         self._is_last = self._read()
