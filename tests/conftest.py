@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from dockerd import DockerHost, NoDocker, running_dockerd
-from preloaded import RUN_MODULES, SOCKET, preloaded_process
+from preloaded import CHILD_MODULES, RUN_MODULES, SOCKET, ForkedStarts, preloaded_process
 
 # The bodies of tests that several engines pass.
 pytest.register_assert_rewrite("conformance")
@@ -94,3 +94,20 @@ def dockerd() -> Iterator[DockerHost]:
         yield host
     finally:
         context.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="session")
+def preloaded_children() -> Iterator[str]:
+    """The address of a preloaded process for children of this one."""
+    with preloaded_process(*CHILD_MODULES) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def forked_starts(preloaded_children: str) -> Iterator[None]:
+    """Engines and tool servers that a test starts are forks: they need not import torch again."""
+    from agentrl.core import child_process
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child_process, "subprocess", ForkedStarts(preloaded_children))
+        yield

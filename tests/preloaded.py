@@ -56,14 +56,16 @@ RUN_MODULES = (
 ENGINE = "agentrl.inference.embedded"
 TARGETS = {ENGINE: f"{ENGINE}.__main__:main", "agentrl.cli.main": "agentrl.cli.main:main"}
 """What ``python -m`` calls."""
-ENGINE_MODULES = (
+CHILD_MODULES = (
     "torch",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.auto.modeling_auto",
     "uvicorn",
     "agentrl.inference.embedded.app",
     "agentrl.inference.embedded.stop_strings",
+    "agentrl.cli.main",
 )
+"""What engines and tool servers import."""
 _LENGTH = 4
 _SET_NAME = 15
 _NAME_LENGTH = 15

@@ -96,6 +96,7 @@ def assert_same(found: list[list[tuple[str, float]]], wanted: list[list[tuple[st
         assert [score for _, score in hits] == pytest.approx([score for _, score in right], abs=1e-5)
 
 
+@pytest.mark.usefixtures("forked_starts")
 def test_a_real_server_builds_saves_loads_and_answers_as_numpy(
     model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
