@@ -316,7 +316,8 @@ def test_a_connection_that_breaks_is_tried_again_under_the_same_id() -> None:
     assert len(set(bodies)) == 1
 
 
-def test_an_engine_that_is_not_there() -> None:
+def test_an_engine_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.inference.client.http._BACKOFF_S", 0.001)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
 
