@@ -218,7 +218,7 @@ class RunnerSandbox(Sandbox):
         except (OSError, EOFError, ValueError) as error:
             if limit.expired():
                 self._broken = f"its runner did not answer in {timeout_s:g} s"
-            else:
+            elif not self._broken:  # otherwise it was closed during the call
                 why = await self._describe_end() or f"{type(error).__name__}: {error}"
                 self._broken = self._broken or f"its runner is gone ({why})"
         except BaseException:

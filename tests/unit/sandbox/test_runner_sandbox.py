@@ -167,3 +167,23 @@ def test_a_stream_that_times_out_is_no_late_runner() -> None:
             await Streams(Reader(), Writer()).run(Job("call", code="pass"))
 
     asyncio.run(main())
+
+
+def test_a_sandbox_that_is_closed_during_a_call_says_so() -> None:
+    """Why the runner ended is not asked then: what knows it is closed too."""
+
+    class Closed(Streams):
+        async def _describe_end(self) -> str:
+            raise AssertionError("the sandbox is closed")
+
+    async def main() -> None:
+        reader = asyncio.StreamReader()
+        sandbox = Closed(reader, Writer())
+        call = asyncio.create_task(sandbox.run(Job("call", code="pass")))
+        await asyncio.sleep(0)
+        await sandbox.close()
+        reader.feed_eof()
+        with pytest.raises(SandboxFailure, match="streams: it was closed"):
+            await call
+
+    asyncio.run(main())
