@@ -186,18 +186,18 @@ HOSTILE = {
 
 @pytest.mark.parametrize(("expression", "fault"), HOSTILE.values(), ids=HOSTILE)
 def test_what_is_refused_is_refused_at_once(expression: str, fault: str) -> None:
-    began = time.process_time()
+    began = time.thread_time()
     with pytest.raises(CalculatorError, match=fault):
         evaluate(expression)
-    assert time.process_time() - began < 0.1
+    assert time.thread_time() - began < 0.1
 
 
 @pytest.mark.parametrize("one", ["sqrt(9**999)", "comb(3000,1500)*0", "pow(9**320,9**320,9**320-1)*0", "log(9**999,3)"])
 def test_the_longest_expressions_are_fast(one: str) -> None:
     expression = "+".join([one] * (2000 // (len(one) + 1)))
-    began = time.process_time()
+    began = time.thread_time()
     evaluate(expression)
-    assert time.process_time() - began < 0.5
+    assert time.thread_time() - began < 0.5
 
 
 def call(expression: str) -> ToolResult:
