@@ -14,6 +14,8 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 export HF_HUB_OFFLINE ?= 1
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
+# Modules are compiled once, not in each of the hundreds of processes that tests start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install install-sglang sandbox train test test-long test-sglang lint policies docs clean
 
@@ -49,7 +51,7 @@ sandbox:
 train: install
 	$(BIN)/agentrl train --env search_r1
 
-# Files of tests go to one process a core, and two more; the longest first.
+# Files of tests go to one process a core, and one more; the longest first.
 PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not gpu"
 PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
 

@@ -57,8 +57,8 @@ _SESSION = ExitStack()
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return how many processes `-n auto` starts: one a core, and two more, since many tests wait for other processes."""
-    return len(os.sched_getaffinity(0)) + 2
+    """Return how many processes `-n auto` starts: one a core, and one more, since many tests wait for other processes."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -42,6 +42,10 @@ class RoutedClient(SGLangClient):
     async def abort(self, request_id: str) -> None:
         await self._router.abort(request_id)
 
+    async def aclose(self) -> None:
+        await self._router.aclose()
+        await super().aclose()
+
 
 class RouterClient(GenerationClient):
     """Client of a router with one engine."""
@@ -59,6 +63,9 @@ class RouterClient(GenerationClient):
 
     async def abort(self, request_id: str) -> None:
         await self.abort_at(request_id, self._engine.stop)
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
 
 
 @contextmanager
