@@ -163,7 +163,7 @@ class Running:
         self._log.seek(0)
         return self._log.read()
 
-    def wait_for(self, condition: Callable[[], bool], timeout: float = 180) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout: float = 400) -> None:
         end = time.monotonic() + timeout
         while not condition():
             assert self.process.poll() is None, self.output()

@@ -2,12 +2,9 @@
 
 from pathlib import Path
 
-import pytest
 from shared_runs import Services, here
 
 from agentrl.obs.rollouts import read_rollouts
-
-pytestmark = pytest.mark.timeout(300)
 
 TINY = ["rollout.batch_size=4", "rollout.n_samples_per_prompt=4"]
 

@@ -21,8 +21,6 @@ from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
 from agentrl.testing import play_episode
 from agentrl.toolserver.launch import launch_tool
 
-pytestmark = pytest.mark.timeout(200)
-
 SECRET = "31337-is-expected"
 TASK = Task(
     "t",

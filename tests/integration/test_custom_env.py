@@ -3,10 +3,7 @@
 import re
 from pathlib import Path
 
-import pytest
 from shared_runs import Services, agentrl, metrics
-
-pytestmark = pytest.mark.timeout(300)
 
 README = Path(__file__).parents[2] / "README.md"
 TINY = [

@@ -9,8 +9,6 @@ from shared_runs import Services
 
 from agentrl.obs.rollouts import read_rollouts
 
-pytestmark = pytest.mark.timeout(120)
-
 DATA = ["data.input_key=question", "data.label_key=golden_answers", "data.metadata_key=about", "data.id_key=id"]
 SETS = [
     "eval.n_samples=2",

@@ -12,8 +12,6 @@ from shared_runs import Services, metrics
 from agentrl.core.registry import env_class
 from agentrl.testing import check_env
 
-pytestmark = pytest.mark.timeout(300)
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["train.steps=2", "rollout.batch_size=4", "rollout.n_samples_per_prompt=4", "eval.size=8"]
 SMALL += ["run.dir=run", "obs.progress=plain", "obs.tensorboard=false"]

@@ -26,8 +26,6 @@ from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher
 from agentrl.obs.progress import Stopwatch
 from agentrl.train.sampling import Sampling
 
-pytestmark = pytest.mark.timeout(120)
-
 SETTINGS = [
     "sampler.embedded.slots=16",
     "sampler.embedded.context=512",

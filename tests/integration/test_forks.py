@@ -8,8 +8,6 @@ from shared_runs import Services, here, metrics
 from agentrl.core.types import ForkReason, MaskReason, Provenance
 from agentrl.obs.rollouts import read_rollouts, rollout_files
 
-pytestmark = pytest.mark.timeout(300)
-
 ENV = '''
 from agentrl import Env, Message, Task
 

@@ -4,10 +4,7 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from shared_runs import Services, here, metrics
-
-pytestmark = pytest.mark.timeout(300)
 
 README = Path(__file__).parents[2] / "README.md"
 

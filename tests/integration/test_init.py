@@ -10,8 +10,6 @@ from shared_runs import Services, agentrl, environment, here, metrics
 
 from agentrl.project_template import template_files
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:

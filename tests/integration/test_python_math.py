@@ -14,7 +14,6 @@ from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.errors import MissingError
 from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
 
-pytestmark = pytest.mark.timeout(200)
 STEPS = 2
 PRODUCT = re.compile(r'"code": "print\((\d+) \* (\d+)\)"}}\n</tool_call>')
 """A call whose result is known here."""

@@ -3,12 +3,9 @@
 import signal
 from pathlib import Path
 
-import pytest
 from shared_runs import IN_PROCESS_LEARNER, ONE_THREAD, Running, Services, agentrl, gone, here, metrics
 
 from agentrl.obs.rollouts import read_rollouts
-
-pytestmark = pytest.mark.timeout(300)
 
 TINY = [*ONE_THREAD, "rollout.batch_size=4", "rollout.n_samples_per_prompt=4"]
 

@@ -12,8 +12,6 @@ from shared_runs import Services, here, metrics
 
 from agentrl.core.registry import make_env, make_tasks
 
-pytestmark = pytest.mark.timeout(200)
-
 WORLD = make_tasks("multihop", {"scale": 0.2})
 """Questions that the shipped policy can answer, when it is given their documents."""
 SEARCH_QA = ["tasks.name=search_qa", "tools.search.options.corpus=wiki-18.jsonl.gz", "obs.progress=plain"]

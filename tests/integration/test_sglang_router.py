@@ -17,7 +17,6 @@ from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
 from agentrl.inference.fleet.fleet import Fleet
 
 pytest.importorskip("sglang_router", reason="sglang-router is not installed")
-pytestmark = pytest.mark.timeout(120)
 
 
 async def loads(fleet: Fleet) -> list[int]:

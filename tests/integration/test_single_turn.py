@@ -15,8 +15,6 @@ from shared_runs import Services, environment, metrics
 from agentrl.cli.main import main
 from agentrl.models.resolve import resolve_model
 
-pytestmark = pytest.mark.timeout(300)
-
 ROWS = [{"prompt": f"What is {n} + 1?", "label": str(n + 1), "meta": {"odd": n % 2}} for n in range(6)]
 REWARDS = """
 import asyncio

@@ -12,8 +12,6 @@ from agentrl.models.load import load_tokenizer
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.rollouts import RolloutFile
 
-pytestmark = pytest.mark.timeout(300)
-
 PROMPT, ANSWER = "Question: Who?", "<answer> me </answer>"
 
 

@@ -16,9 +16,6 @@ from agentrl.learner.checkpoints import read_state
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.learner.random_states import random_states, states_to_json
 
-pytestmark = pytest.mark.timeout(400)
-
-
 TRAIN = ["train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=7", "train.save_every=2"]
 
 

@@ -3,10 +3,7 @@
 import signal
 from pathlib import Path
 
-import pytest
 from fault_injection import whole_run
-
-pytestmark = pytest.mark.timeout(300)
 
 TURNS = ("time/wake_s", "time/sync_s", "time/sleep_s")
 

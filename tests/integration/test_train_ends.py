@@ -4,10 +4,7 @@ import json
 import signal
 from pathlib import Path
 
-import pytest
 from shared_runs import IN_PROCESS_LEARNER, SMALL, Running, Services, gone, metrics
-
-pytestmark = pytest.mark.timeout(400)
 
 ENDLESS = [
     "train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=200", "train.save_every=0",

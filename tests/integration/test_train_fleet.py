@@ -3,10 +3,7 @@
 import signal
 from pathlib import Path
 
-import pytest
 from fault_injection import whole_run
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def test_engines_killed_and_stopped_in_mid_rollout(tmp_path: Path) -> None:

@@ -3,11 +3,8 @@
 import signal
 from pathlib import Path
 
-import pytest
 import yaml
 from shared_runs import SMALL, Running, Services, gone, metrics
-
-pytestmark = pytest.mark.timeout(400)
 
 SFT = {
     "tasks": {"name": "multihop", "options": {"scale": 0.1, "hops": [1]}},
