@@ -128,7 +128,7 @@ class _Demonstration(Trajectory):
         self.append_demonstrated(generation.token_ids)
 
     def extend_to(self, prompt_ids: Sequence[int], *, added: int | None = None, fork: ForkReason | None = None) -> int:
-        """Extend the row to the end of a prompt; one that does not continue the row is an error."""
+        """Extend the row to the end of a prompt; a prompt that does not continue the row is an error."""
         if fork is ForkReason.CONTEXT:
             raise EnvironmentFailure("the environment rewrites the conversation; one row cannot show the demonstration")
         if fork is not None:

@@ -74,15 +74,20 @@ def whole_run(
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert rows[-1]["rollout/engine_restarts"] == len(strikes)
     assert all(row["rollout/episodes"] == prompts * SAMPLES and row["rollout/dropped"] == 0 for row in rows)
-    wanted = {f"{offset}/{sample}" for offset in range(prompts) for sample in range(SAMPLES)}
     for step in range(1, steps + 1):
-        lines = (folder / "run" / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
-        rollouts = [json.loads(line) for line in lines]
-        assert len(rollouts) == len(wanted)
-        assert {rollout["rollout_id"] for rollout in rollouts} == {f"{step}/{name}" for name in wanted}
-        versions = {version for one in rollouts for row in one["rows"] for version in row["versions"]}
-        assert versions == {-1, step - 1}, "an engine that was started again has the weights of the step"
+        check_rollouts(folder, step, prompts)
     return rows
+
+
+def check_rollouts(folder: Path, step: int, prompts: int) -> None:
+    """Each sample of a step is there once, and has the weights of the step."""
+    lines = (folder / "run" / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    rollouts = [json.loads(line) for line in lines]
+    wanted = {f"{step}/{offset}/{sample}" for offset in range(prompts) for sample in range(SAMPLES)}
+    assert len(rollouts) == len(wanted)
+    assert {rollout["rollout_id"] for rollout in rollouts} == wanted
+    versions = {version for one in rollouts for row in one["rows"] for version in row["versions"]}
+    assert versions == {-1, step - 1}, "an engine that was started again has the weights of the step"
 
 
 def engines(run: Running) -> list[psutil.Process]:

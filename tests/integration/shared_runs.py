@@ -179,6 +179,13 @@ class Running:
     def finish(self, timeout: float = 240) -> int:
         return self.process.wait(timeout)
 
+    def interrupt(self) -> None:
+        """Press Ctrl-C, and assert that the run ends with status 1 and leaves no process."""
+        children = self.descendants()
+        self.send(signal.SIGINT)
+        assert self.finish() == 1
+        assert gone(children) == []
+
     def end(self) -> None:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
