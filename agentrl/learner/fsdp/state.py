@@ -103,7 +103,7 @@ def load_state(rank: SavedRank, folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {words[-1]}") from error
     for index, optimizer in enumerate(rank.optimizers):
         if states:
-            set_optimizer_state_dict(rank.model, optimizer, states[str(index)])
+            _set_moments(rank, optimizer, states[str(index)])
         else:
             optimizer.state.clear()
     rank.step = int(found["step"])
@@ -140,6 +140,14 @@ def _load_optimizers(rank: SavedRank, folder: Path) -> dict[str, Any]:
     states = _optimizer_states(rank)
     load_sharded(states, checkpoint_id=folder)
     return states
+
+
+def _set_moments(rank: SavedRank, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load an optimizer's moments. Learning rate, weight decay and the like stay as the configuration has set them."""
+    configured = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    set_optimizer_state_dict(rank.model, optimizer, state)
+    for group, options in zip(optimizer.param_groups, configured, strict=True):
+        group.update(options)
 
 
 def _description(rank: SavedRank) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -105,12 +105,13 @@ class Learners:
         algo: GrpoConfig | None = None,
         lr: float = 1e-2,
         max_grad_norm: float = 1e6,
+        optimizer: Mapping[str, object] | None = None,
         **options,
     ) -> LocalLearnerGroup:
-        """Open a learner in place of the one before; ``options`` are keys of the learner's configuration."""
+        """Open a learner in place of the one before; ``options`` are keys of its configuration, ``optimizer`` the optimizer's."""
         self.close()
-        optimizer = OptimizerConfig(name=name, lr=lr, max_grad_norm=max_grad_norm)
-        config = LearnerConfig(device="cpu", threads=1, optimizer=optimizer, **options)
+        settings = {"name": name, "lr": lr, "max_grad_norm": max_grad_norm, **(optimizer or {})}
+        config = LearnerConfig(device="cpu", threads=1, optimizer=OptimizerConfig(**settings), **options)
         self.current = LocalLearnerGroup(
             folder or self.model, config, algo or GrpoConfig(), seed=0, reference=reference
         )

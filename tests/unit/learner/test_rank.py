@@ -157,6 +157,28 @@ def test_a_saved_learner_goes_on_bit_for_bit(learners, tmp_path, name):
     assert all(torch.equal(value, wanted[key]) for key, value in tensors(learner).items())
 
 
+CHANGED = {"lr": 2e-3, "weight_decay": 0.3, "betas": (0.5, 0.6), "eps": 1e-3, "momentum": 0.7}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_loaded_optimizer_has_the_settings_of_the_configuration(learners, tmp_path, name):
+    learner = learners.open(name)
+    learner.train_step(make_batch(LENGTHS))
+    learner.save(tmp_path / "state")
+    learner = learners.open(name, optimizer=CHANGED)
+    before = [options(group) for one in learner.rank.optimizers for group in one.param_groups]
+    learner.load(tmp_path / "state")
+    after = [options(group) for one in learner.rank.optimizers for group in one.param_groups]
+    assert after == before
+    adamw, muon = after[-1], after[0] if name == "muon" else {}
+    assert {key: adamw[key] for key in ("lr", "weight_decay", "betas", "eps")}.items() <= CHANGED.items()
+    assert {key: muon[key] for key in muon if key in ("lr", "weight_decay", "momentum")}.items() <= CHANGED.items()
+
+
+def options(group):
+    return {key: value for key, value in group.items() if key != "params"}
+
+
 def test_random_states_come_back(learners, tmp_path):
     import random
 
