@@ -101,8 +101,9 @@ class Conversation:
     async def sample(self, stop: Sequence[str] = ()) -> Message | None:
         """Sample a turn up to one of the ``stop`` strings, an end token or a limit, and return it as a message.
 
-        Its tool calls have ids that are unique in the episode; without ``tools`` it has none. Returns None if a limit or
-        an abort ends the conversation; ``stop_reason`` then says which.
+        Its tool calls have ids that are unique in the episode; without ``tools`` it has none. It is ``inline`` if it goes on
+        with the policy's last message, which was cut. Returns None if a limit or an abort ends the conversation;
+        ``stop_reason`` then says which.
 
         Raises:
             SamplerError: the engine failed, or returned an inconsistent generation.
@@ -113,6 +114,7 @@ class Conversation:
             out_of_turns = state.counters.turns >= context.limits.max_turns
             self.stop_reason = StopReason.MAX_TURNS if out_of_turns else StopReason.MAX_TOKENS
             return None
+        goes_on = state.added == 0 and state.messages[-1].role == "assistant"  # nothing was said since the last turn
         state.trajectory.extend_to(state.prompt_ids, added=state.added, fork=state.fork)
         state.trajectory.temperature = context.sampling.temperature
         state.added, state.fork = 0, None
@@ -135,7 +137,8 @@ class Conversation:
             return None
         self._generation, self._recorded = generation, False
         message = context.renderer.parse(generation.token_ids, self.tools, prompt_ids=state.prompt_ids)
-        return replace(message, tool_calls=self._with_unique_ids(message.tool_calls) if self.tools else ())
+        calls = self._with_unique_ids(message.tool_calls) if self.tools else ()
+        return replace(message, tool_calls=calls, inline=goes_on)
 
     def answer(self, action: Message, new: Sequence[Message], *, reward: float = 0.0, over: bool = False) -> None:
         """Record the turn ``action`` and its answer, and prepare the next prompt unless the episode is ``over``.

@@ -90,16 +90,21 @@ class Episode:
             return
         step = await self._run_requested_calls((observation, 0.0, False, False, info))
         if isinstance(step[0], Rewrite):
+            raise EnvironmentFailure(f"{self._env_name} begins an episode with a Rewrite; only step may give one")
+        messages = _messages(step[0])
+        if not messages:
             raise EnvironmentFailure(
-                f"{type(self._env.env).__name__} begins an episode with a Rewrite; only step may give one"
+                f"{self._env_name}.reset returned no message, so there is nothing for the policy to read"
             )
-        self.conversation.begin(_messages(step[0]), self._task.id)
+        self.conversation.begin(messages, self._task.id)
 
     async def _run_turns(self) -> StopReason:
         conversation, env = self.conversation, self._env.env
         while (action := await conversation.sample(env.stop)) is not None:
             observation, reward, terminated, truncated, _ = await self._step(action)
             over = terminated or truncated
+            if not over:
+                self._check(observation)
             if isinstance(observation, Rewrite) and not over:
                 conversation.record(action, observation.messages, reward=reward)
                 conversation.rewrite(observation.messages)
@@ -109,6 +114,18 @@ class Episode:
                 return StopReason.TERMINATED if terminated else StopReason.TRUNCATED
         assert conversation.stop_reason is not None, "sample sets it when it returns None"
         return conversation.stop_reason
+
+    def _check(self, observation: Observation) -> None:
+        """Raise `EnvironmentFailure` if the policy would go on behind its own end token."""
+        if not _messages(observation) and self.conversation.turn_ended:
+            raise EnvironmentFailure(
+                f"{self._env_name}.step returned no message although the policy has ended its turn: return a message, or "
+                "end the episode with terminated or truncated"
+            )
+
+    @property
+    def _env_name(self) -> str:
+        return type(self._env.env).__name__
 
     async def _step(self, action: Message) -> Step:
         """Pass the policy's message to the environment, or its tool calls to the tools."""

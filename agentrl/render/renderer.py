@@ -76,7 +76,7 @@ class ChatRenderer:
         """
         if messages and messages[0].inline:
             return self._raw(messages)
-        merged = _merge_inline([self._escaped(message) for message in messages])
+        merged = _merge_inline([self._escaped(message) for message in self._join_cut_turns(messages)])
         still_open = bool(messages) and messages[-1].inline and merged[-1].role == "assistant"
         before = merged[:-1] if still_open else merged
         try:
@@ -118,7 +118,8 @@ class ChatRenderer:
         if any(message.inline for message in rest):
             return Fork(ForkReason.TEMPLATE, "inline messages follow other new messages")
         escaped = [self._escaped(message) for message in rest]
-        boundary = self.format.boundary(_merge_inline((*history, *inline)), escaped, self._escaped_tools(tools))
+        before = _merge_inline(self._join_cut_turns((*history, *inline)))
+        boundary = self.format.boundary(before, escaped, self._escaped_tools(tools))
         if isinstance(boundary, Fork):
             return boundary
         ids = self._encoder.template(boundary)
@@ -224,6 +225,18 @@ class ChatRenderer:
             )
         ids = list(self._tokenizer.encode(first.content, add_special_tokens=False))
         return Prompt(tuple(ids) + tuple(index for message in rest for index in self.encode(message.content)))
+
+    def _join_cut_turns(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages with each turn that was cut and went on as one, decoded as a whole: a cut may split a letter."""
+        joined: list[Message] = []
+        for message in messages:
+            if joined and message.inline and message.token_ids and joined[-1].token_ids:
+                before = joined[-1]
+                ids, calls = before.token_ids + message.token_ids, before.tool_calls + message.tool_calls
+                joined[-1] = replace(before, content=self.decode(ids), token_ids=ids, tool_calls=calls)
+            else:
+                joined.append(message)
+        return joined
 
     def _escaped(self, message: Message) -> Message:
         """Return a message with special-token text escaped, except for special tokens that the policy sampled."""

@@ -15,6 +15,13 @@ FORGETS = (
 )
 """Leaves out what the policy said before, so every turn must be rendered anew."""
 
+COUNTS = (
+    "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Begins with the number of user messages, so every user message changes all before it."""
+
 
 def _renderer(template: str) -> make_renderer:
     vocabulary = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -37,3 +44,9 @@ def renderer() -> make_renderer:
 def forgetful() -> make_renderer:
     """One token a byte, and a template that changes earlier turns."""
     return _renderer(FORGETS)
+
+
+@pytest.fixture(scope="session")
+def stubborn() -> make_renderer:
+    """One token a byte, and a template whose first character changes with every user message."""
+    return _renderer(COUNTS)

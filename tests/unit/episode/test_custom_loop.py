@@ -508,6 +508,28 @@ def test_a_turn_that_a_stop_string_or_the_length_ended_goes_on(renderer):
     assert row.request_ids == ("e/0", "e/1", "e/2")
 
 
+def test_a_cut_turn_that_goes_on_is_one_turn_after_a_fork(stubborn):
+    """The length cuts "äé" inside of both letters. The template changes earlier turns, so every prompt is rendered anew."""
+
+    async def generate(task, agent):
+        chat = agent.chat(task.prompt)
+        for _ in range(3):
+            await chat.sample()
+        chat.add(Message("user", "more"))
+        await chat.sample()
+        return chat.rollout()
+
+    text = "aäé"
+    answers = [stubborn.encode(text)[at : at + 2] + stubborn.encode("xyz") for at in (0, 2)]
+    answers += [(*stubborn.encode(text)[4:], stubborn.end_token_id), "done"]
+    (rollout,), sampler, _ = play(stubborn, answers, generate, max_new_tokens=2)
+    check_rows(rollout.rows)
+    assert stubborn.decode(sampler.requests[3].prompt.token_ids) == (
+        "2<|im_start|>user\nWhere does place 3 lie?<|im_end|>\n<|im_start|>assistant\naäé<|im_end|>\n"
+        "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
 FILES = {
     "plain.py": ("def generate(task, agent): ...", "must be a coroutine"),
     "yields.py": ("async def generate(task, agent):\n    yield 1", "must be a coroutine without yield"),

@@ -367,6 +367,39 @@ def test_the_failure_policy_decides(renderer, action):
     assert rollout.metrics == {"words": 1.0}
 
 
+class Silent(Env):
+    """Has nothing to read for the policy."""
+
+    def reset(self, *, seed=None, options=None):
+        observation, info = super().reset(seed=seed, options=options)
+        return () if self.task.metadata["at"] == "reset" else observation, info
+
+    def step(self, action):
+        return (), 0.0, action.content.endswith("done"), False, {}
+
+
+@pytest.mark.parametrize(
+    ("at", "words"),
+    [
+        ("step", "Silent.step returned no message although the policy has ended its turn"),
+        ("reset", "Silent.reset returned no message"),
+    ],
+)
+def test_an_environment_that_says_nothing_is_told(renderer, at, words):
+    runner, _ = build(renderer, ["a", "done"], Silent, failure=FailureConfig(environment="drop"))
+    (rollout,) = asyncio.run(runner.run(Task("t", (Message("user", "task"),), metadata={"at": at}), 1, "e"))
+    assert rollout.failure is not None
+    assert rollout.failure.kind is FailureKind.ENVIRONMENT
+    assert words in rollout.failure.message
+
+
+def test_an_environment_may_let_a_cut_turn_go_on(renderer):
+    runner, _ = build(renderer, ["abcdef", "done"], Silent, max_new_tokens=5)
+    (rollout,) = asyncio.run(runner.run(Task("t", (Message("user", "task"),), metadata={"at": "step"}), 1, "e"))
+    (row,) = rollout.rows
+    assert sampled_text(renderer, row) == "abcdedone<|im_end|>"
+
+
 def test_a_retry_that_works_leaves_no_trace_of_the_failure(renderer):
     def script(asked):
         return SamplerError("engine is away") if "~" not in asked.session_id else "done"
