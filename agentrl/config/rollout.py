@@ -11,6 +11,9 @@ from agentrl.config.base import Section
 FailureAction = Literal["train", "drop", "retry", "stop"]
 """``train`` on the episode with the reward it has, ``drop`` it, ``retry`` it from its start, or ``stop`` the run."""
 
+ResetSeed = Literal["task", "episode"]
+"""Which episodes share the seed of ``Env.reset``: all of a task, or none."""
+
 
 class FailureConfig(Section):
     """What follows when an episode fails, by the origin of the error: train, drop, retry or stop."""
@@ -38,6 +41,9 @@ class RolloutConfig(Section):
     """Prompts per step (slime's ``rollout_batch_size``)."""
     n_samples_per_prompt: PositiveInt = 8
     """Episodes per prompt: the group that advantages are computed over."""
+    reset_seed: ResetSeed = "task"
+    """Seed of ``Env.reset``: ``task`` gives all episodes of a task the same one, so that a task has one right answer; ``episode``
+    gives each its own. Samples differ either way."""
     max_turns: PositiveInt = 8
     """Maximum turns of an episode, including those of its subagents."""
     max_tokens: PositiveInt = 1024

@@ -36,18 +36,18 @@ class Agent:
             return chat.rollout(reward=float(task.answer in reply.content if reply else False))
     """
 
-    def __init__(self, context: EpisodeContext, task: Task, *, seed: int, rollout_id: str, attempt: int = 0) -> None:
+    def __init__(self, context: EpisodeContext, task: Task, state: EpisodeState) -> None:
         """Begin an attempt at an episode; called by the runner."""
         self.task = task
         """The problem."""
-        self.seed = seed
-        """Seed of the episode."""
-        self.rng: np.random.Generator = seeding.np_random(seed)[0]
-        """Generator with the episode's seed, like ``Env.np_random``: all randomness of an episode should come from here."""
+        self.seed = state.env_seed
+        """Seed that an environment would be reset with; equal for all episodes of a task (``rollout.reset_seed``)."""
+        self.rng: np.random.Generator = seeding.np_random(self.seed)[0]
+        """Generator with this seed, like ``Env.np_random``: all randomness of an episode should come from here."""
         self.chats: list[Chat] = []
         """All chats of the episode, in the order in which they were begun."""
         self._context = context
-        self._state = EpisodeState(rollout_id, seed, attempt)
+        self._state = state
         self.tools = ToolRunner(context.tool_clients, self._state.episode_id, context.served)
         """Runs the tool calls. Its sessions stay open after the attempt, for grading."""
         self._calls: Counter[str] = Counter()
@@ -63,7 +63,8 @@ class Agent:
                 returns.
         """
         first, number = self._state, len(self.chats)
-        state = EpisodeState(f"{first.rollout_id}.{number}", first.seed, first.attempt) if number else first
+        name = f"{first.rollout_id}.{number}"
+        state = EpisodeState(name, first.seed, first.attempt, first.reset_seed) if number else first
         chat = Chat(self, Conversation(self._context, state, self._context.offered(tools)), messages)
         self.chats.append(chat)
         return chat

@@ -83,7 +83,7 @@ class Episode:
         return replace(self.state, seconds=self.seconds).to_dict(env_state)
 
     async def _begin(self) -> None:
-        observation, info = await self._env.reset(self._task, self.state.seed)
+        observation, info = await self._env.reset(self._task, self.state.env_seed)
         self.conversation.tools = self._context.offered(self._env.env.tools)
         if self._env_state is not None:
             await self._env.set_state(self._env_state)

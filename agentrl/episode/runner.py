@@ -37,9 +37,11 @@ class Job:
     task: Task
     """The problem; its id becomes the ``prompt_id``."""
     seed: int
-    """Seeds the environment."""
+    """Seeds the policy's samples."""
     rollout_id: str
     """Unique in the run."""
+    reset_seed: int | None = None
+    """Seeds the environment; if None, ``seed`` does."""
 
 
 _RunningEpisode = tuple[Job, asyncio.Task[list[Rollout]]]
@@ -159,13 +161,14 @@ class EpisodeRunner:
         """
         async with self._slots:
             for attempt in itertools.count():
+                state = EpisodeState(job.rollout_id, job.seed, attempt, job.reset_seed)
                 if self._generate is not None:
-                    agent = Agent(self._context, job.task, seed=job.seed, rollout_id=job.rollout_id, attempt=attempt)
+                    agent = Agent(self._context, job.task, state)
                     tools = agent.tools
                     async with _closed_on_error(tools):
                         rollouts = await run_custom_loop(self._generate, self._context, agent)
                 else:
-                    episode = Episode(self._context, job.task, EpisodeState(job.rollout_id, job.seed, attempt))
+                    episode = Episode(self._context, job.task, state)
                     tools, failure = episode.tools, None
                     try:
                         async with _closed_on_error(tools):

@@ -31,9 +31,11 @@ class EpisodeState:
     rollout_id: str
     """Unique in the run."""
     seed: int
-    """Seeds the environment."""
+    """Seeds the policy's samples."""
     attempt: int = 0
     """Failed attempts before this one."""
+    reset_seed: int | None = None
+    """Seeds the environment; if None, ``seed`` does."""
     trajectory: Trajectory = field(default_factory=Trajectory)
     """All tokens so far, each with its provenance."""
     prompt_ids: tuple[int, ...] = ()
@@ -60,6 +62,11 @@ class EpisodeState:
     """Other conversations of the same rollout, such as subagents', in the order in which they were begun."""
 
     @property
+    def env_seed(self) -> int:
+        """Seed of the environment."""
+        return self.seed if self.reset_seed is None else self.reset_seed
+
+    @property
     def episode_id(self) -> str:
         """Id of this attempt at engines and tool servers; differs from earlier attempts, whose replies must not be reused."""
         return f"{self.rollout_id}~{self.attempt}" if self.attempt else self.rollout_id
@@ -76,7 +83,7 @@ class EpisodeState:
 
     def branch(self) -> EpisodeState:
         """Return the state of another conversation of the rollout, which continues from here."""
-        other = EpisodeState(self.rollout_id, self.seed, self.attempt, counters=self.counters)
+        other = EpisodeState(self.rollout_id, self.seed, self.attempt, self.reset_seed, counters=self.counters)
         other.trajectory = self.trajectory.branch()
         other.prompt_ids, other.added, other.fork = self.prompt_ids, self.added, self.fork
         other.messages, other.prompt = list(self.messages), self.prompt
@@ -98,6 +105,7 @@ class EpisodeState:
             "rollout_id": self.rollout_id,
             "seed": self.seed,
             "attempt": self.attempt,
+            "reset_seed": self.reset_seed,
             "prompt_ids": list(self.prompt_ids),
             "added": self.added,
             "fork": self.fork and self.fork.value,
@@ -120,7 +128,8 @@ class EpisodeState:
     def _conversation_from_dict(
         cls, data: Mapping[str, Any], trajectory: Trajectory, counters: EpisodeCounters
     ) -> EpisodeState:
-        fields = {key: data[key] for key in ("rollout_id", "seed", "attempt", "reward", "prompt", "seconds")}
+        names = ("rollout_id", "seed", "attempt", "reset_seed", "reward", "prompt", "seconds")
+        fields = {key: data[key] for key in names}
         branches = zip(data["branches"], trajectory.branches, strict=True)
         return cls(
             **fields,

@@ -65,8 +65,14 @@ def jobs_of(eval_set: EvalTasks) -> list[Job]:
 
     Seeds depend on set, task and sample alone: two evaluations differ only by the policy and its sampling.
     """
+    name = eval_set.name
     return [
-        Job(task, episode_seed(0, "eval", eval_set.name, task.id, sample), f"{eval_set.prefix}{task.id}/{sample}")
+        Job(
+            task,
+            episode_seed(0, "eval", name, task.id, sample),
+            f"{eval_set.prefix}{task.id}/{sample}",
+            episode_seed(0, "eval", name, task.id) if eval_set.reset_seed == "task" else None,
+        )
         for task in eval_set.tasks
         for sample in range(eval_set.plan.n_samples)
     ]

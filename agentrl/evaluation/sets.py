@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.config.evaluation import EvalSet
+from agentrl.config.rollout import ResetSeed
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.core.task import Task, TaskSet
 from agentrl.data.tasks import read_tasks
+from agentrl.runtime.task_order import check_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class EvalTasks:
     """Its tasks, at most ``plan.size``."""
     source: str
     """The split or the file of the tasks."""
+    reset_seed: ResetSeed = "task"
+    """``rollout.reset_seed``."""
 
     @property
     def prefix(self) -> str:
@@ -86,7 +90,8 @@ def _load(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> EvalTasks
                 f"which has: {', '.join(keys) or 'nothing'}"
             )
         plan = plan.model_copy(update={"group_by": None})
-    return EvalTasks(name, plan, chosen, source)
+    check_ids(chosen, source)
+    return EvalTasks(name, plan, chosen, source, config.rollout.reset_seed)
 
 
 def _read(config: Config, tasks: TaskSet, plan: EvalSet, key: str) -> tuple[str, Sequence[Task]]:

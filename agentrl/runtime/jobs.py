@@ -18,10 +18,16 @@ OnDone = Callable[[Rollout], None]
 
 def step_jobs(config: Config, order: TaskOrder, step: int, position: int, tasks: int) -> list[Job]:
     """Return the episodes of a step: one group for each of ``tasks`` tasks from ``position`` on."""
+    seed, rollout = config.run.seed, config.rollout
     return [
-        Job(task, episode_seed(config.run.seed, position + offset, sample), f"{step}/{offset}/{sample}")
+        Job(
+            task,
+            episode_seed(seed, position + offset, sample),
+            f"{step}/{offset}/{sample}",
+            episode_seed(seed, "reset", task.id) if rollout.reset_seed == "task" else None,
+        )
         for offset, task in enumerate(order.take(position, tasks))
-        for sample in range(config.rollout.n_samples_per_prompt)
+        for sample in range(rollout.n_samples_per_prompt)
     ]
 
 

@@ -492,6 +492,15 @@ def test_episodes_beside_each_other_replay_bit_for_bit(renderer):
     assert len({rollout.turns[0].observation for rollout in alone}) > 6
 
 
+def test_the_environment_has_its_own_seed(renderer):
+    runner, sampler = build(renderer, ["hm", "done"], sampling=SamplingParams(max_new_tokens=8, seed=0))[:2]
+    jobs = [Job(task(), seed, f"e{seed}", reset_seed=5) for seed in range(3)]
+    jobs.append(Job(task(), 5, "own"))
+    rollouts = asyncio.run(runner.run_many(jobs))
+    assert len({rollout.turns[0].observation for rollout in rollouts}) == 1
+    assert len({asked.params.seed for asked in sampler.requests}) == len(sampler.requests) == 8
+
+
 def test_request_seeds_depend_on_the_request_alone(renderer):
     def seeds(run_seed, concurrency):
         sampling = SamplingParams(max_new_tokens=8, seed=run_seed)

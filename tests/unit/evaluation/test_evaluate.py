@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,6 +115,14 @@ def test_seeds_depend_on_set_task_and_sample_alone() -> None:
     more = {job.rollout_id: job.seed for job in jobs_of(choice("x", ["c", "b", "a"], n_samples=4, temperature=0.0))}
     assert jobs.items() <= more.items()
     assert set(jobs.values()).isdisjoint(job.seed for job in jobs_of(choice("y", ["a", "b"], n_samples=2)))
+
+
+def test_a_task_has_one_reset_seed_unless_asked_otherwise() -> None:
+    tasks = choice("x", ["a", "b"], n_samples=3)
+    resets = [job.reset_seed for job in jobs_of(tasks)]
+    assert resets == [resets[0]] * 3 + [resets[3]] * 3
+    assert len(set(resets)) == 2
+    assert {job.reset_seed for job in jobs_of(replace(tasks, reset_seed="episode"))} == {None}
 
 
 def test_two_evaluations_of_one_policy_are_the_same() -> None:

@@ -15,10 +15,12 @@ from agentrl.algo.registry import make_algorithm
 from agentrl.batch.groups import group_rollouts
 from agentrl.bench.episode_runner import synthetic_rows
 from agentrl.config.load import load_config
-from agentrl.core.errors import RunStopped
+from agentrl.core.errors import ConfigError, RunStopped
+from agentrl.core.task import MadeTasks
 from agentrl.core.types import Rollout, StopReason
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.task_order import TaskOrder, episode_seed
+from agentrl.runtime.jobs import step_jobs
+from agentrl.runtime.task_order import TaskOrder, check_ids, episode_seed
 from agentrl.train.optimizer_steps import advantages_by_step
 from agentrl.train.step_metrics import merge_metrics, rollout_metrics
 
@@ -42,6 +44,47 @@ def test_episode_seeds_differ_and_stay() -> None:
     seeds = {episode_seed(run, "eval", task) for run in range(10) for task in range(100)}
     assert len(seeds) == 1000
     assert episode_seed(0, "eval", "t1") == 279282251
+
+
+def test_a_task_has_one_reset_seed_and_each_episode_its_own_samples() -> None:
+    config = load_config(None, ["rollout.batch_size=7", "rollout.n_samples_per_prompt=3"])
+    order = TaskOrder(TASKS, 3)
+    jobs = [job for step in (1, 2) for job in step_jobs(config, order, step, (step - 1) * 7, 7)]
+    resets: dict[str, set[int | None]] = {}
+    for job in jobs:
+        resets.setdefault(job.task.id, set()).add(job.reset_seed)
+    assert all(len(seeds) == 1 for seeds in resets.values()), "the same in every group and epoch"
+    assert len(set.union(*resets.values())) == len(TASKS)
+    assert len({job.seed for job in jobs}) == len(jobs) == 42
+    config = load_config(None, ["rollout.n_samples_per_prompt=3", "rollout.reset_seed=episode"])
+    jobs = step_jobs(config, order, 1, 0, 7)
+    assert {job.reset_seed for job in jobs} == {None}, "each has that of its samples"
+
+
+class Made(MadeTasks):
+    """Every third task has the id of the one before it."""
+
+    def make(self, index: int) -> Task:
+        return Task(f"m{index - (index % 3 == 2)}", (Message("user", "?"),))
+
+
+def test_ids_that_several_tasks_have_are_refused() -> None:
+    twice = [*TASKS, TASKS[2], TASKS[5], TASKS[2]]
+    with pytest.raises(ConfigError, match=r"the split 'train' .*'t2' \(tasks 2, 7, 9\), 't5' \(tasks 5, 8\)"):
+        check_ids(twice, "the split 'train'")
+    check_ids(TASKS, "the split 'train'")
+    many = [TASKS[0]] * 3 + [Task(f"x{index // 2}", ()) for index in range(40)]
+    with pytest.raises(ConfigError, match="and 16 others"):
+        check_ids(many, "the split 'train'")
+
+
+def test_ids_of_tasks_made_on_access_are_compared_when_they_are_taken() -> None:
+    made = Made("train", 30)
+    check_ids(made, "the split 'train'")  # making all of them may take minutes
+    order = TaskOrder(made, 0)
+    with pytest.raises(ConfigError, match=r"several tasks have: 'm\d+' \(tasks \d+, \d+\)"):
+        order.take(0, 30)
+    assert len(TaskOrder(Made("train", 2), 0).take(0, 6)) == 6, "a task that comes again in the next epoch is the same"
 
 
 def rollout(prompt: str, sample: int, reward: float, hops: int = 1) -> Rollout:
