@@ -145,7 +145,7 @@ def measure_long(config: Config) -> Iterator[LongEpisodeTimes]:
     Raises:
         ModelError: the tokenizer has no chat template.
     """
-    tokenizer = load_tokenizer(resolve_model(config.model.path))
+    tokenizer = load_tokenizer(resolve_model(config.model.path), trust_remote_code=config.model.trust_remote_code)
 
     def seconds(episode: LongEpisode) -> tuple[float, int]:
         renderer = make_renderer(tokenizer, config.render)  # a new one has an empty cache

@@ -57,22 +57,24 @@ def _texts(tokenizer: str | None, samples: Path) -> Texts | str:
 
     if tokenizer is not None:
         return Texts(load_tokenizer(resolve_model(tokenizer, "--tokenizer", fetch=False), "--tokenizer"))
-    path = _model_path(samples)
-    if path is None:
+    model = _model_of(samples)
+    if model.get("path") is None:
         return "not measured: no config.yaml next to the rollouts names a model; give --tokenizer DIR"
     try:
-        return Texts(load_tokenizer(resolve_model(path, fetch=False)))
+        folder = resolve_model(str(model["path"]), fetch=False)
+        return Texts(load_tokenizer(folder, trust_remote_code=model.get("trust_remote_code") is True))
     except (MissingError, ModelError, UnknownNameError) as error:
         return f"not measured: {error}; give --tokenizer DIR"
 
 
-def _model_path(samples: Path) -> str | None:
+def _model_of(samples: Path) -> dict[str, object]:
+    """Return the section ``model`` of the run's configuration, or an empty one."""
     import yaml
 
     for folder in (samples, samples.absolute().parent, samples.absolute().parent.parent):
         config = folder / "config.yaml"
         if config.is_file():
             read = yaml.safe_load(config.read_text(encoding="utf-8"))
-            path = (read.get("model") or {}).get("path") if isinstance(read, dict) else None
-            return None if path is None else str(path)
-    return None
+            model = read.get("model") if isinstance(read, dict) else None
+            return model if isinstance(model, dict) else {}
+    return {}

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from agentrl.config.load import load_config
-from agentrl.config.render import RenderConfig
+from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, TemplateError
 from agentrl.obs.console import make_console
 
@@ -51,14 +51,16 @@ def run(arguments: argparse.Namespace) -> None:
         ConfigError, ModelError, MissingError: something cannot be read.
         TemplateError: no conversation can be trained with the template.
     """
-    config = _config(arguments)
+    loaded = _config(arguments)
     from agentrl.models.load import load_tokenizer
     from agentrl.models.resolve import resolve_model
     from agentrl.render.template_check.check import check_template
 
     path = Path(arguments.tokenizer).expanduser()
     folder = path.resolve() if path.is_dir() else resolve_model(arguments.tokenizer, "--tokenizer", fetch=False)
-    findings = check_template(load_tokenizer(folder, "--tokenizer"), config)
+    findings = check_template(
+        load_tokenizer(folder, "--tokenizer", trust_remote_code=loaded.model.trust_remote_code), loaded.render
+    )
     console = make_console()
     if arguments.json:
         console.print_json(json.dumps({**asdict(findings), "summary": findings.summary()}))
@@ -68,17 +70,19 @@ def run(arguments: argparse.Namespace) -> None:
         raise TemplateError(f"--tokenizer {arguments.tokenizer}: {findings.fault}")
 
 
-def _config(arguments: argparse.Namespace) -> RenderConfig:
+def _config(arguments: argparse.Namespace) -> Config:
     for override in arguments.overrides:
-        if not override.startswith("render."):
-            raise ConfigError(f"{override}: agentrl template check takes settings of the section render only")
-    config = load_config(None, arguments.overrides).render
+        if not override.startswith(("render.", "model.trust_remote_code=")):
+            raise ConfigError(
+                f"{override}: agentrl template check takes settings of the section render, and model.trust_remote_code"
+            )
+    loaded = load_config(None, arguments.overrides)
     file: Path | None = arguments.chat_template
     if file is None:
-        return config
+        return loaded
     if not file.is_file():
         raise ConfigError(f"--chat-template {file}: there is no such file")
-    return config.model_copy(update={"chat_template": file})
+    return loaded.model_copy(update={"render": loaded.render.model_copy(update={"chat_template": file})})
 
 
 def _print(findings: Findings, console: Console) -> None:

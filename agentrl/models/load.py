@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from copy import copy
 from functools import lru_cache
 from pathlib import Path
@@ -13,17 +14,25 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-_TOKENIZER_SUFFIXES = (".json", ".model", ".jinja", ".txt")
+_log = logging.getLogger(__name__)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "spiece.model", "vocab.json", "vocab.txt")
+_TOKENIZER_SUFFIXES = (".json", ".model", ".jinja", ".txt", ".py")
 
 
-def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizerBase:
-    """Return the tokenizer in ``folder``; ``key`` is the configuration key of the folder, for messages. Does not import torch.
+def load_tokenizer(
+    folder: Path, key: str = "model.path", *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in ``folder``. Does not import torch.
 
     The vocabulary is cached per process; each call returns a copy with separate settings, such as ``chat_template``.
 
+    Args:
+        folder: a folder with tokenizer files.
+        key: configuration key of the folder, for messages.
+        trust_remote_code: run Python code of the folder if the tokenizer needs it (``model.trust_remote_code``).
+
     Raises:
-        ModelError: the folder has no tokenizer, or it cannot be loaded.
+        ModelError: the folder has no tokenizer, or it cannot be loaded, such as for code that is not trusted.
     """
     # With config.json alone transformers would return an empty tokenizer of the right class.
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -31,18 +40,21 @@ def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizer
     files = sorted(path for path in folder.iterdir() if path.suffix in _TOKENIZER_SUFFIXES)
     stamp = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
     try:
-        return copy(_read_tokenizer(folder, stamp))
+        return copy(_read_tokenizer(folder, stamp, trust_remote_code))
     except Exception as error:  # transformers raises errors of many kinds
-        raise ModelError(f"{key}={folder}: its tokenizer cannot be loaded: {_words(error)}") from error
+        raise ModelError(f"{key}={folder}: its tokenizer cannot be loaded: {_words(error)}{_hint(error)}") from error
 
 
 @lru_cache(maxsize=2)
-def _read_tokenizer(folder: Path, stamp: tuple[tuple[str, int, int], ...]) -> PreTrainedTokenizerBase:
+def _read_tokenizer(folder: Path, stamp: tuple[tuple[str, int, int], ...], trusted: bool) -> PreTrainedTokenizerBase:
     """Load a tokenizer, which takes a second or two for a large vocabulary; ``stamp`` changes when its files change."""
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    # Without the argument transformers would ask on the terminal.
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trusted)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    if type(tokenizer).__module__.partition(".")[0] == "transformers_modules":
+        _log.warning("model.trust_remote_code=true: the tokenizer of %s runs Python code of that folder", folder)
     return tokenizer
 
 
@@ -72,10 +84,12 @@ def load_model(
             dtype=as_dtype(dtype),
             attn_implementation=attn_implementation,
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
         )
     except Exception as error:  # transformers raises errors of many kinds
-        raise ModelError(f"{key}={folder}: the model cannot be loaded: {_words(error)}") from error
+        code = "; agentrl loads weights with the code of transformers only" if _hint(error) else ""
+        raise ModelError(f"{key}={folder}: the model cannot be loaded: {_words(error)}{code}") from error
     model: PreTrainedModel = loaded[0]
     report = loaded[1]
     # transformers initialises missing weights randomly and only warns.
@@ -96,6 +110,13 @@ def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ModelError(f"{dtype!r} is not a torch dtype; use float32 or bfloat16")
     return found
+
+
+def _hint(error: Exception) -> str:
+    """Return what to set if transformers refuses to run a folder's code."""
+    if "trust_remote_code" not in str(error):
+        return ""
+    return "; set model.trust_remote_code=true if you trust the Python code in that folder"
 
 
 def _words(error: Exception) -> str:

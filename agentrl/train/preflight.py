@@ -118,7 +118,8 @@ def _check_template(config: Config, model: Path) -> str:
     from agentrl.models.load import load_tokenizer  # takes half a second to import, and a refused run does not need it
     from agentrl.render.template_check.check import check_template
 
-    return check_template(load_tokenizer(model), config.render).summary()
+    tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
+    return check_template(tokenizer, config.render).summary()
 
 
 def _describe(config: Config, tasks: str, model: Path | None, sets: list[EvalTasks] | None, template: str) -> list[str]:

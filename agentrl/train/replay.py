@@ -187,11 +187,12 @@ class SampleCheck:
         return [self.renderer.decode(row.token_ids[:at].tolist()) for row, at in zip(rollout.rows, starts, strict=True)]
 
 
-def sample_check(model: Path, temperature: float) -> SampleCheck:
-    """Return the check for a model folder and ``sampler.temperature``."""
+def sample_check(config: Config, model: Path) -> SampleCheck:
+    """Return the check for a run and its model folder."""
     described = json.loads((model / "config.json").read_text(encoding="utf-8"))
     vocabulary = described.get("vocab_size") or described["text_config"]["vocab_size"]
-    return SampleCheck(vocabulary, make_renderer(load_tokenizer(model)), temperature)
+    tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
+    return SampleCheck(vocabulary, make_renderer(tokenizer), config.sampler.temperature)
 
 
 def check_replay(config: Config, path: Path) -> list[str]:
@@ -212,7 +213,7 @@ def check_replay(config: Config, path: Path) -> list[str]:
     samples = RecordedRollouts(path, config.rollout.batch_size)
     model = resolve_model(config.model.path)
     rollouts = samples[0]
-    sample_check(model, config.sampler.temperature)(rollouts, samples.name(0))
+    sample_check(config, model)(rollouts, samples.name(0))
     groups = group_rollouts(rollouts)
     advantages = rollout_advantages(make_algorithm(config.algo), groups)
     if len(samples) == 1 and not config.algo.trains_everything and not any(advantages.values()):

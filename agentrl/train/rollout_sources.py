@@ -72,7 +72,7 @@ async def open_sampling(
 def open_replay(config: Config, path: Path, model: Path, interrupt: Interrupt) -> RolloutSource:
     """Return the rollout source of recorded rollouts, which are checked against the tokenizer of ``model``."""
     recorded = RecordedRollouts(path, config.rollout.batch_size)
-    return Replay(config, recorded, sample_check(model, config.sampler.temperature), interrupt)
+    return Replay(config, recorded, sample_check(config, model), interrupt)
 
 
 def _weight_sync(config: Config, folder: Path, transport: str) -> WeightSync:

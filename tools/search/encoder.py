@@ -36,8 +36,10 @@ class Encoder:
         self.device = torch.device(device)
         dtype = torch.float16 if device == "cuda" else torch.float32
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
-            loaded, report = AutoModel.from_pretrained(model, dtype=dtype, output_loading_info=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+            loaded, report = AutoModel.from_pretrained(
+                model, dtype=dtype, output_loading_info=True, trust_remote_code=False
+            )
         except Exception as error:  # transformers raises whatever its readers do
             raise ConfigError(f"{key}={model} cannot be loaded: {type(error).__name__}: {error}") from error
         # The pooler is not used: it follows the hidden states. transformers initialises missing weights at random.

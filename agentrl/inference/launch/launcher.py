@@ -70,6 +70,8 @@ class EngineSpec:
     """Folder for ``engine-0.log`` and so on."""
     seed: int
     """Seed of requests without a seed; each engine adds its number."""
+    trust_remote_code: bool = False
+    """``model.trust_remote_code``."""
 
     def start(self, number: int, *, host: str = LOOPBACK, gpus: Sequence[str] = ()) -> EngineProcess:
         """Start engine ``number`` on this machine and block until it is healthy; see `Launcher.launch`.
@@ -91,7 +93,9 @@ class EngineSpec:
                 host=host,
                 port=port,
                 seed=seed,
-                options=config.sglang_options,
+                options={"trust_remote_code": True, **config.sglang_options}
+                if self.trust_remote_code
+                else config.sglang_options,
                 python=config.python,
                 gpus=gpus,
                 timeout_s=timeout_s,
@@ -106,6 +110,7 @@ class EngineSpec:
             slots=embedded.slots,
             context=embedded.context,
             threads=embedded.threads,
+            trust_remote_code=self.trust_remote_code,
             timeout_s=timeout_s,
         )
 

@@ -95,6 +95,7 @@ def launch_embedded(
     context: int = 2048,
     threads: int = 2,
     version: int = 0,
+    trust_remote_code: bool = False,
     timeout_s: float = 300.0,
 ) -> EngineProcess:
     """Start the embedded engine on a model folder and wait until it is healthy.
@@ -110,6 +111,7 @@ def launch_embedded(
         context: most tokens of a sequence.
         threads: CPU threads of torch.
         version: policy version of the weights in the folder.
+        trust_remote_code: run Python code of the folder if the tokenizer needs it.
         timeout_s: timeout of the start in seconds.
 
     Raises:
@@ -124,6 +126,7 @@ def launch_embedded(
         "threads": threads,
         "seed": seed,
         "weight-version": version,
+        "trust-remote-code": trust_remote_code,
     }
     command = [sys.executable, "-m", "agentrl.inference.embedded", *command_flags(flags)]
     # Large models share matrix products among OpenMP threads. If these spin while they wait, the engine becomes many
