@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from agentrl.core.task import TaskSet
 
 
+MAX_NESTING = 100
+"""Levels of lists and objects in the arguments of a call. Parsers and validators fail beyond several hundred."""
+
+
 class ToolClient(Protocol):
     """Client of one tool server."""
 
@@ -83,6 +87,8 @@ class Tool:
 
     def fault_of(self, arguments: Mapping[str, Any]) -> str:
         """Return where and how arguments violate the schema, in jsonschema's words; empty if they do not."""
+        if is_too_deep(arguments):
+            return f"{self.name}: the arguments are nested more than {MAX_NESTING} levels deep"
         try:
             error = best_match(_validator(json.dumps(self.parameters, default=dict)).iter_errors(dict(arguments)))
             if error is not None:
@@ -91,7 +97,7 @@ class Tool:
         except Unresolvable as error:
             return f"{self.name}: its schema has an unresolvable reference: {error}"
         except RecursionError:
-            return f"{self.name}: the arguments are nested too deeply"
+            return f"{self.name}: its schema refers to itself without end"
         except (ArithmeticError, ValueError) as error:  # of numbers such as NaN and 1e999, which Python reads in JSON
             return f"{self.name}: the arguments hold a number that cannot be checked: {error}"
         return ""
@@ -106,6 +112,22 @@ class Tool:
         except Exception as error:
             return ToolResult(call.id, ToolStatus.ERROR, f"{type(error).__name__}: {error}")
         return answer if isinstance(answer, ToolResult) else ToolResult(call.id, ToolStatus.OK, str(answer))
+
+
+def is_too_deep(arguments: Mapping[str, Any]) -> bool:
+    """Return whether arguments are nested more than `MAX_NESTING` levels deep."""
+    level: list[Any] = [arguments]
+    for _ in range(MAX_NESTING):
+        level = [inner for value in level for inner in _inner(value)]
+        if not level:
+            return False
+    return any(isinstance(value, Mapping | list | tuple) for value in level)
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def checked_call(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:

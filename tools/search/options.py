@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from agentrl.config.base import Section
+from agentrl.toolserver import limits
 
 from .corpora import E5_MODEL, RetrieverName
 from .corpus import DEFAULT
@@ -39,6 +40,12 @@ class SearchOptions(Section):
     def indexes(self) -> dict[str, Path]:
         """Return the index files by name; empty if none is set."""
         return _by_name(self.index)
+
+
+def query_fault(query: str) -> str:
+    """Return why a query is refused; empty if it is not."""
+    longest = limits.QUERY_CHARACTERS
+    return "" if len(query) <= longest else f"the query has {len(query)} characters, {longest} are allowed"
 
 
 def _by_name(files: Path | dict[str, Path] | None) -> dict[str, Path]:

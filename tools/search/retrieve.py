@@ -13,8 +13,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agentrl.core.errors import UnknownNameError
+from agentrl.toolserver import limits
 
-from .options import MAX_TOPK
+from .options import MAX_TOPK, query_fault
 
 if TYPE_CHECKING:
     from .tool import SearchTool
@@ -50,6 +51,10 @@ def parse_request(body: Any, topk: int) -> Retrieval:
         queries = [queries]
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
         raise ValueError("'queries' must be a list of strings ('query' a string)")
+    if len(queries) > limits.QUERIES:
+        raise ValueError(f"a request may have {limits.QUERIES} queries, it has {len(queries)}")
+    if fault := next(filter(None, map(query_fault, queries)), ""):
+        raise ValueError(fault)
     wanted = body.get("topk")
     wanted = topk if wanted is None else wanted
     if not isinstance(wanted, int) or isinstance(wanted, bool) or not 1 <= wanted <= MAX_TOPK:

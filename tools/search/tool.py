@@ -13,7 +13,7 @@ from agentrl.core.errors import ConfigError, UnknownNameError
 from agentrl.toolserver.hosted_tool import StatelessTool
 
 from .corpora import open_corpora
-from .options import MAX_TOPK, SearchOptions
+from .options import MAX_TOPK, SearchOptions, query_fault
 from .retriever import Corpora, Hit
 
 if TYPE_CHECKING:
@@ -76,9 +76,12 @@ class SearchTool(StatelessTool):
     def answer(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Return a result for each call with checked arguments: its hits as text, and as data ``[{"document", "score"}]``."""
         groups: dict[tuple[int, str | None], list[int]] = {}
-        for number, call in enumerate(calls):
-            groups.setdefault((call.arguments.get("topk", self.topk), call.arguments.get("corpus")), []).append(number)
         results: dict[int, ToolResult] = {}
+        for number, call in enumerate(calls):
+            if fault := query_fault(call.arguments["query"]):
+                results[number] = ToolResult(call.id, ToolStatus.INVALID, f"search: {fault}")
+                continue
+            groups.setdefault((call.arguments.get("topk", self.topk), call.arguments.get("corpus")), []).append(number)
         for (topk, corpus), numbers in groups.items():
             try:
                 found = self._search([calls[number].arguments["query"] for number in numbers], topk, corpus)
@@ -97,7 +100,11 @@ class SearchTool(StatelessTool):
             UnknownNameError: there is no such corpus, or no name was given and there are several.
 
         """
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._search, queries, topk, corpus)
+        loop, hits = asyncio.get_running_loop(), list[list[Hit]]()
+        for start in range(0, len(queries), BATCH):  # calls of policies run in between
+            batch = queries[start : start + BATCH]
+            hits += await loop.run_in_executor(self._thread, self._search, batch, topk, corpus)
+        return hits
 
     def _search(self, queries: Sequence[str], topk: int, corpus: str | None) -> list[list[Hit]]:
         assert self._corpora is not None, "start comes first"

@@ -12,9 +12,10 @@ import orjson
 
 from agentrl.config.toolserver import ClientConfig
 from agentrl.core.errors import AgentrlError, ConfigError, EnvironmentFailure, SandboxFailure, ToolFailure
-from agentrl.core.tool import Tool
+from agentrl.core.tool import MAX_NESTING, Tool, is_too_deep
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.obs.waiting import waiting
+from agentrl.toolserver import limits
 from agentrl.toolserver.batcher import Batcher
 from agentrl.toolserver.client import pool as pool_module
 from agentrl.toolserver.client import server as server_module
@@ -98,20 +99,22 @@ class ToolServerClient:
             ConfigError: a server refuses our token, or has other tools.
 
         """
+        if is_too_deep(call.arguments):  # fails before a batch with the calls of other episodes does
+            fault = f"{call.name}: the arguments are nested more than {MAX_NESTING} levels deep"
+            return ToolResult(call.id, ToolStatus.INVALID, fault)
         try:
             # Not orjson: it refuses the numbers beyond 64 bits that a policy may write. An invalid call id fails its own
             # request, and so must not be in a batch.
             call_id = call.id if self._batcher is None else "stateless"
             fields = {"call_id": call_id, "tool": call.name, "arguments": dict(call.arguments)}
             body = json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
-        except (
-            ValueError,
-            TypeError,
-            RecursionError,
-        ) as error:  # NaN, half a character, or a depth that no parser takes
+        except (ValueError, TypeError) as error:  # NaN, or half a character
             fault = f"{call.name}: the arguments cannot be sent as JSON: {error}"
             return ToolResult(call.id, ToolStatus.INVALID, fault)
         if self._batcher is not None:
+            if len(body) > limits.CALL_BYTES:
+                fault = f"{call.name}: the arguments have {len(body)} bytes, {limits.CALL_BYTES} are allowed"
+                return ToolResult(call.id, ToolStatus.INVALID, fault)
             with waiting("tool server", "batch of stateless calls"):
                 return await self._batcher.submit((call, body))
         session = await self._session(episode_id)

@@ -79,6 +79,7 @@ class ToolServer:
         self._tools = tools
         self._checked_instance = ""  # the server process whose tools were compared with ours
         self._http: aiohttp.ClientSession | None = None
+        self._probes: aiohttp.ClientSession | None = None  # a new connection for each request
 
     async def request(
         self,
@@ -138,12 +139,16 @@ class ToolServer:
     async def instance(self) -> str:
         """Return the id of the server process that answers.
 
+        On a new connection: a healthy server may have closed those in the pool, as it does after an error of its own.
+
         Raises:
             aiohttp.ClientError, TimeoutError: none does.
             ToolFailure: it is no tool server.
 
         """
-        async with self._connections().get(f"{self.url}/health", timeout=_timeout(PROBE_S)) as response:
+        if self._probes is None:
+            self._probes = self._new_pool(aiohttp.TCPConnector(force_close=True))
+        async with self._probes.get(f"{self.url}/health", timeout=_timeout(PROBE_S)) as response:
             reply = Reply(response.status, await response.read())
         return str(self.fields(reply, "GET /health", {"server": str, "status": str})["server"])
 
@@ -198,18 +203,22 @@ class ToolServer:
     def _connections(self) -> aiohttp.ClientSession:
         """Return the connection pool, which belongs to the event loop of the first request."""
         if self._http is None:
-            token = self._config.token or os.environ.get(TOKEN_VARIABLE)
-            self._http = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                headers={"content-type": "application/json", **({"authorization": f"Bearer {token}"} if token else {})},
-            )
+            self._http = self._new_pool(aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S))
         return self._http
+
+    def _new_pool(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+        token = self._config.token or os.environ.get(TOKEN_VARIABLE)
+        return aiohttp.ClientSession(
+            connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"content-type": "application/json", **({"authorization": f"Bearer {token}"} if token else {})},
+        )
 
     async def aclose(self) -> None:
         """Close all connections."""
-        if self._http is not None:
-            await self._http.close()
+        for pool in (self._http, self._probes):
+            if pool is not None:
+                await pool.close()
 
 
 def _timeout(seconds: float) -> aiohttp.ClientTimeout:

@@ -25,6 +25,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
+from agentrl.toolserver import limits
 from agentrl.toolserver.server.errors import Refusal
 from agentrl.toolserver.server.sessions import Sessions
 
@@ -33,10 +34,6 @@ STATUS = "agentrl/status"
 """Key in a result's ``_meta``: the `ToolStatus`."""
 DATA = "agentrl/data"
 """Key in a result's ``_meta``: the result's data. Not ``structuredContent``, which clients show to their model."""
-MAX_BODY = 16 * 2**20
-"""Bytes of the largest request."""
-REMEMBERED = 100_000
-"""MCP sessions whose server session is remembered, ended ones included."""
 _SESSION = "mcp-session-id"
 _VERSION = "mcp-protocol-version"
 
@@ -49,7 +46,11 @@ async def mcp_routes(sessions: Sessions) -> AsyncIterator[list[BaseRoute]]:
         "agentrl", version=version("agentrl"), on_list_tools=bridge.list_tools, on_call_tool=bridge.call_tool
     )
     manager = StreamableHTTPSessionManager(
-        server, json_response=True, session_idle_timeout=sessions.config.idle_timeout_s, max_request_body_size=MAX_BODY
+        server,
+        json_response=True,
+        session_idle_timeout=sessions.config.idle_timeout_s,
+        max_request_body_size=limits.BODY_BYTES,
+        max_sessions=limits.MCP_SESSIONS,
     )
     async with manager.run():
         yield [Route(PATH, _Endpoint(manager, bridge))]
@@ -92,7 +93,7 @@ class _Bridge:
         if theirs not in self._ours:
             session = await self._sessions.open(f"mcp/{theirs}")
             self._ours[theirs] = session.id
-            while len(self._ours) > REMEMBERED:
+            while len(self._ours) > limits.CLOSED_SESSIONS:
                 self._ours.popitem(last=False)
         return self._ours[theirs]
 

@@ -17,20 +17,14 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from agentrl.core.types import ToolCall
+from agentrl.toolserver import limits
 from agentrl.toolserver.server.auth import BearerAuth, SameOriginOnly
 from agentrl.toolserver.server.errors import Draining, Full, Refusal
 from agentrl.toolserver.server.metrics import CONTENT_TYPE
+from agentrl.toolserver.server.receiving import BodyLimit
 from agentrl.toolserver.server.session import Session
 from agentrl.toolserver.server.sessions import Sessions
 
-MAX_BODY = 16 * 2**20
-"""Bytes of the largest request."""
-MAX_ID = 256
-"""Characters of the longest id that a client may choose."""
-MAX_CALLS = 256
-"""Calls in the largest request for stateless tools."""
-RETRY_AFTER_S = 5
-"""The header ``Retry-After`` of replies with status 503."""
 B = TypeVar("B", bound=BaseModel)
 _CLOSED_REQUEST = 499
 """The status for a request whose client has disconnected, which never reads it."""
@@ -42,7 +36,7 @@ def _reply(content: Any, status: int = 200, headers: dict[str, str] | None = Non
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, Full | Draining) else None
+    headers = {"Retry-After": str(limits.RETRY_AFTER_S)} if isinstance(error, Full | Draining) else None
     return _reply({"error": str(error)}, error.status, headers)
 
 
@@ -62,7 +56,7 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-_Id = Annotated[str, Field(max_length=MAX_ID, pattern=r"^([^\p{C}\p{Z}]| )+$")]
+_Id = Annotated[str, Field(max_length=limits.ID_CHARACTERS, pattern=r"^([^\p{C}\p{Z}]| )+$")]
 """Printable characters."""
 
 
@@ -83,7 +77,7 @@ class _Call(_Body):
 class _Calls(_Body):
     """``POST /calls``."""
 
-    calls: list[_Call] = Field(max_length=MAX_CALLS)
+    calls: list[_Call] = Field(max_length=limits.CALLS)
 
 
 async def read_body(request: Request, body: type[B]) -> B:
@@ -93,14 +87,10 @@ async def read_body(request: Request, body: type[B]) -> B:
         HTTPException: 413 if it is too long, 400 if it is not the JSON object that the route takes.
 
     """
-    content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > MAX_BODY:
-            raise HTTPException(413, f"a request may have {MAX_BODY} bytes")
+    content = await request.body()
     try:
         # Not orjson: it turns whole numbers beyond 64 bits into floats.
-        return body.model_validate(json.loads(bytes(content).decode(), parse_constant=_no_number) if content else {})
+        return body.model_validate(json.loads(content.decode(), parse_constant=_no_number) if content else {})
     except ValidationError as error:
         faults = (f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {fault['msg']}" for fault in error.errors())
         raise HTTPException(400, "; ".join(faults)) from None
@@ -155,7 +145,7 @@ class _Api:
         calls = (await read_body(request, _Calls)).calls
         try:
             json.dumps([call.arguments for call in calls], ensure_ascii=False).encode()
-        except ValueError as error:  # half a character would fail the batch of others that it gets into
+        except (ValueError, RecursionError) as error:  # half a character would fail the batch that it gets into
             raise HTTPException(400, f"the arguments cannot be encoded: {error}") from None
         answers = await self._sessions.call_stateless(
             [ToolCall(call.call_id, call.tool, call.arguments) for call in calls]
@@ -209,7 +199,10 @@ def make_app(sessions: Sessions, *, token: str | None = None, mounts: Sequence[B
             *(route for tool in sessions.tools.values() for route in tool.routes()),
             *mounts,
         ],
-        middleware=[Middleware(SameOriginOnly) if token is None else Middleware(BearerAuth, token=token)],
+        middleware=[
+            Middleware(BodyLimit),
+            Middleware(SameOriginOnly) if token is None else Middleware(BearerAuth, token=token),
+        ],
         exception_handlers={
             Refusal: _refused,
             ClientDisconnect: _disconnected,

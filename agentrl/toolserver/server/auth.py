@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.config.toolserver import ServerConfig
 from agentrl.core.errors import ConfigError
+from agentrl.toolserver import limits
 
 TOKEN_VARIABLE = "AGENTRL_TOOLS_TOKEN"
 """Environment variable with the token, for configurations that should not hold it."""
@@ -36,7 +37,8 @@ def server_token(config: ServerConfig, host: str) -> str | None:
     """Return the token that requests need, or None if they need none.
 
     Raises:
-        ConfigError: ``host`` can be reached from other machines and there is no token, or it is not valid in a header.
+        ConfigError: ``host`` can be reached from other machines and there is no token; or the token can be guessed, or is not
+            valid in a header.
 
     """
     token = os.environ.get(TOKEN_VARIABLE) if config.token is None else config.token
@@ -52,6 +54,12 @@ def server_token(config: ServerConfig, host: str) -> str | None:
     if not (token.isascii() and token.isprintable() and " " not in token):
         raise ConfigError(
             f"server.token ({TOKEN_VARIABLE}) must be printable ASCII without spaces to stand in a header"
+        )
+    shortest, longest = limits.TOKEN_CHARACTERS
+    if not shortest <= len(token) <= longest:
+        raise ConfigError(
+            f"server.token ({TOKEN_VARIABLE}) has {len(token)} characters; use {shortest} to {longest} random ones, such as "
+            "those of: openssl rand -hex 16"
         )
     return token
 
@@ -84,7 +92,10 @@ class BearerAuth:
 
 
 class SameOriginOnly:
-    """ASGI middleware for servers without a token: refuses requests of web pages from other hosts (DNS rebinding, CSRF).
+    """ASGI middleware for servers without a token: refuses requests that a web page of another host may have sent.
+
+    Such a page gives its host as ``Origin`` (CSRF). If its name resolves to the loopback (DNS rebinding), a GET has no
+    ``Origin``, and ``Host`` is the page's.
 
     Args:
         app: the guarded application.
@@ -95,10 +106,28 @@ class SameOriginOnly:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with 403."""
-        origin = Headers(scope=scope).get("origin") if scope["type"] == "http" else None
-        if origin is None or is_loopback(urlsplit(origin).hostname or ""):
+        fault = _foreign(Headers(scope=scope)) if scope["type"] == "http" else ""
+        if not fault:
             await self._app(scope, receive, send)
             return
-        await JSONResponse({"error": f"requests of web pages from {origin:.200} are refused"}, 403)(
-            scope, receive, send
+        await JSONResponse({"error": fault}, 403)(scope, receive, send)
+
+
+def _foreign(headers: Headers) -> str:
+    """Return why a request may come from a web page of another host; empty if it does not."""
+    origin, host = headers.get("origin"), headers.get("host", "")
+    if origin is not None and not is_loopback(_host(origin)):
+        return f"requests of web pages from {origin:.200} are refused"
+    if not is_loopback(_host(f"//{host}")):
+        return (
+            f"this server has no token, and the request names the host {host:.200}: use 127.0.0.1 or localhost, or set "
+            f"server.token ({TOKEN_VARIABLE})"
         )
+    return ""
+
+
+def _host(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""

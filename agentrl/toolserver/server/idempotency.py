@@ -10,20 +10,16 @@ from dataclasses import dataclass
 
 import orjson
 
-from agentrl.core.types import ToolCall, ToolResult
+from agentrl.core.types import ToolCall, ToolResult, ToolStatus
+from agentrl.toolserver import limits
 from agentrl.toolserver.server.errors import Conflict
-
-KEPT_BYTES = 2 * 2**20
-"""Bytes of a session's results that are kept for retries; the oldest are dropped first, the last one is always kept."""
-KEPT_IDS = 4096
-"""Call ids of a session that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a call, and its HTTP reply."""
+    """The result of a call as its HTTP reply. Nothing else of it is kept: objects take a multiple of the memory."""
 
-    result: ToolResult
+    status: ToolStatus
     body: bytes
     """The result as JSON: ``{"call_id", "status", "content", "data"}``."""
 
@@ -41,7 +37,14 @@ class Answer:
             "content": result.content,
             "data": result.data,
         }
-        return cls(result, orjson.dumps(fields))
+        # A copy: orjson leaves the room in its bytes that it reserved while it wrote, often several times their length.
+        return cls(result.status, bytes(memoryview(orjson.dumps(fields))))
+
+    @property
+    def result(self) -> ToolResult:
+        """The result as the client of an HTTP server gets it."""
+        fields = orjson.loads(self.body)
+        return ToolResult(fields["call_id"], self.status, fields["content"], fields["data"])
 
 
 @dataclass(slots=True)
@@ -55,55 +58,64 @@ class _Entry:
 
 
 class CallMemory:
-    """The calls of a session and their answers, within `KEPT_BYTES` and `KEPT_IDS`."""
+    """The calls of a session and their answers, within `limits.KEPT_BYTES` and `limits.KEPT_IDS`."""
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        """By the digest of the call id, which may be long."""
         self._bytes = 0
 
     def __contains__(self, call_id: str) -> bool:
         """Return whether a call with this id was started."""
-        return call_id in self._entries
+        return _key(call_id) in self._entries
 
     def recall(self, call: ToolCall) -> tuple[asyncio.Future[Answer], bool]:
         """Return the future of a call's answer, and whether the call is new: then the caller runs it and sets the answer.
 
         Raises:
             Conflict: the id belongs to another call, or to one whose answer is no longer kept.
-            ValueError: the arguments cannot be encoded: half a character, or a number such as NaN.
+            ValueError, RecursionError: the arguments cannot be encoded: half a character, a number such as NaN, or too deep.
 
         """
         text = json.dumps([call.name, call.arguments], sort_keys=True, ensure_ascii=False, allow_nan=False)
-        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-        known = self._entries.get(call.id)
+        key, digest = _key(call.id), _digest(text.encode())
+        known = self._entries.get(key)
         if known is None:
-            return self._begin(call.id, digest), True
+            return self._begin(key, digest), True
         if known.digest != digest:
             raise Conflict(f"call_id {call.id!r} was another call of this session; every call needs a unique id")
         if known.answer is None:
             raise Conflict(f"call_id {call.id!r} was answered long ago, and its result is no longer kept")
         return known.answer, False
 
-    def _begin(self, call_id: str, digest: bytes) -> asyncio.Future[Answer]:
+    def _begin(self, key: bytes, digest: bytes) -> asyncio.Future[Answer]:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._entries[call_id] = _Entry(digest, answer)
-        answer.add_done_callback(lambda done: self._keep(call_id, len(done.result().body)))
+        self._entries[key] = _Entry(digest, answer)
+        answer.add_done_callback(lambda done: self._keep(key, len(done.result().body)))
         return answer
 
-    def _keep(self, call_id: str, size: int) -> None:
+    def _keep(self, key: bytes, size: int) -> None:
         """Count a result's bytes, and drop the oldest results beyond the bounds."""
-        newest = self._entries[call_id]
+        newest = self._entries[key]
         newest.size = size
         self._bytes += size
         for entry in self._entries.values():
-            if self._bytes <= KEPT_BYTES:
+            if self._bytes <= limits.KEPT_BYTES:
                 break
             if entry.size and entry is not newest:
                 self._bytes -= entry.size
                 entry.size, entry.answer = 0, None
-        while len(self._entries) > KEPT_IDS:
+        while len(self._entries) > limits.KEPT_IDS:
             oldest = next(iter(self._entries.values()))
             if oldest is newest or (oldest.answer is not None and not oldest.size):
                 break  # the oldest call still runs
             self._bytes -= oldest.size
             self._entries.popitem(last=False)
+
+
+def _key(call_id: str) -> bytes:
+    return _digest(call_id.encode(errors="surrogatepass"))
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()

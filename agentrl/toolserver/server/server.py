@@ -20,22 +20,25 @@ from agentrl.core.errors import ConfigError, PortInUseError
 from agentrl.sandbox.base import SandboxBackend
 from agentrl.sandbox.canary.check import check_backend
 from agentrl.sandbox.registry import make_backend
+from agentrl.toolserver import limits
 from agentrl.toolserver.hosted_tool import HostedTool
 from agentrl.toolserver.server.app import make_app
 from agentrl.toolserver.server.auth import server_token
+from agentrl.toolserver.server.receiving import ReceiveTimeout
 from agentrl.toolserver.server.sessions import Sessions
 
 __all__ = ["listen", "make_app", "open_sessions", "serve_tools"]
 
-_UVICORN: dict[str, Any] = {
+UVICORN: dict[str, Any] = {
     "log_level": "warning",
     "access_log": False,
     "lifespan": "off",
     "ws": "none",
+    "http": ReceiveTimeout,
+    "h11_max_incomplete_event_size": limits.HEAD_BYTES,
+    "timeout_keep_alive": limits.KEEP_ALIVE_S,
     "timeout_graceful_shutdown": 2,
 }
-_KEEP_ALIVE_S = 75
-"""Longer than clients keep an idle connection, so that the client closes it: no request races with a close."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -140,7 +143,7 @@ async def _serve(
     try:
         async with open_sessions(tools, config, sandboxed=sandboxed) as sessions, mcp_routes(sessions) as routes:
             app = make_app(sessions, token=token, mounts=routes)
-            server = _Server(uvicorn.Config(app, timeout_keep_alive=_KEEP_ALIVE_S, **_UVICORN))
+            server = _Server(uvicorn.Config(app, **UVICORN))
             serving = asyncio.create_task(server.serve(sockets=[listener]), name="serve")
             signals.starting = None
             print(_announcement(sessions, config, listener, sandboxed=sandboxed), flush=True)

@@ -109,7 +109,7 @@ class Session(ToolSession):
         self.touch()
         try:
             answer, new = self._calls.recall(call)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             fault = f"{call.name}: the call cannot be passed on: {error}"
             return Answer.of(ToolResult(call.id, ToolStatus.INVALID, _printable(fault)))
         if new:
@@ -154,7 +154,7 @@ class Session(ToolSession):
             finally:
                 self._end_lease(lease)
         metrics.call_seconds.labels(label).observe(time.perf_counter() - started)
-        metrics.calls.labels(label, answer.result.status.value).inc()
+        metrics.calls.labels(label, answer.status.value).inc()
         return answer
 
     async def run_many(self, tool: StatelessTool, calls: Sequence[ToolCall]) -> list[Answer]:
@@ -176,7 +176,7 @@ class Session(ToolSession):
         observe = metrics.call_seconds.labels(tool.spec.name).observe
         for answer in answers.values():
             observe(seconds)
-            metrics.calls.labels(tool.spec.name, answer.result.status.value).inc()
+            metrics.calls.labels(tool.spec.name, answer.status.value).inc()
         return [answers[number] for number in range(len(calls))]
 
     def _failed(self, call: ToolCall, error: BaseException) -> Answer:

@@ -16,6 +16,7 @@ from agentrl.config.toolserver import ServerConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import ToolCall
 from agentrl.sandbox.base import SandboxBackend
+from agentrl.toolserver import limits
 from agentrl.toolserver.hosted_tool import HostedTool, StatelessTool
 from agentrl.toolserver.server.errors import Draining, Full, NeedsSession, SessionGone, UnknownSession
 from agentrl.toolserver.server.idempotency import Answer
@@ -24,8 +25,6 @@ from agentrl.toolserver.server.session import ServerResources, Session
 
 _log = logging.getLogger(__name__)
 
-REMEMBERED_CLOSED = 10_000
-"""Closed sessions that are remembered, to distinguish them from unknown ones."""
 CALLS_PER_CORE = 8
 """Calls that may use sandboxes at the same time, if ``server.max_running`` is not set."""
 OPENERS_PER_CORE = 2
@@ -244,7 +243,7 @@ class Sessions:
         if self._episodes.get(session.episode_id) is session:
             del self._episodes[session.episode_id]
         self._gone[session.id] = why
-        while len(self._gone) > REMEMBERED_CLOSED:
+        while len(self._gone) > limits.CLOSED_SESSIONS:
             self._gone.popitem(last=False)
         task = asyncio.create_task(session.close(why), name=f"closing-{session.id}")
         self._closing[task] = session

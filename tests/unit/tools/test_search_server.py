@@ -25,6 +25,7 @@ from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import ConfigError, ToolFailure
 from agentrl.core.types import ToolCall, ToolStatus
 from agentrl.testing import check_tool
+from agentrl.toolserver import limits
 from agentrl.toolserver.launch import launch_tool
 from agentrl.toolserver.options import make_server_config
 from agentrl.toolserver.server.app import make_app
@@ -41,7 +42,7 @@ def search_tool(rows: int = 5, topk: int = 2) -> SearchTool:
 @asynccontextmanager
 async def client_of(tool: SearchTool) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(make_app(Sessions(None, [tool], ServerConfig())))
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
         yield http
 
 
@@ -91,6 +92,10 @@ def test_without_scores_documents_are_bare_and_topk_is_the_servers() -> None:
         (packed({"query": "x", "topk": True}), "it is True"),
         (packed({"query": "x", "corpus": "trian"}), "Did you mean 'train'"),
         (packed({"query": "x", "corpus": 1}), "'corpus' must be a string"),
+        (packed({"query": "x" * 8193}), "the query has 8193 characters, 8192 are allowed"),
+        (packed({"queries": ["x", "y" * 9000]}), "the query has 9000 characters"),
+        (packed({"queries": ["x"] * 4097}), "a request may have 4096 queries, it has 4097"),
+        (b'{"query": ' + b"[" * 5000 + b"]" * 5000 + b"}", "depth"),
     ],
 )
 def test_a_request_at_fault_gets_the_reason(body: bytes, fault: str) -> None:
@@ -99,9 +104,41 @@ def test_a_request_at_fault_gets_the_reason(body: bytes, fault: str) -> None:
     assert fault in reply.json()["error"]
 
 
-def test_broken_msgpack_is_refused() -> None:
-    (reply,) = post(b"\xc1", content_type="application/msgpack")
+@pytest.mark.parametrize("body", [b"\xc1", b"\x91" * 5000, b"\xdd\xff\xff\xff\xff"], ids=["unused", "deep", "array"])
+def test_broken_msgpack_is_refused(body: bytes) -> None:
+    (reply,) = post(body, content_type="application/msgpack")
     assert reply.status_code == 400
+
+
+def test_its_own_route_has_the_token_and_the_limits_of_every_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODY_BYTES", 1000)
+
+    async def send() -> None:
+        sessions = Sessions(None, [search_tool()], ServerConfig())
+        transport = httpx.ASGITransport(make_app(sessions, token="secret"))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            for path in ("/retrieve", "/calls", "/tools", "/sessions"):
+                assert (await http.post(path, content=packed({"query": "place 3"}))).status_code == 401
+            http.headers["authorization"] = "Bearer secret"
+            assert (await http.post("/retrieve", content=packed({"query": "place 3"}))).status_code == 200
+            assert (await http.post("/retrieve", content=packed({"query": "x" * 1000}))).status_code == 413
+
+    asyncio.run(send())
+
+
+def test_many_queries_of_a_request_let_others_in() -> None:
+    class Counting(SearchTool):
+        batches: tuple[int, ...] = ()
+
+        def _search(self, queries: Any, topk: int, corpus: str | None) -> Any:
+            self.batches += (len(queries),)
+            return super()._search(queries, topk, corpus)
+
+    tool = Counting(SearchOptions(), bm25_corpora({"train": ROWS}))
+    queries = [f"place {number % 300}" for number in range(600)]
+    found = asyncio.run(tool.search(queries, 1, None))
+    assert [hits[0]["document"] for hits in found] == [ROWS[number % 300] for number in range(600)]
+    assert tool.batches == (256, 256, 88)
 
 
 def test_a_batch_of_calls_is_searched_by_topk_and_corpus() -> None:
@@ -111,15 +148,18 @@ def test_a_batch_of_calls_is_searched_by_topk_and_corpus() -> None:
         {"query": "place 4", "topk": 2},
         {"query": "x", "corpus": "trian"},
         {"query": "nowhere"},
+        {"query": "place 3 " * 2000},
     ]
     results = tool.answer([ToolCall(str(number), "search", one) for number, one in enumerate(asked)])
-    assert [result.call_id for result in results] == list("0123")
+    assert [result.call_id for result in results] == list("01234")
     assert [[hit["document"] for hit in result.data or ()] for result in results] == [
         [ROWS[3]],
         [ROWS[4], ROWS[0]],
         [],
         [],
+        [],
     ]
+    assert (results[4].status, "16000 characters, 8192 are allowed" in results[4].content) == (ToolStatus.INVALID, True)
     assert results[0].content == ROWS[3]["contents"]
     assert results[2].status is ToolStatus.INVALID
     assert "Did you mean 'train'" in results[2].content

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ServerConfig
@@ -17,7 +18,7 @@ from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.sandbox.base import Job, Outcome, Sandbox, SandboxBackend
 from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
-from agentrl.toolserver.server.server import listen
+from agentrl.toolserver.server.server import UVICORN, listen
 from agentrl.toolserver.server.sessions import Sessions
 
 Schema = dict[str, Any]
@@ -180,10 +181,10 @@ def app_client(app: Starlette, **kwargs: Any) -> httpx.AsyncClient:
 
 
 @asynccontextmanager
-async def served(app: Starlette) -> AsyncIterator[str]:
-    """Serve on a free port and yield the address."""
+async def served(app: ASGIApp) -> AsyncIterator[str]:
+    """Serve on a free port, with the limits of a real server, and yield the address."""
     with listen("127.0.0.1", 0) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
+        server = uvicorn.Server(uvicorn.Config(app, **UVICORN))
         serving = asyncio.create_task(server._serve(sockets=[listener]))
         while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
             await asyncio.sleep(0.001)

@@ -23,6 +23,10 @@ class FakeServer:
         """What stood before it: the process that asked."""
         self.asked: list[tuple[str, str]] = []
         """Method and path of every request."""
+        self.asked_on: list[int] = []
+        """The number of its connection."""
+        self.closes_after_errors = False
+        """A connection with a reply of status 500 breaks at the next request."""
         self.headers: list[dict[str, str]] = []
         self.bodies: list[dict] = []
         self.runs: Counter[str] = Counter()
@@ -72,16 +76,22 @@ class FakeServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
+        connection, broken = next(self._numbers), False
         try:
             while True:
                 lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
                 method, path, _ = lines[0].split()
+                if broken:
+                    writer.transport.abort()
+                    return
                 headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in lines[1:] if line)}
                 body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))) or b"{}")
                 self.asked.append((method, path))
+                self.asked_on.append(connection)
                 self.headers.append(headers)
                 self.bodies.append(body)
                 status, content, *more = await self._answer(method, path, body)
+                broken = self.closes_after_errors and status >= 500
                 lost = next((end for end in self.lose if path.endswith(end)), None)
                 if lost is not None:
                     self.lose.remove(lost)

@@ -45,18 +45,20 @@ def test_off_the_loopback_there_is_no_server_without_a_token(host: str, monkeypa
         server_token(ServerConfig(), host)
     monkeypatch.setenv(TOKEN_VARIABLE, "of the environment".replace(" ", "-"))
     assert server_token(ServerConfig(), host) == "of-the-environment"
-    assert server_token(ServerConfig(token="of-the-config"), host) == "of-the-config"
+    assert server_token(ServerConfig(token="of-the-configuration"), host) == "of-the-configuration"
 
 
 def test_on_the_loopback_a_token_is_asked_for_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     assert server_token(ServerConfig(), "127.0.0.1") is None
-    monkeypatch.setenv(TOKEN_VARIABLE, "t")
-    assert server_token(ServerConfig(), "127.0.0.1") == "t"
+    monkeypatch.setenv(TOKEN_VARIABLE, "t" * 16)
+    assert server_token(ServerConfig(), "127.0.0.1") == "t" * 16
 
 
-@pytest.mark.parametrize("token", ["", "with space", "line\nbreak", "schlüssel"])
-def test_a_token_that_can_be_in_no_header(token: str) -> None:
+@pytest.mark.parametrize(
+    "token", ["", "with a space in it", "with a line\nbreak", "Schlüssel-des-Servers", "t", "t" * 15, "t" * 1025]
+)
+def test_a_token_that_can_be_in_no_header_or_can_be_guessed(token: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.token"):
         server_token(ServerConfig(token=token), "127.0.0.1")
 
@@ -126,6 +128,31 @@ async def test_without_a_token_pages_from_elsewhere_are_refused(origin: str | No
     headers = {} if origin is None else {"origin": origin}
     async with app_client(make_app(make_sessions()), headers=headers) as client:
         assert (await client.post("/sessions")).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8300", 200),
+        ("localhost:8300", 200),
+        ("LOCALHOST", 200),
+        ("[::1]:8300", 200),
+        ("example.org:8300", 403),
+        ("localhost.example.org", 403),
+        ("example.org@localhost.example.org", 403),
+        ("10.0.0.1:8300", 403),
+        ("[::1", 403),
+        ("", 403),
+    ],
+)
+@in_loop
+async def test_without_a_token_a_name_that_resolves_to_the_loopback_is_refused(host: str, status: int) -> None:
+    """DNS rebinding: a GET of a page from that name has no Origin."""
+    async with app_client(make_app(make_sessions()), headers={"host": host}) as client:
+        for path in ("/health", "/tools", "/metrics"):
+            assert (await client.get(path)).status_code == status
+    async with app_client(make_app(make_sessions(), token="secret"), headers={"host": host}) as client:
+        assert (await client.get("/tools", headers={"authorization": "Bearer secret"})).status_code == 200
 
 
 @pytest.mark.parametrize("guarded", [lambda app: BearerAuth(app, "secret"), SameOriginOnly])

@@ -20,10 +20,11 @@ from agentrl.core.errors import SandboxFailure, ToolFailure
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.sandbox.base import Job
+from agentrl.toolserver import limits
 from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
 from agentrl.toolserver.mcp.endpoint import DATA, STATUS, mcp_routes
 from agentrl.toolserver.sandbox_tool import SandboxTool
-from agentrl.toolserver.server.server import listen, make_app, open_sessions
+from agentrl.toolserver.server.server import UVICORN, listen, make_app, open_sessions
 from agentrl.toolserver.server.sessions import Sessions
 
 SCHEMA = {
@@ -85,10 +86,7 @@ async def served(
         server_ = uvicorn.Server(
             uvicorn.Config(
                 make_app(sessions, token=token, mounts=routes),
-                log_level="critical",
-                lifespan="off",
-                ws="none",
-                timeout_graceful_shutdown=patience_s,
+                **{**UVICORN, "log_level": "critical", "timeout_graceful_shutdown": patience_s},
             )
         )
         serving = asyncio.create_task(server_.serve(sockets=[listener]))
@@ -206,6 +204,20 @@ def test_no_more_sessions_than_the_server_takes() -> None:
             await until(lambda: len(server.sessions) == 0)
             async with Client(server.url) as late:
                 assert await say(late, "c") == (False, "ok", "c 1")
+
+    run(main)
+
+
+def test_no_more_mcp_sessions_than_the_limit_also_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MCP_SESSIONS", 2)
+
+    async def main() -> None:
+        async with served() as server, httpx.AsyncClient(headers=ACCEPT) as http:
+            replies = [await http.post(server.url, json=INITIALIZE) for _ in range(4)]
+            assert [reply.status_code for reply in replies] == [200, 200, 503, 503]
+            ended = {"mcp-session-id": replies[0].headers["mcp-session-id"]}
+            assert (await http.delete(server.url, headers=ended)).status_code == 200
+            assert (await http.post(server.url, json=INITIALIZE)).status_code == 200
 
     run(main)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from agentrl.core.errors import SandboxFailure, ToolFailure
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.sandbox.base import Sandbox
+from agentrl.toolserver import limits
 from agentrl.toolserver.hosted_tool import ToolSession
-from agentrl.toolserver.server import idempotency
 from agentrl.toolserver.server import session as session_module
 from agentrl.toolserver.server.errors import Conflict
 from agentrl.toolserver.server.session import Session
@@ -390,8 +390,8 @@ async def test_memory_of_results_is_bounded_and_a_forgotten_one_is_not_run_again
     async def long(session: ToolSession, call: ToolCall) -> ToolResult:
         return ToolResult(call.id, ToolStatus.OK, "x" * 1000)
 
-    monkeypatch.setattr(idempotency, "KEPT_BYTES", 3500)
-    monkeypatch.setattr(idempotency, "KEPT_IDS", 10)
+    monkeypatch.setattr(limits, "KEPT_BYTES", 3500)
+    monkeypatch.setattr(limits, "KEPT_IDS", 10)
     tool = FakeTool(long)
     sessions = make_sessions(tool)
     session = await sessions.open()
