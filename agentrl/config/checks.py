@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 
+_SGLANG_RESERVES = 6
+"""Tokens of its context that SGLang gives neither to prompts nor to answers."""
+
 
 def check(config: Config) -> None:
     """Check the rules that hold for every command.
@@ -167,14 +170,26 @@ def _weights(config: Config) -> Iterator[str]:
         yield f"weights.transport={kind} reaches SGLang's tensor parallel ranks only; set weights.transport=disk"
 
 
-def check_context(config: Config) -> None:
-    """Check that an episode fits the embedded engine.
+def check_context(config: Config, max_positions: int | None = None) -> None:
+    """Check that an episode fits the engines that the run starts.
+
+    Args:
+        config: of the run.
+        max_positions: most tokens that the model takes; None: not known, or without a limit.
 
     Raises:
-        ConfigError: the engine holds fewer tokens than an episode may have.
+        ConfigError: an engine holds fewer tokens than an episode may have.
 
     """
-    sampler = config.sampler
+    sampler, most = config.sampler, max_positions
+    if sampler.backend == "sglang":
+        context = sampler.context_length or max_positions
+        most = None if context is None else context - _SGLANG_RESERVES
+    if sampler.url is None and most is not None and config.rollout.max_tokens > most:
+        raise ConfigError(
+            f"rollout.max_tokens={config.rollout.max_tokens} is more than the {most} tokens that an engine with this model "
+            "takes: lower it, or raise sampler.sglang.context_length, or set model.path to a model with a longer context"
+        )
     if sampler.backend == "embedded" and config.rollout.max_tokens > sampler.embedded.context:
         raise ConfigError(
             f"rollout.max_tokens={config.rollout.max_tokens} is more than the engine holds: raise "

@@ -84,7 +84,7 @@ class SamplerConfig(Section):
     def _sglang_options(cls, options: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(options.get("python"), str | None):
             raise ValueError(f"python={options['python']!r} is not a path; set sampler.sglang.python=/…/bin/python")
-        for names in (_TENSOR, _PIPELINE, _DATA):
+        for names in (_TENSOR, _PIPELINE, _DATA, ("context_length", "context_length")):
             size = _size(options, names)
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"sampler.sglang.{names[1]}={size!r}: SGLang takes a whole number from 1 on")
@@ -110,6 +110,12 @@ class SamplerConfig(Section):
         """Device of the engines that a run starts."""
         gpu = self.backend == "sglang" and self.sglang_options.get("device", "cuda") != "cpu"
         return "cuda" if gpu else "cpu"
+
+    @property
+    def context_length(self) -> int | None:
+        """SGLang's context as its options set it; None: the model's."""
+        found = _normalised(self.sglang).get("context_length")
+        return None if found is None else int(found)
 
     @property
     def tensor_ranks(self) -> int:

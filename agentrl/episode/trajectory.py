@@ -26,6 +26,8 @@ from agentrl.core.types import ForkReason, Generation, MaskReason, Provenance, R
 
 _ROOT = -1
 """Parent of the first nodes."""
+_INT32 = 2**31
+_LOWEST = float(np.finfo(np.float32).min)
 
 
 @dataclass(slots=True, eq=False)
@@ -181,23 +183,16 @@ class Trajectory:
         The same tokens sampled twice are two samples, and both are trained on.
 
         Raises:
-            SamplerError: ids, log-probabilities, versions and request are inconsistent.
+            SamplerError: ids, log-probabilities, versions or request are inconsistent or impossible.
         """
-        size, versions, fault = len(generation.token_ids), generation.versions, ""
-        if len(generation.logprobs) != size:
-            fault = f"{size} token ids and {len(generation.logprobs)} log-probabilities"
-        elif size and not generation.request_id:
-            fault = "tokens without a request id"
-        elif size and (not versions or versions[0][0] != 0):
-            fault = f"versions {versions}, which do not cover the first token"
-        elif any(before[0] >= after[0] for before, after in pairwise(versions)):
-            fault = f"versions {versions} that are not in order"
-        if fault:
+        fault = _fault(generation)
+        if fault is not None:
             raise SamplerError(f"request {generation.request_id!r} returned {fault}")
+        size = len(generation.token_ids)
         if size:
             node = self._extend(Provenance.SAMPLED, size, generation.request_id)
             node.token_ids[:], node.logprobs[:] = generation.token_ids, generation.logprobs
-            for start, version in versions:
+            for start, version in generation.versions:
                 node.versions[start:] = version
             self._since += generation.token_ids
 
@@ -299,6 +294,29 @@ class Trajectory:
         node = _Node(self._tip, end, provenance, *arrays, request_id, self._name, self._fork)
         self._tip = self._graph.add(node)
         return node
+
+
+def _fault(generation: Generation) -> str | None:
+    """Return what makes a generation unfit to be recorded, or None."""
+    ids, logprobs, versions = generation.token_ids, generation.logprobs, generation.versions
+    if len(logprobs) != len(ids):
+        return f"{len(ids)} token ids and {len(logprobs)} log-probabilities"
+    if not ids:
+        return None
+    if not generation.request_id:
+        return "tokens without a request id"
+    if min(ids) < 0 or max(ids) >= _INT32:
+        return f"token ids from {min(ids)} to {max(ids)}"
+    wrong = [logprob for logprob in logprobs if not _LOWEST <= logprob <= 0]
+    if wrong:
+        return f"a log-probability of {wrong[0]}, not a finite number of at most 0"
+    if not versions or versions[0][0] != 0:
+        return f"versions {versions}, which do not cover the first token"
+    if any(before[0] >= after[0] or before[1] > after[1] for before, after in pairwise(versions)):
+        return f"versions {versions} that are not in order"
+    if versions[0][1] < 0 or versions[-1][1] >= _INT32:
+        return f"versions {versions} that are not policy versions"
+    return None
 
 
 def _node_to_dict(node: _Node) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from copy import copy
 from functools import lru_cache
@@ -56,6 +57,41 @@ def _read_tokenizer(folder: Path, stamp: tuple[tuple[str, int, int], ...], trust
     if type(tokenizer).__module__.partition(".")[0] == "transformers_modules":
         _log.warning("model.trust_remote_code=true: the tokenizer of %s runs Python code of that folder", folder)
     return tokenizer
+
+
+def read_vocab_size(folder: Path) -> int:
+    """Return the number of token ids that the model in ``folder`` can sample.
+
+    Raises:
+        ModelError: its ``config.json`` does not have it.
+    """
+    size = _text_config(folder).get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise ModelError(f"{folder}/config.json: vocab_size={size!r} is not a number of tokens")
+    return size
+
+
+def read_max_positions(folder: Path) -> int | None:
+    """Return the most tokens that the model in ``folder`` can take, RoPE scaling included; None if nothing limits them.
+
+    Raises:
+        ModelError: it has no readable ``config.json``.
+    """
+    config = _text_config(folder)
+    positions = config.get("max_position_embeddings")
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    factor = scaling.get("factor", 1) if isinstance(scaling, dict) else 1
+    return int(positions * max(factor, 1)) if isinstance(positions, int) else None
+
+
+def _text_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = dict(config.get("text_config") or config)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} cannot be read: {error!r}") from error
+    return found
 
 
 def load_model(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import yaml
 
 from agentrl.config.schema import Config
-from agentrl.core.errors import ConfigError, ModelError
+from agentrl.core.errors import ConfigError
+from agentrl.models.load import load_tokenizer, read_vocab_size
 from agentrl.models.resolve import resolve_model
 
 KEY = "algo.reference"
@@ -77,8 +77,8 @@ def check_reference(policy: Path, reference: Path) -> None:
     if policy == reference:
         return
     tokens = _tokens(policy)
-    needed = max(tokens.values()) + 1 if tokens else _vocabulary(policy)
-    available = _vocabulary(reference)
+    needed = max(tokens.values()) + 1 if tokens else read_vocab_size(policy)
+    available = read_vocab_size(reference)
     if available < needed:
         what = f"the tokenizer of {policy} has {needed}" if tokens else f"{policy} has {needed}"
         raise ConfigError(
@@ -98,17 +98,5 @@ def _tokens(folder: Path) -> dict[str, int] | None:
     """Return the ids of all tokens of the folder's tokenizer, or None if it has none."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return None
-    from agentrl.models.load import load_tokenizer  # takes seconds to import, and most runs do not need it
-
     vocabulary: dict[str, int] = load_tokenizer(folder).get_vocab()
     return vocabulary
-
-
-def _vocabulary(folder: Path) -> int:
-    """Return the size of the model's vocabulary."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        size: int = config.get("text_config", config)["vocab_size"]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"{folder}/config.json has no vocab_size to compare with {KEY}: {error!r}") from error
-    return size

@@ -21,9 +21,10 @@ from agentrl.episode.custom_loop import load_generate
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner
+from agentrl.inference.client.generation import Vocabulary
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLauncher
-from agentrl.models.load import load_tokenizer
+from agentrl.models.load import load_tokenizer, read_vocab_size
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.grader import make_grader
@@ -111,15 +112,16 @@ async def open_services(
     logs.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as exits:
         trusted = config.model.trust_remote_code
-        spec = EngineSpec(config.sampler, model, logs, seed, trusted)
-        fleet = Fleet(config.sampler, launcher(spec), logs)
+        renderer = make_renderer(load_tokenizer(model, trust_remote_code=trusted), config.render)
+        engines = launcher(EngineSpec(config.sampler, model, logs, seed, trusted))
+        vocabulary = Vocabulary(read_vocab_size(model), renderer.decode)
+        fleet = Fleet(config.sampler, engines, logs, vocabulary=vocabulary, max_tokens=config.rollout.max_tokens)
         exits.push_async_callback(fleet.aclose)
         tools = ToolServers(config, tasks, folder, logs)
         exits.push_async_callback(tools.aclose)
         for started in await asyncio.gather(fleet.start(), tools.start(), return_exceptions=True):
             if isinstance(started, BaseException):
                 raise started
-        renderer = make_renderer(load_tokenizer(model, trust_remote_code=trusted), config.render)
         # Most objects that exist now stay: scanning them in every garbage collection would delay all episodes.
         gc.collect()
         gc.freeze()

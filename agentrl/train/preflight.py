@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.cluster.ray_address import running_address
+from agentrl.config.checks import check_context
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.core.task import Task, TaskSet
 from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
+from agentrl.models.load import read_max_positions
 from agentrl.models.reference_policy import check_reference, resolve_reference
 from agentrl.models.resolve import has_chat_template, resolve_model
 from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
@@ -105,6 +107,7 @@ def _check_model(config: Config, missing: list[str], *, fetch: bool) -> Path | N
                 f"model.path={config.model.path}: {model} has no chat template; set data.apply_chat_template=false to give "
                 "it prompts as they are, or model.path to an instruct model"
             )
+        check_context(config, read_max_positions(model))
         reference = resolve_reference(config, fetch=fetch)
         if config.algo.reference is not None and reference is not None:
             check_reference(model, reference)

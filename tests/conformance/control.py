@@ -81,14 +81,20 @@ class Control:
 
     def test_the_context_limits_what_is_sampled(self, engine: Engine) -> None:
         params = SamplingParams(max_new_tokens=100)
-        if not engine.traits.shortens_to_context:
-            with pytest.raises(SamplerError, match=r"maximum context length of 512 tokens.*600 tokens"):
-                engine.drive(lambda client: sample(client, prompt(61, 500), params))
-            return
-        generation = engine.drive(lambda client: sample(client, prompt(61, 500), params))
-        assert generation.finish_reason is FinishReason.LENGTH
-        assert 500 < 500 + len(generation.token_ids) <= 512
-        engine.assert_matches(engine.model, prompt(61, 500), generation)
+        with pytest.raises(SamplerError, match=r"maximum context length of 512 tokens.*600 tokens"):
+            engine.drive(lambda client: sample(client, prompt(61, 500), params))
+
+    @pytest.mark.parametrize("answer", [1, 9])
+    def test_what_fits_max_tokens_is_sampled_as_a_whole(self, engine: Engine, answer: int) -> None:
+        async def play(client: SGLangClient) -> None:
+            most = await client.max_tokens()
+            assert 500 < most <= 512
+            params = SamplingParams(max_new_tokens=answer, ignore_eos=True)
+            generation = await sample(client, prompt(62, most - answer), params)
+            assert generation.finish_reason is FinishReason.LENGTH
+            assert len(generation.token_ids) == answer
+
+        engine.drive(play)
 
     def test_a_batch_of_prompts_in_one_request(self, engine: Engine) -> None:
         body = {

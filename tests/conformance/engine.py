@@ -34,8 +34,6 @@ class Traits:
     refuses_unfit_weights: bool
     """Weights of a name or a shape that the model has not are refused, and nothing has changed then. SGLang takes those
     whose names it knows, and dies of a wrong shape; comparing checksums after an update shows it."""
-    shortens_to_context: bool
-    """A request for more tokens than fit in the context gets those that fit; otherwise it is refused."""
     tolerance: float = 1e-4
     """How far log-probabilities may lie from those of a float32 forward pass with the weights that it has."""
     dtype: torch.dtype = torch.float32

@@ -116,7 +116,6 @@ def tiny(root: Path) -> AbstractContextManager[Engine]:
     traits = Traits(
         seeds=False,
         refuses_unfit_weights=False,
-        shortens_to_context=False,
         tolerance=0.5,
         dtype=torch.bfloat16,
         check="version",

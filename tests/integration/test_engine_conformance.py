@@ -23,7 +23,7 @@ def start(folder: Path, log: Path) -> EngineProcess:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    traits = Traits(seeds=True, refuses_unfit_weights=True, shortens_to_context=True)
+    traits = Traits(seeds=True, refuses_unfit_weights=True)
     with running(start, traits, tmp_path_factory.mktemp("engine")) as engine:
         yield engine
 

@@ -20,13 +20,16 @@ from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, EngineError, SamplerError
 from agentrl.core.types import Generation, Prompt, SamplingParams
+from agentrl.inference.client.generation import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher
+from agentrl.models.load import read_vocab_size
 from agentrl.obs.progress import Stopwatch
 from agentrl.train.sampling import Sampling
 
 SETTINGS = [
+    "rollout.max_tokens=512",
     "sampler.embedded.slots=16",
     "sampler.embedded.context=512",
     "sampler.embedded.threads=1",
@@ -56,7 +59,9 @@ def configured(*settings: str) -> Config:
 
 @asynccontextmanager
 async def opened(config: Config, model: Path, folder: Path) -> AsyncIterator[Fleet]:
-    fleet = Fleet(config.sampler, LocalLauncher(EngineSpec(config.sampler, model, folder, 0)), folder)
+    launcher = LocalLauncher(EngineSpec(config.sampler, model, folder, 0))
+    vocabulary = Vocabulary(read_vocab_size(model), lambda ids: "")
+    fleet = Fleet(config.sampler, launcher, folder, vocabulary=vocabulary, max_tokens=config.rollout.max_tokens)
     try:
         await fleet.start()
         yield fleet

@@ -63,7 +63,6 @@ def engine(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory, starte
     traits = Traits(
         seeds=False,
         refuses_unfit_weights=False,
-        shortens_to_context=False,
         check="checksum" if brackets else "version",
         changes_beside_held=brackets,
     )

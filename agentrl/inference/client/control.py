@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
+
 from agentrl.core.errors import EngineError
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply, json_of
 from agentrl.obs.waiting import waiting
@@ -43,6 +45,8 @@ class ControlEndpoint:
                 method = "GET" if body is None else "POST"
                 async with self._http.request(method, path, body, once=once) as response:
                     reply = await json_of(response)
+        except orjson.JSONDecodeError as error:
+            raise EngineError(f"the engine at {self.url} answers {path} with what is not JSON: {error}") from error
         except ErrorReply as error:
             raise ControlRefused(self.url, path, error.message, error.status) from error
         except CONNECTION_ERRORS as error:

@@ -1,4 +1,7 @@
-"""Generations at one address, an engine's or a router's: requests, their replies, and what a pause cuts in two."""
+"""Generations at one address, an engine's or a router's: requests, replies, and what a pause cuts in two.
+
+`read_reply` is the only place where an engine's answer is checked and believed.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
-import orjson
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 
 from agentrl.core.errors import EngineLostError, SamplerError
 from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
@@ -21,6 +24,28 @@ from agentrl.obs.waiting import waiting
 _KEEPING = ("retract", "in_place")
 """Pause modes in which an engine keeps its requests."""
 _ABORT_RETRY_S = 0.2
+ROUNDING = 1e-4
+"""Log-probabilities up to this value above 0 are rounding errors of the engine, and become 0."""
+_MAX_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a client must know of the policy's tokens."""
+
+    size: int
+    """Ids that the model can sample: 0 to ``size - 1``."""
+    decode: Callable[[Sequence[int]], str]
+    """Returns the text of ids, special tokens included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The tokens of one or more requests of a turn."""
+
+    generation: Generation
+    exact: bool
+    """Whether the versions are the engine's own, token by token, and not one for the whole reply."""
 
 
 @dataclass(slots=True)
@@ -46,9 +71,10 @@ class GenerationClient(ABC):
     with a second request after the pause, so that the version of every token is known.
     """
 
-    def __init__(self, http: EngineHttp) -> None:
-        """Send requests through ``http``."""
+    def __init__(self, http: EngineHttp, vocabulary: Vocabulary | None = None) -> None:
+        """Send requests through ``http``; see `read_reply` and `join` for what needs the policy's ``vocabulary``."""
         self._http = http
+        self._vocabulary = vocabulary
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count()
         """Of requests: a repeated one may meet its predecessor, which the engine has not dropped yet."""
@@ -90,20 +116,26 @@ class GenerationClient(ABC):
                 request.pause, request.updated = None, False
                 # SGLang aborts every request whose id starts with the given one: the suffix keeps r1 from aborting r10.
                 request.sent_id = f"{request_id}:{next(self._numbers)}"
-                body = generate_body(ids, params, left, request.sent_id, texts=whole is not None)
+                body = generate_body(ids, params, left, request.sent_id)
                 with waiting("engine", self._http.url):
                     async with self._http.request("POST", "/generate", body, key=session_id) as reply:
                         content = await reply.read()
-                segment = read_reply(content, request_id)
+                segment = read_reply(content, body, request_id, self._vocabulary)
                 if request.updated and not segment.exact:
                     raise SamplerError(
                         f"request {request_id} was sampled by more than one version of the weights, and the engine "
                         "reports one: pause it with mode='abort' before an update"
                     )
-                whole = segment if whole is None else join(whole, segment, params.stop)
-                if whole.generation.finish_reason is not FinishReason.ABORT or request.pause != "abort":
+                whole = segment if whole is None else join(whole, segment, params.stop, self._vocabulary)
+                if whole.generation.finish_reason is not FinishReason.ABORT or request.aborted.is_set():
                     break
+                if request.pause != "abort":
+                    raise SamplerError(
+                        f"the engine at {self._http.url} aborted request {request_id}, and no client requested that"
+                    )
                 ids, left = ids + list(segment.generation.token_ids), left - len(segment.generation.token_ids)
+                if not left:
+                    return replace(whole.generation, finish_reason=FinishReason.LENGTH)
         except ErrorReply as error:
             if error.engine_lost:
                 raise EngineLostError(
@@ -174,10 +206,8 @@ class GenerationClient(ABC):
                 wait.cancel()
 
 
-def generate_body(
-    ids: list[int], params: SamplingParams, max_new_tokens: int, rid: str, *, texts: bool = False
-) -> dict[str, Any]:
-    """Return the body for ``/generate``. With ``texts`` and stop strings the reply has the text of each token."""
+def generate_body(ids: list[int], params: SamplingParams, max_new_tokens: int, rid: str) -> dict[str, Any]:
+    """Return the body for ``/generate``."""
     sampling: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": params.temperature,
@@ -195,59 +225,101 @@ def generate_body(
         sampling["ignore_eos"] = True
     if params.seed is not None:
         sampling["sampling_seed"] = params.seed
-    body: dict[str, Any] = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "rid": rid}
-    if texts and params.stop:
-        body["return_text_in_logprobs"] = True
-    return body
+    return {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "rid": rid}
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The tokens of one or more requests of a turn, with what is needed to join further ones to them."""
-
-    generation: Generation
-    text: str
-    """Text of all tokens, special ones included; empty if the engine has no tokenizer."""
-    token_texts: Sequence[str]
-    """Text of each token; empty strings unless it was requested."""
-    exact: bool
-    """Whether the versions are the engine's own, token by token, and not one for the whole reply."""
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
-def read_reply(content: bytes, request_id: str) -> Segment:
-    """Return what a reply of ``/generate`` says.
+class _Finish(_Part):
+    type: str
+    message: str | None = None
+
+
+class _Span(_Part):
+    start: NonNegativeInt
+    version: str | int
+
+
+class _Meta(_Part):
+    """``meta_info``. A request that was aborted before it ran has no counts and no log-probabilities."""
+
+    finish_reason: _Finish
+    id: str
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: NonNegativeInt = 0
+    output_token_logprobs: list[tuple[FiniteFloat, Annotated[int, Field(ge=0, le=_MAX_ID)], str | None]] | None
+    weight_version: str | int = "default"
+    weight_versions: list[_Span] | None = None
+
+
+class _Reply(_Part):
+    meta_info: _Meta
+    output_ids: list[int] | None = None
+
+
+def read_reply(
+    content: bytes, body: Mapping[str, Any], request_id: str, vocabulary: Vocabulary | None = None
+) -> Segment:
+    """Return the tokens of a reply of ``/generate``.
+
+    Args:
+        content: the reply.
+        body: the request that it answers.
+        request_id: for the generation.
+        vocabulary: of the policy; None: ids are not compared with its size.
 
     Raises:
-        SamplerError: it is not JSON, it lacks ids or log-probabilities, or the engine failed.
+        SamplerError: it is not a reply to this request: another prompt length, other ids, impossible values.
     """
     try:
-        reply = orjson.loads(content)
-        meta = reply["meta_info"]
-        entries = meta["output_token_logprobs"] or []
-        finish = meta["finish_reason"]
-        ids = tuple(entry[1] for entry in entries)
-        if ids != tuple(reply.get("output_ids", ids)):
-            raise SamplerError("the engine's output_ids are not those of its output_token_logprobs")
-        if "weight_versions" in meta:
-            # SGLang names one for a request that was aborted before its first token, too.
-            spans = [span for span in meta["weight_versions"] if span["start"] < len(ids)]
-            versions = tuple((int(span["start"]), version_number(span["version"])) for span in spans)
-        else:
-            versions = ((0, version_number(meta.get("weight_version", "default"))),) if ids else ()
-        generation = Generation(
-            token_ids=ids,
-            logprobs=tuple(float(entry[0]) for entry in entries),
-            finish_reason=_finish_reason(finish),
-            versions=versions,
-            cached_tokens=int(meta.get("cached_tokens", 0)),
-            request_id=request_id,
-        )
-        texts = [entry[2] or "" for entry in entries]
-        return Segment(generation, reply.get("text") or "", texts, exact="weight_versions" in meta)
-    except orjson.JSONDecodeError as error:
-        raise SamplerError(f"the engine's reply is not JSON: {content[:200]!r}") from error
-    except (KeyError, TypeError, IndexError) as error:
-        raise SamplerError(f"the engine's reply has no {error}: {content[:200].decode(errors='replace')}") from error
+        reply = _Reply.model_validate_json(content)
+    except ValidationError as error:
+        raise SamplerError(f"the engine's reply to {request_id} is not one: {_first(error)}") from error
+    meta = reply.meta_info
+    entries = meta.output_token_logprobs or []
+    ids = tuple(entry[1] for entry in entries)
+    finish = _finish_reason(meta.finish_reason.type)
+    for fault, found in _faults(reply, ids, finish, body, vocabulary).items():
+        if found:
+            raise SamplerError(f"the engine's reply to {request_id} {fault}")
+    if meta.weight_versions is not None:
+        # SGLang names one for a request that was aborted before its first token, too.
+        spans = [span for span in meta.weight_versions if span.start < len(ids)]
+        versions = tuple((span.start, version_number(span.version)) for span in spans)
+    else:
+        versions = ((0, version_number(meta.weight_version)),) if ids else ()
+    generation = Generation(
+        token_ids=ids,
+        logprobs=tuple(min(entry[0], 0.0) for entry in entries),
+        finish_reason=finish,
+        versions=versions,
+        cached_tokens=meta.cached_tokens,
+        request_id=request_id,
+    )
+    return Segment(generation, exact=meta.weight_versions is not None)
+
+
+def _faults(
+    reply: _Reply, ids: Sequence[int], finish: FinishReason, body: Mapping[str, Any], vocabulary: Vocabulary | None
+) -> dict[str, bool]:
+    """Return what may be wrong with a reply to the request ``body``, and whether it is."""
+    meta, count = reply.meta_info, len(ids)
+    prompt, most = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
+    size = _MAX_ID if vocabulary is None else vocabulary.size
+    last, highest = max(ids, default=-1), max((entry[0] for entry in meta.output_token_logprobs or ()), default=0.0)
+    ran = bool(ids) or finish is not FinishReason.ABORT
+    return {
+        f"is to {meta.id[:100]!r}, not to {body['rid']!r}": meta.id != body["rid"],
+        f"counts {meta.prompt_tokens} prompt tokens, {prompt} were sent": ran and meta.prompt_tokens != prompt,
+        f"counts {meta.completion_tokens} tokens and has {count}": ran and meta.completion_tokens != count,
+        f"has {count} tokens, 1 to {most} were requested": ran and not 0 < count <= most,
+        "has output_ids that are not those of its output_token_logprobs": reply.output_ids not in (None, list(ids)),
+        f"has the token id {last}, but the policy has {size} tokens: is model.path the engine's model?": last >= size,
+        f"has a log-probability of {highest}": highest > ROUNDING,
+    }
 
 
 def version_number(name: object) -> int:
@@ -259,20 +331,25 @@ def version_number(name: object) -> int:
     text = str(name)
     if text == "default":
         return 0
-    if not text.lstrip("-").isdigit():
-        raise SamplerError(f"the engine's weight_version is {text!r}: agentrl sets whole numbers, who changed it?")
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise SamplerError(
+            f"the engine's weight_version is {text[:100]!r}: agentrl sets whole numbers, who changed it?"
+        )
     return int(text)
 
 
-def join(left: Segment, right: Segment, stops: Sequence[str]) -> Segment:
+def join(left: Segment, right: Segment, stops: Sequence[str], vocabulary: Vocabulary | None = None) -> Segment:
     """Return two consecutive segments of a turn as one; a stop string across the border ends the turn there.
 
     Engines look for stop strings only in the tokens of one request, so they miss such a string. Tokens after the one
     that completes it are dropped, as if they had not been sampled.
+
+    Raises:
+        SamplerError: there are stop strings, and without a ``vocabulary`` they cannot be found.
     """
     before, after = left.generation, right.generation
     count, finish = len(after.token_ids), after.finish_reason
-    completed = _completed_stop(left.text, right.token_texts, stops) if stops else None
+    completed = _completed_stop(before.token_ids, after.token_ids, stops, vocabulary) if stops else None
     if completed is not None:
         count, finish = completed, FinishReason.STOP
     versions = list(before.versions)
@@ -286,29 +363,34 @@ def join(left: Segment, right: Segment, stops: Sequence[str]) -> Segment:
         finish_reason=finish,
         versions=tuple(versions),
     )
-    texts = [*left.token_texts, *right.token_texts[:count]]
-    return Segment(generation, left.text + right.text, texts, left.exact and right.exact)
+    return Segment(generation, left.exact and right.exact)
 
 
-def _completed_stop(left: str, right: Sequence[str], stops: Sequence[str]) -> int | None:
-    """Return how many tokens of ``right`` complete the first stop string that begins in ``left``, or None."""
-    longest = max(len(stop) for stop in stops)
-    tail = left[-(longest - 1) :] if longest > 1 else ""
-    text = tail
-    for count, token in enumerate(right, 1):
-        text += token
-        for stop in stops:
-            at = text.find(stop)
-            if 0 <= at < len(tail):
-                return count
-        if len(text) >= len(tail) + longest:
-            return None
+def _completed_stop(
+    left: Sequence[int], right: Sequence[int], stops: Sequence[str], vocabulary: Vocabulary | None
+) -> int | None:
+    """Return how many tokens of ``right`` complete the first stop string that begins in ``left``, or None.
+
+    Ids are decoded together, because the border may lie inside of a character.
+    """
+    if vocabulary is None:
+        raise SamplerError("a pause cut a turn with stop strings, and the client has no vocabulary to find them with")
+    longest = max(len(stop.encode()) for stop in stops)  # at least a byte a token
+    for count in range(1, min(longest, len(right)) + 1):
+        text = vocabulary.decode([*left[-longest:], *right[:count]])
+        if any(stop in text for stop in stops):
+            return count
     return None
 
 
-def _finish_reason(finish: object) -> FinishReason:
-    kind = finish.get("type") if isinstance(finish, Mapping) else finish
+def _finish_reason(kind: str) -> FinishReason:
     try:
-        return FinishReason(str(kind))
+        return FinishReason(kind)
     except ValueError:
-        raise SamplerError(f"the engine ended a generation with finish_reason {finish!r}") from None
+        raise SamplerError(f"the engine ended a generation with finish_reason {kind[:100]!r}") from None
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where or 'it'}: {first['msg'][:200]} (it has {str(first['input'])[:100]!r})"

@@ -8,7 +8,7 @@ from typing import Literal
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.inference.client.control import ControlEndpoint, ControlRefused
 from agentrl.inference.client.engine_memory import SGLangMemory
-from agentrl.inference.client.generation import GenerationClient, version_number
+from agentrl.inference.client.generation import GenerationClient, Vocabulary, version_number
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
 from agentrl.inference.client.weight_groups import SGLangWeightGroups
 from agentrl.inference.client.weight_updates import SGLangWeightUpdates
@@ -21,18 +21,25 @@ class SGLangClient(GenerationClient):
     """
 
     def __init__(
-        self, url: str, *, timeout_s: float = 300.0, routed: GenerationClient | None = None, number: int = 0
+        self,
+        url: str,
+        *,
+        timeout_s: float = 300.0,
+        vocabulary: Vocabulary | None = None,
+        routed: GenerationClient | None = None,
+        number: int = 0,
     ) -> None:
         """Remember the engine's address.
 
         Args:
             url: of the engine.
             timeout_s: how long a generation may take.
+            vocabulary: of the policy, with which replies are checked.
             routed: client of a router in front of the engine, if generations go through one: any of them may run here.
             number: index of the engine in the run.
         """
         http = EngineHttp(url, timeout_s)
-        super().__init__(http)
+        super().__init__(http, vocabulary)
         self.url = url
         self.number = number
         self._generations: GenerationClient = routed or self
@@ -125,6 +132,22 @@ class SGLangClient(GenerationClient):
         except (KeyError, TypeError, SamplerError) as error:
             raise EngineError(f"the engine at {self.url} reports no version: {error}") from error
 
+    async def max_tokens(self) -> int:
+        """Return the number of tokens that prompt and output may have together, whatever the length of the prompt.
+
+        SGLang takes prompts shorter than its ``max_req_input_len``, which is a few tokens less than its context or its KV cache.
+
+        Raises:
+            EngineError: the engine does not report it.
+        """
+        info = await self._control.call("/server_info", None)
+        found = info.get("max_req_input_len") if isinstance(info, dict) else None
+        if not isinstance(found, int):
+            raise EngineError(
+                f"the engine at {self.url} reports max_req_input_len={found!r} at /server_info, not a number"
+            )
+        return found
+
     async def checksums(self) -> dict[str, str]:
         """Return the checksums of ``/weights_checker``, 64 bits for each weight.
 
@@ -140,7 +163,7 @@ class SGLangClient(GenerationClient):
             else:
                 raise
         parts = reply.get("ranks") or [] if isinstance(reply, dict) else []
-        if len(parts) != 1:
+        if len(parts) != 1 or not isinstance(parts[0], dict) or not isinstance(parts[0].get("checksums"), dict):
             raise EngineError(
                 f"the engine at {self.url} gives no checksums that can be compared (it has {len(parts)} parts with "
                 "checksums, 1 is wanted): set weights.check=version"

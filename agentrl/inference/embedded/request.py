@@ -101,10 +101,9 @@ class Request:
     options: SamplingOptions
     rid: str
     logprobs_wanted: bool
-    texts_wanted: bool
     done: asyncio.Future[None]
     limit: int
-    """Most tokens it may sample: ``max_new_tokens``, or the rest of the context."""
+    """Most tokens it may sample."""
     stop_ids: frozenset[int]
     may_stop: NDArray[np.bool_] | None
     """``[vocabulary]`` whether a token can complete one of the stop strings."""
@@ -142,8 +141,6 @@ class GenerateInput:
     rid: str
     logprobs: bool
     """``return_logprob``"""
-    texts: bool
-    """``return_text_in_logprobs``"""
 
 
 def parse_generate(body: Mapping[str, Any]) -> tuple[list[GenerateInput], bool]:
@@ -166,9 +163,8 @@ def parse_generate(body: Mapping[str, Any]) -> tuple[list[GenerateInput], bool]:
     if batch and isinstance(body.get("rid"), str):
         rids = [f"{body['rid']}_{index}" for index in range(len(prompts))]
     logprobs = _each(body, "return_logprob", len(prompts), batch)
-    texts = bool(body.get("return_text_in_logprobs"))
     inputs = [
-        GenerateInput(prompt, SamplingOptions.parse(param), rid or uuid.uuid4().hex, bool(wanted), texts)
+        GenerateInput(prompt, SamplingOptions.parse(param), rid or uuid.uuid4().hex, bool(wanted))
         for prompt, param, rid, wanted in zip(prompts, params, rids, logprobs, strict=True)
     ]
     return inputs, batch

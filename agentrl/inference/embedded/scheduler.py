@@ -69,6 +69,11 @@ class Scheduler:
             raise BadRequestError(
                 f"The input ({count} tokens) is longer than the model's context length ({context} tokens)."
             )
+        if count + given.options.max_new_tokens > context:
+            raise BadRequestError(
+                f"{count} tokens of input and max_new_tokens={given.options.max_new_tokens} exceed the model's maximum context "
+                f"length of {context} tokens: they are {count + given.options.max_new_tokens} tokens."
+            )
         outside = next((token for token in given.token_ids if not 0 <= token < self.model.vocabulary), None)
         if outside is not None:
             raise BadRequestError(f"token id {outside} is outside the vocabulary of {self.model.vocabulary}")
@@ -80,9 +85,8 @@ class Scheduler:
             options=options,
             rid=given.rid,
             logprobs_wanted=given.logprobs,
-            texts_wanted=given.texts,
             done=asyncio.get_running_loop().create_future(),
-            limit=min(options.max_new_tokens, context - count),
+            limit=options.max_new_tokens,
             stop_ids=ends,
             may_stop=self._stops.may_complete(options.stop) if options.stop else None,
             seed=as_uint64(self._new_seed() if options.sampling_seed is None else options.sampling_seed),
@@ -121,9 +125,8 @@ class Scheduler:
             "weight_versions": _version_spans(request),
         }
         if request.logprobs_wanted:
-            texts = self._stops.texts() if request.texts_wanted else None
             pairs = zip(request.logprobs, request.output, strict=True)
-            meta["output_token_logprobs"] = [[lp, token, texts[token] if texts else None] for lp, token in pairs]
+            meta["output_token_logprobs"] = [[lp, token, None] for lp, token in pairs]
         text = self._stops.text(ids, trimmed, skip_special=options.skip_special_tokens)
         return {"text": text, "output_ids": request.output, "meta_info": meta}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import AgentrlError, ConfigError
+from agentrl.inference.client.generation import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.health import Engine, HealthMonitor, SyncWeights
 from agentrl.inference.fleet.router import EngineRouter, RoutedSampler
@@ -23,22 +24,28 @@ class Fleet:
     An engine that dies or hangs is restarted and gets the current weights; its requests go to other engines.
     """
 
-    def __init__(self, config: SamplerConfig, launcher: Launcher, logs: Path) -> None:
+    def __init__(
+        self, config: SamplerConfig, launcher: Launcher, logs: Path, *, vocabulary: Vocabulary, max_tokens: int
+    ) -> None:
         """Create a fleet; `start` starts its engines.
 
         Args:
             config: number and backend of the engines, or the URLs of running ones.
             launcher: starts and restarts engines.
             logs: folder of ``router.log``.
+            vocabulary: of the policy.
+            max_tokens: ``rollout.max_tokens``; every engine must hold as many.
 
         """
         self.sampler = RoutedSampler(config.max_running)
         self._sglang_router = (
-            SGLangRouter(self.sampler, config, logs / "router.log") if config.router == "sglang" else None
+            SGLangRouter(self.sampler, config, logs / "router.log", vocabulary) if config.router == "sglang" else None
         )
         self._router: EngineRouter = self._sglang_router or self.sampler
         self._config = config
         self._launcher = launcher
+        self._vocabulary = vocabulary
+        self._max_tokens = max_tokens
         self._retired: list[SGLangClient] = []
         """Clients of engines before their restart: requests may still use them."""
         self._engines: list[Engine] = []
@@ -51,7 +58,7 @@ class Fleet:
 
         Raises:
             EngineError: an engine does not start; the message has its last log lines.
-            ConfigError: no healthy engine answers at an address of ``sampler.url``.
+            ConfigError: no healthy engine answers at an address of ``sampler.url``, or one holds less than ``max_tokens``.
 
         """
         if self._sglang_router is not None:
@@ -66,6 +73,7 @@ class Fleet:
             for result in results:
                 if isinstance(result, BaseException):
                     raise result
+        await asyncio.gather(*(self._check_length(engine) for engine in self._engines))
         for engine in self._engines:
             self._router.add(engine.name, engine.client)
         self._health.start()
@@ -147,7 +155,18 @@ class Fleet:
         engine.process, engine.client = process, self._client(number, process.url)
 
     def _client(self, number: int, url: str) -> SGLangClient:
-        return SGLangClient(url, timeout_s=self._config.request_timeout_s, routed=self._sglang_router, number=number)
+        timeout_s, vocabulary = self._config.request_timeout_s, self._vocabulary
+        return SGLangClient(url, timeout_s=timeout_s, vocabulary=vocabulary, routed=self._sglang_router, number=number)
+
+    async def _check_length(self, engine: Engine) -> None:
+        """Raise `ConfigError` if an episode within ``rollout.max_tokens`` may be too long for an engine."""
+        most = await engine.client.max_tokens()
+        if self._max_tokens > most:
+            raise ConfigError(
+                f"rollout.max_tokens={self._max_tokens}, but {engine.name} at {engine.client.url} takes prompts and answers of "
+                f"at most {most} tokens: lower rollout.max_tokens, or raise the engine's context "
+                "(sampler.sglang.context_length) or the memory for its KV cache (sampler.sglang.mem_fraction_static)"
+            )
 
     async def _launch_process(self, number: int) -> RunningEngine:
         starting = asyncio.ensure_future(asyncio.to_thread(self._launcher.launch, number))

@@ -12,7 +12,7 @@ from pathlib import Path
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, EngineError
-from agentrl.inference.client.generation import GenerationClient
+from agentrl.inference.client.generation import GenerationClient, Vocabulary
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.router import RoutedSampler
@@ -39,13 +39,14 @@ class SGLangRouter(GenerationClient):
     again.
     """
 
-    def __init__(self, sampler: RoutedSampler, config: SamplerConfig, log: Path) -> None:
+    def __init__(self, sampler: RoutedSampler, config: SamplerConfig, log: Path, vocabulary: Vocabulary) -> None:
         """Create the router; `start` starts its process.
 
         Args:
             sampler: this object is added to it while there are engines.
             config: ``router`` is ``sglang``.
             log: file for the router's output.
+            vocabulary: of the policy, with which replies are checked.
 
         """
         self.on_lost: Callable[[str], None] = lambda name: None
@@ -53,7 +54,7 @@ class SGLangRouter(GenerationClient):
         self._config = config
         self._log = log
         # The port is known once the process runs.
-        super().__init__(EngineHttp(f"http://{LOOPBACK}", config.request_timeout_s))
+        super().__init__(EngineHttp(f"http://{LOOPBACK}", config.request_timeout_s), vocabulary)
         self._control = EngineHttp(self._http.url, config.stall_timeout_s)
         self._workers = Workers(self._control)
         self._engines: dict[str, SGLangClient] = {}

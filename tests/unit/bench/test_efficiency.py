@@ -39,7 +39,7 @@ class Server:
         if request.url.path == "/flush_cache":
             self.asked.append([])
         if request.url.path != "/generate":
-            return JSONResponse({"success": True})
+            return JSONResponse({"success": True, "max_req_input_len": 100_000})
         body = await request.json()
         self.asked[-1].append(body)
         self.running += 1
@@ -48,7 +48,13 @@ class Server:
         self.running -= 1
         count = body["sampling_params"]["max_new_tokens"] - self.short
         ids = [(len(body["input_ids"]) + number) % 1000 + 500 for number in range(count)]
-        meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, token, None] for token in ids]}
+        meta = {
+            "id": body["rid"],
+            "finish_reason": {"type": "length"},
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": count,
+            "output_token_logprobs": [[-1.0, token, None] for token in ids],
+        }
         return JSONResponse({"output_ids": ids, "meta_info": {**meta, "weight_version": "0"}})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from agentrl.config.checks import check_context
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError
 
@@ -75,3 +76,25 @@ def test_every_violated_rule_has_a_line() -> None:
         "reward.key",
         "weights.transport",
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "positions", "fits"),
+    [
+        (["sampler.backend=sglang", "rollout.max_tokens=506"], 512, True),
+        (["sampler.backend=sglang", "rollout.max_tokens=507"], 512, False),
+        (["sampler.backend=sglang", "rollout.max_tokens=507", "sampler.sglang.context_length=1024"], 512, True),
+        (["sampler.backend=sglang", "rollout.max_tokens=507", "sampler.sglang.context-length=512"], None, False),
+        (["sampler.backend=sglang", "rollout.max_tokens=4096"], None, True),
+        (["sampler.backend=sglang", "rollout.max_tokens=4096", "sampler.url=http://127.0.0.1:1"], 512, True),
+        (["rollout.max_tokens=512"], 512, True),
+        (["rollout.max_tokens=513"], 512, False),
+    ],
+)
+def test_an_episode_fits_the_models_context(overrides: list[str], positions: int | None, *, fits: bool) -> None:
+    config = load_config(None, overrides)
+    if fits:
+        check_context(config, positions)
+    else:
+        with pytest.raises(ConfigError, match=r"rollout\.max_tokens=\d+ is more than the \d+ tokens"):
+            check_context(config, positions)

@@ -19,11 +19,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from agentrl.core.errors import EngineError, SamplerError
+from agentrl.config.load import load_config
+from agentrl.core.errors import ConfigError, EngineError, SamplerError
 from agentrl.core.types import FinishReason, Prompt, SamplingParams
+from agentrl.inference.client.generation import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
+from agentrl.inference.fleet.fleet import Fleet
+from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher
 
 T = TypeVar("T")
+VOCABULARY = Vocabulary(100, lambda ids: "".join(chr(97 + token) for token in ids))
 
 
 @dataclass
@@ -37,6 +42,8 @@ class FakeSGLang:
     finishes: list[str] = field(default_factory=list)
     held: threading.Event = field(default_factory=threading.Event)
     open_window: bool = False
+    junk: bool = False
+    """Its control replies are not JSON, though they claim to be."""
     busy: int = 0
     """How often it refuses to drop its cache."""
     url: str = ""
@@ -47,6 +54,8 @@ class FakeSGLang:
         self.calls.append((path, body))
         if path == "/generate":
             return await self.generate(body)
+        if self.junk:
+            return Response(b'{"success": tr', media_type="application/json")
         if path.endswith("_weight_update"):
             if not self.brackets:
                 return JSONResponse({"detail": "Not Found"}, 404)
@@ -58,6 +67,8 @@ class FakeSGLang:
         if path == "/flush_cache" and self.busy:
             self.busy -= 1
             return JSONResponse({"success": False, "message": "requests are running"}, 400)
+        if path == "/server_info":
+            return JSONResponse({"max_req_input_len": 506})
         if path == "/model_info":
             return JSONResponse({"weight_version": self.version})
         if path == "/abort_request":
@@ -71,8 +82,11 @@ class FakeSGLang:
         if finish == "error":
             return JSONResponse({"error": {"message": "the input is too long"}}, 400)
         meta: dict[str, Any] = {
+            "id": body["rid"],
             "finish_reason": {"type": finish},
-            "output_token_logprobs": [[-0.5, 7, "a"], [-1.0, 8, "b"]],
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": 2,
+            "output_token_logprobs": [[-0.5, 7, None], [-1.0, 8, None]],
             "cached_tokens": 1,
             "weight_version": self.version,
         }
@@ -85,7 +99,7 @@ class FakeSGLang:
 
     def drive(self, play: Callable[[SGLangClient], Awaitable[T]]) -> T:
         async def session() -> T:
-            client = SGLangClient(self.url, timeout_s=20)
+            client = SGLangClient(self.url, timeout_s=20, vocabulary=VOCABULARY)
             try:
                 return await play(client)
             finally:
@@ -213,11 +227,9 @@ def test_a_pause_with_abort_goes_on_with_a_second_request(fake: FakeSGLang) -> N
     generation = fake.drive(play)
     assert generation.token_ids == (7, 8, 7, 8)
     assert generation.finish_reason is FinishReason.LENGTH
-    first, second = (body for path, body in fake.calls if path == "/generate")
+    second = [body for path, body in fake.calls if path == "/generate"][1]
     assert (second["input_ids"], second["rid"]) == ([1, 2, 7, 8], "r:1")
     assert second["sampling_params"]["max_new_tokens"] == 2
-    assert second["return_text_in_logprobs"]
-    assert "return_text_in_logprobs" not in first
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -241,9 +253,34 @@ def test_a_turn_of_two_versions_is_exact_or_an_error(fake: FakeSGLang, exact: bo
             fake.drive(play)
 
 
-def test_an_abort_by_somebody_else_ends_the_turn(fake: FakeSGLang) -> None:
+def test_an_engine_that_aborts_unasked_has_failed(fake: FakeSGLang) -> None:
     fake.finishes = ["abort"]
-    assert fake.drive(sample).finish_reason is FinishReason.ABORT
+    with pytest.raises(SamplerError, match="aborted request r, and no client requested that"):
+        fake.drive(sample)
+
+
+def test_a_pause_after_the_last_token_ends_the_turn(fake: FakeSGLang) -> None:
+    """Both tokens that were requested have come: no second request for none."""
+    fake.held.clear()
+    fake.finishes = ["abort"]
+
+    async def play(client: SGLangClient) -> Any:
+        task = asyncio.create_task(sample(client, count=2))
+        await until(lambda: bool(fake.calls))
+        await client.pause("abort")
+        fake.held.set()
+        return await task
+
+    generation = fake.drive(play)
+    assert (generation.token_ids, generation.finish_reason) == ((7, 8), FinishReason.LENGTH)
+    assert fake.paths() == ["/generate", "/pause_generation"]
+
+
+def test_a_control_reply_that_is_not_json_is_the_engines_failure(fake: FakeSGLang) -> None:
+    fake.junk = True
+    for call in ("version", "checksums", "max_tokens", "pause"):
+        with pytest.raises(EngineError):
+            fake.drive(lambda client, call=call: getattr(client, call)())  # type: ignore[misc]
 
 
 def test_an_abort_while_the_engine_is_paused_comes_back_at_once(fake: FakeSGLang) -> None:
@@ -269,6 +306,23 @@ def test_a_refusal_has_the_engines_words(fake: FakeSGLang) -> None:
         fake.drive(lambda client: client.version())
 
 
+def test_an_engine_that_holds_less_than_an_episode_is_refused_at_the_start(fake: FakeSGLang, tmp_path: Path) -> None:
+    """SGLang would refuse the longest episodes, or shorten them."""
+    config = load_config(None, [f"sampler.url={fake.url}", "sampler.backend=sglang"])
+    launcher = LocalLauncher(EngineSpec(config.sampler, tmp_path, tmp_path, 0))
+
+    async def start(max_tokens: int) -> None:
+        fleet = Fleet(config.sampler, launcher, tmp_path, vocabulary=VOCABULARY, max_tokens=max_tokens)
+        try:
+            await fleet.start()
+        finally:
+            await fleet.aclose()
+
+    asyncio.run(start(506))
+    with pytest.raises(ConfigError, match=r"rollout\.max_tokens=507.*at most 506 tokens.*context_length"):
+        asyncio.run(start(507))
+
+
 def test_two_turns_of_one_id_are_a_mistake(fake: FakeSGLang) -> None:
     async def play(client: SGLangClient) -> Any:
         return await asyncio.gather(sample(client), sample(client), return_exceptions=True)
@@ -281,14 +335,15 @@ def test_two_turns_of_one_id_are_a_mistake(fake: FakeSGLang) -> None:
 def test_a_connection_that_breaks_is_tried_again_under_the_same_id() -> None:
     """The server hangs up on the first two requests and answers the third."""
     bodies: list[bytes] = []
-    reply = json.dumps(
-        {
-            "output_ids": [7],
-            "meta_info": {
-                "finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 7, None]], "weight_version": "2",
-            },
-        }
-    ).encode()  # fmt: skip
+    meta = {
+        "id": "r:0",
+        "finish_reason": {"type": "length"},
+        "prompt_tokens": 2,
+        "completion_tokens": 1,
+        "output_token_logprobs": [[-0.5, 7, None]],
+        "weight_version": "2",
+    }
+    reply = json.dumps({"output_ids": [7], "meta_info": meta}).encode()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")

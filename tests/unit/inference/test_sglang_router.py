@@ -14,12 +14,15 @@ from aiohttp.test_utils import RawTestServer
 from agentrl.config.load import load_config
 from agentrl.core.errors import EngineLostError, MissingError, SamplerError
 from agentrl.core.types import Prompt, SamplingParams
+from agentrl.inference.client.generation import Vocabulary
 from agentrl.inference.client.http import EngineHttp
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet import sglang_router_process
 from agentrl.inference.fleet.router import RoutedSampler
 from agentrl.inference.fleet.sglang_router import SGLangRouter
 from tests.unit.inference.fake_http import replying
+
+VOCABULARY = Vocabulary(100, lambda ids: "")
 
 
 class FakeEngine:
@@ -49,32 +52,39 @@ class FakeEngine:
 
 
 class FakeRouter:
-    """Answers each generation with ``reply`` once ``free`` is set, and records the routing keys."""
+    """Ends each generation with ``finish`` once ``free`` is set, and records the routing keys."""
 
     url = "http://router"
 
-    def __init__(self, reply: dict[str, Any]) -> None:
-        self.reply = reply
+    def __init__(self, finish: str = "length") -> None:
+        self.finish = finish
         self.free = asyncio.Event()
         self.keys: list[str] = []
 
     def request(self, method: str, path: str, body: Any, *, key: str) -> Any:
         self.keys.append(key)
-        return replying(self._answer())
+        return replying(self._answer(body))
 
-    async def _answer(self) -> dict[str, Any]:
+    async def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
         await self.free.wait()
-        return self.reply
+        return sampled(body, self.finish)
 
 
-def sampled(finish: str = "length") -> dict[str, Any]:
-    meta = {"finish_reason": {"type": finish}, "output_token_logprobs": [[-0.5, 7, None]], "weight_version": "3"}
+def sampled(body: dict[str, Any], finish: str) -> dict[str, Any]:
+    meta = {
+        "id": body["rid"],
+        "finish_reason": {"type": finish},
+        "prompt_tokens": len(body["input_ids"]),
+        "completion_tokens": 1,
+        "output_token_logprobs": [[-0.5, 7, None]],
+        "weight_version": "3",
+    }
     return {"output_ids": [7], "meta_info": meta}
 
 
 def made(router: Any = None) -> tuple[SGLangRouter, list[Any]]:
     config = load_config(None, ["sampler.router=sglang"]).sampler
-    sglang_router = SGLangRouter(RoutedSampler(), config, Path("router.log"))
+    sglang_router = SGLangRouter(RoutedSampler(), config, Path("router.log"), VOCABULARY)
     if router is not None:
         sglang_router._http = router
     engines: list[Any] = [FakeEngine(1), FakeEngine(2)]
@@ -103,7 +113,7 @@ async def turns() -> None:
 
 def test_a_closed_engine_holds_all_requests_back_until_it_opens_or_is_removed() -> None:
     async def play() -> None:
-        router = FakeRouter(sampled())
+        router = FakeRouter()
         router.free.set()
         sglang_router, [first, second] = made(router)
         first.shut.clear()
@@ -133,7 +143,7 @@ def test_an_engine_with_unfit_weights_refuses_all() -> None:
 
 def test_an_abort_goes_to_all_engines_and_needs_one_that_answers() -> None:
     async def play() -> None:
-        router = FakeRouter(sampled("abort"))
+        router = FakeRouter("abort")
         sglang_router, [first, second] = made(router)
         first.deaf = second.deaf = True
         request = request_one(sglang_router)
@@ -185,7 +195,9 @@ def test_router_errors_about_lost_engines_differ_from_engine_errors(
 def test_a_lost_request_is_reported_for_all_engines() -> None:
     async def play() -> None:
         sampler = RoutedSampler()
-        sglang_router = SGLangRouter(sampler, load_config(None, ["sampler.router=sglang"]).sampler, Path("router.log"))
+        sglang_router = SGLangRouter(
+            sampler, load_config(None, ["sampler.router=sglang"]).sampler, Path("router.log"), VOCABULARY
+        )
         suspects: list[str] = []
         sglang_router.on_lost = suspects.append
         for name in ("engine-0", "engine-1"):

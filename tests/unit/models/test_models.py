@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.core.errors import ModelError
-from agentrl.models.load import as_dtype, load_model, load_tokenizer
+from agentrl.models.load import as_dtype, load_model, load_tokenizer, read_max_positions, read_vocab_size
 from agentrl.models.resolve import resolve_model
 
 
@@ -82,3 +83,27 @@ def test_a_tokenizer_is_read_once_and_again_when_its_files_change(tmp_path: Path
     assert load_tokenizer(tmp_path).chat_template == "new"
     with pytest.raises(ModelError, match=r"^--tokenizer="):
         load_tokenizer(tmp_path / "..", "--tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"max_position_embeddings": 512}, 512),
+        ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 2048),
+        ({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 512),
+        ({"text_config": {"max_position_embeddings": 64}}, 64),
+        ({"model_type": "mamba"}, None),
+    ],
+)
+def test_the_most_tokens_that_a_model_takes(tmp_path: Path, config: dict[str, object], positions: int | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_max_positions(tmp_path) == positions
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "7", '{"vocab_size": "many"}', '{"vocab_size": 0}', "{}", '{"text_config": 3}']
+)
+def test_a_vocabulary_that_a_configuration_does_not_have(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_vocab_size(tmp_path)
