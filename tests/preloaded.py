@@ -35,6 +35,7 @@ RUN_MODULES = (
     "torch",
     "torch.distributed.checkpoint",
     "transformers",
+    "agentrl.cluster",
     "ray",
     "matplotlib.pyplot",
     "tensorboard.summary.writer.event_file_writer",

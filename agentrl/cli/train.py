@@ -45,9 +45,9 @@ def run(arguments: argparse.Namespace) -> None:
         make_console().print(f"template {template}", highlight=False, markup=False, soft_wrap=True)
     from agentrl.train.run import run_training
 
-    command = _resume_command()
+    words = sys.argv[1:]
     asyncio.run(
-        run_training(config, resume=arguments.resume, console=make_console(), command=command, replay=arguments.replay)
+        run_training(config, resume=arguments.resume, console=make_console(), words=words, replay=arguments.replay)
     )
 
 
@@ -61,8 +61,3 @@ def _plan(config: Config, replay: Path | None) -> list[str]:
 
     plan = plan_run(config)
     return [*plan.lines, *(f"missing here {lack}" for lack in plan.missing)]
-
-
-def _resume_command() -> str:
-    words = [word for word in sys.argv[1:] if word != "--resume"]
-    return " ".join(["agentrl", *words, "--resume"])

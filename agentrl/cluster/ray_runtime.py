@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from agentrl.cluster.ray_address import running_address
+from agentrl.core.child_process import ENDING_SIGNALS
 from agentrl.core.errors import LearnerError
 
 _STORE_BYTES = 256 << 20
@@ -54,6 +58,8 @@ class RayRuntime:
             self._thread.join()
 
     def _hold(self) -> None:
+        # Ray's processes inherit this: a signal to all processes of a run must not end the learner before it has saved.
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
         try:
             ray.init(**self._options)
         except Exception as error:  # raised by `start` in the calling thread
@@ -62,12 +68,26 @@ class RayRuntime:
             self._up.set()
         if self._fault is None:
             self._end.wait()
-            ray.shutdown()
+            _shut_down()
 
 
 def store_bytes(model: Path) -> int:
     """Return the object store size for the weights of a model folder."""
     return max(_STORE_BYTES, 4 * sum(file.stat().st_size for file in model.glob("*.safetensors")))
+
+
+def _shut_down() -> None:
+    """Disconnect. Kill Ray's processes if they were started here: they block the SIGTERM with which Ray would end them."""
+    node = ray._private.worker._global_node
+    if node is not None:
+        kill_all = node.kill_all_processes
+        node.kill_all_processes = lambda **options: kill_all(**options | {"allow_graceful": False})
+    raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
+    agents = [child for raylet in raylets for child in raylet.children(recursive=True)]
+    ray.shutdown()
+    for agent in agents:  # they would notice only after seconds that their raylet is gone
+        with suppress(psutil.NoSuchProcess):
+            agent.kill()
 
 
 def _options(cpus: int, store_bytes: int) -> dict[str, Any]:

@@ -30,6 +30,9 @@ from agentrl.core.errors import AgentrlError, PortInUseError
 PARENT_FD = "AGENTRL_PARENT_FD"
 """Environment variable with the number of the file descriptor that ends when the parent does."""
 
+ENDING_SIGNALS = frozenset({signal.SIGTERM, signal.SIGHUP})
+"""Signals with which a batch system or a closed terminal ends all processes of a run. Only its driver acts on them."""
+
 LOOPBACK = "127.0.0.1"
 """Address of servers that only this machine reaches."""
 
@@ -89,6 +92,8 @@ def exit_with_parent() -> None:
         return
     descriptor = int(number)
     os.set_inheritable(descriptor, False)
+    # Ray's processes block the signals that end a run, and so would an engine that one of them starts.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
     threading.Thread(target=_end_on_close, args=(descriptor,), name="exit-with-parent", daemon=True).start()
 
 

@@ -137,7 +137,7 @@ async def evaluate_policy(config: Config, console: Console, samples: Path | None
 
         async with open_services(config, tasks, model, Path(folder), config.run.seed) as services:
             count.begin()
-            with Interrupt() as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
+            with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
                 async with watched(services, interrupt):
                     results = await evaluate(sets, services.runner(), done)
     if file is not None:

@@ -91,7 +91,7 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
             async with open_services(config, tasks, model, Path(folder), config.run.seed) as services:
                 count.begin()
                 runner = services.runner()
-                with Interrupt() as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
+                with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
                     for number, (start, some) in enumerate(steps, 1):
                         jobs = step_jobs(config, order, number, start, some)
                         async with watched(services, interrupt):

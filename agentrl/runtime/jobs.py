@@ -33,10 +33,11 @@ def step_jobs(config: Config, order: TaskOrder, step: int, position: int, tasks:
 
 @asynccontextmanager
 async def watched(services: Services, interrupt: Interrupt) -> AsyncIterator[None]:
-    """Run episodes in the body. Ctrl-C ends them, and a server that dies ends them with the server's own error."""
+    """Run episodes in the body. A signal ends them, and a server that dies ends them with the server's own error."""
     try:
         async with interrupt.guard(services.check):
             yield
     except AgentrlError:
+        interrupt.check()  # a signal to all processes has ended the servers, too
         services.check()
         raise

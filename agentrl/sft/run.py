@@ -30,6 +30,7 @@ from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.trackers import TensorBoard
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
+from agentrl.runtime.interrupt import SIGNALS, handled_signals, leave_terminals, terminals
 from agentrl.runtime.run_dir import choose_folder
 from agentrl.sft.demonstrations import Demonstrated, Demonstrations
 
@@ -41,7 +42,7 @@ def sft(config: Config, *, console: Console) -> Path:
     """Fine-tune ``model.path`` on demonstrations and return the folder of the finished policy.
 
     Raises:
-        RunStopped: Ctrl-C; the policy so far is written first.
+        RunStopped: a signal; the policy so far is written first.
         UserError: the configuration is not valid.
         LearnerError: a learner rank failed.
 
@@ -79,7 +80,7 @@ def _start_learner(config: Config, model: Path, folder: Path) -> LearnerGroup:
 def _train(
     config: Config, learner: LearnerGroup, data: Demonstrations, metrics: MetricsLog, console: Console
 ) -> tuple[int, bool]:
-    """Run the steps; return their number, and whether Ctrl-C ended them."""
+    """Run the steps; return their number, and whether a signal ended them."""
     step, start = 0, time.perf_counter()
     with _interrupts() as interrupted:
         for batch in batches(config, data):
@@ -100,19 +101,23 @@ def _train(
 
 @contextmanager
 def _interrupts() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C into an event, so that the running step ends; a second one raises."""
-    event = threading.Event()
-    before = signal.getsignal(signal.SIGINT)
+    """Turn `handled_signals` into an event, so that the running step ends; a second Ctrl-C raises."""
+    event, shown = threading.Event(), terminals()
+    before = {number: signal.getsignal(number) for number in handled_signals()}
 
     def request(number: int, frame: object) -> None:
         event.set()
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        if number == signal.SIGHUP:
+            leave_terminals(shown)
 
-    signal.signal(signal.SIGINT, request)
+    for number in before:
+        signal.signal(number, request)
     try:
         yield event
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _line(config: Config, step: int, spent: float, step_metrics: dict[str, float]) -> str:
@@ -140,7 +145,8 @@ def batches(config: Config, data: Demonstrations) -> Iterator[GlobalBatch]:
 
 
 def _leave_interrupts_to_the_driver(worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @dataclass(frozen=True, slots=True)

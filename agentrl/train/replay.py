@@ -12,7 +12,7 @@ from agentrl.algo.base import rollout_advantages
 from agentrl.algo.registry import make_algorithm
 from agentrl.batch.groups import group_rollouts
 from agentrl.config.schema import Config
-from agentrl.core.errors import ConfigError, RunStopped
+from agentrl.core.errors import ConfigError
 from agentrl.core.types import Provenance, Rollout
 from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.sets import EvalTasks
@@ -112,8 +112,7 @@ class Replay:
 
     async def get_rollouts(self, step: int, position: int) -> list[Rollout]:
         """Read the rollouts of a step."""
-        if self.interrupt.requested.is_set():
-            raise RunStopped("interrupted")
+        self.interrupt.check()
         rollouts = await asyncio.to_thread(self.recorded.__getitem__, step - 1)
         self.check(rollouts, self.recorded.name(step - 1))
         return rollouts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,7 @@ from rich.console import Console
 from agentrl.cluster.run_cluster import RunCluster
 from agentrl.config.load import dump
 from agentrl.config.schema import Config
-from agentrl.core.errors import RunStopped
+from agentrl.core.errors import AgentrlError, RunStopped
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state
 from agentrl.models.reference_policy import pin_reference
@@ -92,8 +94,14 @@ class TrainingRun:
         return source, await cluster.learner()
 
 
+def resume_command(words: Sequence[str], folder: Path) -> str:
+    """Return the command line that resumes the run in ``folder`` which was started with ``words``."""
+    kept = [word for word in words if word != "--resume" and not word.startswith("run.dir=")]
+    return shlex.join(["agentrl", *kept, f"run.dir={folder}", "--resume"])
+
+
 async def run_training(
-    config: Config, *, resume: bool, console: Console, command: str, replay: Path | None = None
+    config: Config, *, resume: bool, console: Console, words: Sequence[str], replay: Path | None = None
 ) -> None:
     """Train, and print a summary at the end.
 
@@ -101,11 +109,11 @@ async def run_training(
         config: of the run; checked by `check_run` of the preflight, or for a replay by `check_replay`.
         resume: continue from the newest complete checkpoint of the run's folder.
         console: shows the progress.
-        command: the command line that resumes the run, for messages.
+        words: of the command line, for the one that resumes the run.
         replay: a file of rollouts or a run's folder to train on in place of sampling.
 
     Raises:
-        RunStopped: Ctrl-C or the failure policy ended the run; the last finished step is saved.
+        RunStopped: a signal or the failure policy ended the run; the last finished step is saved.
         AgentrlError: the run failed; the last finished step is saved if the learner still can.
 
     """
@@ -117,16 +125,21 @@ async def run_training(
     if resume and checkpoint is None:
         console.print("no whole checkpoint there yet: starting at step 0", highlight=False)
     state = read_state(checkpoint) if checkpoint else {"step": 0, "position": 0, "spent_s": 0.0}
+    interrupt = Interrupt(ProgressView(console, 0, "plain").print_text)
     try:
-        with Interrupt() as interrupt:
+        with interrupt:
             warm = None if checkpoint or replay else await warmed_model(config, folder, interrupt, console)
             config = pin_reference(config, folder if checkpoint else None, warm)
             (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
             model = checkpoint / "model" if checkpoint else warm or resolve_model(config.model.path)
             run = TrainingRun(config, folder, console, resume, checkpoint, model, replay, state)
             trainer = await run.train(interrupt)
-    except RunStopped as stop:
-        raise RunStopped(f"{stop}. The run lies in {folder}; go on with:\n  {command}") from None
+    except AgentrlError as error:
+        if not isinstance(error, RunStopped) and not interrupt.requested.is_set():
+            raise
+        raise RunStopped(
+            f"{error}. The run is in {folder}; resume it with:\n  {resume_command(words, folder)}"
+        ) from None
     finally:
         curve = draw_curve(config, folder)
     print_summary(console, folder, trainer.step, trainer.evaluation, curve)

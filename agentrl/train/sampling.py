@@ -140,8 +140,10 @@ class Sampling:
 
         Raises:
             EngineError: a live engine did not take them.
+            RunStopped: a signal has arrived, which may have ended the engines, too.
 
         """
+        self.interrupt.check()
         self._learner, self._version = learner, version
         if self._gpu_sharing is not None:
             await self._gpu_sharing.switch_to_engines(learner, self._push, watch)

@@ -57,9 +57,9 @@ class Trainer:
         try:
             await self._loop()
         except (Exception, asyncio.CancelledError) as error:
-            self._save_after(error)
+            await self._save_after(error)
             raise
-        self._save()
+        await self._save()
 
     async def _loop(self) -> None:
         plan = self.config.train
@@ -73,7 +73,7 @@ class Trainer:
                 if reached(plan.stop_at, self.evaluation):
                     break
             if plan.save_every and self.step % plan.save_every == 0:
-                self._save()
+                await self._save()
 
     async def _step(self) -> None:
         """Take one training step: rollouts, optimizer steps, weight sync, metrics."""
@@ -111,17 +111,18 @@ class Trainer:
         self.step, self._ahead = self.step + 1, 0
         self.position += self.config.rollout.batch_size
         await self.source.on_step_trained(self.step, advantages)
-        await self._sync_weights(watch)
-
-        self.spent_s += time.perf_counter() - start
-        times = watch.metrics() | {"time/step_s": time.perf_counter() - start}
-        sampled_s = times["time/rollout_s"] if self.source.samples else None
-        row = rollout_metrics(rollouts, groups, sampled_s) | self.source.metrics()
-        row |= merge_metrics(optimizer_steps) if optimizer_steps else {"train/skipped": 1.0}
-        row |= times | {"train/version": float(self.step)}
-        self.metrics.write(self.step, row)
-        self.view.step(self.step, row, self._seconds_left())
-        self.metrics.samples(self.step, rollouts)
+        try:
+            await self._sync_weights(watch)
+        finally:  # the step is trained, and saved, also if its weights do not reach the engines
+            self.spent_s += time.perf_counter() - start
+            times = watch.metrics() | {"time/step_s": time.perf_counter() - start}
+            sampled_s = times["time/rollout_s"] if self.source.samples else None
+            row = rollout_metrics(rollouts, groups, sampled_s) | self.source.metrics()
+            row |= merge_metrics(optimizer_steps) if optimizer_steps else {"train/skipped": 1.0}
+            row |= times | {"train/version": float(self.step)}
+            self.metrics.write(self.step, row)
+            self.view.step(self.step, row, self._seconds_left())
+            self.metrics.samples(self.step, rollouts)
 
     async def _sync_weights(self, watch: Stopwatch) -> None:
         self.view.phase("weights")
@@ -166,15 +167,15 @@ class Trainer:
         """Return what a resumed run needs in addition to the learner's state."""
         return {"step": self.step, "position": self.position, "spent_s": self.spent_s, "seed": self.config.run.seed}
 
-    def _save(self) -> None:
+    async def _save(self) -> None:
         if self.saved == self.step:
             return
         self.view.phase("save")
         with waiting(PHASE, f"step {self.step}", "save"):
-            self.checkpoints.save(self.step, self.learner, self.state())
+            await asyncio.to_thread(self.checkpoints.save, self.step, self.learner, self.state())
         self.saved = self.step
 
-    def _save_after(self, error: BaseException) -> None:
+    async def _save_after(self, error: BaseException) -> None:
         """Save before the run ends with ``error``, unless the learner is inside a step: then the previous checkpoint stays."""
         if self._ahead:
             self.view.note(
@@ -183,6 +184,6 @@ class Trainer:
             )
             return
         try:
-            self._save()
+            await self._save()
         except AgentrlError as second:
             self.view.note(f"could not save step {self.step} after {type(error).__name__}: {second}")

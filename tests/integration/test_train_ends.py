@@ -1,9 +1,12 @@
-"""Runs of the main job that something ends: Ctrl-C, and a tool server that dies."""
+"""Runs of the main job that something ends: a batch system, and a tool server that dies."""
 
+import contextlib
 import json
+import signal
 from pathlib import Path
 
-from shared_runs import IN_PROCESS_LEARNER, SMALL, Running, Services, metrics
+import psutil
+from shared_runs import IN_PROCESS_LEARNER, SMALL, Running, Services, gone, metrics
 
 ENDLESS = [
     "train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=200", "train.save_every=0",
@@ -12,14 +15,26 @@ ENDLESS = [
 """A run of short steps that something ends."""
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
-    run = Running(*ENDLESS, cwd=tmp_path)
+def test_a_batch_system_ends_a_run_as_ctrl_c_does(tmp_path: Path) -> None:
+    """Slurm and systemd signal every process of a run, and more than once."""
+    run, stop = Running(*ENDLESS, cwd=tmp_path), signal.SIGTERM
     try:
         run.wait_for(lambda: len([row for row in metrics(tmp_path / "run") if "train/reward" in row]) >= 1)
-        run.interrupt()
-        assert "--resume" in run.output()
+        children = run.descendants()
+        for _ in range(2):
+            run.send(stop)
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.send_signal(stop)
+        assert run.finish() == 1, run.output()
+        assert gone(children) == []
+        output = run.output()
     finally:
         run.end()
+    assert f"{stop.name}: " in output, "acknowledged"
+    assert "run.dir=run --resume" in output.splitlines()[-1]
+    assert "***" not in output, "no stack dump"
+    assert "Traceback" not in output
     state = json.loads(next((tmp_path / "run" / "checkpoints").glob("step_*/state.json")).read_text())
     assert state["step"] == max(row["step"] for row in metrics(tmp_path / "run"))
 

@@ -1,8 +1,4 @@
-"""The small parts around the loop: task order, metrics, batches, interrupts."""
-
-import asyncio
-import os
-import signal
+"""The small parts around the loop: task order, metrics, batches."""
 
 import numpy as np
 import pytest
@@ -15,10 +11,9 @@ from agentrl.algo.registry import make_algorithm
 from agentrl.batch.groups import group_rollouts
 from agentrl.bench.episode_runner import synthetic_rows
 from agentrl.config.load import load_config
-from agentrl.core.errors import ConfigError, RunStopped
+from agentrl.core.errors import ConfigError
 from agentrl.core.task import MadeTasks
 from agentrl.core.types import Rollout, StopReason
-from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import step_jobs
 from agentrl.runtime.task_order import TaskOrder, check_ids, episode_seed
 from agentrl.train.optimizer_steps import advantages_by_step
@@ -148,77 +143,6 @@ def test_metrics_of_optimizer_steps_are_added_averaged_or_the_largest() -> None:
         "train/optimizer_steps": 2.0,
     }
     assert merge_metrics([first]) == first | {"train/optimizer_steps": 1.0}
-
-
-def test_a_signal_cancels_what_is_guarded() -> None:
-    cancelled = []
-
-    async def work() -> None:
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            cancelled.append(True)
-            raise
-
-    async def main() -> None:
-        with Interrupt() as interrupt:
-            asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGINT)
-            for _ in range(2):
-                with pytest.raises(RunStopped):
-                    async with interrupt.guard():
-                        await work()
-            await asyncio.sleep(0)  # no cancellation is left over
-
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    try:
-        asyncio.run(main())
-        assert cancelled == [True]
-        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, inherited)
-
-
-def test_a_watch_that_raises_cancels_what_is_guarded() -> None:
-    def dead() -> None:
-        raise OSError("the server is dead")
-
-    async def main() -> None:
-        with Interrupt() as interrupt, pytest.raises(OSError, match="dead"):
-            async with interrupt.guard(dead):
-                await asyncio.sleep(60)
-
-    asyncio.run(main())
-
-
-def test_a_guarded_body_keeps_its_results_and_errors() -> None:
-    async def fails() -> int:
-        raise ValueError("inner")
-
-    async def main() -> None:
-        with Interrupt() as interrupt:
-            async with interrupt.guard():
-                assert await asyncio.sleep(0, result=3) == 3
-            with pytest.raises(ValueError, match="inner"):
-                async with interrupt.guard():
-                    await fails()
-
-    asyncio.run(main())
-
-
-def test_a_cancellation_from_elsewhere_passes_the_guard() -> None:
-    async def guarded() -> None:
-        with Interrupt() as interrupt:
-            async with interrupt.guard():
-                await asyncio.sleep(60)
-
-    async def main() -> None:
-        task = asyncio.create_task(guarded())
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
 
 
 def test_synthetic_rows_are_whole() -> None:

@@ -64,7 +64,7 @@ async def train(
     folder: Path, samples: Path, learner: FakeLearner, given: Config, state: dict[str, float] | None = None
 ) -> Trainer:
     with (
-        Interrupt() as interrupt,
+        Interrupt(print) as interrupt,
         ProgressView(Console(quiet=True), given.train.steps, "plain") as view,
         MetricsLog(folder, resume_after=state["step"] if state else None) as metrics,  # type: ignore[arg-type]
     ):

@@ -47,7 +47,7 @@ def changed(config: Config, **options: object) -> Config:
 async def warmed(
     config: Config, folder: Path, console: Console, *, interrupt_after: float | None = None
 ) -> Path | None:
-    with Interrupt() as interrupt:
+    with Interrupt(print) as interrupt:
         if interrupt_after is not None:
             asyncio.get_running_loop().call_later(interrupt_after, interrupt.requested.set)
         return await warmed_model(config, folder, interrupt, console)
