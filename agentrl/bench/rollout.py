@@ -23,7 +23,7 @@ from agentrl.models.resolve import resolve_model
 from agentrl.render.registry import make_renderer
 from agentrl.runtime.checks import open_tasks
 from agentrl.runtime.services import open_services
-from agentrl.runtime.task_order import TaskOrder, episode_seed
+from agentrl.runtime.task_order import TaskOrder, episode_seed, read_split
 
 
 class Replay:
@@ -62,7 +62,7 @@ class Replay:
 
 def jobs_of(config: Config, tasks: TaskSet, episodes: int) -> list[Job]:
     """Return ``episodes`` jobs in groups, as in a training step."""
-    order = TaskOrder(tasks.split(config.tasks.train_split), config.run.seed)
+    order = TaskOrder(read_split(tasks, config.tasks.train_split, "tasks.train_split"), config.run.seed)
     samples = config.rollout.n_samples_per_prompt
     return [Job(order[i // samples], episode_seed(config.run.seed, i), f"bench/{i}") for i in range(episodes)]
 

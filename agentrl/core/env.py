@@ -56,7 +56,7 @@ class Env(gymnasium.Env[Observation, Action]):
 
     def step(self, action: Action) -> Step:
         """Return the next observation and reward for the policy's message, or for the results of the returned calls."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no step(action)")
 
     @classmethod
     def example_task(cls) -> Task:
@@ -93,7 +93,7 @@ class AsyncEnv(Env):
 
     async def astep(self, action: Action) -> Step:
         """Take an action; see `Env.step`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no astep(action)")
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         """Run `areset` to its end; not for use inside an event loop."""
@@ -102,3 +102,10 @@ class AsyncEnv(Env):
     def step(self, action: Action) -> Step:
         """Run `astep` to its end; not for use inside an event loop."""
         return asyncio.run(self.astep(action))
+
+
+def lacking_step(cls: type[Env]) -> str:
+    """Return the method that an environment class must still define, ``step(action)`` or ``astep(action)``; empty if none."""
+    if issubclass(cls, AsyncEnv):
+        return "astep(action)" if cls.astep is AsyncEnv.astep else ""
+    return "step(action)" if cls.step is Env.step else ""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from agentrl.core.errors import ConfigError
+
+_LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, sysconfig.get_path("stdlib") + os.sep)
+"""Folders of agentrl and of Python's own modules."""
 
 
 def is_reference(name: str) -> bool:
@@ -106,13 +111,30 @@ def _public(module: ModuleType) -> list[str]:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception in one line: class, message, and the innermost line of code where it arose.
+    """Return an exception in one line: class, message, and the author's line where it arose (`place_of`).
 
     Example: ``ValueError: no number in 'abc' (my_rewards.py:12)``.
     """
-    frames = traceback.extract_tb(error.__traceback__)
+    message = str(error.msg if isinstance(error, SyntaxError) else error)
+    file, line = place_of(error)
+    place = f" ({Path(file).name}:{line})" if file else ""
+    return f"{type(error).__name__}: {' '.join(message.split()) or 'no message'}{place}"
+
+
+def place_of(error: BaseException) -> tuple[str, int]:
+    """Return file and line of the innermost call outside agentrl, Python and installed packages, or of the innermost one.
+
+    The file is empty if the exception was not raised.
+    """
     if isinstance(error, SyntaxError) and error.filename is not None:
-        place = f" ({Path(error.filename).name}:{error.lineno})"
-        return f"{type(error).__name__}: {error.msg}{place}"
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error) or 'no message'}{place}"
+        return error.filename, error.lineno or 0
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next(
+        (frame for frame in reversed(frames) if not _is_library(frame.filename)), frames[-1] if frames else None
+    )
+    return (frame.filename, frame.lineno or 0) if frame is not None else ("", 0)
+
+
+def _is_library(file: str) -> bool:
+    installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
+    return bool(installed) or file.startswith(("<", *_LIBRARIES))

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.core.env import Env
-from agentrl.core.errors import ConfigError, UnknownNameError, unknown_name
-from agentrl.core.imports import is_reference, load_object
+from agentrl.core.errors import AgentrlError, ConfigError, UnknownNameError, unknown_name
+from agentrl.core.imports import describe, is_reference, load_object
 from agentrl.core.task import TaskSet
 from agentrl.core.tool import Tool, ToolService
 
@@ -123,14 +123,9 @@ def env_class(name: str, key: str = "--env") -> type[Env]:
         ConfigError: the file, or the class in it, does not exist or is no environment.
 
     """
-    if is_reference(name):
-        cls = load_object(name, key)
-        if not (inspect.isclass(cls) and issubclass(cls, Env)):
-            raise ConfigError(f"{name} ({key}) is no subclass of agentrl.Env")
-        return cls
-    cls = _registered_object(ENVS, name, "environment", key)
-    assert inspect.isclass(cls), f"entry point {name!r} is no class"
-    assert issubclass(cls, Env), f"entry point {name!r} is no subclass of agentrl.Env"
+    cls = lookup(ENVS, name, "environment", key)
+    if not (inspect.isclass(cls) and issubclass(cls, Env)):
+        raise ConfigError(f"{name} ({key}) is no subclass of agentrl.Env")
     return cls
 
 
@@ -138,7 +133,7 @@ def make_env(name: str, options: Mapping[str, Any] | None = None) -> Env:
     """Build an environment by name; ``options`` are its constructor's keyword arguments.
 
     Raises:
-        ConfigError: the constructor does not take one of the options.
+        ConfigError: the constructor does not take one of the options, or lacks one.
 
     """
     env = _build(env_class(name), options, "env.options")
@@ -196,10 +191,21 @@ def served_tools(name: str, options: Mapping[str, Any] | None = None) -> tuple[T
 
 
 def make_tasks(name: str, options: Mapping[str, Any] | None = None) -> TaskSet:
-    """Build a taskset by its registered name (or ``file.py:Class``) with ``tasks.options``."""
+    """Build a taskset by its registered name (or ``file.py:Class``) with ``tasks.options``.
+
+    Raises:
+        ConfigError: it is no taskset, or its constructor raises or does not take one of the options.
+
+    """
     cls = lookup(TASKS, name, "taskset", "tasks.name")
-    tasks = _build(cls, options, "tasks.options")
-    assert isinstance(tasks, TaskSet), f"{name} is no agentrl.TaskSet"
+    if not (inspect.isclass(cls) and issubclass(cls, TaskSet)):
+        raise ConfigError(f"tasks.name={name} is {cls!r:.100}, and no subclass of agentrl.TaskSet")
+    try:
+        tasks: TaskSet = _build(cls, options, "tasks.options")
+    except AgentrlError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"tasks.name={name}: {cls.__name__}'s constructor raised {describe(error)}") from error
     return tasks
 
 

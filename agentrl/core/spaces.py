@@ -5,11 +5,11 @@ Gymnasium's own ``Text`` space refuses every character outside a fixed set, even
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import gymnasium
 
-from agentrl.core.types import Message, Rewrite, ToolCalls, ToolResults
+from agentrl.core.types import Message, Rewrite, Role, ToolCall, ToolCalls, ToolResults
 
 _SYLLABLES = ("a", "an", "be", "for", "it", "lo", "me", "no", "of", "so", "the", "to", "we", "yes", "zu")
 
@@ -17,6 +17,31 @@ _SYLLABLES = ("a", "an", "be", "for", "it", "lo", "me", "no", "of", "so", "the",
 def _sample_text(rng: Any) -> str:
     words = [_SYLLABLES[int(rng.integers(len(_SYLLABLES)))] for _ in range(int(rng.integers(1, 8)))]
     return " ".join(words)
+
+
+def observation_fault(observation: object) -> str:
+    """Return what is wrong with an observation and what it should be, in one line; empty if nothing is."""
+    if isinstance(observation, Rewrite):
+        return ""
+    if isinstance(observation, ToolCalls):
+        fits = all(isinstance(call, ToolCall) for call in observation.calls)
+        return "" if fits else f"{_short(observation)}, whose calls must be a tuple of ToolCalls"
+    if not isinstance(observation, tuple) or not all(isinstance(message, Message) for message in observation):
+        text = observation if isinstance(observation, str) else "…"
+        return (
+            f'{_short(observation)}, which must be a tuple of messages, such as (Message("user", {_short(text)}),), '
+            "or ToolCalls or a Rewrite"
+        )
+    for message in observation:
+        if message.role not in get_args(Role):
+            return f"{_short(observation)}: roles are {', '.join(get_args(Role))}, and not {message.role!r}"
+        if not isinstance(message.content, str):
+            return f"{_short(observation)}: the content of a message must be a str, and is {_short(message.content)}"
+    return ""
+
+
+def _short(value: object) -> str:
+    return f"{value!r:.80}" if isinstance(value, str) else f"{value!r:.160}"
 
 
 class MessageSpace(gymnasium.Space[Any]):
@@ -28,9 +53,7 @@ class MessageSpace(gymnasium.Space[Any]):
 
     def contains(self, x: Any) -> bool:
         """Return whether ``x`` is an observation."""
-        if isinstance(x, ToolCalls | Rewrite):
-            return True
-        return isinstance(x, tuple) and all(isinstance(message, Message) for message in x)
+        return not observation_fault(x)
 
     def __repr__(self) -> str:
         """Return the constructor."""

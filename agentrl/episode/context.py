@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from agentrl.core.env import Env
+from agentrl.core.errors import EnvironmentFailure
+from agentrl.core.imports import describe, place_of
 from agentrl.core.sampler import Sampler
 from agentrl.core.tool import Tool, ToolClient
 from agentrl.core.types import SamplingParams
 from agentrl.episode.limits import Limits
 from agentrl.episode.tool_calls import client_of
 from agentrl.render.base import Renderer
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,8 @@ class EpisodeContext:
     """Name of the policy at the sampler."""
     served: Mapping[str, Tool] = field(default_factory=dict)
     """Tools of the run's servers by name, with the run's options."""
+    logged: set[tuple[str, int]] = field(default_factory=set)
+    """File and line of exceptions whose traceback was logged."""
 
     def offered(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
         """Return ``tools`` with those of servers replaced by the ones with the run's options.
@@ -44,3 +51,16 @@ class EpisodeContext:
             if tool.server:
                 client_of(self.tool_clients, tool.server, tool.name)
         return tuple(self.served.get(tool.name, tool) if tool.server else tool for tool in tools)
+
+    def author_failure(self, what: str, error: Exception) -> EnvironmentFailure:
+        """Return the failure for an exception of an author's code, with its line. Its traceback is logged once a line.
+
+        Args:
+            what: raised it, such as ``Guess.step``.
+            error: the exception.
+        """
+        failure = EnvironmentFailure(f"{what} raised {describe(error)}")
+        if (place := place_of(error)) not in self.logged:
+            self.logged.add(place)
+            _log.warning("%s; further tracebacks of this line are not shown", failure, exc_info=error)
+        return failure

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from agentrl.core.env import Env
-from agentrl.core.errors import AgentrlError, ConfigError, EnvironmentFailure, EpisodeError
+from agentrl.core.errors import AgentrlError, ConfigError, EpisodeError
 from agentrl.core.imports import load_object
 from agentrl.core.task import Task
 from agentrl.core.types import Rollout, StopReason
@@ -79,7 +79,7 @@ async def run_custom_loop(generate: Generate, context: EpisodeContext, agent: Ag
     clock = asyncio.timeout((1 + GRACE) * context.limits.max_seconds)
     try:
         async with clock:
-            returned = await _run(generate, agent.task, agent)
+            returned = await _run(generate, context, agent)
         return _checked(returned, agent)
     except TimeoutError:
         if not clock.expired():
@@ -91,14 +91,14 @@ async def run_custom_loop(generate: Generate, context: EpisodeContext, agent: Ag
         await agent.close()
 
 
-async def _run(generate: Generate, task: Task, agent: Agent) -> object:
+async def _run(generate: Generate, context: EpisodeContext, agent: Agent) -> object:
     try:
         with waiting("rollout", agent.episode_id, lambda: f"turn {agent.turns}, {KEY}={_name(generate)}"):
-            return await generate(task, agent)
+            return await generate(agent.task, agent)
     except AgentrlError:
         raise
     except Exception as error:
-        raise EnvironmentFailure(f"{KEY}: {_name(generate)} raised {type(error).__name__}: {error}") from error
+        raise context.author_failure(f"{KEY}: {_name(generate)}", error) from error
 
 
 def _checked(returned: object, agent: Agent) -> list[Rollout]:

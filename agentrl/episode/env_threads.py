@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 import gymnasium
 
 from agentrl.core.env import AsyncEnv, Env, Step
 from agentrl.core.errors import AgentrlError, EnvironmentFailure
+from agentrl.core.spaces import observation_fault
 from agentrl.core.task import Task
 from agentrl.core.types import Action, Info, Observation
+from agentrl.episode.context import EpisodeContext
 from agentrl.obs.waiting import waiting
 
 T = TypeVar("T")
 
 
 class ThreadedEnv:
-    """The environment of one episode, built by ``factory`` in `reset`; its synchronous methods run in ``pool``, if any."""
+    """The environment of one episode, built in `reset`; its synchronous methods run in the pool of ``context``, if any.
 
-    def __init__(self, factory: Callable[[], Env], pool: Executor | None) -> None:
-        self._factory = factory
-        self._pool = pool
+    What a method raises, or returns against the contract, is an `EnvironmentFailure` that names it.
+    """
+
+    def __init__(self, context: EpisodeContext) -> None:
+        self._context = context
+        self._pool = context.pool
         self._env: Env | None = None
         self._busy = False
 
@@ -38,21 +42,24 @@ class ThreadedEnv:
         options = {"task": task}
 
         def build() -> tuple[Observation, Info] | None:
-            self._env = self._factory()
+            self._env = self._context.env_factory()
             return None if isinstance(self._env, AsyncEnv) else self._env.reset(seed=seed, options=options)
 
         started = await self._guard("reset", self._thread(build))
-        if started is None:
-            assert isinstance(self._env, AsyncEnv)
+        if isinstance(self._env, AsyncEnv):
             started = await self._guard("areset", self._env.areset(seed=seed, options=options))
-        return started
+        result: tuple[Observation, Info] = self._checked("reset", started, "observation, info")
+        return result
 
     async def step(self, action: Action) -> Step:
         """Take an action."""
         env = self.env
         if isinstance(env, AsyncEnv):
-            return await self._guard("astep", env.astep(action))
-        return await self._guard("step", self._thread(lambda: env.step(action)))
+            stepped = await self._guard("astep", env.astep(action))
+        else:
+            stepped = await self._guard("step", self._thread(lambda: env.step(action)))
+        result: Step = self._checked("step", stepped, "observation, reward, terminated, truncated, info")
+        return result
 
     async def get_state(self) -> dict[str, Any]:
         """Return the environment's state."""
@@ -87,7 +94,21 @@ class ThreadedEnv:
         except AgentrlError:
             raise
         except Exception as error:
-            raise EnvironmentFailure(f"{self._name}.{what} raised {type(error).__name__}: {error}") from error
+            built = self._env is not None
+            who = f"{self._name}.{what}" if built else f"{self._name}'s constructor"
+            raise self._context.author_failure(who, error) from error
+
+    def _checked(self, what: str, returned: Any, form: str) -> Any:
+        """Return what `reset` or `step` returned, of the form ``observation, …, info``."""
+        who = f"{self._name}.{what}"
+        if not isinstance(returned, tuple) or len(returned) != form.count(",") + 1:
+            raise EnvironmentFailure(f"{who} must return ({form}), it returned {returned!r:.160}")
+        observation, info = returned[0], returned[-1]
+        if fault := observation_fault(observation):
+            raise EnvironmentFailure(f"{who} returned the observation {fault}")
+        if not isinstance(info, dict):
+            raise EnvironmentFailure(f"{who} returned the info {info!r:.160}, which must be a dict")
+        return returned
 
     @property
     def _name(self) -> str:

@@ -49,7 +49,7 @@ class Episode:
         self._context = context
         self._task = task
         self._env_state = env_state
-        self._env = ThreadedEnv(context.env_factory, context.pool)
+        self._env = ThreadedEnv(context)
         self._began = time.monotonic()
 
     @property

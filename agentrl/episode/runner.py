@@ -164,17 +164,17 @@ class EpisodeRunner:
                 state = EpisodeState(job.rollout_id, job.seed, attempt, job.reset_seed)
                 if self._generate is not None:
                     agent = Agent(self._context, job.task, state)
-                    tools = agent.tools
+                    tools, raised = agent.tools, None
                     async with _closed_on_error(tools):
                         rollouts = await run_custom_loop(self._generate, self._context, agent)
                 else:
                     episode = Episode(self._context, job.task, state)
-                    tools, failure = episode.tools, None
+                    tools, failure, raised = episode.tools, None, None
                     try:
                         async with _closed_on_error(tools):
                             reason = await episode.run()
                     except EpisodeError as error:
-                        failure, reason = error.as_failure(), StopReason.FAILED
+                        failure, reason, raised = error.as_failure(), StopReason.FAILED, error
                     rollout = episode.conversation.rollout(
                         job.task, reason, seconds=episode.seconds, tool_seconds=tools.seconds, failure=failure
                     )
@@ -189,7 +189,7 @@ class EpisodeRunner:
                     raise RunStopped(
                         f"episode {job.rollout_id} failed and rollout.failure.{failure.kind.value}=stop: "
                         f"{_describe(failure)}"
-                    )
+                    ) from raised
                 if action != "retry":
                     for rollout in rollouts:
                         rollout.dropped = rollout.dropped or action == "drop"

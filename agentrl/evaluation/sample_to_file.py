@@ -27,7 +27,7 @@ from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import step_jobs, watched
 from agentrl.runtime.services import open_services
-from agentrl.runtime.task_order import TaskOrder, check_ids
+from agentrl.runtime.task_order import TaskOrder, read_split
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +112,10 @@ def _finish(file: RolloutFile, done: Sequence[Rollout]) -> None:
 
 
 def _tasks(config: Config, plan: SamplePlan) -> Sequence[Task]:
-    split = config.tasks.train_split if plan.split == "train" else config.tasks.eval_split
-    tasks = open_tasks(config).split(split)
-    check_ids(tasks, f"the split {split!r}")
-    return tasks
+    split, key = config.tasks.train_split, "tasks.train_split"
+    if plan.split == "eval":
+        split, key = config.tasks.eval_split, "tasks.eval_split"
+    return read_split(open_tasks(config), split, key)
 
 
 def _summary(config: Config, plan: SamplePlan, rollouts: Sequence[Rollout]) -> SetResult:

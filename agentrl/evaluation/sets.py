@@ -11,7 +11,7 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.core.task import Task, TaskSet
 from agentrl.data.tasks import read_tasks
-from agentrl.runtime.task_order import check_ids
+from agentrl.runtime.task_order import read_split
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def load_eval_tasks(config: Config, tasks: TaskSet) -> list[EvalTasks]:
 
 def can_evaluate(config: Config, tasks: TaskSet) -> bool:
     """Return whether the set of the section ``eval`` has tasks: data files may have no evaluation file."""
-    return config.eval.path is not None or len(tasks.split(config.eval.split or config.tasks.eval_split)) > 0
+    return config.eval.path is not None or len(_split(config, tasks, config.eval, "eval")[1]) > 0
 
 
 def _load(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> EvalTasks:
@@ -90,15 +90,18 @@ def _load(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> EvalTasks
                 f"which has: {', '.join(keys) or 'nothing'}"
             )
         plan = plan.model_copy(update={"group_by": None})
-    check_ids(chosen, source)
     return EvalTasks(name, plan, chosen, source, config.rollout.reset_seed)
 
 
 def _read(config: Config, tasks: TaskSet, plan: EvalSet, key: str) -> tuple[str, Sequence[Task]]:
     if plan.path is not None:
         return str(plan.path), read_tasks(plan.path, config.data, f"{key}.path")
-    split = plan.split or config.tasks.eval_split
-    return f"the split {split!r}", tasks.split(split)
+    return _split(config, tasks, plan, key)
+
+
+def _split(config: Config, tasks: TaskSet, plan: EvalSet, key: str) -> tuple[str, Sequence[Task]]:
+    split, of = (plan.split, f"{key}.split") if plan.split else (config.tasks.eval_split, "tasks.eval_split")
+    return f"the split {split!r}", read_split(tasks, split, of)
 
 
 def check_goals(config: Config, sets: Sequence[EvalTasks]) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from agentrl.config.checks import check_context
 from agentrl.config.schema import Config
-from agentrl.core.env import Env
-from agentrl.core.errors import ConfigError, MissingError
+from agentrl.core.env import Env, lacking_step
+from agentrl.core.errors import AgentrlError, ConfigError, MissingError
+from agentrl.core.imports import describe
 from agentrl.core.registry import env_class, make_env, make_tasks
 from agentrl.core.task import TaskSet
 from agentrl.data.tasks import FileTasks
@@ -48,10 +49,22 @@ def check_episodes(config: Config) -> None:
         UserError: one does not exist or is not valid.
 
     """
-    make_env(config.env.name, config.env.options)
-    cls = env_class(config.env.name)
+    env = _make_env(config)
+    cls = type(env)
+    if config.rollout.generate is None and (lacks := lacking_step(cls)):
+        raise ConfigError(f"env.name={config.env.name}: {cls.__name__} defines no {lacks}")
     run_services(config)
     check_reward(config, needs_reward=cls.needs_reward and config.rollout.generate is None)
+
+
+def _make_env(config: Config) -> Env:
+    try:
+        return make_env(config.env.name, config.env.options)
+    except AgentrlError:
+        raise
+    except Exception as error:
+        what = f"{env_class(config.env.name).__name__}'s constructor raised {describe(error)}"
+        raise ConfigError(f"env.name={config.env.name} with env.options={config.env.options}: {what}") from error
 
 
 def check_engine(config: Config, *, on_cluster: bool = False) -> None:

@@ -9,7 +9,8 @@ from itertools import islice
 import numpy as np
 
 from agentrl.core.env import Env
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import AgentrlError, ConfigError
+from agentrl.core.imports import describe
 from agentrl.core.task import MadeTasks, Task, TaskSet
 
 _NAMED = 5
@@ -27,6 +28,10 @@ class EnvTasks(TaskSet):
         """Return ``Env.tasks(name, seed)``."""
         return self._env.tasks(name, self._seed)
 
+    def call(self, name: str) -> str:
+        """Return the call that `split` makes, for messages."""
+        return f"{self._env.__name__}.tasks({name!r}, {self._seed})"
+
 
 class NoTasks(TaskSet):
     """An empty taskset, for evaluations whose sets all have files."""
@@ -36,32 +41,50 @@ class NoTasks(TaskSet):
         return ()
 
 
-def check_ids(tasks: Sequence[Task], source: str) -> None:
-    """Check that no two tasks have one id. Tasks that are made on access are compared when `TaskOrder` takes them.
+def read_split(tasks: TaskSet, name: str, key: str) -> Sequence[Task]:
+    """Return the tasks of a split.
 
     Args:
-        tasks: of a split.
-        source: of the tasks, for the message.
+        tasks: the configured taskset.
+        name: of the split.
+        key: the configuration key that holds ``name``, for messages.
 
     Raises:
-        ConfigError: several tasks have one id, and would be one group; the message has the ids.
+        UnknownNameError: the taskset knows no such split.
+        ConfigError: ``split`` or ``tasks`` raises or does not return tasks, or two tasks have one id and so would be one
+            group. Ids of tasks that are made on access are compared when `TaskOrder` takes them.
 
     """
-    if isinstance(tasks, MadeTasks):
-        return
+    call = tasks.call(name) if isinstance(tasks, EnvTasks) else f"{type(tasks).__name__}.split({name!r})"
+    try:
+        found = tasks.split(name)
+    except AgentrlError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{key}={name}: {call} raised {describe(error)}; it must return the tasks of the split, or () if it has none. "
+            f"{key} names another split"
+        ) from error
+    if isinstance(found, MadeTasks):
+        return found
+    fits = hasattr(found, "__len__") and hasattr(found, "__getitem__") and not isinstance(found, str | Mapping)
+    if not fits or (wrong := [task for task in found if not isinstance(task, Task)]):
+        what = f"one with {wrong[0]!r:.100} in it" if fits else f"{found!r:.100}"
+        raise ConfigError(f"{key}={name}: {call} must return a sequence of Tasks, it returned {what}")
     places: dict[str, list[int]] = {}
-    for number, task in enumerate(tasks):
+    for number, task in enumerate(found):
         places.setdefault(task.id, []).append(number)
-    if len(places) < len(tasks):
-        raise _same_ids(source, {name: numbers for name, numbers in places.items() if len(numbers) > 1})
+    if len(places) < len(found):
+        raise _same_ids(call, {name: numbers for name, numbers in places.items() if len(numbers) > 1})
+    return found
 
 
 def _same_ids(source: str, places: Mapping[str, Sequence[int]]) -> ConfigError:
     named = [f"{name!r} (tasks {', '.join(map(str, numbers))})" for name, numbers in islice(places.items(), _NAMED)]
     more = f" and {len(places) - _NAMED} others" if len(places) > _NAMED else ""
     return ConfigError(
-        f"{source} cannot be used: ids that several tasks have: {', '.join(named)}{more}. Episodes are grouped by the "
-        "task's id, so each Task needs its own"
+        f"{source} gives several tasks one id: {', '.join(named)}{more}. Episodes are grouped by the task's id, so each "
+        "Task needs its own"
     )
 
 
@@ -93,7 +116,7 @@ class TaskOrder:
         number = int(self._permutation[index])
         task = self._tasks[number]
         if (other := self._taken.setdefault(task.id, number)) != number:
-            raise _same_ids("the tasks", {task.id: sorted((other, number))})
+            raise _same_ids("the taskset", {task.id: sorted((other, number))})
         return task
 
     def take(self, position: int, count: int) -> list[Task]:

@@ -20,6 +20,7 @@ from agentrl.core.tool import Tool, ToolClient, ToolService
 from agentrl.core.types import Row
 from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.run_tools import served_tools, service_options
+from agentrl.runtime.task_order import read_split
 from agentrl.sft.demonstrate import demonstrate
 from agentrl.toolserver.service import find_service
 
@@ -150,7 +151,8 @@ class Demonstrations:
             taskset = make_tasks(config.tasks.name, options)
             env_factory = partial(make_env, config.env.name, env_options)
             clients, served = self._tools(taskset)
-            self._scene = (key, _Scene(taskset, taskset.split(config.tasks.train_split), env_factory, clients, served))
+            tasks = read_split(taskset, config.tasks.train_split, "tasks.train_split")
+            self._scene = (key, _Scene(taskset, tasks, env_factory, clients, served))
         return self._scene[1]
 
     def _tools(self, taskset: TaskSet) -> tuple[dict[str, ToolClient], dict[str, Tool]]:

@@ -19,7 +19,7 @@ from agentrl.models.resolve import has_chat_template, resolve_model
 from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
 from agentrl.runtime.placement_check import check_placement, describe_placement
 from agentrl.runtime.run_tools import check_tools
-from agentrl.runtime.task_order import check_ids
+from agentrl.runtime.task_order import read_split
 from agentrl.train.warm_start import describe, warm_start_config
 
 
@@ -88,9 +88,8 @@ def _listed(missing: list[str]) -> Iterator[None]:
 
 
 def _train_tasks(config: Config, tasks: TaskSet) -> Sequence[Task]:
-    found = tasks.split(config.tasks.train_split)
+    found = read_split(tasks, config.tasks.train_split, "tasks.train_split")
     if len(found) > 0:
-        check_ids(found, f"the split {config.tasks.train_split!r}")
         return found
     if config.data.eval_path is not None:
         raise ConfigError("there is nothing to train on: set data.path in addition to data.eval_path")

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import re
 import threading
 import time
 
@@ -360,7 +361,9 @@ def test_the_failure_policy_decides(renderer, action):
     rollout, sampler = play(renderer, ["a", "raise"], failure=failure)
     assert rollout.stop_reason is StopReason.FAILED
     assert rollout.failure is not None
-    assert rollout.failure.message == "Guess.step raised ZeroDivisionError: by zero"
+    assert re.fullmatch(
+        r"Guess\.step raised ZeroDivisionError: by zero \(test_runner\.py:\d+\)", rollout.failure.message
+    )
     assert rollout.dropped == (action != "train")
     assert len(sampler.requests) == (4 if action == "retry" else 2)
     assert rollout.reward == 0.5

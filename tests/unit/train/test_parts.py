@@ -1,5 +1,8 @@
 """The small parts around the loop: task order, metrics, batches."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,11 +14,12 @@ from agentrl.algo.registry import make_algorithm
 from agentrl.batch.groups import group_rollouts
 from agentrl.bench.episode_runner import synthetic_rows
 from agentrl.config.load import load_config
+from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError
-from agentrl.core.task import MadeTasks
+from agentrl.core.task import MadeTasks, TaskSet
 from agentrl.core.types import Rollout, StopReason
 from agentrl.runtime.jobs import step_jobs
-from agentrl.runtime.task_order import TaskOrder, check_ids, episode_seed
+from agentrl.runtime.task_order import EnvTasks, TaskOrder, episode_seed, read_split
 from agentrl.train.optimizer_steps import advantages_by_step
 from agentrl.train.step_metrics import merge_metrics, rollout_metrics
 
@@ -56,6 +60,46 @@ def test_a_task_has_one_reset_seed_and_each_episode_its_own_samples() -> None:
     assert {job.reset_seed for job in jobs} == {None}, "each has that of its samples"
 
 
+class Given(TaskSet):
+    """Returns what it is given as the split ``train``, and knows no other."""
+
+    def __init__(self, tasks: Any) -> None:
+        self._splits = {"train": tasks}
+
+    def split(self, name: str) -> Sequence[Task]:
+        return self._splits[name]
+
+
+class Board(Env):
+    """Has tasks to train on only."""
+
+    @classmethod
+    def tasks(cls, split: str, seed: int) -> Sequence[Task]:
+        return {"train": TASKS}[split]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "split", "message"),
+    [
+        (EnvTasks(Board, 3), "eval", r"^tasks\.eval_split=eval: Board\.tasks\('eval', 3\) raised KeyError: 'eval' \(test_p"),
+        (EnvTasks(Board, 3), "eval", r"\(test_parts\.py:\d+\); it must return the tasks of the split, or \(\) if it has none"),
+        (EnvTasks(Env, 3), "eval", r"Env\.tasks\('eval', 3\) raised NotImplementedError: Env defines no tasks"),
+        (Given(TASKS), "eval", r"Given\.split\('eval'\) raised KeyError: 'eval' \(test_parts\.py:\d+\)"),
+        (Given(None), "train", "must return a sequence of Tasks, it returned None"),
+        (Given(iter(TASKS)), "train", "it returned <list_iterator"),
+        (Given({"a": TASKS[0]}), "train", "it returned {'a'"),
+        (Given("tasks"), "train", "it returned 'tasks'"),
+        (Given([TASKS[0], "What?"]), "train", r"it returned one with 'What\?' in it"),
+    ],
+)  # fmt: skip
+def test_a_split_that_is_missing_or_holds_no_tasks_is_said_in_one_line(
+    tasks: TaskSet, split: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        read_split(tasks, split, "tasks.eval_split")
+    assert "\n" not in str(raised.value)
+
+
 class Made(MadeTasks):
     """Every third task has the id of the one before it."""
 
@@ -65,19 +109,19 @@ class Made(MadeTasks):
 
 def test_ids_that_several_tasks_have_are_refused() -> None:
     twice = [*TASKS, TASKS[2], TASKS[5], TASKS[2]]
-    with pytest.raises(ConfigError, match=r"the split 'train' .*'t2' \(tasks 2, 7, 9\), 't5' \(tasks 5, 8\)"):
-        check_ids(twice, "the split 'train'")
-    check_ids(TASKS, "the split 'train'")
+    with pytest.raises(ConfigError, match=r"Given\.split\('train'\) .*'t2' \(tasks 2, 7, 9\), 't5' \(tasks 5, 8\)"):
+        read_split(Given(twice), "train", "tasks.train_split")
+    assert read_split(Given(TASKS), "train", "tasks.train_split") is TASKS
     many = [TASKS[0]] * 3 + [Task(f"x{index // 2}", ()) for index in range(40)]
     with pytest.raises(ConfigError, match="and 16 others"):
-        check_ids(many, "the split 'train'")
+        read_split(Given(many), "train", "tasks.train_split")
 
 
 def test_ids_of_tasks_made_on_access_are_compared_when_they_are_taken() -> None:
     made = Made("train", 30)
-    check_ids(made, "the split 'train'")  # making all of them may take minutes
+    assert read_split(Given(made), "train", "tasks.train_split") is made, "making all of them may take minutes"
     order = TaskOrder(made, 0)
-    with pytest.raises(ConfigError, match=r"several tasks have: 'm\d+' \(tasks \d+, \d+\)"):
+    with pytest.raises(ConfigError, match=r"several tasks one id: 'm\d+' \(tasks \d+, \d+\)"):
         order.take(0, 30)
     assert len(TaskOrder(Made("train", 2), 0).take(0, 6)) == 6, "a task that comes again in the next epoch is the same"
 
