@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.core.errors import ConfigError
+from agentrl.core.file_modes import give_default_mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ def write_random_model(folder: Path, shape: Shape, *, tokenizer: Path | None = N
         from_config: Any = AutoModelForCausalLM.from_config
         parameters = from_config(config, dtype=torch.bfloat16).named_parameters()  # tied ones once
         save_file({name: data.detach() for name, data in parameters}, folder / "model.safetensors", {"format": "pt"})
+        give_default_mode(folder / "model.safetensors")
     if tokenizer is not None:
         _extend_tokenizer(tokenizer, folder, shape.vocab_size)
 

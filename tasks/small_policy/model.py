@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from agentrl.core.file_modes import give_default_mode
+
 from .tokenizer import VOCABULARY, save_tokenizer
 
 
@@ -37,3 +39,4 @@ def init_model(folder: Path, tokenizer: Any, *, seed: int = 0) -> None:
     )
     torch.manual_seed(seed)
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    give_default_mode(*folder.glob("*.safetensors"))

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from agentrl.core.file_modes import give_default_mode
 from agentrl.distributed.base import TensorSpec
 from agentrl.learner.base import WeightSource
 from agentrl.learner.export.broadcaster import WeightBroadcaster
@@ -87,6 +88,7 @@ class RankBucket:
     def save(self, file: Path) -> None:
         """Write the weights as safetensors."""
         save_file(dict(self.tensors()), file, metadata={"format": "pt"})
+        give_default_mode(file)
 
     def broadcast(self) -> None:
         """Send the weights; see `WeightBucket.broadcast`."""

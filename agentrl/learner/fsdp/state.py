@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map_only
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.atomic_files import partial_path, publish
 from agentrl.core.errors import CheckpointError
+from agentrl.core.file_modes import give_default_mode
 from agentrl.learner.base import WeightSource
 from agentrl.learner.fsdp.model import PolicyModel
 from agentrl.learner.random_states import random_states, restore_random
@@ -129,6 +130,7 @@ def _write_model(rank: SavedRank, tensors: dict[str, torch.Tensor], folder: Path
     model.config.dtype = torch.float32
     model.config.save_pretrained(folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    give_default_mode(folder / "model.safetensors")
 
 
 def _optimizer_states(rank: SavedRank) -> dict[str, Any]:

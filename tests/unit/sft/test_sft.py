@@ -206,6 +206,7 @@ def test_a_run_lowers_the_loss_and_writes_a_policy(tmp_path: Path) -> None:
     assert load_model(out, "bfloat16").config.dtype is not None
     assert (out / "tokenizer.json").read_bytes() == (WARM / "tokenizer.json").read_bytes()
     assert load_tokenizer(out).chat_template
+    assert len({path.stat().st_mode for path in tmp_path.rglob("*") if path.is_file()}) == 1, "all are readable"
 
 
 def test_minutes_end_a_run_early(tmp_path: Path) -> None:

@@ -1,0 +1,19 @@
+"""File modes of what agentrl writes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+
+def give_default_mode(*files: Path) -> None:
+    """Give files the mode of a new file in their folder, which the umask sets.
+
+    safetensors writes for the owner only, whatever the umask: an engine or a colleague with another user id could not read
+    the weights.
+    """
+    for file in files:
+        new = file.with_name(f".{file.name}.mode")
+        new.touch()
+        shutil.copymode(new, file)
+        new.unlink()
