@@ -26,7 +26,7 @@ RUN python3 -m venv /opt/sglang \
 
 # The same torch and NCCL on both sides: weights go from one to the other (weights.transport).
 COPY . /opt/agentrl-source
-ARG EXTRAS=wandb
+ARG EXTRAS=all
 RUN /opt/sglang/bin/pip freeze | grep -E '^(torch|nvidia-nccl-cu[0-9]+)==' > /opt/torch.txt \
     && python3 -m venv /opt/agentrl \
     && /opt/agentrl/bin/pip install --no-cache-dir --constraint /opt/torch.txt "/opt/agentrl-source[${EXTRAS}]"

@@ -6,9 +6,9 @@
 VENV := .venv
 BIN := $(VENV)/bin
 SGLANG_VENV := .venv-sglang
-# The first interpreter that is Python 3.11 or 3.12 (a name on the PATH need not be one that starts).
-PYTHON ?= $(shell for p in python3 python3.12 python3.11 python; do \
-	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
+# The first interpreter that is Python 3.11 to 3.13 (a name on the PATH need not be one that starts).
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
 TORCH_CPU := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
@@ -27,7 +27,7 @@ cpu_torch = $(1) install --quiet "$(TORCH_CPU)" 2>/dev/null \
 	|| $(1) install --quiet "$(TORCH_CPU)" --extra-index-url $(TORCH_CPU_INDEX)
 
 $(VENV)/.installed: pyproject.toml
-	@test -n "$(PYTHON)" || { echo "agentrl needs Python 3.11 or 3.12; set PYTHON=/path/to/python"; exit 2; }
+	@test -n "$(PYTHON)" || { echo "agentrl needs Python 3.11 to 3.13; set PYTHON=/path/to/python"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	@if nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install --quiet torch; else $(call cpu_torch,$(BIN)/pip); fi
@@ -69,7 +69,7 @@ SGLANG := sglang==0.5.23 torchvision==0.28.0
 SGLANG_REQUIREMENTS := agentrl/inference/launch/cpu_sglang/requirements.txt
 
 $(SGLANG_VENV)/.installed: $(SGLANG_REQUIREMENTS)
-	@test -n "$(PYTHON)" || { echo "agentrl needs Python 3.11 or 3.12; set PYTHON=/path/to/python"; exit 2; }
+	@test -n "$(PYTHON)" || { echo "agentrl needs Python 3.11 to 3.13; set PYTHON=/path/to/python"; exit 2; }
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/pip install --quiet --upgrade pip
 	@$(call cpu_torch,$(SGLANG_VENV)/bin/pip)

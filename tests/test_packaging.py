@@ -1,6 +1,7 @@
 """What pyproject.toml says of packages is what lies on disk."""
 
 import ast
+import re
 import tomllib
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def test_every_file_of_a_new_project_is_package_data() -> None:
 
 def test_python_and_torch_ranges() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["requires-python"] == ">=3.11,<3.13"
+    assert project["requires-python"] == ">=3.11,<3.14"
     assert "torch>=2.11" in project["dependencies"]
     assert {"sglang", "megatron", "dev"} <= set(project["optional-dependencies"])
 
@@ -81,3 +82,15 @@ def test_examples_and_the_template_need_public_names_only() -> None:
             modules += [each.name for each in node.names] if isinstance(node, ast.Import) else []
             for module in modules:
                 assert module in allowed or module.partition(".")[0] != "agentrl", f"{file}: {module}"
+
+
+def test_the_page_for_a_package_index_links_nowhere_but_to_addresses() -> None:
+    """A package index has no file of the repository, so that a relative link or image would lead nowhere."""
+    page = ROOT / tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["readme"]
+    text = page.read_text()
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"(?:src|href)=\"?([^\"\s>]+)", text)
+    targets += re.findall(r"^\[[^\]]+\]:\s*(\S+)", text, re.MULTILINE)
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (named,) = re.findall(r"^Extras: (.+?)$", text, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", named)) == {*extras} - {"dev", "router", "megatron"}

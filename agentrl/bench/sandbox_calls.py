@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from statistics import quantiles
 from typing import Any
 
-import docker
-
 from agentrl.config.sandbox import SandboxConfig
+from agentrl.core.extras import require
 from agentrl.core.tool import ToolClient
 from agentrl.core.types import ToolCall
 from agentrl.sandbox.base import Job, SandboxBackend
@@ -122,6 +121,9 @@ async def client_opener(client: ToolClient, tool: str = "python") -> AsyncIterat
 @asynccontextmanager
 async def docker_exec_opener(config: SandboxConfig) -> AsyncIterator[Opener]:
     """Yield the baseline: plain containers, and a ``docker exec`` of Python for each call."""
+    require("docker", "docker exec")
+    import docker
+
     client = docker.DockerClient(base_url=config.docker_url) if config.docker_url else docker.from_env()
     containers: list[Any] = []
 

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from agentrl.config.load import Tree, merge, parse_override
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ToolServerConfig
 from agentrl.core.child_process import LOOPBACK
-from agentrl.core.errors import UserError
+from agentrl.core.errors import MissingError, UserError
 from agentrl.core.registry import SANDBOXES, TOOLS, names
 
 
@@ -100,9 +102,23 @@ def _sandbox(arguments: argparse.Namespace) -> None:
     from agentrl.sandbox.registry import backend_class
 
     config = _sandbox_config(arguments.overrides)
-    chosen = arguments.backend or [name for name in names(SANDBOXES) if backend_class(name).isolated]
+    console = make_console()
+    chosen = arguments.backend or _isolating(console)
     backends = [backend_class(name)(config.model_copy(update={"backend": name})) for name in chosen]
-    make_console().print(asyncio.run(survey(backends)))
+    console.print(asyncio.run(survey(backends)))
+
+
+def _isolating(console: Console) -> list[str]:
+    """Return the registered backends that isolate; print which ones are not installed."""
+    from agentrl.sandbox.registry import backend_class
+
+    found = []
+    for name in names(SANDBOXES):
+        try:
+            found += [name] if backend_class(name).isolated else []
+        except MissingError as error:
+            console.print(str(error), highlight=False, markup=False, soft_wrap=True)
+    return found
 
 
 def _sandbox_config(overrides: Sequence[str]) -> SandboxConfig:

@@ -12,8 +12,8 @@ from agentrl.config.base import Section
 class ObsConfig(Section):
     """Terminal output, trackers and recorded rollouts."""
 
-    tensorboard: bool = True
-    """Write TensorBoard event files next to ``metrics.jsonl``."""
+    tensorboard: bool | Literal["auto"] = "auto"
+    """Write TensorBoard event files next to ``metrics.jsonl``; ``auto`` does if the package is installed, and says so if not."""
     rollouts: Literal["all", "first", "none"] = "all"
     """Which of a step's rollouts to write to ``rollouts/``: all, the first group of each step, or none."""
     rollout_format: Literal["jsonl", "parquet"] = "jsonl"

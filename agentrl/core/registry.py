@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from agentrl.core.env import Env
 from agentrl.core.errors import AgentrlError, ConfigError, UnknownNameError, unknown_name
+from agentrl.core.extras import lacking
 from agentrl.core.imports import describe, is_reference, load_object
 from agentrl.core.task import TaskSet
 from agentrl.core.tool import Tool, ToolService
@@ -91,6 +92,7 @@ def lookup(group: str, name: str, what: str, key: str) -> Any:
     Raises:
         UnknownNameError: nothing has that name.
         ConfigError: the file or module, or the name in it, does not exist.
+        MissingError: it needs a package that only an extra of agentrl installs.
 
     """
     return load_object(name, key) if is_reference(name) else _registered_object(group, name, what, key)
@@ -106,7 +108,13 @@ def _registered_object(group: str, name: str, what: str, key: str) -> Any:
         if not known:  # agentrl registers some in every group
             raise UnknownNameError(f"{error} The installation is older than the code: install agentrl again.")
         raise error
-    return point.load()
+    try:
+        return point.load()
+    except ModuleNotFoundError as error:
+        missing = lacking(error, key if key.endswith(f".{name}") else f"{key}={name}")
+        if missing is None:
+            raise
+        raise missing from None
 
 
 @cache

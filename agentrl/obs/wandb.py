@@ -6,12 +6,11 @@ import netrc
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from agentrl.core.errors import ConfigError
+from agentrl.core.extras import require
 from agentrl.obs.trackers import COLUMNS
 
 Mode = Literal["online", "offline"]
@@ -78,13 +77,10 @@ def open_wandb(
         note: prints a message for the user.
 
     Raises:
-        ConfigError: the package is not installed.
+        MissingError: the package is not installed.
 
     """
-    if find_spec("wandb") is None:
-        raise ConfigError(
-            f"obs.wandb={mode}, but wandb is not installed here: pip install 'agentrl[wandb]', or set obs.wandb=off"
-        )
+    require("wandb", f"obs.wandb={mode}")
     chosen = os.environ.get("WANDB_MODE", mode)
     if chosen not in ("online", "offline"):
         note(f"Weights & Biases is disabled by WANDB_MODE={chosen}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 from agentrl.config.checks import check_context
 from agentrl.config.schema import Config
 from agentrl.core.env import Env, lacking_step
 from agentrl.core.errors import AgentrlError, ConfigError, MissingError
+from agentrl.core.extras import install_command, installed, not_installed
 from agentrl.core.imports import describe
 from agentrl.core.registry import env_class, make_env, make_tasks
 from agentrl.core.task import TaskSet
@@ -67,6 +67,25 @@ def _make_env(config: Config) -> Env:
         raise ConfigError(f"env.name={config.env.name} with env.options={config.env.options}: {what}") from error
 
 
+def check_packages(config: Config) -> None:
+    """Check that the packages of a run's outputs are installed.
+
+    Raises:
+        MissingError: one is not; a line for each.
+
+    """
+    obs, lines = config.obs, []
+    for package, wanted, key in (
+        ("tensorboard", obs.tensorboard is True, "obs.tensorboard=true"),
+        ("wandb", obs.wandb != "off", f"obs.wandb={obs.wandb}"),
+        ("pyarrow", obs.rollout_format == "parquet", "obs.rollout_format=parquet"),
+    ):
+        if wanted and not installed(package):
+            lines.append(str(not_installed(package, key)))
+    if lines:
+        raise MissingError("\n".join(lines))
+
+
 def check_engine(config: Config, *, on_cluster: bool = False) -> None:
     """Check that the engine can run here.
 
@@ -96,10 +115,8 @@ def check_engine(config: Config, *, on_cluster: bool = False) -> None:
 
 def _lacks_sglang(python: Path | None) -> list[str]:
     if python is None:
-        here = find_spec("sglang") is not None
-        return (
-            [] if here else ["SGLang is not installed here (pip install 'agentrl[sglang]', or sampler.sglang.python)"]
-        )
+        lack = f"SGLang is not installed here ({install_command('sglang')}, or sampler.sglang.python)"
+        return [] if installed("sglang") else [lack]
     if not python.is_file():
         return [f"there is no sampler.sglang.python={python}"]
     return [] if Interpreter.probe(python).sglang else [f"SGLang is not installed in sampler.sglang.python={python}"]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -22,12 +23,13 @@ from agentrl.config.load import dump
 from agentrl.config.render import RenderConfig
 from agentrl.config.schema import Config
 from agentrl.core.errors import RunStopped
+from agentrl.core.file_modes import give_default_mode
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.metrics import MetricsLog
-from agentrl.obs.trackers import TensorBoard
+from agentrl.obs.trackers import open_tensorboard
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.interrupt import SIGNALS, handled_signals, leave_terminals, terminals
@@ -56,7 +58,7 @@ def sft(config: Config, *, console: Console) -> Path:
     console.print(f"run {folder}: {config.sft.steps} steps of {config.sft.batch_size} demonstrations", highlight=False)
     learner = _start_learner(config, model, folder)
     try:
-        boards = [TensorBoard(folder / "tensorboard")] if config.obs.tensorboard else []
+        boards = open_tensorboard(folder, config.obs.tensorboard, partial(console.print, highlight=False, markup=False))
         with MetricsLog(folder, trackers=boards) as metrics:
             step, interrupted = _train(config, learner, data, metrics, console)
         learner.save(folder / "checkpoint")
@@ -191,6 +193,7 @@ def write_policy(trained: Path, source: Path, out: Path, dtype: str) -> None:
     """Write the model in ``trained`` to ``out`` in ``dtype``, with the tokenizer and chat template of ``source``."""
     out.mkdir(parents=True, exist_ok=True)
     load_model(trained, dtype).save_pretrained(out)
+    give_default_mode(*out.glob("*.safetensors"))
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)

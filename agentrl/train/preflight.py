@@ -16,7 +16,7 @@ from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
 from agentrl.models.load import read_max_positions
 from agentrl.models.reference_policy import check_reference, resolve_reference
 from agentrl.models.resolve import has_chat_template, resolve_model
-from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
+from agentrl.runtime.checks import check_engine, check_episodes, check_packages, open_tasks
 from agentrl.runtime.placement_check import check_placement, describe_placement
 from agentrl.runtime.run_tools import check_tools
 from agentrl.runtime.task_order import read_split
@@ -56,7 +56,10 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
 
     """
     missing: list[str] = []
-    check_episodes(config)
+    with _listed(missing):
+        check_episodes(config)
+    with _listed(missing):
+        check_packages(config)
     warm = warm_start_config(config, Path())
     tasks = "not there yet"
     sets: list[EvalTasks] | None = None

@@ -141,5 +141,5 @@ async def run_training(
             f"{error}. The run is in {folder}; resume it with:\n  {resume_command(words, folder)}"
         ) from None
     finally:
-        curve = draw_curve(config, folder)
+        curve = draw_curve(config, folder, console)
     print_summary(console, folder, trainer.step, trainer.evaluation, curve)

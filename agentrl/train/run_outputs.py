@@ -9,9 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from agentrl.config.schema import Config
+from agentrl.core.extras import install_command, installed
 from agentrl.obs.learning_curve import plot_curve
 from agentrl.obs.metrics import MetricsLog
-from agentrl.obs.trackers import TensorBoard, Tracker
+from agentrl.obs.trackers import Tracker, open_tensorboard
 from agentrl.obs.wandb import open_wandb
 
 CURVE = ("reward", "exact_match")
@@ -28,9 +29,7 @@ def open_metrics(config: Config, folder: Path, note: Callable[[str], None], resu
         resume_after: metrics after this step are deleted; None starts a new log.
 
     """
-    trackers: list[Tracker] = []
-    if config.obs.tensorboard:
-        trackers.append(TensorBoard(folder / "tensorboard", resume_after=resume_after))
+    trackers: list[Tracker] = open_tensorboard(folder, config.obs.tensorboard, note, resume_after=resume_after)
     if config.obs.wandb != "off":
         settings = config.model_dump(mode="json")
         wandb = open_wandb(folder, mode=config.obs.wandb, project=config.obs.wandb_project, config=settings, note=note)
@@ -44,8 +43,14 @@ def curve_keys(config: Config) -> list[str]:
     return ["train/reward", "rollout/exact_match", *(prefix + key for prefix in prefixes for key in CURVE)]
 
 
-def draw_curve(config: Config, folder: Path) -> Path | None:
-    """Draw the learning curve of a run, and return its file, or None if there is nothing to draw."""
+def draw_curve(config: Config, folder: Path, console: Console) -> Path | None:
+    """Draw the learning curve of a run, and return its file, or None if there is nothing to draw or to draw with."""
+    if not installed("matplotlib"):
+        command = install_command("matplotlib")
+        console.print(
+            f"no curve.png: {command} (agentrl view {folder} --html shows the curve)", markup=False, soft_wrap=True
+        )
+        return None
     return plot_curve(folder / "metrics.jsonl", folder / "curve.png", curve_keys(config))
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from agentrl import ConfigError, MissingError
+from agentrl import ConfigError
+from agentrl.core.extras import require
 
 from .corpus import open_corpus
 from .retriever import Corpora
@@ -29,12 +29,12 @@ def open_corpora(
     """Read corpora and make them searchable; only what ``retriever`` needs is imported.
 
     Raises:
-        ConfigError: a corpus, model or index that cannot be used, or the extra for E5 is not installed.
+        ConfigError: a corpus, model or index that cannot be used.
+        MissingError: the extra for E5 is not installed.
 
     """
     if retriever == "e5":
-        if missing := missing_extra():
-            raise MissingError(missing)
+        require_e5()
         from .e5 import e5_corpora
 
         return e5_corpora(
@@ -47,8 +47,6 @@ def open_corpora(
     return bm25_corpora({name: open_corpus(path, "--corpus") for name, path in files.items()})
 
 
-def missing_extra() -> str | None:
-    """Return the command that installs the extra for E5, or None if it is installed."""
-    if find_spec("faiss") is not None:
-        return None
-    return "--retriever e5 (tools.search.options.retriever=e5) needs FAISS: pip install 'agentrl[e5]'"
+def require_e5() -> None:
+    """Raise `MissingError` if the extra for E5 is not installed."""
+    require("faiss", "--retriever e5 (tools.search.options.retriever=e5)")

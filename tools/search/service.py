@@ -15,7 +15,7 @@ from agentrl.toolserver.hosted_tool import HostedTool
 from agentrl.toolserver.options import make_server_config, read_options
 from agentrl.toolserver.service import HostedService, serve
 
-from .corpora import E5_MODEL, RetrieverName, missing_extra
+from .corpora import E5_MODEL, RetrieverName, require_e5
 from .corpus import Document, named_files, write_corpus
 from .options import SearchOptions
 from .tool import SearchTool
@@ -85,13 +85,13 @@ class SearchService(HostedService):
         """Check the options, and that the corpus files and the extra for E5 exist."""
         super().check(options)
         parsed = self._parse(options)
+        if parsed.retriever == "e5":
+            require_e5()
         missing = [
             f"tools.search.options.corpus: there is no file {path} (corpus {name!r})"
             for name, path in parsed.files().items()
             if not path.is_file()
         ]
-        if parsed.retriever == "e5" and (extra := missing_extra()):
-            missing.append(extra)
         if missing:
             raise MissingError("\n".join(missing))
 

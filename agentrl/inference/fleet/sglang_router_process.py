@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
 from agentrl.core.child_process import LOOPBACK, ChildProcess, held_port
-from agentrl.core.errors import EngineError, MissingError
+from agentrl.core.errors import EngineError
+from agentrl.core.extras import require
 from agentrl.inference.client.http import EngineHttp, json_of
 from agentrl.inference.launch.processes import GUARD, EngineProcess, command_flags
 
@@ -31,11 +31,7 @@ _OPTIONS: dict[str, Any] = {
 
 def require_router() -> None:
     """Raise `MissingError` if ``sglang-router`` is not installed."""
-    if importlib.util.find_spec("sglang_router") is None:
-        raise MissingError(
-            "sampler.router=sglang: sglang-router is not installed; install it with `pip install 'agentrl[router]'`, or set "
-            "sampler.router=builtin"
-        )
+    require("sglang_router", "sampler.router=sglang (builtin needs none)")
 
 
 def launch_router(log: Path, *, request_timeout_s: float, start_timeout_s: float) -> EngineProcess:

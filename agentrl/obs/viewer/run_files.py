@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from agentrl.core.errors import UserError
+from agentrl.core.extras import require
 from agentrl.core.types import Rollout, StopReason
 from agentrl.obs.rollouts import read_advantages, read_rollouts, rollout_files
 
@@ -151,6 +152,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _count(path: Path) -> int:
     if path.suffix == ".parquet":
+        require("pyarrow", str(path))
         from pyarrow.parquet import read_metadata
 
         return int(read_metadata(path).num_rows)

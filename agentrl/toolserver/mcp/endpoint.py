@@ -26,10 +26,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.toolserver import limits
+from agentrl.toolserver.server.app import MCP_PATH
 from agentrl.toolserver.server.errors import Refusal
 from agentrl.toolserver.server.sessions import Sessions
 
-PATH = "/mcp"
 STATUS = "agentrl/status"
 """Key in a result's ``_meta``: the `ToolStatus`."""
 DATA = "agentrl/data"
@@ -53,7 +53,7 @@ async def mcp_routes(sessions: Sessions) -> AsyncIterator[list[BaseRoute]]:
         max_sessions=limits.MCP_SESSIONS,
     )
     async with manager.run():
-        yield [Route(PATH, _Endpoint(manager, bridge))]
+        yield [Route(MCP_PATH, _Endpoint(manager, bridge))]
 
 
 class _Bridge:

@@ -25,6 +25,8 @@ from agentrl.toolserver.server.receiving import BodyLimit
 from agentrl.toolserver.server.session import Session
 from agentrl.toolserver.server.sessions import Sessions
 
+MCP_PATH = "/mcp"
+"""Where MCP clients connect."""
 B = TypeVar("B", bound=BaseModel)
 _CLOSED_REQUEST = 499
 """The status for a request whose client has disconnected, which never reads it."""

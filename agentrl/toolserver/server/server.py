@@ -13,21 +13,27 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import uvicorn
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
 
 from agentrl.config.toolserver import ToolServerConfig
 from agentrl.core.child_process import exit_with_parent, raise_file_limit
 from agentrl.core.errors import ConfigError, PortInUseError
+from agentrl.core.extras import installed, not_installed
 from agentrl.sandbox.base import SandboxBackend
 from agentrl.sandbox.canary.check import check_backend
 from agentrl.sandbox.registry import make_backend
 from agentrl.toolserver import limits
 from agentrl.toolserver.hosted_tool import HostedTool
-from agentrl.toolserver.server.app import make_app
+from agentrl.toolserver.server.app import MCP_PATH, make_app
 from agentrl.toolserver.server.auth import server_token
 from agentrl.toolserver.server.receiving import ReceiveTimeout
 from agentrl.toolserver.server.sessions import Sessions
 
-__all__ = ["listen", "make_app", "open_sessions", "serve_tools"]
+_log = logging.getLogger(__name__)
+
+__all__ = ["listen", "make_app", "open_sessions", "routes_for_mcp", "serve_tools"]
 
 UVICORN: dict[str, Any] = {
     "log_level": "warning",
@@ -39,6 +45,7 @@ UVICORN: dict[str, Any] = {
     "timeout_keep_alive": limits.KEEP_ALIVE_S,
     "timeout_graceful_shutdown": 2,
 }
+_NO_MCP = str(not_installed("mcp", MCP_PATH))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -137,11 +144,9 @@ async def _serve(
     token: str | None,
     sandboxed: bool,
 ) -> None:
-    from agentrl.toolserver.mcp.endpoint import mcp_routes  # its SDK takes a while
-
     signals = _Signals()
     try:
-        async with open_sessions(tools, config, sandboxed=sandboxed) as sessions, mcp_routes(sessions) as routes:
+        async with open_sessions(tools, config, sandboxed=sandboxed) as sessions, routes_for_mcp(sessions) as routes:
             app = make_app(sessions, token=token, mounts=routes)
             server = _Server(uvicorn.Config(app, **UVICORN))
             serving = asyncio.create_task(server.serve(sockets=[listener]), name="serve")
@@ -155,6 +160,23 @@ async def _serve(
     except asyncio.CancelledError:
         if not signals.stop.is_set():
             raise
+
+
+@asynccontextmanager
+async def routes_for_mcp(sessions: Sessions) -> AsyncIterator[list[BaseRoute]]:
+    """Yield the routes for MCP clients; without the SDK, one that says what to install."""
+    if not installed("mcp"):
+        _log.warning("%s", _NO_MCP)
+        yield [Route(MCP_PATH, _no_mcp, methods=["GET", "POST", "DELETE"])]
+        return
+    from agentrl.toolserver.mcp.endpoint import mcp_routes  # its SDK takes a while
+
+    async with mcp_routes(sessions) as routes:
+        yield routes
+
+
+async def _no_mcp(request: Request) -> Response:
+    return JSONResponse({"error": _NO_MCP}, 501)
 
 
 class _Signals:

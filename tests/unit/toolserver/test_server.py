@@ -23,7 +23,7 @@ from agentrl.core.types import ToolCall, ToolStatus
 from agentrl.sandbox.registry import make_backend
 from agentrl.sandbox.unsafe_subprocess import UnsafeBackend
 from agentrl.toolserver.server.auth import TOKEN_VARIABLE
-from agentrl.toolserver.server.server import listen, open_sessions, serve_tools
+from agentrl.toolserver.server.server import listen, make_app, open_sessions, routes_for_mcp, serve_tools
 from tests.unit.toolserver.fake_hosts import FakeTool, echo, in_loop, in_sandbox
 
 UNSAFE = ToolServerConfig(sandbox=SandboxConfig(backend="unsafe_subprocess"))
@@ -89,6 +89,21 @@ async def test_tools_are_started_and_closed_also_where_a_later_one_fails() -> No
         async with open_sessions([again, Broken(echo, "other")], ToolServerConfig(), sandboxed=False):
             raise AssertionError("not reached")
     assert again.state == "closed"
+
+
+@in_loop
+async def test_without_the_sdk_mcp_clients_read_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    async with (
+        open_sessions([FakeTool(echo)], ToolServerConfig(), sandboxed=False) as sessions,
+        routes_for_mcp(sessions) as routes,
+    ):
+        transport = httpx.ASGITransport(make_app(sessions, mounts=routes))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            answers = [await client.request(method, "/mcp") for method in ("GET", "POST", "DELETE")]
+            assert {answer.status_code for answer in answers} == {501}
+            assert "pip install 'agentrl[mcp]'" in answers[0].json()["error"]
+            assert (await client.get("/health")).status_code == 200
 
 
 @in_loop

@@ -1,0 +1,59 @@
+"""Packages that only an extra of agentrl installs: whether one is there, and the message if it is not."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from agentrl.core.errors import MissingError
+
+EXTRAS = {
+    "docker": "docker",
+    "faiss": "e5",
+    "gguf": "models",
+    "matplotlib": "plots",
+    "mcp": "mcp",
+    "pyarrow": "parquet",
+    "sglang": "sglang",
+    "sglang_router": "router",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+}
+"""The extra that installs a package, by the name under which it is imported."""
+
+
+def installed(package: str) -> bool:
+    """Return whether ``package`` can be imported; it is not."""
+    return find_spec(package) is not None
+
+
+def require(package: str, what: str) -> None:
+    """Check that a package of an extra is installed, before it is imported.
+
+    Args:
+        package: a key of `EXTRAS`.
+        what: what needs it, with the key that asks for it, such as ``obs.rollout_format=parquet``.
+
+    Raises:
+        MissingError: it is not; the message has the command that installs it.
+
+    """
+    if not installed(package):
+        raise not_installed(package, what)
+
+
+def not_installed(package: str, what: str) -> MissingError:
+    """Return the error for a package of `EXTRAS` that is not installed; see `require`."""
+    return MissingError(f"{what} needs the package {package}: {install_command(package)}")
+
+
+def install_command(package: str) -> str:
+    """Return the command that installs a package of `EXTRAS`. Example: ``pip install 'agentrl[docker]'``."""
+    return f"pip install 'agentrl[{EXTRAS[package]}]'"
+
+
+def lacking(error: ModuleNotFoundError, what: str) -> MissingError | None:
+    """Return the error of an import that failed for lack of an extra, or None if it failed for another reason."""
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS or installed(package):
+        return None
+    return not_installed(package, what)

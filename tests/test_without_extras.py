@@ -1,0 +1,132 @@
+"""agentrl without the packages of its extras: the core works, and what needs one names the extra."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from agentrl.core.extras import EXTRAS
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DISTRIBUTIONS = {"faiss": "faiss-cpu", "sglang_router": "sglang-router"}
+"""Names of packages at the index, where they are not those of the import."""
+
+COMMANDS = {
+    "help": ["--help"],
+    "search_r1": ["train", "--env", "search_r1", "--dry-run"],
+    "tensorboard": ["train", "--env", "search_r1", "obs.tensorboard=true"],
+    "wandb": ["train", "--env", "search_r1", "obs.wandb=offline"],
+    "parquet rollouts": ["train", "--env", "search_r1", "obs.rollout_format=parquet"],
+    "parquet prompts": ["train", "--env", "single_turn", "data.path=prompts.parquet", "data.label_key=a", "reward=f1"],
+    "docker": ["train", "--env", "python_math", "sandbox.backend=docker"],
+    "two": ["train", "--env", "search_r1", "obs.tensorboard=true", "obs.wandb=online"],
+    "e5": ["train", "--env", "search_r1", "tools.search.options.retriever=e5"],
+    "router": ["train", "--env", "search_r1", "sampler.router=sglang"],
+    "mcp": ["tools", "serve", "mcp", "--port", "0"],
+    "sandboxes": ["tools", "sandbox", "--backend", "docker"],
+    "viewer": ["view", "run", "--html"],
+}
+PLAY = """
+import contextlib, io, json, sys
+for package in json.loads(sys.argv[1]):
+    sys.modules[package] = None  # as if it were not installed
+from agentrl.cli.main import main
+found = {}
+for name, words in json.loads(sys.argv[2]).items():
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            status = main(words)
+        except SystemExit as end:
+            status = end.code or 0
+    found[name] = [status, " ".join(out.getvalue().split())]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Status and output of each command, all in one process that can import no package of an extra."""
+    cwd = tmp_path_factory.mktemp("without-extras")
+    (cwd / "prompts.parquet").touch()
+    (cwd / "run" / "rollouts").mkdir(parents=True)
+    (cwd / "run" / "rollouts" / "step_000001.parquet").touch()
+    command = [sys.executable, "-c", PLAY, json.dumps([*EXTRAS]), json.dumps(COMMANDS)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (cwd / "runs").exists(), "no run was started"
+    return {name: (status, said) for name, (status, said) in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def test_help_and_the_first_command_need_no_extra(played: dict[str, tuple[int, str]]) -> None:
+    assert played["help"][0] == 0
+    status, said = played["search_r1"]
+    assert status == 0, said
+    assert "needs the package" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tensorboard", "obs.tensorboard=true needs the package tensorboard: pip install 'agentrl[tensorboard]'"),
+        ("wandb", "obs.wandb=offline needs the package wandb: pip install 'agentrl[wandb]'"),
+        ("parquet rollouts", "obs.rollout_format=parquet needs the package pyarrow: pip install 'agentrl[parquet]'"),
+        ("parquet prompts", "data.path=prompts.parquet needs the package pyarrow: pip install 'agentrl[parquet]'"),
+        ("docker", "sandbox.backend=docker needs the package docker: pip install 'agentrl[docker]'"),
+        ("two", "obs.wandb=online needs the package wandb: pip install 'agentrl[wandb]'"),
+        ("two", "obs.tensorboard=true needs the package tensorboard"),
+        ("e5", "tools.search.options.retriever=e5) needs the package faiss: pip install 'agentrl[e5]'"),
+        ("router", "needs the package sglang_router: pip install 'agentrl[router]'"),
+        ("mcp", "tools.mcp needs the package mcp: pip install 'agentrl[mcp]'"),
+        ("sandboxes", "sandbox.backend=docker needs the package docker: pip install 'agentrl[docker]'"),
+        ("viewer", "step_000001.parquet needs the package pyarrow: pip install 'agentrl[parquet]'"),
+    ],
+)
+def test_what_needs_an_extra_names_it_before_anything_starts(
+    played: dict[str, tuple[int, str]], name: str, message: str
+) -> None:
+    status, said = played[name]
+    assert status == 2, said
+    assert message in said
+    assert "Traceback" not in said
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[\[<>=;]", requirement)[0].strip()
+
+
+def test_each_package_is_in_the_extra_that_the_message_names() -> None:
+    extras = PROJECT["optional-dependencies"]
+    for package, extra in EXTRAS.items():
+        assert DISTRIBUTIONS.get(package, package) in {name_of(one) for one in extras[extra]}, package
+    core = {name_of(one) for one in PROJECT["dependencies"]}
+    assert core & {DISTRIBUTIONS.get(package, package) for package in EXTRAS} == set()
+
+
+def test_all_is_every_extra_that_any_machine_can_have() -> None:
+    extras = PROJECT["optional-dependencies"]
+    (everything,) = extras["all"]
+    assert set(everything.removeprefix("agentrl[").rstrip("]").split(",")) == {*extras} - {
+        "all", "dev", "megatron", "router", "sglang",
+    }  # fmt: skip
+    assert "agentrl[all,router]" in extras["dev"]
+
+
+def test_no_module_imports_an_extra_where_it_is_itself_imported_by_others() -> None:
+    """Packages of extras are imported inside functions, but in the modules that their registry imports on lookup."""
+    by_name = {"agentrl/sandbox/docker", "agentrl/toolserver/mcp"}
+    for top in ("agentrl", "envs", "tools", "tasks"):
+        for path in (ROOT / top).rglob("*.py"):
+            where = str(path.relative_to(ROOT))
+            if (
+                where.startswith((*by_name, "agentrl/inference/launch/cpu_sglang"))
+                or where == "tools/search/vectors.py"
+            ):
+                continue
+            imported = re.findall(r"^(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
+            assert not {*imported} & {*EXTRAS}, where
