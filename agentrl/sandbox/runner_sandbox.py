@@ -4,15 +4,16 @@ The runner (`agentrl.sandbox.runner`) is a small Python program inside the sandb
 first call, and forks a process for each. `RunnerSandbox` sends it calls and reads their results; `RunnerBackend` opens
 and closes such sandboxes.
 
-Requests and replies are frames: four bytes of length, then a JSON object with the request's id.
+Requests and replies are frames: four bytes of length, then a JSON object with the request's id and the sizes of the bodies
+that follow it. What is the policy's is in bodies, which the runner passes on unread: the job and its input, and the output.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import errno
+import io
 import json
 import signal
 import struct
@@ -125,35 +126,32 @@ class RunnerSandbox(Sandbox):
         limits = self._limits
         output = limits.output_kb * 1024 if job.output_bytes is None else job.output_bytes
         wall = limits.wall_s if job.wall_s is None else job.wall_s
+        cpu_s = limits.cpu_s if job.cpu_s is None else job.cpu_s
+        body = {"code": job.code, "argv": list(job.argv), "env": dict(job.env), "cwd": job.cwd, "cpu_s": cpu_s}
         request = {
             "op": "run",
-            "code": job.code,
-            "argv": list(job.argv),
-            "stdin": base64.b64encode(job.stdin).decode(),
-            "env": dict(job.env),
-            "cwd": job.cwd,
             "wall_s": wall if Defence.WALL in self._defences else None,
-            "cpu_s": limits.cpu_s if job.cpu_s is None else job.cpu_s,
             "output_bytes": output if Defence.OUTPUT in self._defences else None,
             "stateful": job.stateful,
         }
         async with self._lock:
             kills = self._oom_kills()
             try:
-                reply = await self._request(request, wall + REPLY_GRACE_S)
+                reply, texts = await self._request(request, wall + REPLY_GRACE_S, body, job.stdin)
             except SandboxFailure:
                 if self._oom_kills() > kills:
                     detail = "out of memory; the sandbox was ended, its files are lost"
                     return Outcome(ToolStatus.OUT_OF_MEMORY, "", "", None, 0.0, detail)
                 raise
-            return _outcome(reply, request, oom=self._oom_kills() > kills)
+            limited = {**request, "cpu_s": cpu_s}
+            return _outcome(reply, texts, limited, oom=self._oom_kills() > kills)
 
     async def write_file(self, path: str, content: bytes) -> None:
         """Write a file; see `Sandbox.write_file`."""
         async with self._lock:
             for start in range(0, max(1, len(content)), CHUNK_BYTES):
-                chunk = base64.b64encode(content[start : start + CHUNK_BYTES]).decode()
-                await self._file({"op": "write", "path": path, "append": start > 0, "stdin": chunk})
+                chunk = content[start : start + CHUNK_BYTES]
+                await self._file({"write": True, "path": path, "append": start > 0}, chunk)
 
     async def read_file(self, path: str, max_bytes: int = 2**20) -> bytes:
         """Return a file's content; see `Sandbox.read_file`."""
@@ -161,24 +159,24 @@ class RunnerSandbox(Sandbox):
         async with self._lock:
             while len(content) <= max_bytes:
                 size = min(CHUNK_BYTES, max_bytes + 1 - len(content))
-                request = {"op": "read", "path": path, "offset": len(content), "size": size, "stdin": ""}
-                chunk = base64.b64decode((await self._file(request))["content"])
+                chunk = await self._file({"write": False, "path": path, "offset": len(content), "size": size}, b"")
                 content += chunk
                 if len(chunk) < size:
                     return content
         raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", path)
 
-    async def _file(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _file(self, job: dict[str, Any], stdin: bytes) -> bytes:
+        """Write or read a part of a file; return what was read."""
         kills = self._oom_kills()
         try:
-            reply = await self._request(request, REPLY_GRACE_S)
+            reply, bodies = await self._request({"op": "file"}, REPLY_GRACE_S, job, stdin)
         except SandboxFailure:
             if self._oom_kills() > kills:
-                raise OSError(errno.ENOMEM, "out of memory; the sandbox was ended", request["path"]) from None
+                raise OSError(errno.ENOMEM, "out of memory; the sandbox was ended", job["path"]) from None
             raise
         if "errno" in reply:
-            raise OSError(reply["errno"], reply["error"], request["path"])
-        return reply
+            raise OSError(reply["errno"], reply["error"], job["path"])
+        return bodies[0]
 
     async def close(self) -> None:
         """End the sandbox; a second call waits for the first. A call in progress raises `SandboxFailure`."""
@@ -194,8 +192,10 @@ class RunnerSandbox(Sandbox):
         finally:
             self.on_closed()
 
-    async def _request(self, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send a request to the runner and return its reply; one at a time.
+    async def _request(
+        self, fields: dict[str, Any], timeout_s: float, job: dict[str, Any] | None = None, stdin: bytes = b""
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        """Send a request to the runner and return its reply, with the bodies; one at a time.
 
         Raises:
             SandboxFailure: the runner is gone or late, or sends something else than a frame; the sandbox is not `alive` then.
@@ -205,16 +205,17 @@ class RunnerSandbox(Sandbox):
             raise SandboxFailure(f"sandbox {self.id} is gone: {self._broken or 'it was closed'}")
         self._requests += 1
         # Not orjson: it refuses lone surrogates, which a policy may write.
-        request = json.dumps({**fields, "id": self._requests}).encode()
+        bodies = [json.dumps(job).encode(), *([stdin] if stdin else [])] if job is not None else []
+        request = json.dumps({**fields, "id": self._requests, "sizes": [len(body) for body in bodies]}).encode()
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
-                self._writer.write(LENGTH.pack(len(request)) + request)
+                self._writer.write(b"".join([LENGTH.pack(len(request)), request, *bodies]))
                 await self._writer.drain()
                 while True:
-                    reply = await self._read_frame()
+                    reply, bodies = await self._read_frame()
                     if reply.get("id") == self._requests:  # otherwise it is late, and of an earlier request
-                        return reply
+                        return reply, bodies
         except (OSError, EOFError, ValueError) as error:
             if limit.expired():
                 self._broken = f"its runner did not answer in {timeout_s:g} s"
@@ -226,17 +227,20 @@ class RunnerSandbox(Sandbox):
             raise
         raise SandboxFailure(f"sandbox {self.id}: {self._broken}")
 
-    async def _read_frame(self) -> dict[str, Any]:
+    async def _read_frame(self) -> tuple[dict[str, Any], list[bytes]]:
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         if length > MAX_FRAME:
             raise ValueError(f"a frame of {length} bytes")
         reply = orjson.loads(await self._reader.readexactly(length))
         if not isinstance(reply, dict):
             raise ValueError(f"a frame with a {type(reply).__name__}")
-        return reply
+        sizes = reply.get("sizes")
+        if not isinstance(sizes, list) or not all(type(size) is int and 0 <= size <= MAX_FRAME for size in sizes):
+            raise ValueError(f"a frame with bodies of {sizes!r:.100} bytes")
+        return reply, [await self._reader.readexactly(size) for size in sizes]
 
 
-def _outcome(reply: dict[str, Any], request: dict[str, Any], *, oom: bool) -> Outcome:
+def _outcome(reply: dict[str, Any], bodies: list[bytes], request: dict[str, Any], *, oom: bool) -> Outcome:
     if "errno" in reply:  # the runner could not start the call: what earlier calls left fills memory or processes
         status = ToolStatus.OUT_OF_MEMORY if reply["errno"] == errno.ENOMEM or oom else ToolStatus.ERROR
         return Outcome(status, "", "", None, 0.0, f"the call could not be started: {reply['error']}")
@@ -256,7 +260,8 @@ def _outcome(reply: dict[str, Any], request: dict[str, Any], *, oom: bool) -> Ou
         status = ToolStatus.ERROR
     if reply["variables_lost"]:
         detail += "; variables are lost" if detail else "the process ended, variables are lost"
-    return Outcome(status, reply["stdout"], reply["stderr"], code, reply["seconds"], detail)
+    stdout, stderr = (body.decode("utf-8", "replace") for body in bodies)
+    return Outcome(status, stdout, stderr, code, reply["seconds"], detail)
 
 
 def _signal_name(code: int | None) -> str:
@@ -322,3 +327,14 @@ class RunnerBackend(SandboxBackend, Generic[S]):
         self._closing = True
         await asyncio.gather(*self._starting, return_exceptions=True)
         await asyncio.gather(*(sandbox.close() for sandbox in list(self._sandboxes)))
+
+
+async def open_pipes(read_fd: int, write_fd: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Return the streams of two pipes, and take ownership of their file descriptors."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=2**20)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), io.FileIO(read_fd, "rb"))
+    transport, protocol = await loop.connect_write_pipe(
+        lambda: asyncio.streams.FlowControlMixin(loop=loop), io.FileIO(write_fd, "wb")
+    )
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)

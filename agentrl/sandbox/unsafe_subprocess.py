@@ -9,13 +9,13 @@ import shutil
 import signal
 import tempfile
 import uuid
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import DEVNULL, Process
 from pathlib import Path
 from typing import ClassVar
 
 from agentrl.core.errors import SandboxFailure
 from agentrl.sandbox.runner_command import python_command
-from agentrl.sandbox.runner_sandbox import RunnerBackend, RunnerSandbox
+from agentrl.sandbox.runner_sandbox import RunnerBackend, RunnerSandbox, open_pipes
 
 
 class UnsafeSandbox(RunnerSandbox):
@@ -51,17 +51,24 @@ class UnsafeBackend(RunnerBackend[UnsafeSandbox]):
     async def _start_sandbox(self, session_id: str) -> UnsafeSandbox:
         folder = Path(tempfile.mkdtemp(prefix="agentrl-unsafe-"))
         command = python_command(self.config.python, self.config.limits, self.defences, str(folder))
+        # Not asyncio's PIPE, which may be a socket.
+        runner_stdin, to_runner = os.pipe()
+        from_runner, runner_stdout = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, cwd=folder, start_new_session=True
+                *command, stdin=runner_stdin, stdout=runner_stdout, stderr=DEVNULL, cwd=folder, start_new_session=True
             )
         except OSError as error:
+            os.close(to_runner)
+            os.close(from_runner)
             shutil.rmtree(folder, ignore_errors=True)
             raise SandboxFailure(f"sandbox.python={self.config.python} does not start: {error}") from error
-        assert process.stdout is not None
-        assert process.stdin is not None
+        finally:
+            os.close(runner_stdin)
+            os.close(runner_stdout)
+        reader, writer = await open_pipes(from_runner, to_runner)
         name = f"unsafe-{uuid.uuid4().hex[:12]}"
-        sandbox = UnsafeSandbox(name, process.stdout, process.stdin, self.config.limits, self.defences)
+        sandbox = UnsafeSandbox(name, reader, writer, self.config.limits, self.defences)
         sandbox.process, sandbox.folder = process, folder
         return sandbox
 

@@ -155,6 +155,13 @@ ON_THE_RUNNER = (
         OK,
     ),
     Attack(
+        "kill the runner by a descriptor of it",
+        "PID namespace: process 1 takes no signal from inside",
+        "import signal\nsignal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)\ntime.sleep(0.05)",
+        Without(NAMESPACE),
+        OK,
+    ),
+    Attack(
         "a limit of CPU time for the runner, so that the kernel kills it",
         "seccomp: limits of the calling process alone",
         "import resource\nresource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))\npwned('limited')",
@@ -314,6 +321,25 @@ if os.fork() == 0:
         pause_s=0.5,
     ),
     Attack(
+        "a process whose first thread has ended",
+        "the sweep",
+        """
+import threading
+def go_on():
+    time.sleep(0.3)
+    pwned_file("alive")
+if os.fork() == 0:
+    os.setsid()
+    threading.Thread(target=go_on).start()
+    libc.pthread_exit(None)
+time.sleep(0.1)
+""",
+        Without(SWEEP),
+        OK,
+        stateful=True,
+        pause_s=0.4,
+    ),
+    Attack(
         "processes that are gone before they are found",
         "the sweep",
         """
@@ -383,6 +409,40 @@ time.sleep(0.2)
         stateful=True,
         then="import time; time.sleep(0.3); print('fine')",
         pause_s=0.3,
+    ),
+    Attack(
+        "find an earlier call's text in memory",
+        "calls are forked from a process that holds nothing of them",
+        "print('word-of-an-earlier-call')",
+        Otherwise(
+            "the next call keeps variables too: the policy's own process, which nothing is graded in",
+            then_stateful=True,
+        ),
+        OK,
+        stateful=True,
+        then="""
+import re
+with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+    for line in maps:
+        first, last = (int(number, 16) for number in line.split()[0].split("-"))
+        if " r" not in line or "[v" in line: continue
+        memory.seek(first)
+        if re.search(b"wor[d]-of-an-earlier-call", memory.read(last - first)): print("PWNED", line)
+""",
+        fresh=True,
+    ),
+    Attack(
+        "find out what earlier calls have read, by times of access",
+        "noatime",
+        """
+for name in ("/work/", "/tmp", "/dev", "/dev/shm", "/etc", "/usr", "/"):
+    before = os.stat(name).st_atime_ns
+    time.sleep(0.01)
+    os.listdir(name)
+    if os.stat(name).st_atime_ns != before: pwned(name)
+""",
+        Bare("no backend keeps times of access whichever defence is away"),
+        OK,
     ),
     Attack(
         "tamper with the scorer",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import io
 import itertools
 import logging
 import os
@@ -33,7 +32,7 @@ from agentrl.sandbox.bubblewrap.options import (
 )
 from agentrl.sandbox.cgroup import CGROUP_VARIABLE, Cgroup, CgroupError, CgroupTree, find_tree
 from agentrl.sandbox.egress import EgressProxy, receive_listener
-from agentrl.sandbox.runner_sandbox import RunnerBackend, RunnerSandbox
+from agentrl.sandbox.runner_sandbox import RunnerBackend, RunnerSandbox, open_pipes
 from agentrl.sandbox.seccomp import bpf_program
 
 _log = logging.getLogger(__name__)
@@ -225,7 +224,7 @@ class BubblewrapBackend(RunnerBackend[BubblewrapSandbox]):
                 ),
             )
             try:
-                reader, writer = await _open_pipes(from_runner, to_runner)
+                reader, writer = await open_pipes(from_runner, to_runner)
             except BaseException:
                 await end_processes(process, group)
                 raise
@@ -256,17 +255,6 @@ def _hint(error: OSError) -> str:
         return ""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return f" (this process may have {limit} open files, see ulimit -n, and needs three per sandbox)"
-
-
-async def _open_pipes(read_fd: int, write_fd: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Return the streams of two pipes, and take ownership of their file descriptors."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=2**20)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), io.FileIO(read_fd, "rb"))
-    transport, protocol = await loop.connect_write_pipe(
-        lambda: asyncio.streams.FlowControlMixin(loop=loop), io.FileIO(write_fd, "wb")
-    )
-    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
 def _memory_file(name: str, content: bytes) -> int:

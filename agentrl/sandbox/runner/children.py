@@ -5,29 +5,29 @@ A module of the runner, see `snippet.py`.
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
 import time
 
-from agentrl.sandbox.runner.snippet import LENGTH, TYPE_CHECKING, worker_main
+from agentrl.sandbox.runner.snippet import LENGTH, TYPE_CHECKING, splice, worker_main
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agentrl.sandbox.runner.snippet import Request, Settings
+    from agentrl.sandbox.runner.snippet import Settings
 
 CHUNK = 65536
 
 
 class Capture:
-    """Output of a call, up to a limit."""
+    """Output of a call, up to a limit. It goes from pipes into files in memory, which no later call's process has."""
 
     def __init__(self) -> None:
         self.out_read, self.out_write = os.pipe2(os.O_CLOEXEC)
         self.err_read, self.err_write = os.pipe2(os.O_CLOEXEC)
         self.open = [self.out_read, self.err_read]
+        self.files = {fd: os.memfd_create("output") for fd in self.open}
         for fd in self.open:
             os.set_blocking(fd, False)
         self.begin(None)
@@ -35,8 +35,11 @@ class Capture:
     def begin(self, limit: int | None) -> None:
         """Begin a new call: drop what was read, and set the limit in bytes (None: no limit)."""
         self.limit = limit
-        self.total = 0
-        self.data = {self.out_read: bytearray(), self.err_read: bytearray()}
+        self.cut = -1  # the pipe whose last byte showed that there is more than the limit
+        self.sizes = dict.fromkeys(self.files, 0)
+        for file in self.files.values():
+            os.ftruncate(file, 0)
+            os.lseek(file, 0, os.SEEK_SET)
 
     def close_writers(self) -> None:
         """Close the write ends, which the child has."""
@@ -44,39 +47,40 @@ class Capture:
         os.close(self.err_write)
 
     def close(self) -> None:
-        """Close the read ends."""
-        os.close(self.out_read)
-        os.close(self.err_read)
+        """Close the read ends and the files."""
+        for fd, file in self.files.items():
+            os.close(fd)
+            os.close(file)
 
     @property
     def over(self) -> bool:
         """Whether the output exceeded the limit."""
-        return self.limit is not None and self.total > self.limit
+        return self.limit is not None and sum(self.sizes.values()) > self.limit
 
     def take(self, fd: int) -> bool:
-        """Read once. Returns whether there was data."""
+        """Move data once. Returns whether there was any."""
+        room = CHUNK if self.limit is None else min(CHUNK, self.limit + 1 - sum(self.sizes.values()))
         try:
-            chunk = os.read(fd, CHUNK)
+            moved = splice(fd, self.files[fd], room)
         except BlockingIOError:
             return False
-        if not chunk:
+        if not moved:
             self.open.remove(fd)
             return False
-        room = len(chunk) if self.limit is None else max(0, self.limit - self.total)
-        self.data[fd] += chunk[:room]
-        self.total += len(chunk)
+        self.sizes[fd] += moved
+        if self.over:
+            self.cut = fd
         return True
 
     def drain(self) -> None:
-        """Read all available data without waiting."""
+        """Move all available data without waiting."""
         for fd in list(self.open):
             while not self.over and self.take(fd):
                 pass
 
-    def texts(self) -> dict[str, str]:
-        """Return the kept output as text."""
-        out, err = self.data[self.out_read], self.data[self.err_read]
-        return {"stdout": out.decode("utf-8", "replace"), "stderr": err.decode("utf-8", "replace")}
+    def output(self) -> list[tuple[int, int]]:
+        """Return the files of output and errors, and how many bytes of each the limit lets through."""
+        return [(self.files[fd], self.sizes[fd] - (self.over and fd == self.cut)) for fd in self.files]
 
 
 class Child:
@@ -126,18 +130,22 @@ class Worker:
             os.close(worker_requests)
             os.close(worker_replies)
 
-    def send(self, message: Request, wall_s: float | None) -> bool:
-        """Send a request. Returns False if it is not read in time: the policy's code runs there, and may not read."""
-        data = json.dumps(message).encode()
-        view = memoryview(LENGTH.pack(len(data)) + data)
+    def send(self, file: int, wall_s: float | None) -> bool:
+        """Send the job in a file. Returns False if it is not read in time: the policy's code runs there, and may not read."""
+        left = os.lseek(file, 0, os.SEEK_END)
+        os.lseek(file, 0, os.SEEK_SET)
+        length = memoryview(LENGTH.pack(left))
         deadline = None if wall_s is None else time.monotonic() + wall_s
         poll = select.poll()
         poll.register(self.requests, select.POLLOUT)
-        while view:
-            left = None if deadline is None else deadline - time.monotonic()
-            if (left is not None and left <= 0) or not poll.poll(None if left is None else left * 1000):
+        while left:
+            wait = None if deadline is None else deadline - time.monotonic()
+            if (wait is not None and wait <= 0) or not poll.poll(None if wait is None else wait * 1000):
                 return False
-            view = view[os.write(self.requests, view) :]
+            if length:
+                length = length[os.write(self.requests, length) :]
+            else:
+                left -= splice(file, self.requests, left)
         return True
 
     def close(self) -> None:

@@ -7,11 +7,13 @@ The program starts with `snippet.py` and `children.py`. Its one argument is JSON
 As process 1 of its PID namespace it receives no signal from inside, not even SIGKILL or SIGSTOP. It is not dumpable, so
 that its memory and files cannot be opened through /proc. It opens no path that the policy could have prepared. So it can
 only be ended from outside, or by the kernel's out-of-memory killer.
+
+The processes of calls are forks of it. So its memory never holds what a call is, reads or prints: the kernel moves that between
+streams and files in memory, and only the process of the call reads it.
 """
 
 from __future__ import annotations
 
-import binascii
 import contextlib
 import errno
 import gc
@@ -25,6 +27,7 @@ import time
 
 from agentrl.sandbox.runner.children import Capture, Child, Worker
 from agentrl.sandbox.runner.snippet import (
+    LENGTH,
     PR_SET_DUMPABLE,
     TYPE_CHECKING,
     child_main,
@@ -32,12 +35,12 @@ from agentrl.sandbox.runner.snippet import (
     offer_egress,
     prctl,
     receive,
-    send,
+    splice,
     write_all,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from agentrl.sandbox.runner.snippet import Request, Settings
 
@@ -61,79 +64,120 @@ class Runner:
         """By process id, those that are not reaped."""
         self.is_init = os.getpid() == 1
         """Whether it is process 1 of a PID namespace, so that every visible process is its descendant."""
+        self.unread = 0
+        """Bytes of the current request that are still in the stream."""
 
     def serve(self) -> None:
         """Serve requests until the stream ends. A call that could not be started is answered with the error."""
         while True:
             request = receive(self.requests)
+            self.unread = sum(request["sizes"])
+            files: list[int] = []
             try:
-                if request["op"] == "ping":
-                    reply: Request = {"python": sys.version.split()[0], "pid": os.getpid()}
-                elif request["op"] == "run":
-                    reply = self.run(request)
-                else:
-                    reply = self.run_file(request)
+                files += (self.take(size) for size in request["sizes"])
+                self.run(request, files)
             except MemoryError:
-                reply = {"errno": errno.ENOMEM, "error": "out of memory"}
+                self.send(request, {"errno": errno.ENOMEM, "error": "out of memory"})
             except OSError as error:
-                reply = {"errno": error.errno or errno.EIO, "error": error.strerror or str(error)}
-            reply["id"] = request["id"]
-            send(self.replies, reply)
+                self.send(request, {"errno": error.errno or errno.EIO, "error": error.strerror or str(error)})
+            for file in files:
+                os.close(file)
 
-    def run(self, request: Request) -> Request:
-        """Run code or a program: stateful code in the worker, everything else in a new process."""
+    def take(self, size: int) -> int:
+        """Return a file in memory with the next bytes of the stream of requests."""
+        file = os.memfd_create("request")
+        try:
+            while size:
+                moved = splice(self.requests, file, size)
+                if not moved:
+                    os._exit(0)
+                size -= moved
+                self.unread -= moved
+        except BaseException:
+            os.close(file)
+            raise
+        os.lseek(file, 0, os.SEEK_SET)
+        return file
+
+    def send(self, request: Request, reply: Request, output: Sequence[tuple[int, int]] = ()) -> None:
+        """Write a frame, then the beginnings of files; see `runner_sandbox.py`."""
+        while self.unread:
+            self.unread -= splice(self.requests, self.null, self.unread)
+        data = json.dumps({**reply, "id": request["id"], "sizes": [size for _, size in output]}).encode()
+        write_all(self.replies, LENGTH.pack(len(data)) + data)
+        for file, size in output:
+            offset = 0
+            while offset < size:
+                offset += os.sendfile(self.replies, file, offset, size - offset)
+
+    def run(self, request: Request, files: list[int]) -> None:
+        """Do what a request says, and send the reply: stateful code in the worker, everything else in a new process.
+
+        Its files: the job and, if there is one, standard input.
+        """
         began = time.monotonic()
-        request["cwd"] = os.path.join(self.settings["work"], request["cwd"])
-        if request["stateful"]:
-            capture, exceeded, child, code, lost = self.run_stateful(request)
+        if request["op"] == "ping":
+            self.send(request, {"python": sys.version.split()[0], "pid": os.getpid()})
+        elif request["op"] == "file":
+            self.run_file(request, files)
+        elif request["stateful"]:
+            self.run_stateful(request, files[0])
         else:
-            capture, exceeded, child = self.run_child(request, child_main, request["output_bytes"], request["wall_s"])
-            code, lost = child.code, False
+            limits = (request["output_bytes"], request["wall_s"])
+            with self.run_child(files, child_main, *limits) as (capture, exceeded, child):
+                self.send_end(request, began, capture, exceeded, child, child.code, False)
+
+    def send_end(
+        self,
+        request: Request,
+        began: float,
+        capture: Capture,
+        exceeded: str | None,
+        child: Child,
+        code: int | None,
+        lost: bool,
+    ) -> None:
+        """Send how a call ended, and its output."""
         if exceeded is None and capture.over:
             exceeded = "output"
-        return {
+        reply = {
             "exceeded": exceeded,
             "exit_code": None if exceeded else code,
             "cpu_s": child.cpu_s,
             "seconds": time.monotonic() - began,
             "variables_lost": lost,
-            **capture.texts(),
         }
+        self.send(request, reply, capture.output())
 
-    def run_file(self, request: Request) -> Request:
+    def run_file(self, request: Request, files: list[int]) -> None:
         """Read or write a file in a new process."""
-        capture, exceeded, child = self.run_child(request, file_main, None, FILE_S)
-        if exceeded is not None or child.code:
-            number = (
-                errno.ETIMEDOUT
-                if exceeded is not None
-                else errno.ENOMEM
-                if child.code == -9
-                else child.code or errno.EIO
-            )
-            return {"errno": number, "error": os.strerror(number)}
-        return {"content": binascii.b2a_base64(capture.data[capture.out_read], newline=False).decode()}
+        with self.run_child(files, file_main, None, FILE_S) as (capture, exceeded, child):
+            if exceeded is None and not child.code:
+                self.send(request, {}, capture.output())
+                return
+        number = (
+            errno.ETIMEDOUT if exceeded is not None else errno.ENOMEM if child.code == -9 else child.code or errno.EIO
+        )
+        self.send(request, {"errno": number, "error": os.strerror(number)})
 
+    @contextlib.contextmanager
     def run_child(
         self,
-        request: Request,
-        main: Callable[[Settings, Request, tuple[int, int, int]], None],
+        files: list[int],
+        main: Callable[[Settings, int, tuple[int, int, int]], None],
         output_bytes: int | None,
         wall_s: float | None,
-    ) -> tuple[Capture, str | None, Child]:
-        """Fork, watch, and clean up; return the output, the limit that ended the process or None, and the ended process."""
+    ) -> Iterator[tuple[Capture, str | None, Child]]:
+        """Fork, watch, and clean up; give the output, the limit that ended the process or None, and the ended process."""
         capture = Capture()
         capture.begin(output_bytes)
-        stdin = self.null
+        job, stdin = [*files, self.null][:2]
         try:
             try:
-                stdin = self.stdin_of(request)
                 fds = (stdin, capture.out_write, capture.err_write)
-                child = Child(lambda: main(self.settings, request, fds))
+                child = Child(lambda: main(self.settings, job, fds))
             finally:
                 capture.close_writers()
-                if stdin != self.null:
-                    os.close(stdin)
             self.children[child.pid] = child
             try:
                 exceeded = self.watch(capture, child, None, wall_s)
@@ -141,23 +185,9 @@ class Runner:
             finally:
                 child.close()
             capture.drain()
-            return capture, exceeded, child
+            yield capture, exceeded, child
         finally:
             capture.close()
-
-    def stdin_of(self, request: Request) -> int:
-        """Return a descriptor from which the request's input can be read."""
-        data = binascii.a2b_base64(request["stdin"])
-        if not data:
-            return self.null
-        fd = os.memfd_create("stdin")
-        try:
-            write_all(fd, data)
-            os.lseek(fd, 0, os.SEEK_SET)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
 
     def watch(self, capture: Capture, child: Child, replies: int | None, wall_s: float | None) -> str | None:
         """Read until the process has exited or replied. Returns the limit that the call exceeded ("wall", "output"), or None."""
@@ -174,7 +204,7 @@ class Runner:
                 poll.register(fd, select.POLLIN)
             ready = [fd for fd, _ in poll.poll(wait * 1000)]
             for fd in ready:
-                if fd in capture.data:
+                if fd in capture.files:
                     capture.take(fd)
             if capture.over:
                 return "output"
@@ -235,12 +265,9 @@ class Runner:
 
     # ---- stateful calls
 
-    def run_stateful(self, request: Request) -> tuple[Capture, str | None, Child, int | None, bool]:
-        """Run a snippet in the worker process, which is started if there is none.
-
-        Returns the output, the limit that the call exceeded or None, the process, the snippet's exit status, and whether
-        variables are lost.
-        """
+    def run_stateful(self, request: Request, job: int) -> None:
+        """Run a snippet in the worker process, which is started if there is none."""
+        began = time.monotonic()
         lost = self.worker is not None and self.worker.child.code is not None
         if self.worker is None or lost:
             self.start_worker()
@@ -251,7 +278,7 @@ class Runner:
         os.kill(child.pid, signal.SIGCONT)
         exceeded, code = None, None
         with contextlib.suppress(BrokenPipeError, BlockingIOError):  # it closed its ends, or ended
-            if not worker.send({key: request[key] for key in ("code", "env", "cwd", "cpu_s")}, request["wall_s"]):
+            if not worker.send(job, request["wall_s"]):
                 exceeded = "wall"
             else:
                 exceeded = self.watch(capture, child, worker.replies, request["wall_s"])
@@ -267,9 +294,9 @@ class Runner:
         else:
             os.kill(child.pid, signal.SIGSTOP)
         capture.drain()
+        self.send_end(request, began, capture, exceeded, child, code, lost or ended)
         if ended:
             worker.close()
-        return capture, exceeded, child, code, lost or ended
 
     def start_worker(self) -> None:
         """Fork a new worker process."""
@@ -281,12 +308,14 @@ class Runner:
 
 
 def live_processes() -> list[int]:
-    """Return the ids of all processes but zombies."""
+    """Return the ids of all processes in which a thread runs."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                if file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X"):
+                fields = file.read().rpartition(b")")[2].split()
+                # A process whose first thread has ended is a zombie with other threads.
+                if fields[0] not in (b"Z", b"X") or int(fields[17]) > 1:
                     found.append(int(name))
     return found
 
@@ -294,8 +323,6 @@ def live_processes() -> list[int]:
 def limit_self(settings: Settings) -> None:
     """Set the limits that every child process inherits."""
     bounds = {resource.RLIMIT_CORE: 0}
-    if settings["file_bytes"] is not None:
-        bounds[resource.RLIMIT_FSIZE] = settings["file_bytes"]
     if settings["open_files"] is not None:
         bounds[resource.RLIMIT_NOFILE] = settings["open_files"]
     for what, bound in bounds.items():

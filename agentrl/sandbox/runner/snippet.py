@@ -37,6 +37,7 @@ NOT_PERMITTED, NOT_FOUND = 126, 127
 
 MOST_CPU = resource.getrlimit(resource.RLIMIT_CPU)[1]
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.splice.restype = ctypes.c_ssize_t
 
 
 def prctl(option: int, value: int) -> None:
@@ -65,15 +66,26 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def receive(fd: int) -> Request:
-    """Return the next frame; see `runner_sandbox.py`."""
+    """Return the next frame, without what follows it; see `runner_sandbox.py`."""
     request: Request = json.loads(read_exactly(fd, LENGTH.unpack(read_exactly(fd, LENGTH.size))[0]))
     return request
 
 
-def send(fd: int, message: Request) -> None:
-    """Write ``message`` as a frame; see `runner_sandbox.py`."""
-    data = json.dumps(message).encode()
-    write_all(fd, LENGTH.pack(len(data)) + data)
+def splice(source: int, target: int, size: int) -> int:
+    """Move up to ``size`` bytes within the kernel, not through this process. Returns how many; 0 at the end.
+
+    One of the two descriptors is a pipe's.
+    """
+    moved: int = _libc.splice(source, None, target, None, ctypes.c_size_t(size), 0)
+    if moved < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return moved
+
+
+def read_job(file: int) -> Request:
+    """Return what a call is, from the file in memory that holds it; only processes of calls read it."""
+    job: Request = json.loads(os.pread(file, os.fstat(file).st_size, 0))
+    return job
 
 
 def offer_egress(channel: int | str) -> None:
@@ -186,16 +198,16 @@ def become_child(settings: Settings, fds: tuple[int, int, int], keep: tuple[int,
         os.close(fd)
     except OSError:  # not writable everywhere; then the kernel chooses by size, and the runner is small
         pass
-    if settings["address_space"] is not None or settings["processes"] is not None:
-        limit_process(settings)
+    limit_process(settings)
     sys.argv = [""]
     sys.dont_write_bytecode = True
     sys.path.insert(0, "")
 
 
 def limit_process(settings: Settings) -> None:
-    """Limit one process, if no cgroup limits all together."""
+    """Limit one process: the size of files, and if no cgroup limits all together, memory and processes."""
     for what, bound in (
+        (resource.RLIMIT_FSIZE, settings["file_bytes"]),
         (resource.RLIMIT_AS, settings["address_space"]),
         (resource.RLIMIT_NPROC, settings["processes"]),
     ):
@@ -203,25 +215,31 @@ def limit_process(settings: Settings) -> None:
             resource.setrlimit(what, (bound, bound))
 
 
-def child_main(settings: Settings, request: Request, fds: tuple[int, int, int]) -> None:
-    """Run code, or a program. Never returns."""
+def child_main(settings: Settings, file: int, fds: tuple[int, int, int]) -> None:
+    """Run the code, or the program, that a file says. Never returns."""
     status = NOT_FOUND
     try:
+        job = read_job(file)
         become_child(settings, fds)
-        if request["env"]:
-            os.environ.update(request["env"])
-        os.chdir(request["cwd"])
-        if settings["cpu"]:
-            limit_cpu(request["cpu_s"], hard=True)
-        if request["argv"]:
-            exec_program(request["argv"])
-        status = run_code(request["code"], new_main(), SNIPPET)
+        begin_job(settings, job, hard=True)
+        if job["argv"]:
+            exec_program(job["argv"])
+        status = run_code(job["code"], new_main(), SNIPPET)
         status = finish() or status
     except BaseException as error:
         # A program or folder that does not exist: the policy's mistake.
         with contextlib.suppress(BaseException):
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     os._exit(status)
+
+
+def begin_job(settings: Settings, job: Request, hard: bool) -> None:
+    """Set environment, folder and limit of CPU time; see `limit_cpu`."""
+    if job["env"]:
+        os.environ.update(job["env"])
+    os.chdir(os.path.join(settings["work"], job["cwd"]))
+    if settings["cpu"]:
+        limit_cpu(job["cpu_s"], hard)
 
 
 def exec_program(argv: list[str]) -> None:
@@ -241,15 +259,12 @@ def worker_main(settings: Settings, fds: tuple[int, int, int], requests: int, re
     namespace = new_main()
     worker_pid, number = os.getpid(), 0
     while True:
-        request = receive(requests)
+        job = receive(requests)
         number += 1
         try:
-            os.environ.update(request["env"])
-            os.chdir(request["cwd"])
-            if settings["cpu"]:
-                limit_cpu(request["cpu_s"], hard=False)  # grows with every call
+            begin_job(settings, job, hard=False)  # the limit of CPU time grows with every call
             # A name per snippet, so that tracebacks of later calls still show the lines of this one.
-            status = run_code(request["code"], namespace, f"<snippet {number}>")
+            status = run_code(job["code"], namespace, f"<snippet {number}>")
         except BaseException as error:
             print_traceback(error)
             status = 1
@@ -259,19 +274,20 @@ def worker_main(settings: Settings, fds: tuple[int, int, int], requests: int, re
         write_all(replies, bytes([status]))
 
 
-def file_main(settings: Settings, request: Request, fds: tuple[int, int, int]) -> None:
+def file_main(settings: Settings, file: int, fds: tuple[int, int, int]) -> None:
     """Write a file, or read one to standard output; the exit status is the errno. Never returns.
 
     The runner must not do it: a link to /proc/self/fd would lead to its own streams.
     """
     status = errno.EIO
     try:
+        job = read_job(file)
         become_child(settings, fds)
         os.chdir(settings["work"])
-        if request["op"] == "write":
-            write_file(request["path"], request["append"])
+        if job["write"]:
+            write_file(job["path"], job["append"])
         else:
-            read_file(request["path"], request["offset"], request["size"])
+            read_file(job["path"], job["offset"], job["size"])
         status = 0
     except MemoryError:
         status = errno.ENOMEM

@@ -133,6 +133,8 @@ LEFT = {
     "deaf": "import signal\nif os.fork() == 0:\n  [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 3, 15)]\n  time.sleep(99)",
     "forking": "if os.fork() == 0:\n  os.setsid()\n  while True:\n    if os.fork(): os._exit(0)",
     "stopped": "pid = os.fork()\nif pid == 0: time.sleep(99)\nos.kill(pid, 19)",
+    "without its first thread": "import ctypes, threading\nif os.fork() == 0:\n  os.setsid()\n"
+    "  threading.Thread(target=time.sleep, args=(99,)).start()\n  ctypes.CDLL(None).pthread_exit(None)\ntime.sleep(0.2)",
 }
 
 
@@ -146,7 +148,8 @@ def test_what_a_call_leaves_running_is_gone_before_the_next(bubblewrap: Bubblewr
 
     left, listed = bubblewrap(use)
     assert left.status is ToolStatus.OK
-    alive = [line.split() for line in listed.stdout.splitlines() if not line.startswith("Z")]
+    lines = [line.split() for line in listed.stdout.splitlines()]
+    alive = [words for words in lines if not words[0].startswith("Z") or "l" in words[0]]  # "l": it has several threads
     assert [comm for _, _, comm in alive] == (["python3", "python3", "ps"] if stateful else ["python3", "ps"])
 
 
@@ -288,3 +291,65 @@ def test_cpu_time_of_each_call_counts_anew(bubblewrap: Bubblewrap) -> None:
     """Three calls of 0.4 s each, in one process that may use 1 s a call."""
     burn = "import time\nend = time.process_time() + 0.4\nwhile time.process_time() < end: pass\nprint('done')"
     assert bubblewrap.code(burn, burn, burn, stateful=True, cpu_s=1).stdout == "done\n"
+
+
+# Finds a word in any memory that this process may read. Its own text does not have the word.
+SEARCH = """
+import re
+found = 0
+with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+    for line in maps:
+        first, last = (int(number, 16) for number in line.split()[0].split("-"))
+        if " r" not in line or "[v" in line: continue
+        memory.seek(first)
+        found += len(re.findall(b"wor[d]-of-an-earlier-call", memory.read(last - first)))
+print(found)
+"""
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_call_has_nothing_of_earlier_calls_in_its_memory(bubblewrap: Bubblewrap, stateful: bool) -> None:
+    """Neither code, arguments, environment, input and output, nor the content and the names of files."""
+    word = "word-of-an-earlier-call"
+
+    async def use(sandbox: Sandbox) -> list[str]:
+        counts = []
+        for job in (
+            Job("1", code=f"print('{word}')", env={"A": word}, stateful=stateful),
+            Job("2", code=f"raise ValueError('{word}')", stateful=stateful),
+            Job("3", argv=("echo", word)),
+            Job("4", argv=("cat",), stdin=word.encode() * 1000),
+            Job("5", argv=("pwd",), cwd=word),
+        ):
+            ran = await sandbox.run(job)
+            assert word in ran.stdout + ran.stderr
+        await sandbox.write_file(word, word.encode() * 1000)
+        assert await sandbox.read_file(word) == word.encode() * 1000
+        for code in (SEARCH, f"a = '{word}'\n{SEARCH}"):
+            searched = await sandbox.run(Job("6", code=code))
+            assert not searched.stderr
+            counts.append(searched.stdout)
+        return counts
+
+    nothing, own = bubblewrap(use)
+    assert int(own) > 0, "the search finds what is there"
+    assert int(nothing) == 0
+
+
+def test_when_files_were_read_is_not_kept(bubblewrap: Bubblewrap) -> None:
+    """What an earlier call has looked at is state that a judged program could take from test to test."""
+    code = (
+        "import os\nread = {}\n"
+        "for top in ('/', '/work', '/tmp', '/dev', '/dev/shm', '/etc', '/usr', '/proc'):\n"
+        "    for path in [top, *(os.path.join(top, name) for name in os.listdir(top))]:\n"
+        "        try: times = [os.lstat(path).st_atime_ns]\n"
+        "        except OSError: continue\n"
+        "        try:\n"
+        "            if os.path.islink(path): os.readlink(path)\n"
+        "            elif os.path.isdir(path): os.listdir(path)\n"
+        "            elif os.path.isfile(path): open(path, 'rb').read(10)\n"
+        "        except OSError: pass\n"
+        "        if not path.startswith('/proc/') and os.lstat(path).st_atime_ns != times[0]: print(path)\n"
+    )
+    made = "import os; os.makedirs('folder'); open('file', 'w').write('x'); os.symlink('file', 'link')"
+    assert bubblewrap.code(made, code).stdout == ""

@@ -48,10 +48,11 @@ class Streams(RunnerSandbox):
         return ""
 
 
-def reply(number: int, text: str) -> dict[str, object]:
+def reply(number: int, text: str) -> bytes:
     """A reply to a call that has printed the text."""
     ended = {"exceeded": None, "exit_code": 0, "cpu_s": 0.0, "seconds": 0.0, "variables_lost": False}
-    return {"id": number, "stdout": text, "stderr": "", **ended}
+    output = text.encode()
+    return frame({"id": number, "sizes": [len(output), 0], **ended}) + output
 
 
 def frame(message: object) -> bytes:
@@ -59,12 +60,15 @@ def frame(message: object) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-def frames(data: bytes) -> list[dict[str, object]]:
+def requests(data: bytes) -> list[tuple[object, object]]:
+    """Return id and code of all requests sent."""
     found = []
     while data:
         (length,) = LENGTH.unpack(data[: LENGTH.size])
-        found.append(json.loads(data[LENGTH.size : LENGTH.size + length]))
-        data = data[LENGTH.size + length :]
+        sent, data = json.loads(data[LENGTH.size : LENGTH.size + length]), data[LENGTH.size + length :]
+        (size,) = sent["sizes"]
+        found.append((sent["id"], json.loads(data[:size])["code"]))
+        data = data[size:]
     return found
 
 
@@ -95,8 +99,7 @@ def converse(stream: bytes, texts: list[str], cuts: list[int]) -> list[str | Non
         await feeding
         assert sandbox.alive == (gone == [])
         assert all("its runner is gone" in why for why in gone)
-        assert [sent["code"] for sent in frames(writer.data)] == texts
-        assert [sent["id"] for sent in frames(writer.data)] == list(range(1, len(texts) + 1))
+        assert requests(writer.data) == list(enumerate(texts, start=1))
         return answers
 
     return asyncio.run(main())
@@ -115,8 +118,8 @@ def test_a_late_reply_is_never_taken_for_another_requests(
     for number, text in enumerate(texts, start=1):
         for place, stale in late:
             if place == number - 1 and stale < number:
-                stream += frame(reply(stale, "stale"))
-        stream += frame(reply(number, text))
+                stream += reply(stale, "stale")
+        stream += reply(number, text)
     assert converse(stream, texts, cuts) == texts
 
 
@@ -125,21 +128,30 @@ def test_a_late_reply_is_never_taken_for_another_requests(
     [
         b"",
         b"\x05\0\0",
-        frame(reply(1, "a"))[:-1],
+        frame({"id": 1, "sizes": []})[:-1],
+        reply(1, "a")[:-1],
+        frame({"id": 1}),
+        frame({"id": 1, "sizes": 3}),
+        frame({"id": 1, "sizes": [-1]}),
+        frame({"id": 1, "sizes": [True, 0.5]}),
+        frame({"id": 1, "sizes": [MAX_FRAME + 1]}),
         frame([1]),
         frame("text"),
         LENGTH.pack(3) + b"{,}",
         LENGTH.pack(MAX_FRAME + 1) + b"{}",
-        frame(reply(2, "of the next request")),
+        reply(2, "of the next request"),
     ],
-    ids=["nothing", "half a length", "half a frame", "a list", "a string", "no JSON", "too long", "another's"],
+    ids=[
+        *("nothing", "half a length", "half a frame", "half a body", "no sizes", "sizes no list", "a size below 0"),
+        *("sizes no numbers", "a body too long", "a list", "a string", "no JSON", "too long", "another's"),
+    ],
 )
 def test_what_is_no_reply_is_an_error(stream: bytes) -> None:
     assert converse(stream, ["a"], []) == [None]
 
 
 def test_half_a_character_can_be_sent() -> None:
-    assert converse(frame(reply(1, "a")), ["\ud83d"], []) == ["a"]
+    assert converse(reply(1, "a"), ["\ud83d"], []) == ["a"]
 
 
 def test_a_runner_that_does_not_answer_in_time_ends_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
