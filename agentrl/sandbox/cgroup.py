@@ -23,6 +23,9 @@ CONTROLLERS = ("memory", "pids", "cpu")
 CGROUP_VARIABLE = "AGENTRL_CGROUP"
 """Environment variable with the parent of all sandboxes' cgroups, relative to the mount; for a delegated cgroup."""
 PERIOD_US = 100_000
+SOCKETS_FILE = "memory.kmem.tcp.limit_in_bytes"
+SOCKETS_SHARE = 4
+"""Version 1 counts the memory of TCP and UDP sockets apart from all other memory: it may be one part in so many of the limit."""
 RUNNER_PROCESSES = 2
 """The runner, and bubblewrap's process that waits for it; the limit of processes does not count them."""
 LEAF = "agentrl-server"
@@ -102,12 +105,21 @@ def parse_count(text: str, key: str) -> int:
     return 0
 
 
+def sockets_bytes(limits: SandboxLimits) -> int:
+    """Return the limit of sockets' memory on version 1; version 2 counts it with all other memory."""
+    return limits.memory_mb * 2**20 // SOCKETS_SHARE
+
+
 def settings_v1(limits: SandboxLimits, defences: frozenset[Defence]) -> dict[str, dict[str, str]]:
     """Return the files to write, by controller; in order, since the memory limit must not exceed that with swap."""
     memory, quota = str(limits.memory_mb * 2**20), str(max(1000, round(limits.cpus * PERIOD_US)))
     files: dict[str, dict[str, str]] = {name: {} for name in CONTROLLERS}
     if Defence.MEMORY in defences:
-        files["memory"] = {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory}
+        files["memory"] = {
+            "memory.limit_in_bytes": memory,
+            "memory.memsw.limit_in_bytes": memory,
+            SOCKETS_FILE: str(sockets_bytes(limits)),
+        }
     if Defence.PROCESSES in defences:
         files["pids"] = {"pids.max": str(limits.processes + RUNNER_PROCESSES)}
     if Defence.CPU in defences:

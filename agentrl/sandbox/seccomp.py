@@ -145,14 +145,18 @@ epoll_wait_old
 DENIED = frozenset(name for names in _DENIED.values() for name in names.split())
 """Fail with EPERM."""
 
-NO_SUCH_CALL = frozenset({"clone3"})
-"""Fail with ENOSYS: their flags are in memory, which no filter can read, and the C library falls back to ``clone``."""
+NO_SUCH_CALL = frozenset({"clone3", "inotify_init", "inotify_init1"})
+"""Fail with ENOSYS, as in a kernel without them. The flags of ``clone3`` are in memory, which no filter can read; the C library
+falls back to ``clone``. inotify reports who opens the files that sandboxes share with each other and with the machine; programs
+fall back to polling."""
 
 NAMESPACE_FLAGS = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET of clone(2); NEWTIME exists only for clone3 and unshare."""
 FULL = 0xFFFFFFFF
 AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
+F_NOTIFY = 1026
+MAP_HUGETLB, SHM_HUGETLB, MFD_HUGETLB = 0x40000, 0o4000, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +182,12 @@ CHECKED: Mapping[str, Check] = {
     "socket": _FAMILIES,
     "socketpair": _FAMILIES,
     "ioctl": Check(1, (TIOCSTI, TIOCLINUX), allowed=False),
+    # Signals about who opens files of a folder: as inotify, and older.
+    "fcntl": Check(1, (F_NOTIFY,), allowed=False, errno=errno.EINVAL),
+    # Huge pages are the machine's own, and no limit of memory counts them. A machine without any gives the same error.
+    "mmap": Check(3, (0,), mask=MAP_HUGETLB, errno=errno.ENOMEM),
+    "shmget": Check(2, (0,), mask=SHM_HUGETLB, errno=errno.ENOMEM),
+    "memfd_create": Check(1, (0,), mask=MFD_HUGETLB, errno=errno.ENOMEM),
     # The default personality, and the query for the current one.
     "personality": Check(0, (0, FULL)),
     # Only for the calling process. The kernel requires only the same user, so code could starve its runner, or have the
@@ -280,7 +290,8 @@ def docker_profile() -> str:
     rules += [_rule(sorted(NO_SUCH_CALL), errno.ENOSYS)]
     for name, check in CHECKED.items():
         inside = [(check.mask, value) for value in check.values]
-        outside = [(mask, value) for mask, value in _blocks(check.values)] if check.mask == FULL else []
+        outside = list(_blocks(check.values)) if check.mask == FULL else [(check.mask, check.mask)]
+        assert check.mask == FULL or check.values == (0,), "one bit, or several that are refused with EPERM"
         allowed, refused = (inside, outside) if check.allowed else (outside, inside)
         rules += [_rule([name], None, check.index, *pair) for pair in allowed]
         # Calls that no rule allows fail with EPERM; only another errno needs a rule.

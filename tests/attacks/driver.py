@@ -75,6 +75,9 @@ class Result:
     """What the next call gave: "42" where all is well."""
     skip: str = ""
     """Why it could not be tried."""
+    peak_mib: tuple[int, ...] = ()
+    """The most memory that the sandbox's cgroup has counted so far, MiB; on version 1 also the most of its sockets, which are
+    not in the first number."""
 
 
 async def attempt(attack: Attack, world: World, sandbox: Sandbox, opener: SandboxBackend, *, control: bool) -> Result:
@@ -112,7 +115,16 @@ async def attempt(attack: Attack, world: World, sandbox: Sandbox, opener: Sandbo
     answer = await _next(sandbox, control=control)
     if answer != "42":
         evidence.append("the next call fails")
-    return Result(attack.name, control, "; ".join(filter(None, evidence)), status, said, seconds, answer)
+    success = "; ".join(filter(None, evidence))
+    return Result(attack.name, control, success, status, said, seconds, answer, peak_mib=_peak_mib(sandbox))
+
+
+def _peak_mib(sandbox: Sandbox) -> tuple[int, ...]:
+    kills = getattr(sandbox, "memory_kills", None)
+    counted = kills.file if kills is not None else sandbox.cgroup.oom_file  # type: ignore[attr-defined]
+    names = ("memory.peak", "memory.max_usage_in_bytes", "memory.kmem.tcp.max_usage_in_bytes")
+    files = [counted.parent / name for name in names] if counted is not None else []
+    return tuple(round(int(file.read_text()) / 2**20) for file in files if file.exists())
 
 
 async def _pause(attack: Attack, sandbox: Sandbox, *, control: bool) -> None:

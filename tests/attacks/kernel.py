@@ -127,6 +127,46 @@ CALLS = (
         kernel_may_lack=True,
     ),
     Attack(
+        "inotify: who opens the files that sandboxes share",
+        "seccomp",
+        """
+fd = syscall("inotify_init1", os.O_NONBLOCK)
+syscall("inotify_add_watch", fd, b"/usr", 0x20)
+os.listdir("/usr")
+pwned(os.read(fd, 100))
+""",
+        Without(SECCOMP),
+        kernel_may_lack=True,
+    ),
+    Attack(
+        "the same by signals",
+        "seccomp",
+        """
+import fcntl, signal
+signal.signal(signal.SIGIO, lambda *_: pwned("a signal"))
+folder = os.open("/usr", os.O_RDONLY)
+fcntl.fcntl(folder, 1026, 1)
+os.listdir("/usr")
+time.sleep(0.05)
+""",
+        Without(SECCOMP),
+        kernel_may_lack=True,
+    ),
+    Attack(
+        "the same by fanotify",
+        "seccomp",
+        "fd = syscall('fanotify_init', 0x200, 0)\npwned('a group of watches')",
+        Without(SECCOMP),
+        kernel_may_lack=True,
+    ),
+    Attack(
+        "read the kernel's log",
+        "seccomp",
+        "buffer = ctypes.create_string_buffer(4096)\nsyscall('syslog', 3, buffer, 4096)\npwned(buffer.raw[:60])",
+        Without(SECCOMP),
+        kernel_may_lack=True,
+    ),
+    Attack(
         "memory without a random layout",
         "seccomp",
         "call('personality', ctypes.c_ulong(0x40000))\npwned('set')",
@@ -142,7 +182,7 @@ fcntl.ioctl(slave, 0x540E, 0)
 fcntl.ioctl(slave, 0x5412, b"x")
 pwned("typed")
 """,
-        Without(SECCOMP),
+        Bare("there is no terminal whichever defence is away"),
         kernel_may_lack=True,
     ),
     Attack(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from attacks.attack import ROOMY, Attack, Bare, Without, ends
 
 from agentrl.core.types import ToolStatus
@@ -138,6 +141,32 @@ while True:
     ),
 )
 
+# Memory of sockets whose data nobody reads; `pair` is added, and returns two connected sockets. Counted is what can be read
+# in the end: what did not fit was lost.
+SOCKETS = """
+held, size = [], 0
+while size < 60 << 20 and len(held) < 50:
+    one, two = pair()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+    held.append((one, two))
+    one.setblocking(False)
+    try:
+        for _ in range(200): size += one.send(b"x" * 30000)
+    except OSError: pass
+got = 0
+for one, two in held:
+    two.setblocking(False)
+    one.close()
+    try:
+        while True:
+            part = two.recv(1 << 20)
+            if not part: break
+            got += len(part)
+    except OSError: pass
+if got > 50 << 20: pwned("%d MiB in sockets" % (got >> 20))
+"""
+SMALL: Mapping[str, Any] = {"memory_mb": 36, "open_files": 128}
+
 MEMORY = (
     Attack(
         "memory bomb", "memory (cgroup)", "hold = b'x' * (256 << 20)\npwned(len(hold))", Without(Defence.MEMORY), OOM
@@ -207,7 +236,74 @@ pwned("48 MiB in pipes")
 """,
         Without(Defence.MEMORY),
         OOM,
-        limits={"memory_mb": 36, "open_files": 128},
+        limits=SMALL,
+    ),
+    Attack(
+        "memory in TCP sockets",
+        "memory (cgroup) counts them; on version 1 apart from other memory, by a limit of their own",
+        """
+def pair():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+        one = socket.create_connection(listener.getsockname())
+        return one, listener.accept()[0]
+"""
+        + SOCKETS,
+        Without(Defence.MEMORY),
+        OOM | OK,
+        limits=SMALL,
+    ),
+    Attack(
+        "memory in UDP sockets",
+        "memory (cgroup) counts them; on version 1 apart from other memory, by a limit of their own",
+        """
+def pair():
+    one, two = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in "ab")
+    two.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+    two.bind(("127.0.0.1", 0))
+    one.connect(two.getsockname())
+    return one, two
+"""
+        + SOCKETS,
+        Without(Defence.MEMORY),
+        OOM | OK,
+        limits=SMALL,
+    ),
+    Attack(
+        "memory in unix sockets",
+        "memory (cgroup) counts the kernel's buffers",
+        "pair = socket.socketpair\n" + SOCKETS,
+        Without(Defence.MEMORY),
+        OOM,
+        limits=SMALL,
+    ),
+    Attack(
+        "memory as page tables",
+        "memory (cgroup) counts them",
+        """
+import mmap
+where = mmap.mmap(-1, 20 << 30, flags=0x4022, prot=mmap.PROT_READ)
+for at in range(0, 20 << 30, 2 << 20): where[at]
+pwned("40 MiB of page tables")
+""",
+        Without(Defence.MEMORY),
+        OOM,
+        limits=SMALL,
+        hurts_itself=True,  # for a moment: the kernel frees page tables late
+    ),
+    Attack(
+        "huge pages, which no limit of memory counts",
+        "seccomp",
+        "import mmap\nmmap.mmap(-1, 2 << 20, flags=0x44022)\npwned('mapped')",
+        Without(Defence.SECCOMP),
+        kernel_may_lack=True,
+    ),
+    Attack(
+        "huge pages as a file without a name",
+        "seccomp",
+        "os.memfd_create('huge', 4)\npwned('made')",
+        Without(Defence.SECCOMP),
+        kernel_may_lack=True,
     ),
     Attack(
         "memory as System V segments",
@@ -272,6 +368,12 @@ pwned("24 MiB")
         "open files of a process (rlimit)",
         "hold = [open('/dev/null') for _ in range(100)]\npwned(len(hold))",
         Without(Defence.OPEN_FILES),
+    ),
+    Attack(
+        "pseudo-terminals without end",
+        "a /dev without them",
+        "hold = [os.open('/dev/ptmx', os.O_RDWR) for _ in range(40)]\npwned(len(hold))",
+        Bare("there are none whichever defence is away"),
     ),
     Attack(
         "raise a limit",

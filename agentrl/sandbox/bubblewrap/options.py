@@ -144,7 +144,8 @@ def command(
 
 def tmpfs_options(limits: SandboxLimits, defences: frozenset[Defence]) -> str:
     """Return the mount options of the sandbox's tmpfs."""
-    options = ["mode=0755", "nosuid", "nodev"]
+    # noatime: when a file was read would tell a later call what an earlier one did.
+    options = ["mode=0755", "nosuid", "nodev", "noatime"]
     if Defence.DISK in defences:
         options.append(f"size={limits.disk_mb}m")
     if Defence.INODES in defences:
@@ -188,6 +189,8 @@ def _files(config: SandboxConfig, defences: frozenset[Defence], inherited: Mappi
     arguments += ["--dev", "/dev", "--bind", f"{MOUNT}/shm", "/dev/shm", "--bind", f"{MOUNT}/work", WORK]
     for path in config.readonly:  # after /tmp, which it may be below
         arguments += ["--ro-bind", str(path), str(path)]
+    # No pseudo-terminals: all sandboxes together have a few thousand, and no limit counts those of one.
+    arguments += ["--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts"]
     arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]
     if Defence.SECCOMP in defences:
         arguments += ["--seccomp", str(inherited["seccomp"])]

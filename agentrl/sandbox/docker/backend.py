@@ -25,7 +25,7 @@ from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.child_process import raise_file_limit
 from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
 from agentrl.sandbox.base import ALL_DEFENCES, Defence
-from agentrl.sandbox.cgroup import CGROUP_VARIABLE, server_gone, server_name
+from agentrl.sandbox.cgroup import CGROUP_VARIABLE, SOCKETS_FILE, server_gone, server_name, sockets_bytes
 from agentrl.sandbox.docker.memory_kills import MemoryKills
 from agentrl.sandbox.docker.options import EGRESS_SOCKET, container_options, with_egress
 from agentrl.sandbox.docker.stream import ContainerReader, attach, open_stream
@@ -66,8 +66,8 @@ class DockerSandbox(RunnerSandbox):
             SandboxFailure: the runner does not answer, for example because it does not run on that version.
 
         """
-        version = (await self._request({"op": "ping"}, READY_S))["python"]
-        major, minor = version.split(".")[:2]
+        reply, _ = await self._request({"op": "ping"}, READY_S)
+        major, minor = reply["python"].split(".")[:2]
         return int(major), int(minor)
 
     def _oom_kills(self) -> int:
@@ -180,6 +180,7 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
                 f"the Docker daemon at {self.url} has no image {self.config.image}: run `docker pull "
                 f"{self.config.image}`, or set sandbox.image to one that it has"
             ) from error
+        self._sockets_apart = info.get("CgroupVersion", "1") == "1"  # old daemons have no other, and do not say so
         self._options = container_options(self.config, self.defences, info, image, self._cgroup)
         self._labels = {SERVER_LABEL: server_name(), HOST_LABEL: socket.gethostname(), BOOT_LABEL: _boot()}
         self._reap()
@@ -227,10 +228,33 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
                 self._api.start(name)
                 egress_listener = _receive_listener(handover) if handover is not None else None
                 found = self._api.inspect_container(name)
+                memory_kills = MemoryKills(found["Id"], found["State"]["Pid"])
+                if self._sockets_apart and Defence.MEMORY in self.defences:
+                    self._limit_sockets(memory_kills.file)
             except BaseException:
                 sock.close()
                 raise
-            return sock, MemoryKills(found["Id"], found["State"]["Pid"]), egress_listener
+            return sock, memory_kills, egress_listener
+
+    def _limit_sockets(self, counted: Path | None) -> None:
+        """Limit the memory of a container's sockets on cgroup version 1, which runc does not, whatever Docker requests.
+
+        Args:
+            counted: a file in the container's memory cgroup; None if that is on another machine.
+
+        """
+        try:
+            if counted is not None:
+                counted.with_name(SOCKETS_FILE).write_text(str(sockets_bytes(self.config.limits)))
+                return
+            why = "the daemon is on another machine"
+        except OSError as error:
+            why = str(error)
+        if not self.config.accept_no_memory_limit:
+            raise SandboxFailure(
+                f"the memory of its sockets cannot be limited ({why}): with cgroup version 1 this needs a tool server on the "
+                "daemon's machine, as root; use version 2, or set sandbox.accept_no_memory_limit=true"
+            )
 
     async def last_state(self, name: str) -> Mapping[str, Any] | None:
         """Return what the daemon knows of a container that has ended or is about to; None if no daemon answers."""

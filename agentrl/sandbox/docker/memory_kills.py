@@ -24,7 +24,8 @@ class MemoryKills:
     """
 
     def __init__(self, container: str, pid: int) -> None:
-        self._file = _oom_file(container, pid)
+        self.file = _oom_file(container, pid)
+        """The kernel's count, in the container's cgroup; None if the container is on another machine."""
         self._pid = pid
         self._count = 0
         self._count_of_machine = 0
@@ -35,7 +36,7 @@ class MemoryKills:
 
     def watch(self) -> None:
         """Begin to wait for the end of the first process."""
-        if self._file is not None:
+        if self.file is not None:
             with contextlib.suppress(OSError):  # it has ended
                 self._process = os.pidfd_open(self._pid)
                 asyncio.get_running_loop().add_reader(self._process, self._ended)
@@ -77,10 +78,10 @@ class MemoryKills:
 
     def _read(self) -> bool:
         """Read the cgroup's count; return False if there is none, or none any more."""
-        if self._file is None:
+        if self.file is None:
             return False
         try:
-            count = parse_count(self._file.read_text(), "oom_kill")
+            count = parse_count(self.file.read_text(), "oom_kill")
         except OSError:
             return False
         if count > self._count:

@@ -26,6 +26,9 @@ RUNNER_PROCESSES = 1
 SHARES = {WORK: (12, "0755"), "/tmp": (3, "1777"), "/dev/shm": (1, "1777")}
 """Writable folders: sixteenths of disk and inodes, and mode. Docker cannot mount one tmpfs in several places, so each has a
 separate one; together they have what the limits allow."""
+DEV = "ro,dev,nosuid,noexec,noatime,mode=0755,size=64k"
+"""Devices, in place of those that Docker would mount: without pseudo-terminals, of which all sandboxes together have a few
+thousand, and without times of access, which would tell a later call what an earlier one did."""
 IPC = {"kernel.shm_rmid_forced": "1", "kernel.msgmni": "8", "fs.mqueue.queues_max": "8"}
 """Shared memory is removed with its last process, and few message queues can stay: what outlives a call's processes would
 take memory from later calls."""
@@ -126,12 +129,12 @@ def _resources(limits: SandboxLimits, defences: frozenset[Defence]) -> dict[str,
 
 
 def _tmpfs(limits: SandboxLimits, defences: frozenset[Defence], image: Mapping[str, Any]) -> dict[str, str]:
-    folders = {}
+    folders = {"/dev": DEV}
     for folder, (sixteenths, mode) in SHARES.items():
         if folder != WORK and Defence.FILES not in defences:
             continue
         # Explicit, since by default root would own it, and no program in it could run.
-        options = ["rw", "exec", "nosuid", "nodev", f"uid={NOBODY}", f"gid={NOBODY}", f"mode={mode}"]
+        options = ["rw", "exec", "nosuid", "nodev", "noatime", f"uid={NOBODY}", f"gid={NOBODY}", f"mode={mode}"]
         if Defence.DISK in defences:
             options.append(f"size={limits.disk_mb * 1024 * sixteenths // 16}k")
         if Defence.INODES in defences:

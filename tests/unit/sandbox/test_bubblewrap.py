@@ -301,8 +301,8 @@ def test_it_opens_without_any_one_defence(defence: Defence) -> None:
 
 
 def test_options_of_the_files() -> None:
-    assert tmpfs_options(LIMITS, ALL_DEFENCES) == "mode=0755,nosuid,nodev,size=16m,nr_inodes=512"
-    assert tmpfs_options(LIMITS, ALL_DEFENCES - {Defence.DISK, Defence.INODES}) == "mode=0755,nosuid,nodev"
+    assert tmpfs_options(LIMITS, ALL_DEFENCES) == "mode=0755,nosuid,nodev,noatime,size=16m,nr_inodes=512"
+    assert tmpfs_options(LIMITS, ALL_DEFENCES - {Defence.DISK, Defence.INODES}) == "mode=0755,nosuid,nodev,noatime"
 
 
 FEW_FILES = """

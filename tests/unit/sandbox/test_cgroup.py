@@ -103,7 +103,11 @@ def test_counts() -> None:
 
 def test_limits_as_files() -> None:
     assert settings_v1(LIMITS, ALL_DEFENCES) == {
-        "memory": {"memory.limit_in_bytes": "104857600", "memory.memsw.limit_in_bytes": "104857600"},
+        "memory": {
+            "memory.limit_in_bytes": "104857600",
+            "memory.memsw.limit_in_bytes": "104857600",
+            "memory.kmem.tcp.limit_in_bytes": "26214400",  # sockets, a quarter
+        },
         "pids": {"pids.max": str(10 + RUNNER_PROCESSES)},
         "cpu": {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "50000"},
     }
