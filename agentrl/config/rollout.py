@@ -49,7 +49,7 @@ class RolloutConfig(Section):
     max_tokens: PositiveInt = 1024
     """Context length: tokens of one conversation, including prompt, turns, observations and the policy's answer."""
     max_seconds: PositiveFloat = 300.0
-    """Time limit of an episode, seconds."""
+    """Seconds that environment and tools may take in an episode. The time of engines does not count, and neither do outages."""
     concurrency: PositiveInt = 256
     """Episodes that run at the same time."""
     failure: FailureConfig = Field(default_factory=FailureConfig)

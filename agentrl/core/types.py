@@ -186,7 +186,7 @@ class StopReason(StrEnum):
     MAX_TOKENS = "max_tokens"
     """The next turn would not fit ``rollout.max_tokens``, or the observation filled it."""
     MAX_TIME = "max_time"
-    """The episode outlasted ``rollout.max_seconds``."""
+    """Environment and tools took longer than ``rollout.max_seconds``."""
     ABORTED = "aborted"
     """The run was stopped or no longer needed the episode."""
     FAILED = "failed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections import Counter
@@ -17,8 +16,12 @@ from agentrl.core.tool import Tool
 from agentrl.core.types import Failure, ForkReason, Message, Rollout, StopReason, ToolCall, ToolResult
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.conversation import Conversation
+from agentrl.episode.limits import EpisodeClock
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.tool_calls import ToolRunner
+
+_GRACE = 0.1
+"""Share of ``rollout.max_seconds`` that a function may take after the time limit, to compute its reward."""
 
 
 class Agent:
@@ -52,7 +55,9 @@ class Agent:
         """Runs the tool calls. Its sessions stay open after the attempt, for grading."""
         self._calls: Counter[str] = Counter()
         self._began = time.monotonic()
-        self._deadline = asyncio.get_running_loop().time() + context.limits.max_seconds
+        limit = context.limits.max_seconds
+        self.clock = self.tools.clock = EpisodeClock(limit, grace=_GRACE * limit)
+        """The time limit of the attempt."""
 
     def chat(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> Chat:
         """Begin a conversation; each becomes a separate rollout.
@@ -99,11 +104,6 @@ class Agent:
     def seconds(self) -> float:
         """Wall time since the attempt began."""
         return time.monotonic() - self._began
-
-    @property
-    def deadline(self) -> float:
-        """End of ``rollout.max_seconds`` on the event loop's clock."""
-        return self._deadline
 
     def unfinished(self, reason: StopReason, failure: Failure | None = None) -> list[Rollout]:
         """Return the rollouts of an attempt that did not finish: one for each chat, or a single empty one."""
@@ -246,7 +246,7 @@ class Chat:
         """Sample a turn up to one of the ``stop`` strings or an end token, and return the policy's message.
 
         Returns None once ``rollout.max_turns``, ``rollout.max_tokens`` or ``rollout.max_seconds`` is reached;
-        `stop_reason` says which. Tokens of a turn that is unfinished when time runs out are dropped.
+        `stop_reason` says which. The time in which engines sample does not count.
 
         Raises:
             ValueError: there is nothing to answer: no message yet, or none since the policy ended its turn.
@@ -265,20 +265,14 @@ class Chat:
             self._sampling = False
 
     async def _sample(self, stop: Sequence[str]) -> Message | None:
-        conversation, deadline = self._conversation, self._agent.deadline
-        if conversation.stop_reason is None and asyncio.get_running_loop().time() >= deadline:
+        conversation, clock = self._conversation, self._agent.clock
+        if conversation.stop_reason is None and clock.left <= 0:
             conversation.stop_reason = StopReason.MAX_TIME
         if conversation.stop_reason is not None:
             return None
         self._prepare_turn()
-        clock = asyncio.timeout_at(deadline)
-        try:
-            async with clock:
-                self._reply = await conversation.sample(stop)
-        except TimeoutError:
-            if not clock.expired():
-                raise
-            conversation.stop_reason = StopReason.MAX_TIME
+        with clock.stopped():
+            self._reply = await conversation.sample(stop)
         return self._reply
 
     def _prepare_turn(self) -> None:

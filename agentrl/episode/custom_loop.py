@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -21,8 +20,6 @@ Generate = Callable[[Task, Agent], Awaitable[Rollout | Sequence[Rollout]]]
 """``async def generate(task, agent)``: talks with the policy and returns ``chat.rollout(...)``, or several."""
 
 KEY = "rollout.generate"
-GRACE = 0.1
-"""Share of ``rollout.max_seconds`` that a function may take after the time limit, to compute its reward."""
 
 
 def uses_tools(*names: str) -> Callable[[F], F]:
@@ -76,13 +73,12 @@ async def run_custom_loop(generate: Generate, context: EpisodeContext, agent: Ag
     Raises:
         ConfigError: the return value is not rollouts of the agent's chats.
     """
-    clock = asyncio.timeout((1 + GRACE) * context.limits.max_seconds)
     try:
-        async with clock:
+        async with agent.clock:
             returned = await _run(generate, context, agent)
         return _checked(returned, agent)
     except TimeoutError:
-        if not clock.expired():
+        if not agent.clock.expired:
             raise
         return agent.unfinished(StopReason.MAX_TIME)
     except EpisodeError as error:

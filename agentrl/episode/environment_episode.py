@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 from agentrl.core.env import Step
@@ -14,6 +15,7 @@ from agentrl.core.types import Info, Message, Observation, Rewrite, StopReason, 
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.conversation import Conversation
 from agentrl.episode.env_threads import ThreadedEnv
+from agentrl.episode.limits import EpisodeClock
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.tool_calls import ToolRunner
 from agentrl.obs.waiting import waiting
@@ -51,6 +53,7 @@ class Episode:
         self._env_state = env_state
         self._env = ThreadedEnv(context)
         self._began = time.monotonic()
+        self._clock: EpisodeClock
 
     @property
     def seconds(self) -> float:
@@ -58,20 +61,20 @@ class Episode:
         return self.state.seconds + time.monotonic() - self._began
 
     async def run(self) -> StopReason:
-        """Run until the environment or a limit ends the episode. Tokens of a turn unfinished at the time limit are dropped.
+        """Run until the environment or a limit ends the episode.
 
         Raises:
             EpisodeError: something failed; ``state`` is that before the failed turn.
         """
         self._began = time.monotonic()
-        clock = asyncio.timeout(self._context.limits.max_seconds - self.state.seconds)
+        self._clock = self.tools.clock = EpisodeClock(self._context.limits.max_seconds - self.state.counted_seconds)
         with waiting("rollout", self.state.episode_id, lambda: f"turn {self.state.counters.turns}"):
             try:
-                async with clock:
+                async with self._clock:
                     await self._begin()
                     return await self._run_turns()
             except TimeoutError:
-                if not clock.expired():
+                if not self._clock.expired:
                     raise
                 return StopReason.MAX_TIME
             finally:
@@ -80,7 +83,8 @@ class Episode:
     async def snapshot(self) -> dict[str, object]:
         """Return the state of episode and environment as JSON-able data."""
         env_state = await self._env.get_state()
-        return replace(self.state, seconds=self.seconds).to_dict(env_state)
+        counted = self._context.limits.max_seconds - self._clock.left
+        return replace(self.state, seconds=self.seconds, counted_seconds=counted).to_dict(env_state)
 
     async def _begin(self) -> None:
         observation, info = await self._env.reset(self._task, self.state.env_seed)
@@ -99,8 +103,8 @@ class Episode:
         self.conversation.begin(messages, self._task.id)
 
     async def _run_turns(self) -> StopReason:
-        conversation, env = self.conversation, self._env.env
-        while (action := await conversation.sample(env.stop)) is not None:
+        conversation = self.conversation
+        while (action := await self._sample()) is not None:
             observation, reward, terminated, truncated, _ = await self._step(action)
             over = terminated or truncated
             if not over:
@@ -114,6 +118,10 @@ class Episode:
                 return StopReason.TERMINATED if terminated else StopReason.TRUNCATED
         assert conversation.stop_reason is not None, "sample sets it when it returns None"
         return conversation.stop_reason
+
+    async def _sample(self) -> Message | None:
+        with self._clock.stopped():
+            return await self.conversation.sample(self._env.env.stop)
 
     def _check(self, observation: Observation) -> None:
         """Raise `EnvironmentFailure` if the policy would go on behind its own end token."""
@@ -147,10 +155,28 @@ class Episode:
 
     def _record(self, reward: float, info: Info) -> float:
         """Add a reward to the episode's, keep the latest metrics, and return the reward."""
-        self.state.reward += float(reward)
+        number = self._number(reward, "the reward")
+        self.state.reward += number
         if "metrics" in info:
-            self.state.metrics = {key: float(value) for key, value in info["metrics"].items()}
-        return float(reward)
+            metrics = info["metrics"]
+            if not isinstance(metrics, Mapping):
+                raise EnvironmentFailure(
+                    f"{self._env_name}: info['metrics'] is {metrics!r:.100}, not a dict of numbers"
+                )
+            self.state.metrics = {
+                str(key): self._number(value, f"the metric {key!r}") for key, value in metrics.items()
+            }
+        return number
+
+    def _number(self, value: object, name: str) -> float:
+        """Return a value of the environment as a number; `EnvironmentFailure` if it is not a finite one."""
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise EnvironmentFailure(f"{self._env_name}: {name} is {value!r:.100}, not a finite number")
+        return number
 
     async def _close(self) -> None:
         """End the sampler's session and close the environment. Failures are only logged: the episode is over."""

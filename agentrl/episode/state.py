@@ -56,6 +56,8 @@ class EpisodeState:
     """The first prompt as text."""
     seconds: float = 0.0
     """Wall time used before the episode was last resumed."""
+    counted_seconds: float = 0.0
+    """The part of it that counts against ``rollout.max_seconds``; see `EpisodeClock`."""
     counters: EpisodeCounters = field(default_factory=EpisodeCounters)
     """Shared with all branches."""
     branches: list[EpisodeState] = field(default_factory=list)
@@ -115,6 +117,7 @@ class EpisodeState:
             "metrics": dict(self.metrics),
             "prompt": self.prompt,
             "seconds": self.seconds,
+            "counted_seconds": self.counted_seconds,
             "branches": [branch._conversation_to_dict() for branch in self.branches],
         }
 
@@ -128,7 +131,7 @@ class EpisodeState:
     def _conversation_from_dict(
         cls, data: Mapping[str, Any], trajectory: Trajectory, counters: EpisodeCounters
     ) -> EpisodeState:
-        names = ("rollout_id", "seed", "attempt", "reset_seed", "reward", "prompt", "seconds")
+        names = ("rollout_id", "seed", "attempt", "reset_seed", "reward", "prompt", "seconds", "counted_seconds")
         fields = {key: data[key] for key in names}
         branches = zip(data["branches"], trajectory.branches, strict=True)
         return cls(

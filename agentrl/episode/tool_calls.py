@@ -6,11 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from agentrl.core.errors import AgentrlError, EnvironmentFailure, SandboxFailure, ToolFailure
 from agentrl.core.tool import Tool, ToolClient, checked_call, unknown_tool
 from agentrl.core.types import CallStatus, ToolCall, ToolResult, ToolStatus
+from agentrl.episode.limits import EpisodeClock
 from agentrl.obs.waiting import waiting
 
 _log = logging.getLogger(__name__)
@@ -24,6 +26,9 @@ class ToolRunner:
         episode_id: names the session to the servers.
         served: tools of those servers, by the tool's name.
     """
+
+    clock: EpisodeClock | None = None
+    """Stopped while a server takes longer than the tool may."""
 
     def __init__(
         self, clients: Mapping[str, ToolClient], episode_id: str, served: Mapping[str, Tool] | None = None
@@ -92,7 +97,8 @@ class ToolRunner:
             raise ToolFailure(f"tool {call.name!r}: the sessions of episode {self._episode_id} are closed")
         else:
             client = self._sessions[tool.server] = client_of(self._clients, tool.server, call.name)
-            with waiting("tool", call.name, f"call {call.id}", f"server {tool.server}"):
+            stopped = nullcontext() if self.clock is None else self.clock.stopped(counted=tool.timeout_s)
+            with stopped, waiting("tool", call.name, f"call {call.id}", f"server {tool.server}"):
                 result = await client.call(call, episode_id=self._episode_id)
         if result.status is ToolStatus.UNAVAILABLE:
             raise ToolFailure(f"tool {call.name!r} is unavailable: {result.content}")

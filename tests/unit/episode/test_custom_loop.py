@@ -328,13 +328,55 @@ class Slow(ScriptedSampler):
         self.aborted += (request_id,)
 
 
+class Late(ScriptedSampler):
+    """Takes longer for its second turn than an episode may."""
+
+    async def generate(self, prompt, params, **names):
+        if len(self.requests) == 1:
+            await asyncio.sleep(0.5)
+        return await super().generate(prompt, params, **names)
+
+
 def test_when_time_is_up_the_function_still_rewards_what_there_is(renderer):
-    (rollout,), sampler, _ = play(renderer, ["a"], talk, cls=Slow, max_seconds=0.3)
+    async def slow(task, agent):
+        chat = agent.chat(task.prompt)
+        reply = await chat.sample()
+        while agent.clock.left > 0:  # noqa: ASYNC110 - the clock is what is tested
+            await asyncio.sleep(0.01)
+        chat.add(Message("user", "go on"))
+        assert await chat.sample() is None
+        return chat.rollout(reward=0.5 * (reply.content == "a"))
+
+    (rollout,), sampler, _ = play(renderer, ["a"], slow, max_seconds=0.3)
     assert rollout.stop_reason is StopReason.MAX_TIME
     assert rollout.reward == 0.5
-    assert sampler.aborted == ("e/1",)
     assert sampler.closed == ["e"]
     assert renderer.decode(rollout.rows[0].token_ids[rollout.rows[0].mask == 1].tolist()) == "a<|im_end|>"
+
+
+def test_an_engines_outage_does_not_count_against_the_function(renderer):
+    async def twice(task, agent):
+        chat = agent.chat(task.prompt)
+        await chat.sample()
+        chat.add(Message("user", "go on"))
+        await chat.sample()
+        return chat.rollout(reward=1.0)
+
+    (rollout,), _, _ = play(renderer, ["a", "b"], twice, cls=Late, max_seconds=0.1)
+    assert rollout.stop_reason is StopReason.TERMINATED
+    assert rollout.seconds > 0.5
+
+
+def test_chats_that_sample_at_once_stop_the_clock_once(renderer):
+    async def both(task, agent):
+        chats = [agent.chat(task.prompt) for _ in range(3)]
+        before = agent.clock.left
+        await asyncio.gather(*(chat.sample() for chat in chats))
+        assert 0 <= before - agent.clock.left < 0.1
+        return [chat.rollout() for chat in chats]
+
+    rollouts, _, _ = play(renderer, ["a", "b", "c"], both, cls=Late, max_seconds=0.4)
+    assert [rollout.stop_reason for rollout in rollouts] == [StopReason.TERMINATED] * 3
 
 
 def test_a_function_that_does_not_return_is_cut(renderer):

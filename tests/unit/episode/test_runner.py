@@ -13,7 +13,7 @@ from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import AsyncEnv, Env
 from agentrl.core.errors import ConfigError, RunStopped, SamplerError, ToolFailure
 from agentrl.core.task import Task
-from agentrl.core.tool import tool
+from agentrl.core.tool import Tool, tool
 from agentrl.core.types import (
     FailureKind,
     Message,
@@ -113,6 +113,7 @@ def build(
     concurrency=8,
     cls=ScriptedSampler,
     gate=None,
+    served=None,
     **limits,
 ):
     sampler = cls(script, encode=renderer.encode, end_token_id=renderer.end_token_id, version=7, gate=gate)
@@ -126,6 +127,7 @@ def build(
         sampling=sampling or SamplingParams(max_new_tokens=128),
         failure=FailurePolicy(failure or FailureConfig()),
         max_concurrency=concurrency,
+        served=served,
     )
     return runner, sampler
 
@@ -200,24 +202,93 @@ def test_a_prompt_that_leaves_no_room_is_the_tasks_fault(renderer):
     assert rollout.rows == []
 
 
-def test_max_seconds_aborts_the_request_and_keeps_earlier_turns(renderer):
-    class Slow(ScriptedSampler):
-        aborted = ()
+def test_max_seconds_ends_a_slow_environment_and_keeps_earlier_turns(renderer):
+    class Slow(Guess):
+        def step(self, action):
+            if action.content == "b":
+                time.sleep(0.4)
+            return super().step(action)
 
-        async def generate(self, prompt, params, **names):
-            if len(self.requests) == 1:
-                await asyncio.sleep(60)
-            return await super().generate(prompt, params, **names)
-
-        async def abort(self, request_id):
-            self.aborted += (request_id,)
-
-    rollout, sampler = play(renderer, ["a"], cls=Slow, max_seconds=0.2)
+    rollout, sampler = play(renderer, ["a", "b", "c"], Slow, max_seconds=0.2)
     assert rollout.stop_reason is StopReason.MAX_TIME
-    assert sampler.aborted == ("e/1",)
+    assert len(sampler.requests) == 2
     assert sampler.closed == ["e"]
-    assert sampled_text(renderer, rollout.rows[0]) == "a<|im_end|>"
+    assert sampled_text(renderer, rollout.rows[0]) == "a<|im_end|>b<|im_end|>"
     assert rollout.metrics == {"words": 1.0}
+
+
+class Outage(ScriptedSampler):
+    """Answers the second turn of an episode ten times as late as the episode may last."""
+
+    async def generate(self, prompt, params, **names):
+        if len(self.requests) == 1:
+            await asyncio.sleep(1.0)
+        return await super().generate(prompt, params, **names)
+
+
+def test_an_engines_outage_does_not_count_against_the_policy(renderer):
+    rollout, sampler = play(renderer, ["a", "b", "c", "done"], cls=Outage, max_seconds=0.1)
+    assert rollout.stop_reason is StopReason.TERMINATED
+    assert len(sampler.requests) > 2
+    assert rollout.seconds > 1.0
+
+
+def test_an_engine_that_fails_late_is_the_samplers_failure(renderer):
+    class Failing(Outage):
+        async def generate(self, prompt, params, **names):
+            generation = await super().generate(prompt, params, **names)
+            if len(self.requests) == 2:
+                raise SamplerError("gone")
+            return generation
+
+    failure = FailureConfig(sampler="drop")
+    rollout, _ = play(renderer, ["a", "b"], cls=Failing, max_seconds=0.1, failure=failure)
+    assert rollout.stop_reason is StopReason.FAILED
+    assert rollout.failure.kind is FailureKind.SAMPLER
+    assert rollout.dropped
+
+
+def test_a_tool_servers_outage_does_not_count_beyond_the_tools_own_time(renderer):
+    class Late(Client):
+        async def call(self, call, *, episode_id):
+            await asyncio.sleep(0.5)
+            return await super().call(call, episode_id=episode_id)
+
+    def end(timeout_s):
+        late = {"search": Tool("search", "", {}, server="search", timeout_s=timeout_s)}
+        clients = {"search": Late()}
+        runner, _ = build(renderer, ["x!", "done!"], Searcher, clients=clients, served=late, max_seconds=0.3)
+        (rollout,) = asyncio.run(runner.run(task(), 1, "e"))
+        return rollout.stop_reason
+
+    assert end(0.05) is StopReason.TERMINATED
+    assert end(30.0) is StopReason.MAX_TIME
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "much", None, 10**400, [1.0, 2.0]])
+@pytest.mark.parametrize("place", ["reward", "metric"])
+def test_a_number_of_the_environment_that_is_none_is_its_failure(renderer, value, place):
+    class Odd(Guess):
+        def step(self, action):
+            observation, reward, terminated, truncated, info = super().step(action)
+            if place == "reward":
+                return observation, value, terminated, truncated, info
+            return observation, reward, terminated, truncated, {"metrics": {"words": value}}
+
+    rollout, _ = play(renderer, ["a", "b"], Odd)
+    assert rollout.failure.kind is FailureKind.ENVIRONMENT
+    assert rollout.dropped
+    name = "the reward" if place == "reward" else "the metric 'words'"
+    assert f"Odd: {name} is {value!r:.100}, not a finite number" in rollout.failure.message
+
+
+def test_metrics_that_are_no_dict_are_the_environments_failure(renderer):
+    class Odd(Guess):
+        def step(self, action):
+            return *super().step(action)[:4], {"metrics": [1.0]}
+
+    rollout, _ = play(renderer, ["a"], Odd)
+    assert "Odd: info['metrics'] is [1.0], not a dict of numbers" in rollout.failure.message
 
 
 def test_stop_strings_and_the_end_token_end_turns(renderer):
