@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from typing import Any
 
 from rich.table import Table
 
-from agentrl.core.registry import ENVS, env_class, names
+from agentrl.config.load import merge, parse_override
+from agentrl.core.registry import ENVS, env_class, make_env, names
 from agentrl.obs.console import make_console
 
 
@@ -17,6 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions.add_parser("list", help="list all registered environments")
     check = actions.add_parser("check", help="check an environment against Gymnasium's contract and agentrl's")
     check.add_argument("name", help="a registered environment, or path/to/file.py:Class")
+    check.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="options of its constructor, as env.options has them"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -30,8 +35,13 @@ def run(arguments: argparse.Namespace) -> None:
             table.add_row(name, f"{cls.__module__}.{cls.__qualname__}", about)
         console.print(table)
         return
-    cls = env_class(arguments.name, "agentrl env check")
+    name, key = arguments.name, f"agentrl env check {arguments.name} key=value"
+    env_class(name, "agentrl env check")
+    options: dict[str, Any] = {}
+    for override in arguments.overrides:
+        options = merge(options, parse_override(f"env.options.{override}")["env"]["options"])
     from agentrl.testing import check_env
 
-    check_env(cls)
-    console.print(f"[green]{arguments.name}: passes Gymnasium's check_env and agentrl's contract[/]")
+    for note in check_env(lambda: make_env(name, options, key)):
+        console.print(f"note: {note}", markup=False, highlight=False)
+    console.print(f"{name}: passes Gymnasium's check_env and agentrl's contract", style="green", markup=False)

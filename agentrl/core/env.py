@@ -8,13 +8,18 @@ from typing import Any, ClassVar
 
 import gymnasium
 
-from agentrl.core.spaces import ActionSpace, MessageSpace
+from agentrl.core.spaces import ActionSpace, MessageSpace, observation_fault
 from agentrl.core.task import Task
 from agentrl.core.tool import Tool
 from agentrl.core.types import Action, Info, Message, Observation, json_state
 
 Step = tuple[Observation, float, bool, bool, Info]
 """``(observation, reward, terminated, truncated, info)``, as in Gymnasium."""
+
+RESET_FORM = "(observation, info)"
+"""What `Env.reset` returns."""
+STEP_FORM = "(observation, reward, terminated, truncated, info)"
+"""What `Env.step` returns."""
 
 
 class Env(gymnasium.Env[Observation, Action]):
@@ -102,6 +107,21 @@ class AsyncEnv(Env):
     def step(self, action: Action) -> Step:
         """Run `astep` to its end; not for use inside an event loop."""
         return asyncio.run(self.astep(action))
+
+
+def returned_fault(returned: object, form: str) -> str:
+    """Return what is wrong with what an environment returned, in one line, such as ``returned the info None, …``.
+
+    Args:
+        returned: by `Env.reset` or `Env.step`.
+        form: `RESET_FORM` or `STEP_FORM`.
+    """
+    if not isinstance(returned, tuple) or len(returned) != form.count(",") + 1:
+        return f"must return {form}, it returned {returned!r:.160}"
+    if fault := observation_fault(returned[0]):
+        return f"returned the observation {fault}"
+    info = returned[-1]
+    return "" if isinstance(info, dict) else f"returned the info {info!r:.160}, which must be a dict"
 
 
 def lacking_step(cls: type[Env]) -> str:

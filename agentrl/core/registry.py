@@ -137,14 +137,14 @@ def env_class(name: str, key: str = "--env") -> type[Env]:
     return cls
 
 
-def make_env(name: str, options: Mapping[str, Any] | None = None) -> Env:
-    """Build an environment by name; ``options`` are its constructor's keyword arguments.
+def make_env(name: str, options: Mapping[str, Any] | None = None, key: str = "env.options") -> Env:
+    """Build an environment by name; ``options`` are its constructor's keyword arguments, and ``key`` their name in messages.
 
     Raises:
         ConfigError: the constructor does not take one of the options, or lacks one.
 
     """
-    env = _build(env_class(name), options, "env.options")
+    env = _build(env_class(name), options, key)
     assert isinstance(env, Env)
     return env
 

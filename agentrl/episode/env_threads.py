@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 import gymnasium
 
-from agentrl.core.env import AsyncEnv, Env, Step
+from agentrl.core.env import RESET_FORM, STEP_FORM, AsyncEnv, Env, Step, returned_fault
 from agentrl.core.errors import AgentrlError, EnvironmentFailure
-from agentrl.core.spaces import observation_fault
 from agentrl.core.task import Task
 from agentrl.core.types import Action, Info, Observation
 from agentrl.episode.context import EpisodeContext
@@ -48,7 +47,7 @@ class ThreadedEnv:
         started = await self._guard("reset", self._thread(build))
         if isinstance(self._env, AsyncEnv):
             started = await self._guard("areset", self._env.areset(seed=seed, options=options))
-        result: tuple[Observation, Info] = self._checked("reset", started, "observation, info")
+        result: tuple[Observation, Info] = self._checked("reset", started, RESET_FORM)
         return result
 
     async def step(self, action: Action) -> Step:
@@ -58,7 +57,7 @@ class ThreadedEnv:
             stepped = await self._guard("astep", env.astep(action))
         else:
             stepped = await self._guard("step", self._thread(lambda: env.step(action)))
-        result: Step = self._checked("step", stepped, "observation, reward, terminated, truncated, info")
+        result: Step = self._checked("step", stepped, STEP_FORM)
         return result
 
     async def get_state(self) -> dict[str, Any]:
@@ -99,15 +98,9 @@ class ThreadedEnv:
             raise self._context.author_failure(who, error) from error
 
     def _checked(self, what: str, returned: Any, form: str) -> Any:
-        """Return what `reset` or `step` returned, of the form ``observation, …, info``."""
-        who = f"{self._name}.{what}"
-        if not isinstance(returned, tuple) or len(returned) != form.count(",") + 1:
-            raise EnvironmentFailure(f"{who} must return ({form}), it returned {returned!r:.160}")
-        observation, info = returned[0], returned[-1]
-        if fault := observation_fault(observation):
-            raise EnvironmentFailure(f"{who} returned the observation {fault}")
-        if not isinstance(info, dict):
-            raise EnvironmentFailure(f"{who} returned the info {info!r:.160}, which must be a dict")
+        """Return what a method returned if it has the form."""
+        if fault := returned_fault(returned, form):
+            raise EnvironmentFailure(f"{self._name}.{what} {fault}")
         return returned
 
     @property

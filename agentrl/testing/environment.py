@@ -6,13 +6,15 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 
-from agentrl.core.env import Env, Step
+from agentrl.core.env import RESET_FORM, STEP_FORM, Env, Step, lacking_step, returned_fault
 from agentrl.core.errors import AgentrlError
+from agentrl.core.imports import describe
 from agentrl.core.task import Task
 from agentrl.core.types import (
     Action,
@@ -26,7 +28,9 @@ from agentrl.core.types import (
     ToolResults,
     ToolStatus,
 )
-from agentrl.testing.contract import require
+from agentrl.testing.contract import ContractError, require
+
+T = TypeVar("T")
 
 Respond = Callable[[ToolCall], ToolResult]
 """Runs a tool call."""
@@ -40,7 +44,9 @@ def refuse(call: ToolCall) -> ToolResult:
     return ToolResult(call.id, ToolStatus.ERROR, f"{call.name} is out of order")
 
 
-def check_env(env_factory: Callable[[], Env], *, task: Task | None = None, respond: Respond = refuse) -> None:
+def check_env(
+    env_factory: Callable[[], Env], *, task: Task | None = None, respond: Respond = refuse
+) -> tuple[str, ...]:
     """Check an environment against Gymnasium's contract and agentrl's. Takes less than a second.
 
     Short episodes are run with random texts, and with texts in the tags that the environment's stop strings close.
@@ -49,36 +55,77 @@ def check_env(env_factory: Callable[[], Env], *, task: Task | None = None, respo
     - Observations are in the space, rewards are finite floats, ``info`` is JSON-able, metrics are floats, call ids are
       unique in an episode.
     - Randomness comes from ``self.np_random`` alone: concurrent episodes replay what each returned alone.
-    - ``get_state`` is JSON-able, and ``set_state`` on a new environment replays the rest bit for bit.
+    - ``get_state`` is JSON-able, and ``set_state`` on a new environment replays the rest bit for bit. An environment that
+      keeps a state and defines neither passes with a note.
 
     Args:
         env_factory: builds the environment; the class itself if it needs no arguments.
         task: of the episodes; by default ``example_task``.
         respond: answers the tool calls that the environment returns; by default every tool fails.
 
+    Returns:
+        notes on what the environment lacks and only some uses need.
+
     Raises:
-        ContractError: a rule is violated; the message has what the environment does and what it should.
+        ContractError: a rule is violated; the message has what the environment does and what it should, in one line.
+        ConfigError: ``env_factory`` is `agentrl.make_env` and the options do not fit.
     """
-    env = env_factory()
+    before = _global_random_state()
+    env = _called(f"{getattr(env_factory, '__name__', 'the environment')}'s constructor", env_factory)
     require(isinstance(env, Env), f"{type(env).__name__} must be a subclass of agentrl.Env")
     name = type(env).__name__
-    before = _global_random_state()
-    try:
-        gymnasium_check_env(env, skip_render_check=True)
-    except (AssertionError, TypeError, ValueError, AttributeError, AgentrlError) as error:
-        require(False, f"{name} fails gymnasium.utils.env_checker.check_env: {error}", error)
+    lacks = lacking_step(type(env))
+    require(not lacks, f"{name} defines no {lacks}")
     for attribute in ("stop", "tool_names"):
         value = getattr(env, attribute)
         fits = isinstance(value, tuple) and all(isinstance(item, str) and item for item in value)
         require(fits, f"{name}.{attribute} must be a tuple of strings that are not empty, it is {value!r}")
-    task = task or env.example_task()
+    task = task or _called(f"{name}.example_task", env.example_task)
     records = [_Record(env_factory, task, seed, respond) for seed in range(_EPISODES)]
     for record in records:
         record.play()
+    _check_gymnasium(env)
     _check_concurrent(records)
-    for record in records:
-        record.check_state()
+    notes = _check_states(type(env), records)
     require(before == _global_random_state(), f"{name} draws from the global random generators; take self.np_random")
+    return notes
+
+
+def _called(what: str, method: Callable[[], T], hint: str = "") -> T:
+    """Return what a method of the author's returns; what it raises is a violation."""
+    try:
+        return method()
+    except AgentrlError:
+        raise
+    except Exception as error:
+        raise ContractError(f"{what} raised {describe(error)}{hint}") from error
+
+
+def _check_gymnasium(env: Env) -> None:
+    name = type(env).__name__
+    try:
+        gymnasium_check_env(env, skip_render_check=True)
+    except AgentrlError:
+        raise
+    except Exception as error:
+        raise ContractError(f"{name} fails gymnasium.utils.env_checker.check_env: {describe(error)}") from error
+
+
+def _check_states(cls: type[Env], records: list[_Record]) -> tuple[str, ...]:
+    """Check that episodes continue from their states; return a note if the environment has no such methods and needs them."""
+    has_none = cls.get_state is Env.get_state and cls.set_state is Env.set_state
+    try:
+        for record in records:
+            record.check_state()
+    except ContractError:
+        if not has_none:
+            raise
+        note = (
+            f"{cls.__name__} keeps a state and defines no get_state and set_state. Only resuming an episode between two turns "
+            "needs them; training, evaluation and fine-tuning do not"
+        )
+        return (note,)
+    return ()
 
 
 def _global_random_state() -> tuple[Any, ...]:
@@ -111,7 +158,19 @@ class _Record:
 
     def start(self, seed: int) -> tuple[Env, tuple[Observation, Info]]:
         env = self.factory()
-        return env, env.reset(seed=seed, options={"task": self.task})
+        name = type(env).__name__
+        first = _called(f"{name}.reset", lambda: env.reset(seed=seed, options={"task": self.task}))
+        fault = returned_fault(first, RESET_FORM)
+        require(not fault, f"{name}.reset {fault}")
+        return env, first
+
+    def step(self, env: Env, action: Action) -> Step:
+        name = type(env).__name__
+        text = f"the action {action.content!r:.60}" if isinstance(action, Message) else "tool results"
+        step = _called(f"{name}.step", lambda: env.step(action), f" for {text}; it must take any")
+        fault = returned_fault(step, STEP_FORM)
+        require(not fault, f"{name}.step {fault}")
+        return step
 
     def play(self) -> None:
         """Run and check every step."""
@@ -127,7 +186,7 @@ class _Record:
             if isinstance(observation, ToolCalls):
                 action = ToolResults(tuple(self.respond(call) for call in observation.calls))
             self.actions.append(action)
-            self.steps.append(env.step(action))
+            self.steps.append(self.step(env, action))
             observation, reward, terminated, truncated, info = self.steps[-1]
             name = type(env).__name__
             finite = isinstance(reward, float | int) and math.isfinite(reward)
@@ -138,10 +197,10 @@ class _Record:
             if terminated or truncated:
                 require(not isinstance(observation, ToolCalls), f"{name} ends an episode and asks for tools to be run")
                 break
-        env.close()
+        _called(f"{type(env).__name__}.close", env.close)
 
     def _state(self, env: Env) -> str:
-        state = env.get_state()
+        state = _called(f"{type(env).__name__}.get_state", env.get_state)
         try:
             text = json.dumps(state)
         except TypeError as error:
@@ -155,7 +214,7 @@ class _Record:
         name = type(env).__name__
         require(
             env.observation_space.contains(observation),
-            f"{name} must give a tuple of Messages, ToolCalls or a Rewrite, it gave {observation!r}",
+            f"{name}.observation_space does not contain the observation {observation!r:.160}",
         )
         if isinstance(observation, ToolCalls):
             require(bool(observation.calls), f"{name} asks for tools to be run and names none")
@@ -180,28 +239,40 @@ class _Record:
         self._require_same("reset", self.first, first)
         for index, action in enumerate(self.actions):
             yield
-            self._require_same(f"step {index}", self.steps[index], env.step(action))
+            self._require_same(f"step {index}", self.steps[index], self.step(env, action))
         env.close()
 
     def check_state(self) -> None:
         """Continue from every state in a new environment with another seed."""
         for cut, state in enumerate(self.states):
             env, _ = self.start(self.seed + 1000)
-            env.set_state(json.loads(state))
+            name = type(env).__name__
+            _called(f"{name}.set_state", partial(env.set_state, json.loads(state)))
             require(
-                json.loads(json.dumps(env.get_state())) == json.loads(state),
-                f"{type(env).__name__}.set_state does not bring back the state of step {cut}",
+                json.loads(self._state(env)) == json.loads(state),
+                f"{name}.set_state does not bring back the state of step {cut}",
             )
             for index in range(cut, len(self.actions)):
-                where = f"step {index} after set_state of step {cut}"
-                self._require_same(where, self.steps[index], env.step(self.actions[index]))
+                again = self.step(env, self.actions[index])
+                require(
+                    self.steps[index] == again,
+                    f"{name}.get_state leaves out something that step depends on: with the state of step {cut}, "
+                    f"step {index} differs: {_differences(self.steps[index], again)}",
+                )
             env.close()
 
     def _require_same(self, where: str, expected: Any, got: Any) -> None:
         require(
             expected == got,
-            f"an episode does not replay ({where}, seed {self.seed}): first {expected!r}, then {got!r}",
+            f"an episode does not replay with seed {self.seed}: all randomness must come from self.np_random, and nothing be "
+            f"shared between environments; {where} differs: {_differences(expected, got)}",
         )
+
+
+def _differences(expected: tuple[Any, ...], got: tuple[Any, ...]) -> str:
+    """Return the first part in which two results of an environment differ."""
+    one, other = next((pair for pair in zip(expected, got, strict=False) if pair[0] != pair[1]), (expected, got))
+    return f"first {one!r:.80}, then {other!r:.80}"
 
 
 def _check_concurrent(records: list[_Record]) -> None:

@@ -41,6 +41,8 @@ def test_dry_run_prints_a_configuration_that_loads(capsys: pytest.CaptureFixture
         (("rollout", "--out", "samples.txt"), ".parquet"),
         (("rollout", "--out", "samples.jsonl", "--tasks", "0"), "--tasks"),
         (("env", "check", "nope"), "search_r1"),
+        (("env", "check", "search_r1", "topkk=2"), "topk"),
+        (("env", "check", "search_r1", "topk"), "key=value"),
         (("eval", "--checkpoint", "."), "--checkpoint"),
     ],
 )
@@ -66,6 +68,32 @@ def test_env_list_and_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0
     assert "search_r1" in out
     assert run(capsys, "env", "check", "search_r1")[0] == 0
+
+
+def test_env_check_builds_with_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "cli_env.py").write_text(
+        "from agentrl import Env\n"
+        "class Board(Env):\n"
+        "    def __init__(self, size, color='red'):\n"
+        "        self.size = len(size['rows'])\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        self.left = self.size\n"
+        "        return super().reset(seed=seed, options=options)\n"
+        "    def step(self, action):\n"
+        "        self.left -= 1\n"
+        "        return self.task.prompt, float(self.left), not self.left, False, {}\n"
+    )
+    name = f"{tmp_path}/cli_env.py:Board"
+    status, _, err = run(capsys, "env", "check", name)
+    assert status == 2
+    assert "missing a required argument: 'size'; Board takes: size, color" in err
+    status, _, err = run(capsys, "env", "check", name, "size.rows=3")
+    assert status == 2
+    assert "constructor raised TypeError: object of type 'int' has no len() (cli_env.py:4)" in err
+    status, out, err = run(capsys, "env", "check", name, "size.rows=[1, 2, 3]", "color=blue")
+    assert status == 0, err
+    assert "passes" in out
+    assert "note: Board keeps a state" in out
 
 
 def test_resume_without_a_run_says_so(

@@ -101,13 +101,52 @@ def test_all_the_calls_are_answered_by_what_was_given() -> None:
         ({"get_state": lambda self: {"turn": object()}}, r"get_state must be JSON-able"),
         ({"get_state": lambda self: {**Guess.get_state(self), 1: 2}}, r"get_state changes when it goes through JSON"),
         ({"set_state": lambda self, state: Env.set_state(self, state)}, r"does not bring back the state"),
-        ({"get_state": Env.get_state, "set_state": Env.set_state}, r"after set_state of step"),
-        ({"step": lambda self, action: ("text", 0.0, False, False, {})}, r"tuple of Messages|gymnasium"),
+        ({"get_state": lambda self: {**Guess.get_state(self), "turn": 0}}, r"get_state leaves out .* step \d+ differs"),
+        ({"get_state": Env.get_state}, r"Broken.set_state raised KeyError: 'turn' \(test_check_env.py:\d+\)"),
+        (
+            {"step": lambda self, action: ("text", 0.0, False, False, {})},
+            r"step returned the observation 'text', which",
+        ),
+        ({"step": lambda self, action: ((), 0.0, False, {})}, r"step must return \(observation, reward, term"),
+        ({"step": Env.step}, r"Broken defines no step\(action\)$"),
+        ({"step": lambda self, action: {}["x"]}, r"Broken.step raised KeyError: 'x' \(test_check_env.py:\d+\)"),
+        (
+            {"step": lambda self, action: int(action.content)},
+            r"raised ValueError.* for the action '.*'; it must take any",
+        ),
+        ({"number": lambda self: int("x" if self.turn == 2 else 1)}, r"Broken.step raised ValueError"),
+        ({"reset": lambda self, seed=None, options=None: {}["x"]}, r"Broken.reset raised KeyError: 'x' \(test_ch"),
+        ({"reset": lambda self, seed=None, options=None: "Hi"}, r"Broken.reset must return \(observation, info\)"),
+        ({"reset": lambda self, seed=None, options=None: ("Hi", {})}, r"Broken.reset returned the observation 'Hi'"),
+        ({"get_state": lambda self: {}["x"]}, r"Broken.get_state raised KeyError: 'x' \(test_check_env.py:\d+\)"),
+        ({"__init__": lambda self: {}["x"]}, r"Broken's constructor raised KeyError: 'x' \(test_check_env.py:\d+\)"),
+        ({"close": lambda self: {}["x"]}, r"Broken.close raised KeyError: 'x'|gymnasium"),
     ],
 )
 def test_a_fault_is_named(methods: dict[str, Any], fault: str) -> None:
-    with pytest.raises(ContractError, match=fault):
+    with pytest.raises(ContractError, match=fault) as raised:
         check_env(broken(**methods))
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 400
+
+
+def test_an_environment_without_a_state_of_its_own_passes_with_a_note() -> None:
+    assert check_env(Guess) == ()
+    (note,) = check_env(broken(get_state=Env.get_state, set_state=Env.set_state))
+    assert note.startswith("Broken keeps a state and defines no get_state and set_state")
+    assert "training, evaluation" in note
+    assert len(note) < 250
+
+    class Stateless(Guess):
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            return Env.reset(self, seed=seed, options=options)
+
+        def step(self, action: Action) -> Step:
+            return (Message("user", str(self.number())),), 0.0, self.number() < 500, False, {}
+
+        get_state, set_state = Env.get_state, Env.set_state
+
+    assert check_env(Stateless) == (), "the generator's state is all that it has"
 
 
 def test_what_is_no_environment_is_refused() -> None:
