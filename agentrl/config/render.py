@@ -27,7 +27,30 @@ FormatName = Literal[
 ]
 """See `RenderConfig.format`."""
 
-ParserName = Literal["auto", "hermes", "llama3", "pythonic", "deepseek", "glm-4", "glm", "kimi", "qwen3-coder", "tags"]
+ParserName = Literal[
+    "auto",
+    "hermes",
+    "llama3",
+    "pythonic",
+    "deepseek",
+    "glm-4",
+    "glm",
+    "kimi",
+    "qwen3-coder",
+    "harmony",
+    "minimax",
+    "dsml",
+    "step3",
+    "atem",
+    "mistral",
+    "gemma",
+    "tool-code",
+    "lfm2",
+    "hunyuan",
+    "cohere",
+    "granite",
+    "tags",
+]
 """See `RenderConfig.tool_parser`."""
 
 

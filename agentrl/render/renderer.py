@@ -13,7 +13,15 @@ from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.tool import Tool, checked_call
 from agentrl.core.types import Fork, ForkReason, Message, Prompt, ToolCall
 from agentrl.render.formats.base import Format, InterchangeableEnds
-from agentrl.render.parsers.base import THINK, THINK_END, CallParser, Piece, after_reasoning, split_markers, unreadable
+from agentrl.render.parsers.base import (
+    THINK,
+    CallParser,
+    Piece,
+    after_reasoning,
+    reasoning_markers,
+    split_markers,
+    unreadable,
+)
 from agentrl.render.special_token_escaping import EscapingEncoder, unicode_json, unicode_text
 
 _OPENER_TOKENS = 16
@@ -46,6 +54,7 @@ class ChatRenderer:
         self._end_ids = self._find_ends()
         closings = format.closings if isinstance(format, InterchangeableEnds) else ()
         self._closing_ids = {self._encoder.special_ids[text] for text in closings if text in self._encoder.special_ids}
+        self._reasoning = reasoning_markers(self.parser)
         self._marker_ids = self._find_markers()
 
     @property
@@ -165,7 +174,7 @@ class ChatRenderer:
         return self.decode(prompt_ids[-_OPENER_TOKENS:]).rstrip().endswith(THINK)
 
     def _calls(self, pieces: Sequence[Piece], tools: Sequence[Tool], opened: bool) -> Iterable[ToolCall]:
-        spoken = after_reasoning(pieces, opened=opened)
+        spoken = after_reasoning(pieces, opened=opened, markers=self._reasoning)
         calls = map(_unicode_call, self.parser.calls(spoken, tools) if spoken else [])
         return (checked_call(call, tools) for call in calls) if tools else calls
 
@@ -187,7 +196,8 @@ class ChatRenderer:
 
     @property
     def _markers(self) -> tuple[str, ...]:
-        return (THINK, THINK_END, *self.parser.markers)
+        reasoning = (marker for pair in self._reasoning for marker in pair)
+        return (*reasoning, *self.parser.markers)
 
     def _find_markers(self) -> dict[int, str]:
         added = {token.content: index for index, token in self._tokenizer.added_tokens_decoder.items()}

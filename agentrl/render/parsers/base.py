@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from functools import lru_cache
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import CallStatus, ToolCall
@@ -46,39 +48,68 @@ class CallParser(Protocol):
         ...
 
 
+@runtime_checkable
+class OwnReasoning(Protocol):
+    """A parser of a family whose reasoning has other markers than ``<think>``."""
+
+    @property
+    def reasoning(self) -> Sequence[tuple[str, str]]:
+        """Markers that start and end reasoning; empty if the parser itself tells reasoning from calls."""
+        ...
+
+
+@runtime_checkable
+class EndsTurns(Protocol):
+    """A parser of a family whose turns end otherwise if they have a call."""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The special tokens that end a turn; see `Format.ends <agentrl.render.formats.base.Format>`."""
+        ...
+
+
+def reasoning_markers(parser: CallParser) -> Sequence[tuple[str, str]]:
+    """Return the markers that start and end reasoning in a parser's family."""
+    return parser.reasoning if isinstance(parser, OwnReasoning) else ((THINK, THINK_END),)
+
+
 def split_markers(texts: Sequence[str], markers: Sequence[str]) -> Iterator[Piece]:
-    """Iterate over the pieces of texts that may contain ``markers`` as plain characters."""
+    """Iterate over the pieces of texts that may contain ``markers`` as plain characters; linear in the texts."""
+    if not markers:
+        yield from map(Piece, filter(None, texts))
+        return
     for text in texts:
-        start = 0
-        while True:
-            found = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker, start)) >= 0]
-            if not found:
-                break
-            at, _, marker = min(found)
-            if at > start:
-                yield Piece(text[start:at])
-            yield Piece(marker, marker=True)
-            start = at + len(marker)
-        if start < len(text):
-            yield Piece(text[start:])
+        for index, part in enumerate(_any_of(tuple(markers)).split(text)):
+            if part:
+                yield Piece(part, marker=index % 2 == 1)
 
 
-def after_reasoning(pieces: Sequence[Piece], *, opened: bool) -> Sequence[Piece]:
-    """Return the pieces after the reasoning: all after the last ``</think>``; none if the reasoning is not closed.
+@lru_cache(maxsize=64)
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    longest_first = sorted(markers, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+
+def after_reasoning(
+    pieces: Sequence[Piece], *, opened: bool, markers: Sequence[tuple[str, str]] = ((THINK, THINK_END),)
+) -> Sequence[Piece]:
+    """Return the pieces after the reasoning: all after its last end; none if the reasoning is not closed.
 
     Args:
         pieces: pieces of one turn.
-        opened: whether the prompt ended with ``<think>``.
+        opened: whether the prompt ended with the start of reasoning.
+        markers: that start and end reasoning.
     """
+    starts, ends = {start for start, _ in markers}, {end for _, end in markers}
     for index in range(len(pieces) - 1, -1, -1):
-        if pieces[index].marker and pieces[index].text == THINK_END:
+        if pieces[index].marker and pieces[index].text in ends:
             pieces = pieces[index + 1 :]
             opened = False
             break
     if opened:
         return ()
     for index, piece in enumerate(pieces):
-        if piece.marker and piece.text == THINK:
+        if piece.marker and piece.text in starts:
             return pieces[:index]
     return pieces
 

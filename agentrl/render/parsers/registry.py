@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from agentrl.render.parsers.base import CallParser, MakeParser
 from agentrl.render.parsers.deepseek import DeepSeekParser
+from agentrl.render.parsers.gemma import GemmaParser
 from agentrl.render.parsers.glm import Glm4Parser, GlmParser
+from agentrl.render.parsers.harmony import HarmonyParser
 from agentrl.render.parsers.hermes import HermesParser
+from agentrl.render.parsers.hunyuan import HunyuanParser
+from agentrl.render.parsers.invoke import AtemParser, DsmlParser, MiniMaxParser, Step3Parser
+from agentrl.render.parsers.json_lists import CohereParser, GraniteParser
 from agentrl.render.parsers.kimi import KimiParser
 from agentrl.render.parsers.llama3 import Llama3Parser
+from agentrl.render.parsers.mistral import MistralParser
 from agentrl.render.parsers.pythonic import PythonicParser
+from agentrl.render.parsers.pythonic_marked import Lfm2Parser, ToolCodeParser
 from agentrl.render.parsers.qwen3_coder import Qwen3CoderParser
 from agentrl.render.parsers.tags import TagsParser
 
@@ -21,11 +28,36 @@ PARSERS: dict[str, MakeParser] = {
     "glm": GlmParser,
     "kimi": KimiParser,
     "qwen3-coder": Qwen3CoderParser,
+    "harmony": HarmonyParser,
+    "minimax": MiniMaxParser,
+    "dsml": DsmlParser,
+    "step3": Step3Parser,
+    "atem": AtemParser,
+    "mistral": MistralParser,
+    "gemma": GemmaParser,
+    "tool-code": ToolCodeParser,
+    "lfm2": Lfm2Parser,
+    "hunyuan": HunyuanParser,
+    "cohere": CohereParser,
+    "granite": GraniteParser,
     "tags": TagsParser,
 }
 """Parsers by ``render.tool_parser``."""
 
 SIGNS: tuple[tuple[str, str], ...] = (
+    ("<|channel|>analysis", "harmony"),
+    ("<minimax:tool_call>", "minimax"),
+    ("｜DSML｜", "dsml"),
+    ("steptml:invoke", "step3"),
+    ("<atem:invoke", "atem"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call>call:", "gemma"),
+    ("<start_function_call>", "gemma"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_list_start|>", "lfm2"),
+    ("<tool_calls", "hunyuan"),
+    ("<|START_ACTION|>", "cohere"),
+    ("<|tool_call|>", "granite"),
     ("<arg_key>", "glm"),
     ("<function=", "qwen3-coder"),
     ("可用工具", "glm-4"),

@@ -1,0 +1,70 @@
+"""gpt-oss (harmony): messages in channels, with a call's name in the header of its message."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from agentrl.core.tool import Tool
+from agentrl.core.types import CallStatus, ToolCall
+from agentrl.render.parsers.base import Piece, named_call, text_of, truncated
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_NAMESPACE = "functions."
+
+
+class HarmonyParser:
+    """Parser of the calls of gpt-oss::
+
+        <|channel|>analysis<|message|>…<|end|>
+        <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
+
+    Messages of the channel ``analysis`` are the reasoning, which ends with its message. ``<|end|>`` ends a message, not the
+    turn.
+    """
+
+    markers = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+    reasoning: tuple[tuple[str, str], ...] = ()
+    ends = (RETURN, CALL)
+
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+        """See `CallParser`."""
+        return [call for message in _messages(pieces) if (call := _call(message)) is not None]
+
+
+class _Message(NamedTuple):
+    header: str
+    body: str | None
+    """None if the message has no ``<|message|>``."""
+
+
+def _messages(pieces: Sequence[Piece]) -> Iterator[_Message]:
+    """Iterate over the messages of a turn; the first one starts with its channel."""
+    header: list[Piece] = []
+    body: list[Piece] | None = None
+    started = False
+    for piece in (*pieces, Piece(END, marker=True)):
+        if piece.marker and piece.text in (START, END, CALL, RETURN):
+            if started or body is not None or any(part.marker for part in header):  # anything else is text
+                yield _Message(text_of(header), None if body is None else text_of(body))
+            header, body, started = [], None, piece.text == START
+        elif piece.marker and piece.text == MESSAGE and body is None:
+            body = []
+        else:
+            (header if body is None else body).append(piece)
+
+
+def _call(message: _Message) -> ToolCall | None:
+    """Return the call of a message; None if it is to nobody."""
+    found = _RECIPIENT.search(message.header)
+    if found is None:
+        return None
+    name = found[1].removeprefix(_NAMESPACE)
+    if message.body is None:
+        return truncated(MESSAGE, name)
+    call = named_call(name, message.body.strip())
+    return call if call.status is CallStatus.OK or message.body.rstrip().endswith("}") else truncated("}", name)

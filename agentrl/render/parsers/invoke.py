@@ -1,0 +1,150 @@
+"""Calls of tags ``<invoke name="NAME">`` and ``<parameter name="KEY">``: MiniMax M2, DeepSeek V3.2 and V4, Step 3, ATEM."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from agentrl.core.tool import Tool
+from agentrl.core.types import ToolCall
+from agentrl.render.parsers.base import Piece, between, read_json, text_of, truncated, unreadable
+from agentrl.render.parsers.values import kinds_of, part_of, read_value
+
+_DSML = "｜DSML｜"
+_MARK = "\ue000"
+"""Stands for a sampled ``｜DSML｜``, so that the same characters spelt otherwise stay text."""
+
+
+class InvokeParser:
+    """Parser of calls in a section of tags::
+
+        OPENING
+        <invoke name="NAME">
+        <parameter name="KEY">VALUE</parameter>
+        </invoke>
+        CLOSING
+
+    Strings are written as they are, all other values as JSON. An attribute ``string="true"`` or ``"false"`` of a parameter
+    tells them apart, or else the schema. A value ends at the first closing tag that is followed by another parameter or the
+    end of the call.
+
+    Args:
+        opening: marker that starts a section.
+        closing: marker that ends it.
+        prefix: of the tags' names, such as ``atem:``.
+    """
+
+    def __init__(self, opening: str, closing: str, prefix: str = "") -> None:
+        self.markers: tuple[str, ...] = (opening, closing)
+        """See `CallParser`."""
+        self._closing = closing
+        self._tags = _Tags(prefix)
+
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+        """See `CallParser`."""
+        return [call for text, closed in self._sections(pieces) for call in self._section(text, closed, tools)]
+
+    def _sections(self, pieces: Sequence[Piece]) -> Iterator[tuple[str, bool]]:
+        opening, closing = self.markers
+        return ((text_of(body), closed) for body, closed in between(pieces, opening, closing))
+
+    def _section(self, text: str, closed: bool, tools: Sequence[Tool]) -> list[ToolCall]:
+        schemas = {tool.name: tool.parameters for tool in tools}
+        calls = list(self._tags.calls(text, closed, schemas))
+        if calls:
+            return calls
+        fault = f"there is no <{self._tags.shown}invoke name=…> in the section of calls"
+        return [unreadable(fault) if closed else truncated(self._closing)]
+
+
+class MiniMaxParser(InvokeParser):
+    """Parser of the calls of MiniMax M2."""
+
+    def __init__(self) -> None:
+        super().__init__("<minimax:tool_call>", "</minimax:tool_call>")
+
+
+class Step3Parser(InvokeParser):
+    """Parser of the calls of Step 3: ``function<｜tool_sep｜><steptml:invoke name="NAME">…`` between two tokens."""
+
+    def __init__(self) -> None:
+        super().__init__("<｜tool_call_begin｜>", "<｜tool_call_end｜>", "steptml:")
+
+
+class AtemParser(InvokeParser):
+    """Parser of the calls of Muse Glimmer, which are in a channel of their own."""
+
+    def __init__(self) -> None:
+        super().__init__("<atem:function_calls>", "</atem:function_calls>", "atem:")
+
+
+class DsmlParser(InvokeParser):
+    """Parser of the calls of DeepSeek V3.2 (``function_calls``) and V4 (``tool_calls``), with ``｜DSML｜`` in every tag::
+
+    <｜DSML｜function_calls><｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true">VALUE</｜DSML｜parameter>…
+    """
+
+    _OPEN = re.compile(f"<{_MARK}(function|tool)_calls>")
+
+    def __init__(self) -> None:
+        super().__init__(_DSML, f"</{_DSML}function_calls>", _MARK)
+        self.markers = (_DSML,)
+
+    def _sections(self, pieces: Sequence[Piece]) -> Iterator[tuple[str, bool]]:
+        text = "".join(_MARK if piece.marker else piece.text for piece in pieces)
+        opens = [*self._OPEN.finditer(text)]
+        for index, opening in enumerate(opens):
+            limit = opens[index + 1].start() if index + 1 < len(opens) else len(text)
+            end = text.find(f"</{_MARK}{opening[1]}_calls>", opening.end(), limit)
+            yield text[opening.end() : limit if end < 0 else end], end >= 0
+
+
+class _Tags:
+    """The tags of one prefix."""
+
+    def __init__(self, prefix: str) -> None:
+        self.shown = prefix.replace(_MARK, _DSML)
+        tag = re.escape(prefix)
+        self._invoke = re.compile(f'<{tag}invoke name="([^"<>\n]+)">')
+        self._end = re.compile(f"\\s*</{tag}invoke>")
+        self._parameter = re.compile(f'\\s*<{tag}parameter name="([^"<>\n]+)"(?: string="(true|false)")?>')
+        self._value_end = re.compile(f"</{tag}parameter>(?=\\s*(?:<{tag}parameter name=|</{tag}invoke>))")
+
+    def calls(self, text: str, closed: bool, schemas: Mapping[str, Mapping[str, Any]]) -> Iterator[ToolCall]:
+        """Iterate over the calls of a section. What follows a call that cannot be read is part of it."""
+        at = 0
+        while (found := self._invoke.search(text, at)) is not None:
+            name, at = found[1].strip(), found.end()
+            arguments: dict[str, Any] = {}
+            while (end := self._end.match(text, at)) is None:
+                try:
+                    key, value, at = self._argument(text, at, closed, schemas.get(name, {}))
+                except ValueError as fault:
+                    yield unreadable(f"{name}: {fault}", name) if closed else truncated(f"</{self.shown}invoke>", name)
+                    return
+                arguments[key] = value
+            at = end.end()
+            yield ToolCall("", name, arguments)
+
+    def _argument(self, text: str, at: int, closed: bool, schema: Mapping[str, Any]) -> tuple[str, Any, int]:
+        """Return a parameter, its value, and where it ends.
+
+        Raises:
+            ValueError: there is none, or its value is not of its type.
+        """
+        opening = self._parameter.match(text, at)
+        if opening is None:
+            found = text[at : at + 200].strip()[:80].replace(_MARK, _DSML)
+            raise ValueError(f"{found!r} stands where <{self.shown}parameter name=…> is due")
+        key = opening[1]
+        closing = self._value_end.search(text, opening.end())
+        if closing is None:
+            raise ValueError(f"the parameter {key} has no </{self.shown}parameter>")
+        value = text[opening.end() : closing.start()].replace(_MARK, _DSML)
+        try:
+            if opening[2] is not None:
+                return key, value if opening[2] == "true" else read_json(value), closing.end()
+            return key, read_value(value, kinds_of(part_of(part_of(schema, "properties"), key), schema)), closing.end()
+        except (ValueError, RecursionError) as fault:
+            raise ValueError(f"the argument {key} is not valid JSON: {fault}") from fault

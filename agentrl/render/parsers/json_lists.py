@@ -1,0 +1,69 @@
+"""Granite, Command A and Hunyuan A13B: a JSON list of calls between two markers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from agentrl.core.tool import Tool
+from agentrl.core.types import CallStatus, ToolCall
+from agentrl.render.parsers.base import Piece, between, named_call, read_json, text_of, truncated, unreadable
+
+_NAMES, _ARGUMENTS, _IDS = ("name", "tool_name"), ("arguments", "parameters"), ("id", "tool_call_id")
+
+
+class GraniteParser:
+    """Parser of the calls of Granite 3: ``<|tool_call|>[{"name": …, "arguments": {…}}, …]`` up to the end of the turn."""
+
+    markers = ("<|tool_call|>",)
+
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+        """See `CallParser`."""
+        return [call for body, _ in between(pieces, self.markers[0], "") for call in list_calls(text_of(body))]
+
+
+class CohereParser:
+    """Parser of the calls of Command R7B and Command A::
+
+    <|START_ACTION|>[{"tool_call_id": "0", "tool_name": NAME, "parameters": {…}}, …]<|END_ACTION|>
+    """
+
+    markers = ("<|START_ACTION|>", "<|END_ACTION|>")
+    reasoning = (("<|START_THINKING|>", "<|END_THINKING|>"),)
+
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+        """See `CallParser`."""
+        return closed_lists(pieces, *self.markers)
+
+
+def closed_lists(pieces: Sequence[Piece], opening: str, closing: str) -> list[ToolCall]:
+    """Return the calls of the lists between each ``opening`` and its ``closing``."""
+    return [
+        call
+        for body, closed in between(pieces, opening, closing)
+        for call in (list_calls(text_of(body)) if closed else [truncated(closing)])
+    ]
+
+
+def list_calls(text: str) -> list[ToolCall]:
+    """Return the calls of a JSON list, or of one JSON object. Never raises."""
+    text = text.strip()
+    try:
+        value = read_json(text)
+    except (ValueError, RecursionError) as error:
+        return [unreadable(f"the calls are not valid JSON: {error}") if text.endswith(("]", "}")) else truncated("]")]
+    entries = value if isinstance(value, list) else [value]
+    return [_call(entry) for entry in entries] or [unreadable("the list of calls is empty")]
+
+
+def _call(entry: Any) -> ToolCall:
+    name = _first(entry, _NAMES, "")
+    if not isinstance(name, str) or not name:
+        return unreadable('the call is not a JSON object with a "name"')
+    id = _first(entry, _IDS, "")
+    call = named_call(name, _first(entry, _ARGUMENTS, {}), id=str(id) if isinstance(id, str | int) else "")
+    return call if call.status is CallStatus.OK else unreadable(call.fault, name)
+
+
+def _first(entry: Any, keys: Sequence[str], default: Any) -> Any:
+    return next((entry[key] for key in keys if key in entry), default) if isinstance(entry, dict) else default

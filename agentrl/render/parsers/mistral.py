@@ -1,0 +1,43 @@
+"""Mistral: ``[TOOL_CALLS]``, then a name and its arguments, or a JSON list of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentrl.core.tool import Tool
+from agentrl.core.types import CallStatus, ToolCall
+from agentrl.render.parsers.base import Piece, between, named_call, text_of, truncated, unreadable
+from agentrl.render.parsers.json_lists import list_calls
+
+OPEN, ARGUMENTS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+class MistralParser:
+    """Parser of the calls of Mistral's models: a list up to version 7 of the tokenizer, then one marker a call::
+
+    [TOOL_CALLS][{"name": NAME, "arguments": {…}, "id": ID}, …]
+    [TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{…}[TOOL_CALLS]…
+    """
+
+    markers = (OPEN, ARGUMENTS, ID)
+    reasoning = (("[THINK]", "[/THINK]"),)
+
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+        """See `CallParser`."""
+        return [call for body, _ in between(pieces, OPEN, "") for call in _calls(body)]
+
+
+def _calls(body: Sequence[Piece]) -> list[ToolCall]:
+    if body and not body[0].marker and text_of(body).lstrip().startswith("["):
+        return list_calls(text_of(body))
+    marked = [index for index, piece in enumerate(body) if piece.marker]
+    arguments = next((index for index in marked if body[index].text == ARGUMENTS), None)
+    name = text_of(body[: marked[0]] if marked else body).strip()
+    if arguments is None:
+        return [truncated(ARGUMENTS, name if marked else "")]
+    if not name:
+        return [unreadable(f"the call names no function after {OPEN}")]
+    text = text_of(body[arguments + 1 :]).strip()
+    id = text_of(body[marked[0] + 1 : arguments]).strip()
+    call = named_call(name, text, id=id)
+    return [call if call.status is CallStatus.OK or text.endswith("}") else truncated("}", name)]

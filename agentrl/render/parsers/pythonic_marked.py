@@ -1,0 +1,45 @@
+"""LFM2 and Gemma 3: Python calls between two markers, parsed and never run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentrl.core.tool import Tool
+from agentrl.core.types import ToolCall
+from agentrl.render.parsers.base import Piece, between, text_of, truncated
+from agentrl.render.parsers.pythonic import python_calls
+
+
+class Lfm2Parser:
+    """Parser of the calls of LFM2: ``<|tool_call_start|>[f(a=1), g(b="x")]<|tool_call_end|>``."""
+
+    markers = ("<|tool_call_start|>", "<|tool_call_end|>")
+
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+        """See `CallParser`."""
+        opening, closing = self.markers
+        return [
+            call
+            for body, closed in between(pieces, opening, closing)
+            for call in (python_calls(text_of(body).strip()) if closed else [truncated(closing)])
+        ]
+
+
+class ToolCodeParser:
+    """Parser of calls in a code block ``tool_code``, as Gemma 3 is prompted to write them::
+
+    ```tool_code
+    f(a=1)
+    ```
+    """
+
+    markers = ("```tool_code", "```")
+
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+        """See `CallParser`."""
+        opening, closing = self.markers
+        return [
+            call
+            for body, closed in between(pieces, opening, closing)
+            for call in (python_calls(text_of(body).strip()) if closed else [truncated(closing)])
+        ]
