@@ -23,6 +23,10 @@ def run(arguments: argparse.Namespace) -> None:
     config = resolve_config(arguments)
     if arguments.dry_run:
         sys.stdout.write(dump(config))
+        from agentrl.sft.preflight import plan_sft
+
+        for lack in plan_sft(config):
+            make_console(stderr=True).print(f"missing here {lack}", highlight=False, markup=False, soft_wrap=True)
         return
     from agentrl.sft.run import sft
 

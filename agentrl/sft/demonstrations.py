@@ -13,7 +13,6 @@ import numpy as np
 from agentrl.config.schema import Config
 from agentrl.config.sft import SftConfig, SftStage
 from agentrl.core.env import Env
-from agentrl.core.errors import ConfigError
 from agentrl.core.registry import env_class, make_env, make_tasks
 from agentrl.core.task import Task, TaskSet
 from agentrl.core.tool import Tool, ToolClient, ToolService
@@ -54,18 +53,12 @@ class Demonstrations:
     Items are independent, so any process may make any of them; the object can be pickled.
 
     Args:
-        config: of the run.
+        config: of the run, checked by `agentrl.sft.preflight.check_sft`.
         make_renderer: builds the renderer, once in each process.
-
-    Raises:
-        ConfigError: no taskset is named.
-        UnknownNameError: the environment, one of its tools or the taskset is not registered.
 
     """
 
     def __init__(self, config: Config, make_renderer: Callable[[], ChatRenderer]) -> None:
-        if config.tasks.name is None:
-            raise ConfigError("tasks.name is not set: demonstrations come from a taskset's demonstrator()")
         self._config = config
         self._make_renderer = make_renderer
         self._renderer: ChatRenderer | None = None

@@ -35,6 +35,7 @@ from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.interrupt import SIGNALS, handled_signals, leave_terminals, terminals
 from agentrl.runtime.run_dir import choose_folder
 from agentrl.sft.demonstrations import Demonstrated, Demonstrations
+from agentrl.sft.preflight import check_sft
 
 SHOWN_EVERY = 50
 """Steps between lines on the console; ``metrics.jsonl`` has all steps."""
@@ -49,6 +50,7 @@ def sft(config: Config, *, console: Console) -> Path:
         LearnerError: a learner rank failed.
 
     """
+    check_sft(config)
     model = resolve_model(config.model.path)
     data = Demonstrations(config, RendererOf(model, config.render, config.model.trust_remote_code))
     folder = choose_folder(config, resume=False)

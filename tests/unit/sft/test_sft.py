@@ -15,6 +15,7 @@ from rich.console import Console
 from agentrl.config.load import load_config
 from agentrl.config.render import RenderConfig
 from agentrl.config.schema import Config
+from agentrl.config.shipped import find_config
 from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError, EnvironmentFailure, RunStopped, TaskError
 from agentrl.core.registry import make_env, make_tasks, model_folder, tool_service
@@ -210,7 +211,9 @@ def test_a_run_lowers_the_loss_and_writes_a_policy(tmp_path: Path) -> None:
 
 
 def test_minutes_end_a_run_early(tmp_path: Path) -> None:
-    run = config(f"run.dir={tmp_path}", "sft.steps=100000", "sft.minutes=0.0001")
+    small = [each for each in SMALL if not each.startswith(("tasks.", "env.", "model."))]
+    command = find_config("search_r1/sft_control")  # the README's
+    run = load_config(command, [*small, f"run.dir={tmp_path}", "sft.minutes=0.0001"])
     assert sft(run, console=Console(quiet=True)).is_dir()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) < 5
 
@@ -231,4 +234,4 @@ def test_ctrl_c_saves_what_there_is(tmp_path: Path) -> None:
 
 def test_a_taskset_is_needed() -> None:
     with pytest.raises(ConfigError, match=r"tasks\.name"):
-        Demonstrations(load_config(None, []), RendererOf(WARM, RenderConfig()))
+        sft(load_config(None, []), console=Console(quiet=True))

@@ -1,0 +1,146 @@
+"""Every command of the README and of the other pages works from a fresh folder, or is refused for what this machine lacks.
+
+``train`` and ``sft`` make a dry run, which checks all that needs no server. Commands that only read or write files run.
+The others are parsed, and resolve their configuration; tests of their own run them.
+"""
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli.main import COMMANDS, _parse, build_parser, main
+from agentrl.cli.options import resolve_config
+from agentrl.core.registry import model_folder
+from agentrl.toolserver.options import make_server_config
+from agentrl.toolserver.service import make_tools
+from tests.test_configs import MACHINE
+from tests.test_pages import PAGES, ROOT, example
+
+FILES = {
+    "train.jsonl": '{"prompt": "Say a.", "label": "a", "name": "a", "facts": {}}\n',
+    "my_rewards.py": "def score(sample):\n    return 1.0\n\n\ndef brief(sample):\n    return {'score': 1.0}\n",
+    "mine.jsonl": '{"question": "Who?", "golden_answers": ["a"]}\n',
+    "held_out.jsonl": "".join(
+        f'{{"question": "Who is {number}?", "golden_answers": ["a"]}}\n' for number in range(300)
+    ),
+    "my_documents.jsonl": '{"id": "1", "contents": "a b"}\n',
+    "wiki.jsonl": '{"id": "1", "contents": "a b"}\n',
+    "eval.jsonl": '{"id": "1", "contents": "a b"}\n',
+    "tools.yaml": "tools: {calculator: {}}\n",
+}
+"""What the pages have a reader write, or bring; a page's own examples replace them."""
+LACKS = MACHINE | {"placement.mode"}
+ADDED = "render.format=plain"
+"""The format that the reader of docs/how_to/chat_format.md adds to agentrl itself."""
+RUN_HERE = {"init", "env", "template", "models"}
+"""Commands that only read or write files."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line of a page."""
+
+    page: Path
+    line: str
+
+    @property
+    def words(self) -> list[str]:
+        """What follows ``agentrl``, as a shell passes it, with the shipped policy in place of a model of the reader's."""
+        words = shlex.split(self.line, comments=True)[1:]
+        return [filled_in(os.path.expanduser(os.path.expandvars(word))) for word in words]
+
+
+def blocks(page: Path) -> list[str]:
+    """Return the blocks of a page that are lines of a shell: those without a language."""
+    found = re.findall(r"^ *```(\S*)\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for language, text in found if language in ("", "bash")]
+
+
+def commands(page: Path) -> Iterator[Command]:
+    """Yield the commands of a page, but those with an … for what the reader fills in."""
+    for block in blocks(page):
+        for line in block.replace("\\\n", " ").splitlines():
+            if not re.match(r"\s*(?:\S*/)?agentrl\s", line) or "…" in line:
+                continue
+            yield Command(page, line.strip())
+
+
+def filled_in(word: str) -> str:
+    policy = model_folder("multihop-warm")
+    assert policy is not None
+    if word == "FILE":
+        return str(policy / "chat_template.jinja")
+    return re.sub(r"(?:/path/to/[\w/]+|\bDIR)$", lambda _: str(policy), word)
+
+
+def key(command: Command) -> str:
+    """The line; a page of an example has files of its own, so that the same line is another command there."""
+    of = f"{command.page.parent.name}: " if command.page.parent.parent == ROOT / "examples" else ""
+    return of + " ".join(shlex.split(command.line, comments=True))
+
+
+ALL = {key(command): command for page in PAGES for command in commands(page)}
+"""Each command once."""
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fresh folder with the files that the command's page shows; an example's page lies among its files."""
+    page = ALL[request.node.callspec.params["line"]].page
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    if page.parent.parent == ROOT / "examples":
+        shutil.copytree(page.parent, tmp_path, dirs_exist_ok=True)
+    for name in re.findall(r"<!-- example: (\S+) -->", page.read_text()):
+        (tmp_path / name).write_text(example(name, page))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def play(words: list[str]) -> tuple[int, str]:
+    """Run a command line in this process; return its status and output."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        status = main(words)
+    return status, out.getvalue()
+
+
+def test_pages_have_commands() -> None:
+    assert len(ALL) > 60
+    assert {command.words[0] for command in ALL.values()} == {*COMMANDS}
+
+
+@pytest.mark.parametrize("line", [*ALL])
+def test_command(line: str, folder: Path) -> None:
+    words = ALL[line].words
+    if words[0] in ("train", "sft") and "--replay" not in words:
+        status, said = play([*words, *({"--dry-run"} - {*words})])
+        assert status == 0, said
+        lacks = re.findall(r"^missing here (.+)$", said, re.MULTILINE)
+        assert all(re.split(r"[=,]", lack)[0] in LACKS for lack in lacks), lacks
+        assert not (folder / "runs").exists(), "a dry run writes nothing"
+    elif words[0] in RUN_HERE and words[:2] != ["models", "get"] and ADDED not in words:
+        status, said = play(words)
+        assert status == 0, said
+    else:
+        parsed = _parse(build_parser(words[0]), words)
+        if hasattr(parsed, "env") and not getattr(parsed, "checkpoint", None):
+            resolve_config(parsed)
+        if words[:2] == ["tools", "serve"] and hasattr(parsed, "overrides"):
+            make_tools(make_server_config(parsed.config, parsed.overrides, [parsed.tool] if parsed.tool else []))
+
+
+def test_named_targets_of_make_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    for page in PAGES:
+        named = re.findall(r"^(?:sudo )?make ([\w-]+)", "\n".join(blocks(page)), re.MULTILINE)
+        assert {*named} <= targets, page
