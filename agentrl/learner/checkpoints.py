@@ -18,7 +18,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from agentrl.core.atomic_files import partial_path, publish
+from agentrl.core.atomic_files import PARTIAL, partial_path, publish, replacing
 from agentrl.core.errors import CheckpointError
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.random_states import random_states, restore_random, states_from_json, states_to_json
@@ -55,12 +55,21 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         target = self.folder / f"step_{step:06d}"
         part = partial_path(target)
-        shutil.rmtree(part, ignore_errors=True)
-        learner.save(part)
-        (part / STATE).write_text(json.dumps(state | {"random": states_to_json(random_states())}), encoding="utf-8")
-        publish(part, target)
+        for left in self.folder.glob(f"step_*{PARTIAL}"):  # by a kill
+            shutil.rmtree(left)
+        try:
+            learner.save(part)
+            _write_state(part, state)
+            publish(part, target)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)  # a full disk needs the space
+            raise
         self._drop_old()
         return target
+
+    def save_state(self, step: int, state: dict[str, Any]) -> None:
+        """Replace the driver's state in the checkpoint of ``step``, to which the learner has nothing to add."""
+        _write_state(self.folder / f"step_{step:06d}", state)
 
     def _drop_old(self) -> None:
         for folder in whole_checkpoints(self.folder)[: -self.keep]:
@@ -71,6 +80,11 @@ class Checkpoints:
                 folder, doomed
             )  # a kill during deletion must not leave half a checkpoint under a complete one's name
             shutil.rmtree(doomed)
+
+
+def _write_state(folder: Path, state: dict[str, Any]) -> None:
+    with replacing(folder / STATE) as partial:
+        partial.write_text(json.dumps(state | {"random": states_to_json(random_states())}), encoding="utf-8")
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:

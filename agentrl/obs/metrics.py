@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -36,8 +37,9 @@ class MetricsLog:
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of one step."""
-        self._file.write(json.dumps({"step": step, **{key: round(value, 8) for key, value in metrics.items()}}) + "\n")
+        """Write the metrics of one step, with 12 digits; what is no number, such as the loss of a step that broke, as null."""
+        row = {key: float(f"{value:.12g}") if math.isfinite(value) else None for key, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **row}) + "\n")
         self._file.flush()
         for tracker in self._trackers:
             tracker.log(step, metrics)
@@ -67,14 +69,14 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return all rows of a ``metrics.jsonl``; an incomplete last line, from a killed run, is skipped."""
+    """Return all rows of a ``metrics.jsonl``; an incomplete last line, from a killed run, is skipped, and so is null."""
     if not path.is_file():
         return []
     rows: list[dict[str, float]] = []
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines):
         try:
-            rows.append(json.loads(line))
+            rows.append({key: value for key, value in json.loads(line).items() if value is not None})
         except json.JSONDecodeError:
             if number != len(lines) - 1:
                 raise

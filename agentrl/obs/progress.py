@@ -20,6 +20,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("searches", "rollout/searches", "{:.2f}"),
     ("valid", "rollout/valid_format", "{:.0%}"),
     ("flat groups", "train/flat_groups", "{:.0%}"),
+    ("dropped", "rollout/dropped", "{:.0f}"),
     ("tokens/s", "time/tokens_per_s", "{:,.0f}"),
     ("step s", "time/step_s", "{:.1f}"),
     ("rollout", "time/rollout_s", "{:.1f}"),

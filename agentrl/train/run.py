@@ -46,7 +46,7 @@ class TrainingRun:
     replay: Path | None
     """Recorded rollouts to train on in place of sampling."""
     state: dict[str, Any]
-    """The trainer's state in the checkpoint: ``step``, ``position`` and ``spent_s``."""
+    """The trainer's state in the checkpoint; see `Trainer.state`."""
 
     async def train(self, interrupt: Interrupt) -> Trainer:
         """Start the services, train to the end, end the services, and return the finished trainer."""
@@ -69,6 +69,7 @@ class TrainingRun:
                 step=step,
                 position=self.state["position"],
                 spent_s=self.state["spent_s"],
+                evaluated=self.state["evaluated"],
                 saved=step if self.checkpoint else -1,
             )
             await trainer.run()
@@ -124,7 +125,7 @@ async def run_training(
     console.print(f"run {folder}{resumed}", highlight=False, soft_wrap=True)
     if resume and checkpoint is None:
         console.print("no whole checkpoint there yet: starting at step 0", highlight=False)
-    state = read_state(checkpoint) if checkpoint else {"step": 0, "position": 0, "spent_s": 0.0}
+    state = read_state(checkpoint) if checkpoint else {"step": 0, "position": 0, "spent_s": 0.0, "evaluated": -1}
     interrupt = Interrupt(ProgressView(console, 0, "plain").print_text)
     try:
         with interrupt:

@@ -16,6 +16,7 @@ COUNTS = {
     "batch/micro_batches",
     "train/trained_tokens",
     "train/provenance_faults",
+    "train/nonfinite_gradients",
 }
 """Metrics of an optimizer step that are summed over the optimizer steps of a training step."""
 

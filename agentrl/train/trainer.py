@@ -24,9 +24,14 @@ from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.obs.rollout_panel import rollout_panel
 from agentrl.obs.waiting import PHASE, waiting
-from agentrl.train.optimizer_steps import advantages_by_step
+from agentrl.train.optimizer_steps import advantages_by_step, nothing_trained
 from agentrl.train.sampling import RolloutSource
 from agentrl.train.step_metrics import merge_metrics, rollout_metrics
+
+NONFINITE = (
+    "the gradient is not finite, so the optimizer step was skipped; a smaller learner.optimizer.lr or "
+    "learner.autocast=none may help. train/nonfinite_gradients counts such steps"
+)
 
 
 @dataclass(slots=True)
@@ -47,10 +52,13 @@ class Trainer:
     """The step of the newest checkpoint."""
     spent_s: float = 0.0
     """Seconds in training steps, without evaluations."""
+    evaluated: int = -1
+    """The step of the newest evaluation."""
     evaluation: dict[str, float] = field(default_factory=dict)
     """Metrics of the newest evaluation."""
     _ahead: int = field(default=0, init=False)
     """Optimizer steps that the learner has taken in the unfinished training step."""
+    _warned: set[str] = field(default_factory=set, init=False)
 
     async def run(self) -> None:
         """Train to the last step. If anything ends the run early, the last finished step is saved first."""
@@ -64,14 +72,10 @@ class Trainer:
     async def _loop(self) -> None:
         plan = self.config.train
         await self._sync_weights(Stopwatch())
-        if plan.eval_first and self.step == 0:
-            await self._evaluate()
-        while not self._finished():
+        enough = await self._evaluated_enough()  # a resumed run may have been interrupted in an evaluation
+        while not enough and not self._finished():
             await self._step()
-            if self._finished() or (plan.eval_every and self.step % plan.eval_every == 0):
-                await self._evaluate()
-                if reached(plan.stop_at, self.evaluation):
-                    break
+            enough = await self._evaluated_enough()
             if plan.save_every and self.step % plan.save_every == 0:
                 await self._save()
 
@@ -123,11 +127,31 @@ class Trainer:
             self.metrics.write(self.step, row)
             self.view.step(self.step, row, self._seconds_left())
             self.metrics.samples(self.step, rollouts)
+            if not optimizer_steps:
+                self._warn_once("skipped", f"nothing was trained: {nothing_trained(self.config, rollouts, groups)}")
+            if row.get("train/nonfinite_gradients"):
+                self._warn_once("nonfinite", NONFINITE)
+
+    def _warn_once(self, about: str, text: str) -> None:
+        """Print a warning about the step that has ended, unless there was one about the same."""
+        if about not in self._warned:
+            self._warned.add(about)
+            self.view.print_text(f"warning: step {self.step}: {text}")
 
     async def _sync_weights(self, watch: Stopwatch) -> None:
         self.view.phase("weights")
         with waiting(PHASE, f"step {self.step}", "weights"):
             await self.source.sync_weights(self.learner, self.step, watch)
+
+    async def _evaluated_enough(self) -> bool:
+        """Evaluate if the step has an evaluation to come; return whether it reaches ``train.stop_at``."""
+        plan = self.config.train
+        due = plan.eval_first if self.step == 0 else bool(plan.eval_every) and self.step % plan.eval_every == 0
+        if self.evaluated == self.step or not (due or self._finished()):
+            return False
+        await self._evaluate()
+        self.evaluated = self.step
+        return self.step > 0 and reached(plan.stop_at, self.evaluation)
 
     def _finished(self) -> bool:
         left = self._seconds_left()
@@ -165,14 +189,22 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs in addition to the learner's state."""
-        return {"step": self.step, "position": self.position, "spent_s": self.spent_s, "seed": self.config.run.seed}
+        return {
+            "step": self.step,
+            "position": self.position,
+            "spent_s": self.spent_s,
+            "evaluated": self.evaluated,
+            "seed": self.config.run.seed,
+        }
 
     async def _save(self) -> None:
-        if self.saved == self.step:
-            return
+        state = self.state()
         self.view.phase("save")
         with waiting(PHASE, f"step {self.step}", "save"):
-            await asyncio.to_thread(self.checkpoints.save, self.step, self.learner, self.state())
+            if self.saved == self.step:
+                self.checkpoints.save_state(self.step, state)
+            else:
+                await asyncio.to_thread(self.checkpoints.save, self.step, self.learner, state)
         self.saved = self.step
 
     async def _save_after(self, error: BaseException) -> None:

@@ -1,8 +1,10 @@
 """The main job at a small scale, through the command line: real engine, real search server, Ray-hosted learner."""
 
 import json
+import re
 import shutil
 import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from shared_runs import SMALL, Running, agentrl, gone, here, metrics
 
 from agentrl.config.load import load_config
+from agentrl.core.types import StopReason
 from agentrl.learner.checkpoints import read_state
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.learner.random_states import random_states, states_to_json
@@ -107,6 +110,41 @@ def test_every_sampled_token_of_the_first_step_has_its_source(trained: tuple[Pat
             for mask, provenance, version in zip(row["mask"], row["provenance"], row["versions"], strict=True):
                 assert (mask == 1) <= (provenance == 1)
                 assert version == (0 if provenance == 1 else -1)
+
+
+def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) -> None:
+    """And nothing else, but for what needs another configuration."""
+    of_env = ("exact_match", "searches", "valid_format", "invalid_actions", "answer_length")
+    groups = [f"hops={hops}" for hops in (1, 2, 3)]
+    names = {
+        "METRIC": of_env,
+        "NAME": ("reward", "pass@1", *of_env),
+        "REASON": [reason.value for reason in StopReason],
+        "KEY=VALUE": groups,
+        "K": ("1",),
+    }
+    lines = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text().splitlines()
+    described = [line.split("`")[1] for line in lines if line.startswith("| `")]
+    assert len(described) == len(set(described)) > 50
+    written = {key for row in metrics(trained[0]) for key in row} - {"step"}
+    covered = set()
+    for name in described:
+        covered |= {key for key in written if key in _filled(name, names)}
+    assert written - covered == set(), "written, but not on the page"
+    elsewhere = {"train/skipped", "train/kl", "train/kl_loss", "time/sleep_s", "time/wake_s"}
+    missing = {name for name in described if not set(_filled(name, names)) & written}
+    assert missing == elsewhere, "on the page, but not written"
+
+
+def _filled(name: str, names: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a name of the page with all that its placeholders stand for."""
+    filled = [name]
+    for placeholder, values in names.items():
+        pattern = rf"\b{placeholder}\b"
+        filled = [
+            re.sub(pattern, value, one) for one in filled for value in (values if re.search(pattern, one) else [""])
+        ]
+    return filled
 
 
 def test_the_audit_of_the_run_finds_nothing(trained: tuple[Path, str]) -> None:

@@ -112,6 +112,7 @@ def load_policy(folder: Path, config: LearnerConfig, key: str = "model.path") ->
     """
     model: Any = load_model(folder, torch.float32, IMPLEMENTATION, key=key)
     model.train()
+    _disable_dropout(model)
     if config.gradient_checkpointing:
         # transformers renames this method between versions 5 and 6.
         name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
@@ -129,6 +130,16 @@ def load_frozen(folder: Path, config: LearnerConfig, device: torch.device, mesh:
     frozen.requires_grad_(False)
     shard(frozen, mesh, config)
     return frozen
+
+
+def _disable_dropout(model: nn.Module) -> None:
+    """Set all dropout rates to 0: an engine samples without dropout, so the learner's log-probabilities are without it too."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith("drop")):
+                setattr(module, name, 0.0)
 
 
 @torch.no_grad()

@@ -13,6 +13,8 @@ from agentrl.config.learner import OptimizerConfig
 def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
     """Return AdamW over everything, or Muon over the layers' matrices and AdamW over the rest.
 
+    Vectors, such as norms and biases, have no weight decay.
+
     Args:
         model: its parameters are trained.
         head: the output head; like the embeddings it is optimized by AdamW.
@@ -37,8 +39,12 @@ def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) 
 
 
 def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    options: dict[str, Any] = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
-    return torch.optim.AdamW(parameters, lr=config.lr, fused=True, **options)
+    options: dict[str, Any] = {"betas": config.betas, "eps": config.eps}
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, fused=True, **options)
 
 
 def learning_rate(config: OptimizerConfig, step: int, scale: float) -> float:

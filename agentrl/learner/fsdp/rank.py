@@ -124,22 +124,18 @@ class FsdpRank:
         return self.policies[name]
 
     def _update(self, lr_scale: float) -> dict[str, float]:
-        """Clip the gradient and take an optimizer step, at the learning rate of this step."""
+        """Clip the gradient and take an optimizer step, at the learning rate of this step; none if it is not finite."""
         norm_tensor = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
         norm = float(norm_tensor.full_tensor() if isinstance(norm_tensor, DTensor) else norm_tensor)
-        if not math.isfinite(norm):
-            self._zero_grad()
-            raise LearnerError(
-                f"the gradient's norm is {norm} in step {self.step + 1}; weights are as before. A smaller "
-                "learner.optimizer.lr or learner.autocast=none may help"
-            )
         rate = learning_rate(self.config.optimizer, self.step, lr_scale)
+        if not math.isfinite(norm):
+            return {"train/nonfinite_gradients": 1.0, "train/lr": rate}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
         self.step += 1
-        return {"train/grad_norm": norm, "train/lr": rate}
+        return {"train/nonfinite_gradients": 0.0, "train/grad_norm": norm, "train/lr": rate}
 
     def _zero_grad(self) -> None:
         for optimizer in self.optimizers:

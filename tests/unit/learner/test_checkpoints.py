@@ -44,6 +44,33 @@ def test_the_newest_stay_and_states_come_back(tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
 
 
+def test_what_a_kill_left_half_written_goes_with_the_next_checkpoint(tmp_path):
+    for name in ("step_000002.partial", "step_000001.old.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").write_text("")
+    Checkpoints(tmp_path, keep=2).save(3, FolderLearner(), {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000003"]
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing(tmp_path):
+    class Full(FolderLearner):
+        def save(self, folder):
+            super().save(folder)
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        Checkpoints(tmp_path, keep=2).save(3, Full(), {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_drivers_state_can_be_replaced(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    path = checkpoints.save(1, FolderLearner(), {"evaluated": 0})
+    checkpoints.save_state(1, {"evaluated": 1})
+    assert read_state(path)["evaluated"] == 1
+    assert sorted(file.name for file in path.iterdir()) == ["learner.json", "state.json"]
+
+
 def test_the_checkpoint_that_the_run_resumed_from_is_kept(tmp_path):
     Checkpoints(tmp_path, keep=2).save(1, FolderLearner(), {})
     checkpoints = Checkpoints(tmp_path, keep=2, began_with=latest_checkpoint(tmp_path))

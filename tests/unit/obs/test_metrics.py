@@ -91,3 +91,12 @@ def test_stopwatch_adds_up() -> None:
             pass
     assert set(watch.metrics()) == {"time/rollout_s"}
     assert format_left(3725) == "1h02m"
+
+
+def test_small_numbers_keep_their_digits_and_what_is_no_number_is_null(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        log.write(1, {"train/lr": 1e-6 / 572, "batch/tokens": 123_456_789_012.0, "train/loss": float("nan")})
+    [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert '"train/loss": null' in line, "as strict readers of JSON take it"
+    [row] = read_metrics(tmp_path / "metrics.jsonl")
+    assert row == {"step": 1, "train/lr": 1.74825174825e-09, "batch/tokens": 123_456_789_012.0}

@@ -1,24 +1,44 @@
 """The training loop with a fake learner and recorded rollouts: what it keeps when something ends it."""
 
 import asyncio
-from collections.abc import Mapping
+import io
+import os
+import signal
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from agentrl.batch.microbatch import GlobalBatch
+from agentrl.config.evaluation import EvalSet
 from agentrl.config.schema import Config
-from agentrl.core.errors import EngineError
+from agentrl.core.errors import EngineError, RunStopped
+from agentrl.core.types import Failure, FailureKind, Rollout
+from agentrl.evaluation.result import SetResult
+from agentrl.evaluation.sets import EvalTasks
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state
 from agentrl.obs.metrics import MetricsLog, read_metrics
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.runtime.interrupt import Interrupt
+from agentrl.runtime.jobs import OnDone
 from agentrl.testing import FakeLearner
-from agentrl.train.replay import RecordedRollouts, Replay, SampleCheck
+from agentrl.train.replay import RecordedRollouts, Replay
 from agentrl.train.trainer import Trainer
-from tests.unit.train.test_replay import VOCABULARY, Letters, config, groups, samples_file
+from tests.unit.train.test_replay import Letters, config, groups, rollout, samples_file
+
+
+class Unchecked:
+    """Takes any recorded rollouts."""
+
+    renderer = Letters()
+
+    def __call__(self, rollouts: Sequence[Rollout], where: str) -> None:
+        pass
 
 
 @dataclass(slots=True)
@@ -27,6 +47,8 @@ class Engines(Replay):
 
     refuse: int | None = None
     """The policy version that they do not take."""
+    interrupted: bool = False
+    """Whether a signal arrives in every evaluation."""
     synced: list[int] = field(default_factory=list)
 
     async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
@@ -34,18 +56,50 @@ class Engines(Replay):
             raise EngineError("the engine is gone")
         self.synced.append(version)
 
+    @property
+    def eval_sets(self) -> Sequence[EvalTasks]:
+        return [EvalTasks("", EvalSet(), [], "nothing")]
 
-def trainer(folder: Path, given: Config, learner: FakeLearner, **options: object) -> Trainer:
-    """A trainer of a run in ``folder``, with three steps of recorded rollouts."""
-    recorded = RecordedRollouts(samples_file(folder, groups(*"abcdef")), given.rollout.batch_size)
-    check = SampleCheck(VOCABULARY, Letters(), given.sampler.temperature)  # type: ignore[arg-type]
-    source = Engines(given, recorded, check, Interrupt(print), **options)  # type: ignore[arg-type]
-    view = ProgressView(Console(quiet=True), given.train.steps, "plain")
+    async def evaluate(self, on_done: OnDone) -> list[SetResult]:
+        if self.interrupted:
+            raise RunStopped("interrupted")
+        return []
+
+
+def trainer(
+    folder: Path,
+    given: Config,
+    learner: FakeLearner,
+    *,
+    rollouts: Sequence[Rollout] | None = None,
+    console: Console | None = None,
+    interrupt: Interrupt | None = None,
+    resume_after: int | None = None,
+    **options: object,
+) -> Trainer:
+    """A trainer of a run in ``folder``, with three steps of recorded rollouts if no others are given."""
+    recorded = RecordedRollouts(samples_file(folder, rollouts or groups(*"abcdef")), given.rollout.batch_size)
+    source = Engines(given, recorded, Unchecked(), interrupt or Interrupt(print), **options)  # type: ignore[arg-type]
+    view = ProgressView(console or Console(quiet=True), source.steps, "plain")
     checkpoints = Checkpoints(folder / "run" / "checkpoints", keep=3)
-    return Trainer(given, source, learner, checkpoints, MetricsLog(folder / "run"), view)
+    return Trainer(given, source, learner, checkpoints, MetricsLog(folder / "run", resume_after=resume_after), view)
 
 
-def saved_state(folder: Path) -> Mapping[str, object]:
+def resumed(folder: Path, given: Config) -> Trainer:
+    """A trainer that goes on from the last checkpoint of the run."""
+    state = saved_state(folder)
+    run = trainer(folder, given, FakeLearner(), resume_after=state["step"])
+    run.step = run.saved = state["step"]
+    run.position, run.evaluated = state["position"], state["evaluated"]
+    return run
+
+
+def steps(folder: Path) -> list[dict[str, float]]:
+    """The rows of training steps, without those of evaluations."""
+    return [row for row in read_metrics(folder / "run" / "metrics.jsonl") if "train/reward" in row]
+
+
+def saved_state(folder: Path) -> dict[str, Any]:
     checkpoint = latest_checkpoint(folder / "run" / "checkpoints")
     assert checkpoint is not None
     return read_state(checkpoint)
@@ -56,5 +110,95 @@ def test_a_trained_step_whose_weights_no_engine_took_is_saved_with_its_metrics(t
     with pytest.raises(EngineError, match="gone"):
         asyncio.run(run.run())
     assert saved_state(tmp_path)["step"] == 2
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    rows = steps(tmp_path)
     assert [(row["step"], row["train/loss"]) for row in rows] == [(1, 3.0), (2, 3.0)]
+
+
+def test_an_evaluation_that_was_interrupted_is_made_up_for_once(tmp_path: Path) -> None:
+    given = config("train.save_every=0", "train.eval_first=false", "train.eval_every=0")
+    run = trainer(tmp_path, given, FakeLearner(), interrupted=True)
+    with pytest.raises(RunStopped):
+        asyncio.run(run.run())
+    state = saved_state(tmp_path)
+    assert (state["step"], state["evaluated"]) == (3, -1)
+    for _ in range(2):
+        again = resumed(tmp_path, given)
+        asyncio.run(again.run())
+        assert saved_state(tmp_path)["evaluated"] == 3
+        assert again.step == 3
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "time/eval_s" in row]
+    assert [row["step"] for row in rows] == [3], "not again by the second"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "overrides", "words"),
+    [
+        (
+            (1.0, 1.0),
+            (),
+            ["equal rewards (from 1 to 1 over 2 tasks, 0 of 4", "rollout.n_samples_per_prompt", "sampler.temp"],
+        ),
+        ((1.0,), ("rollout.n_samples_per_prompt=1",), ["rollout.n_samples_per_prompt=1", "4 or more"]),
+        (None, (), ["all 4 episodes were dropped", "tool 4", "ToolFailure: no sandbox", "rollout.failure"]),
+    ],
+)
+def test_a_step_that_trains_nothing_is_explained_once(
+    rewards: tuple[float, ...] | None, overrides: tuple[str, ...], words: list[str], tmp_path: Path
+) -> None:
+    """The recorded rollouts of two steps have these rewards, or were dropped."""
+    rollouts = [rollout(prompt, sample, reward) for prompt in "abcd" for sample, reward in enumerate(rewards or (0, 1))]
+    if rewards is None:
+        for each in rollouts:
+            each.dropped, each.failure = True, Failure(FailureKind.TOOL, "ToolFailure", "no sandbox")
+    out = io.StringIO()
+    run = trainer(tmp_path, config(*overrides), FakeLearner(), rollouts=rollouts, console=Console(file=out, width=400))
+    asyncio.run(run.run())
+    [warning] = [
+        line for line in out.getvalue().splitlines() if line.startswith("warning: step 1: nothing was trained")
+    ]
+    for word in words:
+        assert word in warning
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("step ")]
+    assert len(lines) == 2
+    assert f"dropped {4 if rewards is None else 0}" in lines[0]
+
+
+def test_a_gradient_that_is_not_finite_is_counted_and_explained_once(tmp_path: Path) -> None:
+    out = io.StringIO()
+    learner = FakeLearner(metrics={"train/nonfinite_gradients": 1.0, "train/loss": float("nan")})
+    asyncio.run(trainer(tmp_path, config(), learner, console=Console(file=out, width=400)).run())
+    assert out.getvalue().count("learner.optimizer.lr") == 1
+    rows = steps(tmp_path)
+    assert [row["train/nonfinite_gradients"] for row in rows] == [1.0, 1.0, 1.0]
+    assert all("train/loss" not in row for row in rows), "no number"
+
+
+def test_a_signal_is_acknowledged_while_the_learner_works(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    class Working(FakeLearner):
+        def work(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            acknowledged.wait(10)
+            assert acknowledged.is_set()
+            acknowledged.clear()
+
+        def train_step(self, batch: GlobalBatch) -> dict[str, float]:
+            if not lines:
+                self.work()
+            return super().train_step(batch)
+
+    def acknowledge(line: str) -> None:
+        lines.append(line)
+        acknowledged.set()
+
+    async def train() -> None:
+        with run.source.interrupt:  # type: ignore[attr-defined]
+            await run.run()
+
+    acknowledged = threading.Event()
+    run = trainer(tmp_path, config(), Working(), interrupt=Interrupt(acknowledge))
+    with pytest.raises(RunStopped, match="SIGTERM"):
+        asyncio.run(train())
+    assert len(lines) == 1
+    assert saved_state(tmp_path)["step"] == 1
