@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import sysconfig
@@ -43,8 +46,7 @@ def load_object(reference: str, key: str) -> Any:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            has = ", ".join(_public(module)) or "nothing"
-            raise ConfigError(f"{key}={reference}: {where} has no {name!r}; it has: {has}")
+            raise ConfigError(f"{key}={reference}: {where} has no {name!r}{_what_it_has(module, name)}")
         found = getattr(found, part)
     return found
 
@@ -103,11 +105,25 @@ def _importable(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _public(module: ModuleType) -> list[str]:
-    """Return the functions and classes that the module defines, and where it defines none, all it has."""
-    callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-    own = [name for name in callables if getattr(vars(module)[name], "__module__", None) == module.__name__]
-    return sorted(own or callables)
+def _what_it_has(module: ModuleType, name: str) -> str:
+    """Return the nearest public name and all that a module itself defines, or what it imports if it defines nothing."""
+    public = {each for each, value in vars(module).items() if not each.startswith("_") and not inspect.ismodule(value)}
+    own = sorted(public - _imported(module))
+    if not own:
+        imported = f", and imports: {', '.join(sorted(public))}" if public else ""
+        return f"; it has: nothing of its own{imported}"
+    close = difflib.get_close_matches(name, own, n=1)
+    return f"{f'. Did you mean {close[0]!r}? It' if close else '; it'} has: {', '.join(own)}"
+
+
+def _imported(module: ModuleType) -> set[str]:
+    """Return the names that import statements at any depth of a module's source bind; none without a source."""
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except (OSError, TypeError, SyntaxError):
+        return set()
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {alias.asname or alias.name.partition(".")[0] for node in statements for alias in node.names}
 
 
 def describe(error: BaseException) -> str:

@@ -12,12 +12,13 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, overload
 
 from jsonschema.exceptions import best_match
 from jsonschema.protocols import Validator
 from jsonschema.validators import validator_for
 from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
 from referencing.exceptions import Unresolvable
 
 from agentrl.core.types import CallStatus, ToolCall, ToolResult, ToolStatus
@@ -78,7 +79,7 @@ class Tool:
     """The docstring's first paragraph; part of what the policy reads."""
     parameters: Mapping[str, Any]
     """JSON Schema of the arguments."""
-    function: Callable[..., Awaitable[str | ToolResult]] = _only_in_its_server
+    function: Callable[..., Awaitable[Any]] = _only_in_its_server
     """The coroutine."""
     timeout_s: float = 30.0
     """Seconds before a call counts as timed out."""
@@ -107,11 +108,23 @@ class Tool:
         try:
             async with asyncio.timeout(self.timeout_s):
                 answer = await self.function(**call.arguments)
+            return answer if isinstance(answer, ToolResult) else self._as_result(call, answer)
         except TimeoutError:
             return ToolResult(call.id, ToolStatus.TIMEOUT, f"{self.name} did not answer in {self.timeout_s:g} s")
         except Exception as error:
             return ToolResult(call.id, ToolStatus.ERROR, f"{type(error).__name__}: {error}")
-        return answer if isinstance(answer, ToolResult) else ToolResult(call.id, ToolStatus.OK, str(answer))
+
+    def _as_result(self, call: ToolCall, answer: Any) -> ToolResult:
+        """Return a text as it is, and anything else as JSON."""
+        if isinstance(answer, str):
+            return ToolResult(call.id, ToolStatus.OK, answer)
+        try:
+            content = json.dumps(to_jsonable_python(answer), ensure_ascii=False)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise TypeError(
+                f"{self.name} must return a str, a ToolResult or what JSON can say, not {answer!r:.100}"
+            ) from error
+        return ToolResult(call.id, ToolStatus.OK, content, json.loads(content))
 
 
 def is_too_deep(arguments: Mapping[str, Any]) -> bool:
@@ -146,14 +159,27 @@ def unknown_tool(name: str, known: Iterable[str]) -> str:
     return f"there is no tool {name!r}; there are: {', '.join(sorted(set(known))) or 'none'}"
 
 
+@overload
+def tool(function: Callable[..., Awaitable[Any]], /) -> Tool: ...
+@overload
 def tool(
     *, timeout_s: float = 30.0, name: str | None = None, parameters: Mapping[str, Any] | None = None
-) -> Callable[[Callable[..., Awaitable[str | ToolResult]]], Tool]:
+) -> Callable[[Callable[..., Awaitable[Any]]], Tool]: ...
+def tool(
+    function: Callable[..., Awaitable[Any]] | None = None,
+    /,
+    *,
+    timeout_s: float = 30.0,
+    name: str | None = None,
+    parameters: Mapping[str, Any] | None = None,
+) -> Tool | Callable[[Callable[..., Awaitable[Any]]], Tool]:
     """Turn a coroutine into a `Tool`; the JSON Schema comes from its type hints, or from ``parameters``.
+
+    The policy reads a ``str`` as it is, the content of a `ToolResult`, and anything else as JSON.
 
     Example::
 
-        @tool(timeout_s=5)
+        @tool(timeout_s=5)  # or a bare @tool
         async def add(a: int, b: int) -> str:
             "Add two numbers."
             return str(a + b)
@@ -163,14 +189,16 @@ def tool(
 
     """
 
-    def wrap(function: Callable[..., Awaitable[str | ToolResult]]) -> Tool:
+    def wrap(function: Callable[..., Awaitable[Any]]) -> Tool:
+        if not callable(function):
+            raise TypeError(f"@tool wants a coroutine (async def), not {function!r:.100}; settings are keywords")
         if not inspect.iscoroutinefunction(function):
             raise TypeError(f"@tool wants a coroutine (async def), {function.__name__} is not one")
         schema = dict(parameters) if parameters is not None else _schema_from_hints(function)
         doc = inspect.getdoc(function) or ""
         return Tool(name or function.__name__, doc.split("\n\n")[0], schema, function, timeout_s)
 
-    return wrap
+    return wrap if function is None else wrap(function)
 
 
 def _schema_from_hints(function: Callable[..., Any]) -> dict[str, Any]:

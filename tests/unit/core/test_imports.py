@@ -43,8 +43,8 @@ def test_files_modules_and_what_lies_in_them(folder: Path) -> None:
             r"k=gone\.py:score: there is no file .*/gone\.py; the Python files there: broken\.py, some\.py",
         ),
         ("no/gone.py:score", "no Python files there either"),
-        ("some.py:scor", r"some\.py has no 'scor'; it has: rate, score"),
-        ("some:scor", r"some has no 'scor'; it has: rate, score"),
+        ("some.py:scor", r"some\.py has no 'scor'\. Did you mean 'score'\? It has: rate, score"),
+        ("some:scor", r"some has no 'scor'\. Did you mean 'score'\? It has: rate, score"),
         ("gone_module:score", r"no module 'gone_module'; looked for gone_module\.py in .*installed package"),
         ("some.part:score", r"no module 'some\.part'; looked for some/part\.py"),
         ("broken.py:score", r"broken\.py fails: ZeroDivisionError: division by zero \(broken\.py:2\)"),
@@ -60,6 +60,24 @@ def test_what_was_tried(folder: Path, reference: str, message: str) -> None:
     (folder / "broken.py").write_text("\n1 / 0\n")
     with pytest.raises(ConfigError, match=message):
         load_object(reference, "k")
+
+
+def test_only_what_the_file_defines_is_listed(folder: Path) -> None:
+    (folder / "own_tools.py").write_text(
+        "import json\nfrom pathlib import Path as P\nfrom agentrl import register_tool, tool\n"
+        "LIMIT: int = 3\n_hidden = 1\n"
+        "@register_tool('own_adder')\n@tool(timeout_s=5)\nasync def add(a: int) -> str:\n    'Add.'\n    return 'x'\n"
+        "first, (second, *rest) = 1, (2, 3)\n"
+        "if LIMIT:\n    class Late: ...\n"
+        "try:\n    import tomllib\nexcept ImportError:\n    fallback = None\n"
+    )
+    with pytest.raises(ConfigError, match=r"has no 'nope'; it has: LIMIT, Late, add, first, rest, second$"):
+        load_object("own_tools.py:nope", "k")
+    with pytest.raises(ConfigError, match=r"Did you mean 'add'\? It has"):
+        load_object("own_tools.py:ad", "k")
+    (folder / "only_imports.py").write_text("from agentrl import tool\nimport json\n")
+    with pytest.raises(ConfigError, match=r"has no 'nope'; it has: nothing of its own, and imports: tool$"):
+        load_object("only_imports.py:nope", "k")
 
 
 def test_faults_within_a_module_are_its_own(folder: Path) -> None:
