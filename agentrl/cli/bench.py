@@ -11,6 +11,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.status import Status
 from rich.table import Column, Table
+from rich.text import Text
 
 from agentrl.cli.options import add_config_arguments, add_plain_config_arguments, resolve_config, resolve_plain_config
 from agentrl.config.schema import Config
@@ -241,7 +242,7 @@ def _sandbox(arguments: argparse.Namespace, console: Console) -> None:
 
 def _teller(console: Console, status: Status) -> Callable[[str], None]:
     """Return a progress callback: a line per call in a log, a changing line in a terminal."""
-    return status.update if console.is_terminal else console.print
+    return (lambda text: status.update(Text(text))) if console.is_terminal else console.print
 
 
 def _numbers(text: str, option: str) -> list[int]:

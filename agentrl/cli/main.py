@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from agentrl import __version__
 from agentrl.core.errors import AgentrlError, RunStopped, UserError
-from agentrl.obs.console import make_console
+from agentrl.obs.console import log_to_stderr, make_console, print_error
 
 COMMANDS: dict[str, str] = {
     "init": "write a project of your own to start from",
@@ -50,19 +50,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((word for word in arguments if word in COMMANDS), None)
     errors = make_console(stderr=True)
     parsed = _parse(build_parser(command), arguments)
+    log_to_stderr()
     try:
         parsed.run(parsed)
     except UserError as error:
-        errors.print(f"[bold red]error:[/] {_escape(error)}", highlight=False, soft_wrap=True)
+        print_error(errors, "error", error)
         return USER_MISTAKE
     except RunStopped as stop:
-        errors.print(f"[bold yellow]stopped:[/] {_escape(stop)}", highlight=False, soft_wrap=True)
+        print_error(errors, "stopped", stop, "bold yellow")
         return FAILED
     except AgentrlError as error:
-        errors.print(f"[bold red]{type(error).__name__}:[/] {_escape(error)}", highlight=False, soft_wrap=True)
+        print_error(errors, type(error).__name__, error)
         return FAILED
     except KeyboardInterrupt:
-        errors.print("[bold yellow]interrupted[/]")
+        errors.print("interrupted", style="bold yellow")
         return FAILED
     return DONE
 
@@ -76,12 +77,6 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
     if rest:
         parsed.overrides = [*parsed.overrides, *rest]
     return parsed
-
-
-def _escape(error: Exception) -> str:
-    from rich.markup import escape
-
-    return escape(str(error))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from agentrl.config.load import load_config
@@ -90,13 +89,13 @@ def _print(findings: Findings, console: Console) -> None:
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column()
     for name, value in _facts(findings):
-        facts.add_row(name, escape(value))
+        facts.add_row(name, value)
     console.print(facts, highlight=False)
     if not findings.transitions:
         return
     table = Table("turn", "before", "the template", "agentrl")
     for transition in findings.transitions:
-        table.add_row(transition.turn, transition.before, _template_does(transition), escape(_agentrl_does(transition)))
+        table.add_row(transition.turn, transition.before, _template_does(transition), _agentrl_does(transition))
     console.print(table)
     _print_differences(findings, console)
 
@@ -173,7 +172,7 @@ def _print_differences(findings: Findings, console: Console) -> None:
         if not about or about in seen:
             continue
         seen.add(about)
-        console.print(f"\n[bold]{transition.turn}, before {transition.before}[/]", highlight=False)
+        console.print(f"\n{transition.turn}, before {transition.before}", style="bold")
         difference = transition.difference
         if difference is not None:
             console.print(f"  was     …{difference.shared + difference.was!r}", highlight=False, markup=False)

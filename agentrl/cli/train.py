@@ -10,7 +10,7 @@ from pathlib import Path
 from agentrl.cli.options import add_config_arguments, resolve_config
 from agentrl.config.load import dump
 from agentrl.config.schema import Config
-from agentrl.obs.console import make_console
+from agentrl.obs.console import make_console, print_message
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
         from agentrl.train.preflight import check_run
 
         template = check_run(config).template
-        make_console().print(f"template {template}", highlight=False, markup=False, soft_wrap=True)
+        print_message(make_console(), f"template {template}")
     from agentrl.train.run import run_training
 
     words = sys.argv[1:]

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from agentrl.core.errors import AgentrlError, UserError
 from agentrl.core.types import StopReason
-from agentrl.obs.console import make_console
+from agentrl.obs.console import make_console, print_error
 from agentrl.obs.viewer.page import Decode, build_page, describe_run, run_metrics, write_page
 from agentrl.obs.viewer.run_files import Filters, RunFiles, open_run, select
 from agentrl.obs.viewer.terminal import legend, newest, rollout_view, steps_table, tokens_table
@@ -86,13 +86,13 @@ def _terminal(files: RunFiles, filters: Filters, arguments: argparse.Namespace, 
     table, words = steps_table(files, filters)
     console.print(table)
     if words:
-        console.print(f"[dim]{words}[/]", highlight=False)
+        console.print(words, style="dim")
     entries = list(newest(files, filters, arguments.limit or LIMIT))
     if not entries:
         raise UserError(f"no rollout of {files.folder} fits {' '.join(filters.words())}")
     decode = load_decode(files)
     if isinstance(decode, str):
-        console.print(f"[yellow]The text of tokens is not known:[/] {decode}", highlight=False)
+        print_error(console, "The text of tokens is not known", decode, "yellow")
     draw: Callable[..., object] = tokens_table if arguments.tokens else rollout_view
     for entry in entries:
         console.print(draw(entry, decode))
@@ -118,7 +118,7 @@ def _page(files: RunFiles, filters: Filters, arguments: argparse.Namespace, cons
         except OSError as error:
             raise UserError(f"--html {out} cannot be written: {error.strerror or error}") from error
     for note in chosen.notes:
-        console.print(f"[yellow]{note}[/]", highlight=False)
+        console.print(note, style="yellow")
     size = len(page.html) / 2**20
     console.print(
         f"{page.rollouts:,} rollouts, {page.tokens:,} tokens, {size:.1f} MiB in {time.perf_counter() - begun:.1f} s: {out}",

@@ -100,7 +100,8 @@ def exit_with_parent() -> None:
 def _end_on_close(descriptor: int) -> None:
     while os.read(descriptor, 1):
         pass
-    print("the process that started this one is gone: ending", file=sys.stderr, flush=True)
+    sys.stderr.write("the process that started this one is gone: ending\n")
+    sys.stderr.flush()
     # No orderly shutdown: the process that needs its outcome is dead, and a busy process might never get to it.
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)

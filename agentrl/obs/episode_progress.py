@@ -8,6 +8,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from agentrl.obs.console import print_message
 from agentrl.obs.progress import format_left
 
 EVERY_S = 10.0
@@ -25,7 +26,12 @@ class EpisodeProgress:
         self._began = self._shown = time.monotonic()
         self._bar: Progress | None = None
         if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("episodes"))
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("episodes", markup=False),
+            )
             self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)
             self._task = self._bar.add_task("starting engine and tools", total=total)
 
@@ -35,7 +41,7 @@ class EpisodeProgress:
         if self._bar is not None:
             self._bar.reset(self._task, description=self._activity)
         else:
-            self._console.print(f"{self._activity}: {self._total} episodes", highlight=False, soft_wrap=True)
+            self.print_text(f"{self._activity}: {self._total} episodes")
 
     def add(self) -> None:
         """Count a finished episode."""
@@ -47,11 +53,11 @@ class EpisodeProgress:
             self._shown = now
             left = (now - self._began) / self.done * (self._total - self.done)
             line = f"{self._activity}: {self.done}/{self._total} episodes, about {format_left(left)} left"
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self.print_text(line)
 
     def print_text(self, text: str) -> None:
-        """Print text without markup or wrapping above the progress bar."""
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        """Print a message above the progress bar."""
+        print_message(self._console, text)
 
     def __enter__(self) -> EpisodeProgress:
         """Show the progress bar."""

@@ -14,6 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.obs.console import print_message
+
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward", "train/reward", "{:.3f}"),
     ("exact match", "rollout/exact_match", "{:.3f}"),
@@ -78,12 +80,15 @@ class ProgressView:
             self._live.update(self._table())
 
     def note(self, what: RenderableType) -> None:
-        """Print a message above the live view."""
-        self.console.print(what)
+        """Print a message, or what is drawn, above the live view."""
+        if isinstance(what, str):
+            self.print_text(what)
+        else:
+            self.console.print(what)
 
     def print_text(self, text: str) -> None:
-        """Print text without markup or wrapping; safe to call from any thread."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        """Print a message; safe to call from any thread."""
+        print_message(self.console, text)
 
     def step(self, step: int, metrics: Mapping[str, float], seconds_left: float | None = None) -> None:
         """Show the metrics of a finished step; ``seconds_left`` is the rest of the run's time limit, if it has one."""
@@ -95,9 +100,7 @@ class ProgressView:
             self._live.update(self._table())
         else:
             cells = "  ".join(f"{title} {form.format(metrics[key])}" for title, key, form in COLUMNS if key in metrics)
-            self.console.print(
-                f"step {step}/{self.total}  {cells}  left {self._left()}", highlight=False, soft_wrap=True
-            )
+            self.print_text(f"step {step}/{self.total}  {cells}  left {self._left()}")
 
     def _left(self) -> str:
         if not self._durations:

@@ -28,6 +28,7 @@ from agentrl.learner.base import LearnerGroup
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.models.resolve import resolve_model
+from agentrl.obs.console import print_message
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.trackers import open_tensorboard
 from agentrl.render.registry import make_renderer
@@ -57,7 +58,7 @@ def sft(config: Config, *, console: Console) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
     out = config.sft.out or folder / "model"
-    console.print(f"run {folder}: {config.sft.steps} steps of {config.sft.batch_size} demonstrations", highlight=False)
+    print_message(console, f"run {folder}: {config.sft.steps} steps of {config.sft.batch_size} demonstrations")
     learner = _start_learner(config, model, folder)
     try:
         boards = open_tensorboard(folder, config.obs.tensorboard, partial(console.print, highlight=False, markup=False))
@@ -68,7 +69,7 @@ def sft(config: Config, *, console: Console) -> Path:
         learner.close()
         data.close()
     write_policy(folder / "checkpoint" / "model", model, out, config.sft.dtype)
-    console.print(f"policy {out}", highlight=False)
+    print_message(console, f"policy {out}")
     if interrupted:
         raise RunStopped(f"interrupted after {step} of {config.sft.steps} steps; the policy so far is in {out}")
     return out
@@ -99,7 +100,7 @@ def _train(
             step_metrics |= {"time/step_s": time.perf_counter() - begin, "time/spent_s": spent}
             metrics.write(step, step_metrics)
             if step % SHOWN_EVERY == 0 or step == config.sft.steps:
-                console.print(_line(config, step, spent, step_metrics), highlight=False)
+                print_message(console, _line(config, step, spent, step_metrics))
     return step, interrupted.is_set()
 
 

@@ -19,6 +19,7 @@ from agentrl.learner.base import LearnerGroup
 from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state
 from agentrl.models.reference_policy import pin_reference
 from agentrl.models.resolve import resolve_model
+from agentrl.obs.console import print_message
 from agentrl.obs.progress import ProgressView
 from agentrl.obs.waiting import PHASE, waiting
 from agentrl.obs.watchdog import Watchdog
@@ -122,9 +123,9 @@ async def run_training(
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = latest_checkpoint(folder / "checkpoints") if resume else None
     resumed = f", going on from {checkpoint.name}" if checkpoint else ""
-    console.print(f"run {folder}{resumed}", highlight=False, soft_wrap=True)
+    print_message(console, f"run {folder}{resumed}")
     if resume and checkpoint is None:
-        console.print("no whole checkpoint there yet: starting at step 0", highlight=False)
+        print_message(console, "no whole checkpoint there yet: starting at step 0")
     state = read_state(checkpoint) if checkpoint else {"step": 0, "position": 0, "spent_s": 0.0, "evaluated": -1}
     interrupt = Interrupt(ProgressView(console, 0, "plain").print_text)
     try:

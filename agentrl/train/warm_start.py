@@ -18,6 +18,7 @@ from agentrl.config.schema import Config
 from agentrl.config.shipped import find_config
 from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import ConfigError, LearnerError, UserError
+from agentrl.obs.console import print_message
 from agentrl.runtime.interrupt import Interrupt
 
 FOLDER = "warm_start"
@@ -75,12 +76,12 @@ async def warmed_model(config: Config, folder: Path, interrupt: Interrupt, conso
     place, written = (folder / FOLDER).resolve(), dump(warm)
     model, file, finished = place / "model", place / "config.yaml", place / "finished"
     if finished.is_file() and file.is_file() and file.read_text(encoding="utf-8") == written:
-        console.print(f"warm start {model}, made before", highlight=False, soft_wrap=True)
+        print_message(console, f"warm start {model}, made before")
         return model
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     file.write_text(written, encoding="utf-8")
-    console.print(f"warm start {config.model.warm_start}: {describe(warm)}", highlight=False, soft_wrap=True)
+    print_message(console, f"warm start {config.model.warm_start}: {describe(warm)}")
     with _start(file, folder / "logs" / f"{FOLDER}.log") as child:
         async with interrupt.guard():
             await _LogTail(child, console).follow()

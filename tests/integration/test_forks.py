@@ -54,9 +54,7 @@ def test_rows_that_fork_are_trained_and_pass_the_audit(folder: Path, services: S
     steps = ["run.dir=run", "train.steps=2", "train.eval_first=false", "train.eval_every=0", "eval.size=2"]
     done = services.agentrl("train", *RENDER, *TINY, *steps, "obs.progress=plain", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "a new row before user messages" in next(
-        line for line in done.stdout.splitlines() if line.startswith("template")
-    )
+    assert "a new row before user messages" in next(line for line in done.stdout.splitlines() if " template " in line)
     rollouts = [rollout for path in rollout_files(folder / "run").values() for rollout in read_rollouts(path)]
     forks = [row for rollout in rollouts for row in rollout.rows if row.key.row]
     assert forks

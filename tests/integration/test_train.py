@@ -96,7 +96,7 @@ def test_everything_lies_where_the_run_says(killed: Killed, trained: tuple[Path,
 
 def test_a_step_is_one_line_and_the_last_line_is_the_metrics_as_json(trained: tuple[Path, str]) -> None:
     lines = trained[1].splitlines()
-    steps = [line for line in lines if line.startswith("step ")]
+    steps = [line for line in lines if re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d step \d+/", line)]
     assert steps
     assert all("exact match" in line and "left" in line for line in steps), steps
     assert "eval/exact_match" in json.loads(lines[-1])

@@ -27,6 +27,7 @@ def main() -> int:
     from agentrl.inference.embedded.scheduler import Scheduler
     from agentrl.inference.embedded.stop_strings import StopMatcher
     from agentrl.models.load import as_dtype, load_tokenizer
+    from agentrl.obs.console import make_console, print_error
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -35,7 +36,7 @@ def main() -> int:
         tokenizer = load_tokenizer(arguments.model, trust_remote_code=arguments.trust_remote_code)
         stops = StopMatcher(tokenizer, model.vocabulary)
     except AgentrlError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print_error(make_console(stderr=True), type(error).__name__, error)
         return 1
     scheduler = Scheduler(model, stops, slots, arguments.seed, arguments.weight_version)
     failures: list[BaseException] = []

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.core.types import MaskReason, Provenance, Rollout, Row
-from agentrl.obs.console import TitledBlock
+from agentrl.obs.console import TitledBlock, printable
 from agentrl.obs.viewer.page import Decode, TokenText
 from agentrl.obs.viewer.run_files import Entry, Filters, RunFiles
 
@@ -83,7 +83,7 @@ def rollout_view(entry: Entry, decode: Decode | str) -> RenderableType:
     parts: list[RenderableType] = []
     if rollout.failure is not None:
         failure = rollout.failure
-        parts.append(Text(printable(f"{failure.kind.value} failure: {failure.error}: {failure.message}"), "bold red"))
+        parts.append(Text(f"{failure.kind.value} failure: {failure.error}: {failure.message}", "bold red"))
     if isinstance(decode, str) or not rollout.rows:
         parts.append(_turn_text(rollout))
     else:
@@ -93,7 +93,7 @@ def rollout_view(entry: Entry, decode: Decode | str) -> RenderableType:
             parts.append(_row_text(row, token_texts(row, decode)))
     parts.append(Text("  ".join(f"{key} {value:g}" for key, value in sorted(rollout.metrics.items())), "yellow"))
     if rollout.label is not None:
-        parts.append(Text(f"label {printable(str(rollout.label))}", "yellow"))
+        parts.append(Text(f"label {rollout.label}", "yellow"))
     return TitledBlock(headline(entry), *parts)
 
 
@@ -117,7 +117,7 @@ def headline(entry: Entry) -> str:
     rollout = entry.rollout
     advantage = "" if entry.advantage is None else f" · advantage {entry.advantage:+.3f}"
     tokens = sum(len(row.token_ids) for row in rollout.rows)
-    return printable(
+    return (
         f"{rollout.rollout_id} · step {entry.step} · {rollout.prompt_id} · reward {rollout.reward:g}{advantage} · "
         f"{rollout.stop_reason.value} · {len(rollout.turns)} turns · {tokens:,} tokens, {rollout.sampled_tokens:,} sampled"
         + (" · dropped" if rollout.dropped else "")
@@ -142,10 +142,10 @@ def tokens_table(entry: Entry, decode: Decode | str) -> RenderableType:
 def row_name(row: Row) -> str:
     """Return a row's agent and number, and the reason of a fork."""
     fork = f" · {row.fork.value}" if row.fork else ""
-    return printable(f"{row.key.agent_id} {row.key.row}{fork}")
+    return f"{row.key.agent_id} {row.key.row}{fork}"
 
 
-def _token_cells(entry: Entry, row: Row, place: int, text: str) -> list[str | Text]:
+def _token_cells(entry: Entry, row: Row, place: int, text: str) -> list[str]:
     sampled = row.provenance[place] == Provenance.SAMPLED
     trained = bool(row.mask[place])
     request = int(row.requests[place])
@@ -153,12 +153,12 @@ def _token_cells(entry: Entry, row: Row, place: int, text: str) -> list[str | Te
     return [
         str(place),
         str(row.token_ids[place]),
-        Text(printable(text, lines=False)),
+        printable(text, lines=False),
         Provenance(row.provenance[place]).name.lower(),
         "1" if trained else f"0 {MaskReason(row.mask_reason[place]).name.lower()}",
         f"{row.logprobs[place]:.4f}" if sampled else "–",
         str(row.versions[place]) if sampled else "–",
-        Text(printable(row.request_ids[request])) if known else "–",
+        row.request_ids[request] if known else "–",
         f"{entry.advantage:+.3f}" if trained and entry.advantage is not None else "–",
     ]
 
@@ -177,17 +177,17 @@ def _row_text(row: Row, texts: Sequence[str]) -> Text:
         while end < len(texts) and _style(row, end) == style:
             end += 1
         observed = row.provenance[start] == Provenance.OBSERVED
-        words = printable("".join(texts[start:end]))
+        words = "".join(texts[start:end])
         text.append(_abbreviated(words) if observed else words, PROMPT if observed and start == 0 else style)
         start = end
     return text
 
 
 def _turn_text(rollout: Rollout) -> Text:
-    text = Text(_abbreviated(printable(rollout.prompt)), PROMPT)
+    text = Text(_abbreviated(rollout.prompt), PROMPT)
     for turn in rollout.turns:
-        text.append(printable(turn.action), STYLES[Provenance.SAMPLED, True])
-        text.append(_abbreviated(printable(turn.observation)), STYLES[Provenance.OBSERVED, False])
+        text.append(turn.action, STYLES[Provenance.SAMPLED, True])
+        text.append(_abbreviated(turn.observation), STYLES[Provenance.OBSERVED, False])
     return text
 
 
@@ -226,22 +226,3 @@ def joined_texts(tokens: Sequence[TokenText]) -> list[str]:
     if pending:
         texts[-1] += pending.decode("utf-8", "replace")
     return texts
-
-
-def printable(text: str, *, lines: bool = True) -> str:
-    """Return text with control characters replaced by control pictures, such as ``␛`` for escape.
-
-    With ``lines``, line ends and tabs are kept.
-    """
-    kept = "\n\t" if lines else ""
-    return "".join(
-        character if character in kept or not _is_control(character) else _picture(character) for character in text
-    )
-
-
-def _is_control(character: str) -> bool:
-    return ord(character) < 0x20 or 0x7F <= ord(character) < 0xA0
-
-
-def _picture(character: str) -> str:
-    return chr(0x2400 + ord(character)) if ord(character) < 0x20 else "␦"

@@ -13,16 +13,16 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import StringIO
 
-from rich.console import Console, Group, RenderableType
-from rich.markup import escape
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
 from agentrl.core.types import ToolStatus
-from agentrl.obs.console import UNWRAPPED_WIDTH
+from agentrl.obs.console import make_console
 from agentrl.sandbox.base import Defence, Job, Outcome, Sandbox, SandboxBackend
 from agentrl.sandbox.canary.escape_attempts import ESCAPE_ATTEMPTS
 
@@ -263,16 +263,15 @@ def findings_table(findings: Sequence[Finding], title: str) -> Table:
     """Return findings as a table, one row per attempt."""
     table = Table("defence", "attempt", "held", "result", title=title, title_justify="left")
     for finding in findings:
-        table.add_row(finding.defence.value, finding.attempt, "yes" if finding.held else "NO", escape(finding.result))
+        table.add_row(finding.defence.value, finding.attempt, "yes" if finding.held else "NO", finding.result)
     return table
 
 
 def as_text(table: Table) -> str:
     """Return a table as plain text, for logs."""
-    console = Console(width=UNWRAPPED_WIDTH, color_system=None)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()
+    text = StringIO()
+    make_console(file=text).print(table)
+    return text.getvalue()
 
 
 async def survey(backends: Sequence[SandboxBackend]) -> RenderableType:
@@ -291,6 +290,6 @@ async def survey(backends: Sequence[SandboxBackend]) -> RenderableType:
         }
     table = Table("defence", "attempt", *(f"{name}: stopped by" for name in columns))
     for defence, attempt in dict.fromkeys(key for column in columns.values() for key in column):
-        cells = (escape(column.get((defence, attempt), "-")) for column in columns.values())
+        cells = (column.get((defence, attempt), "-") for column in columns.values())
         table.add_row(defence.value, attempt, *cells)
     return Group(*([table] if columns else []), *(Text(fault) for fault in faults))

@@ -21,6 +21,7 @@ from agentrl.config.toolserver import ToolServerConfig
 from agentrl.core.child_process import exit_with_parent, raise_file_limit
 from agentrl.core.errors import ConfigError, PortInUseError
 from agentrl.core.extras import installed, not_installed
+from agentrl.obs.console import log_to_stderr, make_console, print_message
 from agentrl.sandbox.base import SandboxBackend
 from agentrl.sandbox.canary.check import check_backend
 from agentrl.sandbox.registry import make_backend
@@ -132,7 +133,8 @@ def serve_tools(
     # Before the sandbox backend is started, which takes seconds: a port in use is reported at once.
     with listen(host, port) as listener:
         raise_file_limit()
-        _log_to_stderr()
+        log_to_stderr()
+        logging.getLogger("agentrl").setLevel(logging.INFO)  # the canary's table is logged at this level
         asyncio.run(_serve(tools, config, listener, token=token, sandboxed=sandboxed))
 
 
@@ -151,7 +153,7 @@ async def _serve(
             server = _Server(uvicorn.Config(app, **UVICORN))
             serving = asyncio.create_task(server.serve(sockets=[listener]), name="serve")
             signals.starting = None
-            print(_announcement(sessions, config, listener, sandboxed=sandboxed), flush=True)
+            print_message(make_console(), _announcement(sessions, config, listener, sandboxed=sandboxed))
             await _first(serving, signals.stop.wait())
             await _first(serving, signals.hurry.wait(), sessions.drain(config.server.drain_timeout_s))
             await sessions.stop()  # answers running calls before their connections are closed
@@ -209,8 +211,3 @@ def _announcement(sessions: Sessions, config: ToolServerConfig, listener: socket
     kind = f"{config.sandbox.backend}, " if sandboxed else ""
     names = ", ".join(sessions.tools)
     return f"{names} serve on http://{shown}:{port} ({kind}up to {config.server.max_sessions} sessions)"
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("agentrl").setLevel(logging.INFO)  # the canary's table is logged at this level

@@ -15,7 +15,8 @@ def test_lines_when_the_output_is_not_a_terminal(monkeypatch: pytest.MonkeyPatch
         count.begin()
         for _ in range(6):
             count.add()
-    assert text.getvalue().splitlines() == ["evaluating: 6 episodes", "evaluating: 3/6 episodes, about 0m12s left"]
+    lines = [line.split(" ", 2)[2] for line in text.getvalue().splitlines()]
+    assert lines == ["evaluating: 6 episodes", "evaluating: 3/6 episodes, about 0m12s left"]
     assert count.done == 6
 
 

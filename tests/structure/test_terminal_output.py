@@ -1,0 +1,102 @@
+"""Text reaches a terminal in one way: by the consoles of `agentrl.obs.console`, which read no markup."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.structure.layers import PACKAGE, REPOSITORY
+
+PLACES = [PACKAGE, *(REPOSITORY / name for name in ("envs", "tools", "tasks"))]
+CONSOLE = PACKAGE / "obs" / "console.py"
+ELSEWHERE = {
+    PACKAGE / "sandbox" / "runner",  # runs in a sandbox
+    PACKAGE / "project_template" / "template",  # a project of the user
+    REPOSITORY / "tasks",  # scripts that make the packaged policies print the path of what they have written
+}
+ONLY_IN_THE_CONSOLE = {
+    "rich.console.Console", "rich.panel.Panel", "rich.markup.escape", "rich.markup.render", "rich.print", "rich.tree.Tree",
+    "rich.logging.RichHandler", "rich.text.Text.from_markup", "logging.basicConfig", "logging.StreamHandler", "print",
+}  # fmt: skip
+"""They read markup, print by themselves, or make another console."""
+
+
+def files() -> Iterator[Path]:
+    for place in PLACES:
+        for path in sorted(place.rglob("*.py")):
+            if path != CONSOLE and not any(path.is_relative_to(other) for other in ELSEWHERE):
+                yield path
+
+
+def faults(source: str) -> list[str]:
+    """Return the calls in a module that print in another way, or with markup."""
+    tree, found = ast.parse(source), []
+    origins = {"print": "print"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            origins |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            origins |= {alias.asname or alias.name.split(".")[0]: alias.name.split(".")[0] for alias in node.names}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        root, _, rest = ast.unparse(node.func).partition(".")
+        name = f"{origins.get(root, '')}.{rest}".strip(".") if root in origins else ""
+        options = {option.arg: option.value for option in node.keywords}
+        markup = options.get("markup")
+        if name in ONLY_IN_THE_CONSOLE:
+            found.append(name)
+        elif markup is not None and ast.unparse(markup) != "False":
+            found.append(f"{ast.unparse(node.func)}(markup={ast.unparse(markup)})")
+        elif name == "rich.progress.TextColumn" and markup is None:
+            found.append("TextColumn reads markup unless markup=False")
+        elif rest.endswith("status") and not all(isinstance(one, ast.Constant) for one in node.args):
+            found.append("a status reads markup unless it is a constant")
+        elif root in ("sys",) and rest in ("stdout.write", "stderr.write") and not _is_program_text(node):
+            found.append(name)
+    return found
+
+
+def _is_program_text(node: ast.Call) -> bool:
+    return all(isinstance(one, ast.Constant) for one in node.args)
+
+
+def test_text_is_printed_by_the_console_only() -> None:
+    found = {str(path.relative_to(REPOSITORY)): faults(path.read_text(encoding="utf-8")) for path in files()}
+    assert len(found) > 300
+    wrote = {path: names for path, names in found.items() if names}
+    # The configuration as YAML, whose writer escapes controls, and a page of the documentation.
+    yaml = ["agentrl/cli/sft.py", "agentrl/cli/train.py", "agentrl/config/reference.py"]
+    assert wrote == {path: ["sys.stdout.write"] for path in yaml}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "print(x)",
+        "from rich.console import Console\nConsole()",
+        "import rich\nrich.print(x)",
+        "from rich.markup import escape\nescape(x)",
+        "from rich.text import Text\nText.from_markup(x)",
+        "console.print(x, markup=True)",
+        "from rich.progress import TextColumn\nTextColumn(x)",
+        "console.status(f'{x}')",
+        "import sys\nsys.stderr.write(x)",
+        "import logging\nlogging.basicConfig()",
+    ],
+)
+def test_other_ways_are_found(source: str) -> None:
+    assert faults(source)
+
+
+def test_every_loading_of_a_folder_says_whether_its_code_is_trusted() -> None:
+    """Without the argument transformers asks on the terminal."""
+    calls = [
+        (path.name, ast.unparse(node))
+        for path in files()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained")
+    ]
+    assert calls
+    assert [call for call in calls if "trust_remote_code=" not in call[1]] == []
