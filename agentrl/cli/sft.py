@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 
 from agentrl.cli.options import add_config_arguments, resolve_config
 from agentrl.config.load import dump
 from agentrl.core.child_process import exit_with_parent
-from agentrl.obs.console import make_console
+from agentrl.obs.console import make_console, print_message
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,4 +31,4 @@ def run(arguments: argparse.Namespace) -> None:
         return
     from agentrl.sft.run import sft
 
-    sft(config, console=make_console())
+    sft(config, note=partial(print_message, make_console()))

@@ -7,13 +7,11 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from rich.console import Console
 from torch.utils.data import DataLoader
 
 from agentrl.batch.microbatch import GlobalBatch
@@ -28,7 +26,6 @@ from agentrl.learner.base import LearnerGroup
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.models.resolve import resolve_model
-from agentrl.obs.console import print_message
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.trackers import open_tensorboard
 from agentrl.render.registry import make_renderer
@@ -42,8 +39,8 @@ SHOWN_EVERY = 50
 """Steps between lines on the console; ``metrics.jsonl`` has all steps."""
 
 
-def sft(config: Config, *, console: Console) -> Path:
-    """Fine-tune ``model.path`` on demonstrations and return the folder of the finished policy.
+def sft(config: Config, *, note: Callable[[str], None]) -> Path:
+    """Fine-tune ``model.path`` on demonstrations and return the folder of the finished policy; ``note`` prints progress.
 
     Raises:
         RunStopped: a signal; the policy so far is written first.
@@ -58,18 +55,18 @@ def sft(config: Config, *, console: Console) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
     out = config.sft.out or folder / "model"
-    print_message(console, f"run {folder}: {config.sft.steps} steps of {config.sft.batch_size} demonstrations")
+    note(f"run {folder}: {config.sft.steps} steps of {config.sft.batch_size} demonstrations")
     learner = _start_learner(config, model, folder)
     try:
-        boards = open_tensorboard(folder, config.obs.tensorboard, partial(console.print, highlight=False, markup=False))
+        boards = open_tensorboard(folder, config.obs.tensorboard, note)
         with MetricsLog(folder, trackers=boards) as metrics:
-            step, interrupted = _train(config, learner, data, metrics, console)
+            step, interrupted = _train(config, learner, data, metrics, note)
         learner.save(folder / "checkpoint")
     finally:
         learner.close()
         data.close()
     write_policy(folder / "checkpoint" / "model", model, out, config.sft.dtype)
-    print_message(console, f"policy {out}")
+    note(f"policy {out}")
     if interrupted:
         raise RunStopped(f"interrupted after {step} of {config.sft.steps} steps; the policy so far is in {out}")
     return out
@@ -83,7 +80,7 @@ def _start_learner(config: Config, model: Path, folder: Path) -> LearnerGroup:
 
 
 def _train(
-    config: Config, learner: LearnerGroup, data: Demonstrations, metrics: MetricsLog, console: Console
+    config: Config, learner: LearnerGroup, data: Demonstrations, metrics: MetricsLog, note: Callable[[str], None]
 ) -> tuple[int, bool]:
     """Run the steps; return their number, and whether a signal ended them."""
     step, start = 0, time.perf_counter()
@@ -100,7 +97,7 @@ def _train(
             step_metrics |= {"time/step_s": time.perf_counter() - begin, "time/spent_s": spent}
             metrics.write(step, step_metrics)
             if step % SHOWN_EVERY == 0 or step == config.sft.steps:
-                print_message(console, _line(config, step, spent, step_metrics))
+                note(_line(config, step, spent, step_metrics))
     return step, interrupted.is_set()
 
 
