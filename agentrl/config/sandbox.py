@@ -43,7 +43,8 @@ class SandboxConfig(Section):
     limits: SandboxLimits = Field(default_factory=SandboxLimits)
     """Resource limits of one sandbox."""
     hosts: tuple[str, ...] = ()
-    """Hosts that code may reach by HTTP or HTTPS through a proxy, as ``name:port``; none by default."""
+    """Hosts that code may reach through a proxy, as ``name:port``; none by default: by HTTPS at the ports 443 and 8443, by plain
+    HTTP at others."""
     python: str = "python3"
     """The interpreter in the sandbox, by name or by path."""
     readonly: tuple[Path, ...] = ()

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 from collections.abc import Sequence
+from functools import partial
 from urllib.parse import urlsplit
 
 from agentrl.core.errors import SandboxFailure
@@ -21,8 +23,12 @@ _log = logging.getLogger(__name__)
 ADDRESS = ("127.0.0.1", 3128)
 """The proxy's address inside. `runner/snippet.py` has the same."""
 HEAD_BYTES = 2**16
-CONNECTIONS = 64
-"""Concurrent connections of one sandbox; further ones wait."""
+CONNECTIONS = 16
+"""Concurrent connections of one sandbox, with two file descriptors each; further ones wait in the kernel's queue."""
+RETRY_S = 1.0
+"""Seconds until the next try to accept if this process has no file descriptor left."""
+TLS_PORTS = frozenset({443, 8443})
+"""Ports to which a tunnel may lead: it hides what it carries. Other ports are for plain HTTP requests, which are read."""
 CONNECT_S = 30.0
 """Limit from a connection's start until the host is connected."""
 CHUNK = 2**16
@@ -54,6 +60,12 @@ def receive_listener(channel: socket.socket) -> socket.socket:
         raise SandboxFailure(f"the runner gave no socket for sandbox.hosts: {error!r}") from error
 
 
+_TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_REQUEST = re.compile(rf"({_TOKEN}) ([!-~]+) HTTP/1\.[01]")
+_HEADER = re.compile(rf"({_TOKEN}):([\t -~\x80-\xff]*)")
+"""A line with a control character, a folded line, or a space before the colon does not match."""
+
+
 class _Refused(Exception):
     """The proxy rejects a request, with an HTTP status."""
 
@@ -71,34 +83,56 @@ class EgressProxy:
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = {_host_and_port(host, None) for host in hosts}
-        self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(CONNECTIONS)
 
     async def start(self, listener: socket.socket) -> None:
         """Serve connections to a listening socket, and take ownership of it."""
-        self._server = await asyncio.start_server(self._serve, sock=listener, limit=HEAD_BYTES)
+        listener.setblocking(False)
+        self._listener = listener
+        self._accepting = asyncio.create_task(self._accept(listener), name="egress")
 
     async def close(self) -> None:
         """Stop listening and close all connections."""
-        if self._server is not None:
-            self._server.close()
-        for task in list(self._tasks):
+        tasks = [*self._tasks, *([self._accepting] if self._accepting else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        """Accept connections while there are slots. `asyncio.start_server` would accept all that code can open."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._slots.acquire()
+            try:
+                connection, _ = await loop.sock_accept(listener)
+                reader, writer = await asyncio.open_connection(sock=connection, limit=HEAD_BYTES)
+            except OSError as error:
+                self._slots.release()
+                _log.warning("a connection of a sandbox cannot be accepted: %s", error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            except asyncio.CancelledError:
+                self._slots.release()
+                raise
+            task = asyncio.create_task(self._serve(reader, writer), name="egress-connection")
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._ended, writer))
+
+    def _ended(self, writer: asyncio.StreamWriter, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        writer.close()
+        self._slots.release()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
         try:
-            async with self._slots:
-                await self._handle(reader, writer)
+            await self._handle(reader, writer)
         except (OSError, EOFError, asyncio.LimitOverrunError) as error:
             _log.debug("a connection of a sandbox ended: %r", error)
-        finally:
-            self._tasks.discard(task)
-            writer.close()
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -108,6 +142,9 @@ class EgressProxy:
                 host, port = _host_and_port(target, None) if method == "CONNECT" else _host_of_url(target)
                 if (host, port) not in self._hosts:
                     raise _Refused("403 Forbidden", f"{host}:{port} is not in sandbox.hosts")
+                if method == "CONNECT" and port not in TLS_PORTS:
+                    ports = " and ".join(map(str, sorted(TLS_PORTS)))
+                    raise _Refused("403 Forbidden", f"tunnels lead to the TLS ports {ports}, not to {port}")
                 body = 0 if method == "CONNECT" else _body_length(headers)
                 upstream_reader, upstream = await _connect(host, port)
         except (_Refused, TimeoutError) as error:
@@ -137,12 +174,12 @@ class EgressProxy:
 
 
 def _parse(head: str) -> tuple[str, str, list[tuple[str, str]]]:
+    """Return method, target and headers. Whatever another parser may read differently is refused (RFC 9112, section 2.2)."""
     first, *lines = head.removesuffix("\r\n\r\n").split("\r\n")
-    parts = first.split(" ")
-    headers = [(name.strip(), value.strip()) for name, colon, value in (line.partition(":") for line in lines) if colon]
-    if len(parts) != 3 or not parts[2].startswith("HTTP/1.") or len(headers) != len(lines):
-        raise _Refused("400 Bad Request", "this is an HTTP proxy")
-    return parts[0], parts[1], headers
+    request, headers = _REQUEST.fullmatch(first), [_HEADER.fullmatch(line) for line in lines]
+    if request is None or None in headers:
+        raise _Refused("400 Bad Request", "this is an HTTP proxy; control characters are refused")
+    return request[1], request[2], [(header[1], header[2].strip(" \t")) for header in headers if header is not None]
 
 
 def _host_and_port(authority: str, port: int | None) -> tuple[str, int]:
@@ -151,7 +188,7 @@ def _host_and_port(authority: str, port: int | None) -> tuple[str, int]:
         found = parts.port or port
     except ValueError as error:
         raise _Refused("400 Bad Request", f"{authority!r}: {error}") from error
-    if not parts.hostname or found is None or parts.netloc != authority:
+    if not parts.hostname or found is None or parts.netloc != authority or "@" in authority:
         raise _Refused("400 Bad Request", f"{authority!r} is no name:port")
     return parts.hostname.lower().rstrip("."), found
 

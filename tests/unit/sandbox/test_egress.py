@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from agentrl.core.types import ToolStatus
+from agentrl.sandbox import egress
 from agentrl.sandbox.base import ALL_DEFENCES, Defence, Job, Sandbox
 from agentrl.sandbox.egress import EgressProxy
 from tests.unit.sandbox.bubblewraps import other_backend
@@ -91,6 +93,13 @@ def test_a_request_reaches_its_host_as_from_a_client(echo: int) -> None:
     )
 
 
+@pytest.fixture
+def tunnels(echo: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The web server's port is one for TLS."""
+    monkeypatch.setattr(egress, "TLS_PORTS", frozenset({echo}))
+
+
+@pytest.mark.usefixtures("tunnels")
 def test_a_tunnel_passes_bytes_both_ways(echo: int) -> None:
     host = f"127.0.0.1:{echo}"
     request = f"CONNECT {host} HTTP/1.1\r\n\r\nGET /in HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -105,7 +114,9 @@ REFUSED = {
     "another name": ("CONNECT localhost:{port} HTTP/1.1", 403),
     "another port by http": ("GET http://127.0.0.1:{other}/ HTTP/1.1", 403),
     "the usual port": ("GET http://127.0.0.1/ HTTP/1.1", 403),
-    "a user in front": ("GET http://127.0.0.1:{port}@localhost:{port}/ HTTP/1.1", 403),
+    "a user in front": ("GET http://127.0.0.1:{port}@localhost:{port}/ HTTP/1.1", 400),
+    "a user before the listed host": ("GET http://user@127.0.0.1:{port}/ HTTP/1.1", 400),
+    "a tunnel to a port that is not for TLS": ("CONNECT 127.0.0.1:{port} HTTP/1.1", 403),
     "https without a tunnel": ("GET https://127.0.0.1:{port}/ HTTP/1.1", 400),
     "a path": ("GET / HTTP/1.1", 400),
     "no port": ("CONNECT 127.0.0.1 HTTP/1.1", 400),
@@ -115,7 +126,70 @@ REFUSED = {
     "two lengths": ("POST http://127.0.0.1:{port}/ HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2", 411),
     "no HTTP": ("SSH-2.0-OpenSSH", 400),
     "a broken header": ("GET http://127.0.0.1:{port}/ HTTP/1.1\r\nbroken", 400),
+    "a header that a line feed hides": (
+        "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nX: a\nTransfer-Encoding: chunked",
+        400,
+    ),
+    "a request that line feeds hide": (
+        "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nX: a\n\nGET /b HTTP/1.1\nHost: evil",
+        400,
+    ),
+    "a line feed in the target": ("GET http://127.0.0.1:{port}/\nHost:evil HTTP/1.1", 400),
+    "a tab for a space": ("GET\thttp://127.0.0.1:{port}/ HTTP/1.1", 400),
+    "a folded header": ("GET http://127.0.0.1:{port}/ HTTP/1.1\r\nX: a\r\n Content-Length: 9", 400),
+    "a space before the colon": ("GET http://127.0.0.1:{port}/ HTTP/1.1\r\nContent-Length : 9", 400),
+    "a name that is no token": ("GET http://127.0.0.1:{port}/ HTTP/1.1\r\nX(y): 9", 400),
+    "no method": (" http://127.0.0.1:{port}/ HTTP/1.1", 400),
+    "another version": ("GET http://127.0.0.1:{port}/ HTTP/1.10", 400),
 }
+CONTROLS = [chr(number) for number in (*range(0x20), 0x7F) if chr(number) != "\t"]
+
+
+def test_no_control_character_passes(echo: int) -> None:
+    """In the request line, in a header's name and in its value."""
+    host = f"127.0.0.1:{echo}"
+    requests = [
+        line.encode() + b"\r\n\r\n"
+        for control in CONTROLS
+        for line in (
+            f"GET http://{host}/a{control}b HTTP/1.1",
+            f"GET http://{host}/ HTTP/1.1\r\nX{control}Y: 1",
+            f"GET http://{host}/ HTTP/1.1\r\nX: 1{control}Y: 2",
+        )
+    ]
+    for request, answer in zip(requests, talk([host], *requests), strict=True):
+        assert answer.startswith(b"HTTP/1.1 400 "), (request, answer)
+
+
+def test_connections_are_accepted_only_while_there_are_slots(echo: int) -> None:
+    """Idle ones beyond the limit wait in the kernel, and take no file descriptor of the server."""
+
+    async def main() -> None:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        proxy = EgressProxy([f"127.0.0.1:{echo}"])
+        await proxy.start(listener)
+        port, before = listener.getsockname()[1], len(os.listdir("/proc/self/fd"))
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
+        await asyncio.sleep(0.1)
+        assert len(os.listdir("/proc/self/fd")) - before - len(idle) <= egress.CONNECTIONS
+        for _, writer in idle[: egress.CONNECTIONS + 50]:
+            writer.transport.abort()
+        reader, writer = idle[-1]
+        writer.write(f"GET http://127.0.0.1:{echo}/late HTTP/1.1\r\n\r\n".encode())
+        for _, other in idle[:-1]:
+            other.transport.abort()
+        assert received(await asyncio.wait_for(reader.read(), 10))["path"] == "/late"
+        writer.transport.abort()
+        await proxy.close()
+        assert len(os.listdir("/proc/self/fd")) < before
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("tunnels")
+def test_a_tunnel_to_a_tls_port_is_no_way_to_another_host(echo: int) -> None:
+    (answer,) = talk([f"127.0.0.1:{echo}"], f"CONNECT localhost:{echo} HTTP/1.1\r\n\r\n".encode())
+    assert answer.startswith(b"HTTP/1.1 403 ")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -129,7 +203,7 @@ def test_all_else_is_refused(echo: int, name: str) -> None:
 def test_a_host_that_is_not_there_is_a_bad_gateway() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         host = f"127.0.0.1:{closed.getsockname()[1]}"
-    (answer,) = talk([host], f"CONNECT {host} HTTP/1.1\r\n\r\n".encode())
+    (answer,) = talk([host], f"GET http://{host}/ HTTP/1.1\r\n\r\n".encode())
     assert answer.startswith(b"HTTP/1.1 502 ")
 
 
@@ -170,6 +244,7 @@ def test_code_reaches_the_listed_host_and_no_other(echo: int) -> None:
     in_sandbox([f"127.0.0.1:{echo}"], use)
 
 
+@pytest.mark.usefixtures("tunnels")
 def test_a_close_ends_connections_that_are_open(echo: int) -> None:
     async def use(sandbox: Sandbox) -> None:
         connect = "import socket\ns = socket.create_connection(('127.0.0.1', 3128))\n"
@@ -179,6 +254,6 @@ def test_a_close_ends_connections_that_are_open(echo: int) -> None:
         await asyncio.wait_for(sandbox.close(), 5)
         await asyncio.gather(call, return_exceptions=True)
         others = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not [task for task in others if "_accepted" in repr(task.get_coro())]
+        assert not [task for task in others if "EgressProxy" in repr(task.get_coro())]
 
     in_sandbox([f"127.0.0.1:{echo}"], use)

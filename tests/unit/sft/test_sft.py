@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from agentrl.config.load import load_config
 from agentrl.config.render import RenderConfig
@@ -197,7 +196,7 @@ def test_batches_weigh_policy_and_context() -> None:
 
 def test_a_run_lowers_the_loss_and_writes_a_policy(tmp_path: Path) -> None:
     run = config(f"run.dir={tmp_path / 'run'}", "sft.steps=8", "learner.optimizer.lr=1e-3", "sft.steps_per_world=1")
-    out = sft(run, console=Console(quiet=True))
+    out = sft(run, note=print)
     assert out == tmp_path / "run" / "model"
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 9))
@@ -214,24 +213,23 @@ def test_minutes_end_a_run_early(tmp_path: Path) -> None:
     small = [each for each in SMALL if not each.startswith(("tasks.", "env.", "model."))]
     command = find_config("search_r1/sft_control")  # the README's
     run = load_config(command, [*small, f"run.dir={tmp_path}", "sft.minutes=0.0001"])
-    assert sft(run, console=Console(quiet=True)).is_dir()
+    assert sft(run, note=print).is_dir()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) < 5
 
 
 def test_ctrl_c_saves_what_there_is(tmp_path: Path) -> None:
-    class Interrupting(Console):
-        def print(self, *objects: object, **options: object) -> None:
-            if "step 50/" in str(objects):
-                signal.raise_signal(signal.SIGINT)
+    def interrupting(message: str) -> None:
+        if "step 50/" in message:
+            signal.raise_signal(signal.SIGINT)
 
     run = config(f"run.dir={tmp_path}", "sft.steps=100000", "sft.batch_size=1", "sft.steps_per_world=60")
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(RunStopped, match="after 50 of 100000"):
-        sft(run, console=Interrupting())
+        sft(run, note=interrupting)
     assert (tmp_path / "model" / "model.safetensors").is_file()
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_taskset_is_needed() -> None:
     with pytest.raises(ConfigError, match=r"tasks\.name"):
-        sft(load_config(None, []), console=Console(quiet=True))
+        sft(load_config(None, []), note=print)
