@@ -13,7 +13,7 @@ def folders(top: str) -> set[str]:
     return {
         ".".join(init.parent.relative_to(ROOT).parts)
         for init in (ROOT / top).rglob("__init__.py")
-        if "__pycache__" not in init.parts
+        if not {"__pycache__", "template"} & {*init.parts}  # the template's package is data
     }
 
 

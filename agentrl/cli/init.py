@@ -27,6 +27,7 @@ def run(arguments: argparse.Namespace) -> None:
     for command in (
         f"cd {shlex.quote(str(arguments.project))}",
         "agentrl train --config config.yaml",
+        "pip install -e '.[test]'",
         "python -m pytest",
     ):
         console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)

@@ -1,13 +1,19 @@
 """`agentrl init` as its first user meets it: the project's own tests pass, and it trains at once."""
 
 import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
+import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 from shared_runs import Services, agentrl, environment, here, metrics
 
+from agentrl.cli.main import _parse, build_parser
 from agentrl.project_template import template_files
 
 
@@ -16,16 +22,21 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cwd = tmp_path_factory.mktemp("init")
     done = agentrl("init", "first-steps", cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
-    for command in ("cd first-steps", "agentrl train --config config.yaml", "python -m pytest"):
+    for command in (
+        "cd first-steps",
+        "agentrl train --config config.yaml",
+        "pip install -e '.[test]'",
+        "python -m pytest",
+    ):
         assert f"  {command}\n" in done.stdout
     return cwd / "first-steps"
 
 
 def test_every_file_is_there_with_the_projects_name(project: Path) -> None:
     written = sorted(path.relative_to(project) for path in project.rglob("*") if path.is_file())
-    assert written == sorted(template_files())
+    assert written == sorted(Path(str(path).replace("my_package", "first_steps")) for path in template_files())
     texts = [(project / path).read_text() for path in written]
-    assert not any("my_project" in text for text in texts)
+    assert not any(name in text for text in texts for name in ("my_project", "my_package"))
     assert (project / "README.md").read_text().startswith("# first-steps\n")
     assert 'name = "first-steps"' in (project / "pyproject.toml").read_text()
 
@@ -44,8 +55,36 @@ def test_its_own_tests_pass(project: Path) -> None:
     assert "6 passed" in done.stdout
 
 
+def test_it_needs_what_its_readme_uses_and_installs_as_a_wheel_with_its_code(project: Path, tmp_path: Path) -> None:
+    needs = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    assert needs["dependencies"] == ["agentrl"]
+    assert any(each.startswith("pytest") for each in needs["optional-dependencies"]["test"])
+    copy = shutil.copytree(project, tmp_path / "copy")  # a build leaves files
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=copy, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("first_steps-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+        assert {f"first_steps/{name}.py" for name in ("__init__", "env", "tasks", "tools")} <= held
+        points = archive.read(next(name for name in held if name.endswith("/entry_points.txt"))).decode()
+    assert "[agentrl.envs]\nfirst-steps = first_steps.env:DirectoryEnv" in points
+    assert "[agentrl.tasks]\nfirst-steps = first_steps.tasks:People" in points
+
+
+def test_commands_of_its_readme_are_parsed(project: Path) -> None:
+    block = "\n".join(re.findall(r"^```\n(.*?)^```", (project / "README.md").read_text(), re.DOTALL | re.MULTILINE))
+    lines = re.findall(r"^agentrl (.+)$", block, re.MULTILINE)
+    assert len(lines) == 5
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        _parse(build_parser(words[0]), words)
+
+
 def test_its_environment_passes_the_check(project: Path) -> None:
-    done = agentrl("env", "check", "env.py:DirectoryEnv", cwd=project)
+    done = agentrl("env", "check", "first_steps.env:DirectoryEnv", cwd=project)
     assert done.returncode == 0, done.stderr
     assert "passes" in done.stdout
 
@@ -63,12 +102,14 @@ def test_it_trains(project: Path, services: Services) -> None:
 def test_from_elsewhere_the_error_says_where_was_looked(project: Path) -> None:
     done = here("train", "--config", "first-steps/config.yaml", "--dry-run", cwd=project.parent)
     assert done.returncode == 2
-    assert str(project.parent / "env.py") in done.stderr
-    assert "env.name=env.py:DirectoryEnv" in done.stderr
-    assert "starts in the folder where the command runs" in done.stderr
+    assert "env.name=first_steps.env:DirectoryEnv: there is no module 'first_steps'" in done.stderr
+    assert f"in {project.parent}" in done.stderr
 
 
-@pytest.mark.parametrize(("name", "message"), [("2fast", "starts with a letter"), ("my project", "no name")])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("2fast", "starts with a letter"), ("my project", "no name"), ("Json", "a module 'json'"), ("class", "a module")],
+)
 def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str, message: str) -> None:
     done = here("init", name, cwd=tmp_path)
     assert done.returncode == 2

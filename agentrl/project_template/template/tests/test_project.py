@@ -5,9 +5,9 @@ import asyncio
 from agentrl import StopReason, Task, ToolCall, ToolResult
 from agentrl.testing import check_env, check_tool, play_episode
 
-from env import DirectoryEnv
-from tasks import DIRECTORIES, People
-from tools import look_up
+from my_package.env import DirectoryEnv
+from my_package.tasks import DIRECTORIES, People
+from my_package.tools import look_up
 
 
 def respond(call: ToolCall) -> ToolResult:

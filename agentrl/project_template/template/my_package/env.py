@@ -21,7 +21,7 @@ from agentrl import (
     ToolStatus,
 )
 
-from tools import look_up
+from my_package.tools import look_up
 
 PROMPT = (
     "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get "

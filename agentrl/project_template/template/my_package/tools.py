@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentrl import tool
 
-from tasks import DIRECTORIES
+from my_package.tasks import DIRECTORIES
 
 
 @tool(timeout_s=5)
