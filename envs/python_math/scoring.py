@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from agentrl.rewards import last_boxed, last_number, same_number
 from agentrl.rewards.math_equivalence import equivalent
 
-_NUMERAL = re.compile(r"\s*\$?\s*[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?\s*\$?\s*")
-"""A plain number, which only its value distinguishes."""
+_NUMERAL = re.compile(r"[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 
 def same_answer(answer: str, accepted: Iterable[str]) -> bool:
@@ -25,10 +24,16 @@ def same_answer(answer: str, accepted: Iterable[str]) -> bool:
     return any(_same(answer, last_boxed(right) or right) for right in accepted)
 
 
+def is_numeral(text: str) -> bool:
+    """Return whether a text is a plain number, white space and dollar signs around it aside."""
+    inner = text.strip().removeprefix("$").removesuffix("$").strip()
+    return _NUMERAL.fullmatch(inner) is not None
+
+
 def _same(answer: str, right: str) -> bool:
     if answer.split() == right.split():
         return True
-    if _NUMERAL.fullmatch(answer) and _NUMERAL.fullmatch(right):
+    if is_numeral(answer) and is_numeral(right):
         number, expected = last_number(answer), last_number(right)
         if number is not None and expected is not None:  # None for numbers of hundreds of digits
             return same_number(number, expected)

@@ -14,7 +14,7 @@ _DESCRIPTION = (
 )
 _STATELESS = "every call is a new program, so variables and imports do not stay."
 _STATEFUL = "variables, functions and imports stay for later calls too."
-_FENCED = re.compile(r"\s*(`{3,}|~{3,})[ \t]*[\w+-]*[ \t]*\r?\n(?P<code>.*?)\r?\n?[ \t]*\1\s*", re.DOTALL)
+_LANGUAGE = re.compile(r"[\w+-]*")
 _PARAMETERS = {
     "type": "object",
     "properties": {"code": {"type": "string", "description": "A complete Python program."}},
@@ -49,5 +49,10 @@ class PythonTool(SandboxTool):
 
 def without_fence(code: str) -> str:
     """Return code without a Markdown fence around all of it, which many policies cannot help writing."""
-    fenced = _FENCED.fullmatch(code)
-    return fenced["code"] if fenced else code
+    text = code.strip()
+    first, newline, rest = text.partition("\n")
+    fence = first[: len(first) - len(first.lstrip(first[:1]))]
+    language = first[len(fence) :].strip()
+    if fence[:3] not in ("```", "~~~") or not newline or not rest.endswith(fence) or not _LANGUAGE.fullmatch(language):
+        return code
+    return rest.removesuffix(fence).rstrip(" \t").removesuffix("\n").removesuffix("\r")

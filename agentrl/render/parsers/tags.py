@@ -38,11 +38,13 @@ def _calls(text: str, tools: Mapping[str, Tool]) -> Iterator[ToolCall]:
         return
     opening = re.compile(f"<({'|'.join(map(re.escape, tools))})>")
     at = 0
+    ends: dict[str, int] = {}  # of the closing tag that was found last, so that none is searched for twice
     while (found := opening.search(text, at)) is not None:
         name, start = found[1], found.end()
-        end = text.find(f"</{name}>", start)
-        again = text.find(found[0], start)
-        if end < 0 or 0 <= again < end:
+        end = ends.get(name, 0)
+        if 0 <= end < start:
+            end = ends[name] = text.find(f"</{name}>", start)
+        if end < 0 or text.find(found[0], start, end) >= 0:
             yield truncated(f"</{name}>", name)
             at = start
         else:
