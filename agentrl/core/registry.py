@@ -7,10 +7,12 @@ on lookup.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,6 +80,24 @@ def _defined_as(tool: Tool | type[ToolService]) -> str:
 def names(group: str) -> list[str]:
     """Return all registered names of a group, such as ``agentrl.envs``."""
     return sorted({*_registered[group], *_points(group)})
+
+
+def sources(group: str) -> dict[str, list[Path]]:
+    """Return where the registered objects of a group are defined, by name: folders of top-level packages, or files.
+
+    Imports no plugin. Packages that are not installed as files are left out.
+    """
+    found: dict[str, list[Path]] = {}
+    for name, point in _points(group).items():
+        spec = find_spec(point.module.partition(".")[0])
+        if spec is not None:
+            places = spec.submodule_search_locations or ([spec.origin] if spec.has_location and spec.origin else [])
+            found[name] = [Path(place) for place in places]
+    for name, thing in _registered[group].items():
+        file = getattr(sys.modules.get(thing.__module__), "__file__", None)
+        if file is not None:
+            found[name] = [Path(file)]
+    return found
 
 
 def lookup(group: str, name: str, what: str, key: str) -> Any:

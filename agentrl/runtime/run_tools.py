@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
+from agentrl.core.imports import is_reference
 from agentrl.core.registry import env_class
 from agentrl.core.tool import Tool, ToolService
 from agentrl.episode.custom_loop import needed_tools
 from agentrl.sandbox.base import unsafe_warning
 from agentrl.sandbox.registry import backend_class
+from agentrl.sandbox.shown_folders import check_shown
 from agentrl.toolserver.service import find_service
 
 _log = logging.getLogger(__name__)
@@ -60,6 +63,22 @@ def check_tools(config: Config) -> None:
     for name, service in services.items():
         if tool_url(config, name) is None:
             service.check(service_options(config, name, service))
+            if service.sandboxed:
+                check_shown(config.sandbox, _files_of(config))
+
+
+def _files_of(config: Config) -> dict[Path, str]:
+    """Return the files of a run that code must not read, with what they are."""
+    files = {"data.path": config.data.path, "data.eval_path": config.data.eval_path, "run.dir": config.run.dir}
+    references = {
+        "env.name": config.env.name,
+        "tasks.name": config.tasks.name,
+        "reward.function": config.reward.function,
+    }
+    for key, name in references.items():
+        if name is not None and is_reference(name) and name.partition(":")[0].endswith(".py"):
+            files[key] = Path(name.partition(":")[0])
+    return {path.resolve(): f"run's {key}" for key, path in files.items() if path is not None}
 
 
 def warn_unsandboxed(config: Config, services: Mapping[str, ToolService]) -> None:

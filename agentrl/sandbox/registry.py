@@ -8,6 +8,7 @@ from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.registry import SANDBOXES, lookup
 from agentrl.sandbox.base import SandboxBackend
+from agentrl.sandbox.shown_folders import check_shown
 
 KEY = "sandbox.backend"
 
@@ -33,7 +34,8 @@ def make_backend(config: SandboxConfig) -> SandboxBackend:
     """Return the backend that ``sandbox.backend`` names, not started yet. There is no fallback to another backend.
 
     Raises:
-        UnknownNameError, ConfigError: see `backend_class`.
+        UnknownNameError, ConfigError: see `backend_class` and `check_shown`.
 
     """
+    check_shown(config)
     return backend_class(config.backend)(config)

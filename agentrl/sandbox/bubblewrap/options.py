@@ -19,6 +19,7 @@ from agentrl.core.errors import ConfigError, MissingError
 from agentrl.sandbox.base import WORK, Defence
 from agentrl.sandbox.egress import proxy_environment
 from agentrl.sandbox.runner_command import python_command
+from agentrl.sandbox.shown_folders import SYSTEM, hidden_below
 
 USER = 1000
 """User id of code inside."""
@@ -198,8 +199,11 @@ def _files(config: SandboxConfig, defences: frozenset[Defence], inherited: Mappi
 
 
 def _programs() -> list[str]:
-    """Bind the machine's programs and libraries read-only, wherever its distribution keeps them."""
-    arguments = ["--ro-bind", "/usr", "/usr"]
+    """Bind the machine's programs and libraries read-only, wherever its distribution keeps them; without tasks among them."""
+    arguments = ["--ro-bind", str(SYSTEM), str(SYSTEM)]
+    for path in hidden_below(SYSTEM):
+        over = ["--tmpfs", str(path), "--remount-ro", str(path)]
+        arguments += over if path.is_dir() else ["--ro-bind", os.devnull, str(path)]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         path = Path("/") / name
         if path.is_symlink():
