@@ -52,6 +52,9 @@ class SandboxConfig(Section):
     Folders with tasks, environments, or the run's own Python environment are refused: code could read hidden tests."""
     image: str = "python:3.12-slim"
     """The image of ``docker``; it must be there already and have Python 3.9 or newer."""
+    runtime: str | None = None
+    """The runtime of ``docker`` that has its own kernel, by its name at the daemon: ``runsc`` (gVisor), or Kata's. Without one,
+    code runs on the machine's kernel. A runtime on the machine's kernel is refused."""
     docker_url: str | None = None
     """The daemon's address; without one ``DOCKER_HOST`` or the usual socket."""
     accept_no_memory_limit: bool = False

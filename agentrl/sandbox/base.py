@@ -22,6 +22,7 @@ A backend that can start a Python process and talk to it over a stream needs onl
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -77,6 +78,8 @@ class Defence(StrEnum):
     """None of the server's environment variables."""
     PRIVILEGES = "privileges"
     """An unprivileged user without capabilities, who can gain none."""
+    KERNEL = "kernel"
+    """Code runs on a second kernel, that of ``sandbox.runtime``; only with such a runtime."""
     RUNNER = "runner"
     """The runner's memory and files cannot be opened: it is not dumpable."""
     SWEEP = "sweep"
@@ -222,6 +225,11 @@ class SandboxBackend(ABC):
     def __init__(self, config: SandboxConfig, defences: frozenset[Defence] = ALL_DEFENCES) -> None:
         self.config = config
         self.defences = defences
+
+    @property
+    def machine_kernel(self) -> str:
+        """Release of the kernel of the machine that sandboxes are on."""
+        return os.uname().release
 
     @classmethod  # noqa: B027 - optional
     def check(cls, config: SandboxConfig) -> None:

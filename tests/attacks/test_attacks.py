@@ -24,6 +24,7 @@ from dockerd import NoDocker, image_tar
 
 from agentrl.config.sandbox import SandboxLimits
 from agentrl.sandbox.cgroup import CgroupTree, Mounts, parse_mounts, sockets_bytes
+from agentrl.sandbox.seccomp import bpf_program
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -91,6 +92,15 @@ def named(attack: Attack) -> str:
 
 def test_there_are_many_and_each_has_its_name() -> None:
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 120
+
+
+def test_the_page_has_every_attack() -> None:
+    page = (TESTS.parent / "docs" / "attacks.md").read_text()
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in page.splitlines() if line.count(" | ") == 4]
+    assert {row for row in rows if not row.startswith("**")} == {"attack", *(attack.name for attack in ATTACKS)}
+    assert f"runs {len(ATTACKS)} attacks on both backends" in page
+    counts = {machine: len(bpf_program(machine)) // 8 for machine in ("x86_64", "aarch64")}
+    assert f"({counts['x86_64']} instructions on x86_64, {counts['aarch64']} on aarch64)" in page
 
 
 def test_few_attacks_have_no_control() -> None:

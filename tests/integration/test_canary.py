@@ -71,6 +71,22 @@ def test_only_what_is_missing_is_named(config: SandboxConfig) -> None:
     assert asyncio.run(found()) == {Defence.INODES}
 
 
+def test_with_a_second_kernel_calls_of_the_filter_are_that_kernels_own(config: SandboxConfig) -> None:
+    """The machine's kernel has another name here, as if code ran on a second one, and there is no filter: as with gVisor."""
+
+    class Second(BubblewrapBackend):
+        machine_kernel = "another-1.0"
+
+    async def run() -> None:
+        async with Second(config, ALL_DEFENCES - {Defence.SECCOMP}) as backend:
+            with pytest.raises(MissingError, match="a vsock socket"):
+                await check_backend(backend)
+            backend.config = config.model_copy(update={"runtime": "runsc"})
+            await check_backend(backend)
+
+    asyncio.run(run())
+
+
 def test_survey_says_why_a_backend_does_not_start(config: SandboxConfig) -> None:
     from rich.console import Console
 

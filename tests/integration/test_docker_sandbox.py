@@ -16,7 +16,7 @@ import docker
 import pytest
 from dockerd import IMAGE, DockerHost, NoDocker, OwnDaemon, import_image, own_daemon
 
-from agentrl.config.sandbox import SandboxConfig
+from agentrl.config.sandbox import SandboxConfig, SandboxLimits
 from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
 from agentrl.core.types import ToolStatus
 from agentrl.sandbox.base import Job, Outcome, Sandbox
@@ -277,6 +277,25 @@ def test_readonly_folders_are_there_and_stay_as_they_are(dockerd: DockerHost, tm
     assert (folder / "file").read_text() == "content"
 
 
+def test_a_runtime_on_the_machines_own_kernel_is_refused_by_the_canary(dockerd: DockerHost) -> None:
+    """The daemon's usual runtime stands for one that is registered under a name of its own and isolates no better."""
+
+    async def calls(backend: DockerBackend) -> None:
+        async with opened(backend) as sandbox:
+            client = docker.APIClient(base_url=dockerd.url)
+            assert client.inspect_container(sandbox.id)["HostConfig"]["Runtime"] == "io.containerd.runc.v2"
+            client.close()
+        with pytest.raises(MissingError, match=r"Possible in it: run on the machine's kernel \(kernel\): kernel "):
+            await check_backend(backend)
+
+    play(
+        dockerd,
+        calls,
+        runtime="io.containerd.runc.v2",
+        limits=SandboxLimits(memory_mb=64, disk_mb=8, file_mb=4, inodes=256),
+    )
+
+
 def test_canary_finds_nothing(dockerd: DockerHost) -> None:
     play(dockerd, check_backend)
 
@@ -426,6 +445,7 @@ def test_refusals_say_what_to_do(dockerd: DockerHost, tmp_path: Path) -> None:
     refused(MissingError, r"sandbox\.python=python9 does not work", python="python9")
     refused(MissingError, r"sandbox\.readonly|/not/there", readonly=("/not/there",))
     refused(ConfigError, "ssh -L", docker_url="ssh://somewhere")
+    refused(MissingError, r"sandbox\.runtime=runsc.* has only .*runc.*runsc install", runtime="runsc")
     assert containers(dockerd.url) == []
 
 
@@ -435,7 +455,7 @@ import json, struct, sys
 while True:
     (length,) = struct.unpack("<I", sys.stdin.buffer.read(4))
     request = json.loads(sys.stdin.buffer.read(length))
-    reply = json.dumps({"id": request["id"], "python": "3.8.19", "pid": 1}).encode()
+    reply = json.dumps({"id": request["id"], "sizes": [], "python": "3.8.19", "pid": 1}).encode()
     sys.stdout.buffer.write(struct.pack("<I", len(reply)) + reply)
     sys.stdout.flush()
 '

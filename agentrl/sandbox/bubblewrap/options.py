@@ -83,13 +83,15 @@ def _program(name: str, hint: str) -> str:
 
 
 def check_paths(config: SandboxConfig) -> None:
-    """Check that a sandbox can see its folders and its interpreter.
+    """Check that a sandbox can see its folders and its interpreter, and needs no runtime.
 
     Raises:
-        ConfigError: bubblewrap cannot show one of them inside.
+        ConfigError: bubblewrap cannot show one of them inside, or has no such runtime.
         MissingError: a folder does not exist.
 
     """
+    if config.runtime is not None:
+        raise ConfigError(f"sandbox.runtime={config.runtime} is a runtime of Docker's: set sandbox.backend=docker")
     for path in config.readonly:
         if path.is_relative_to(MOUNT):
             raise ConfigError(f"sandbox.readonly has {path}: folders below {MOUNT} cannot be shown to bubblewrap")

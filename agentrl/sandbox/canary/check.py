@@ -177,7 +177,7 @@ async def try_backend(backend: SandboxBackend) -> list[Finding]:
     if not backend.isolated:
         raise ConfigError(f"sandbox.backend={backend.name} isolates nothing: attempts in it would harm this machine")
     async with await backend.open("canary") as sandbox:
-        findings = await _attempt_escapes(sandbox)
+        findings = await _attempt_escapes(sandbox, None if backend.config.runtime is None else backend.machine_kernel)
     for excesses in (_EXCESSES, _FILLING):
         async with await backend.open("canary") as sandbox:
             for excess in excesses:
@@ -188,8 +188,14 @@ async def try_backend(backend: SandboxBackend) -> list[Finding]:
     return findings
 
 
-async def _attempt_escapes(sandbox: Sandbox) -> list[Finding]:
-    """Attempt to reach what is outside, in one process; listening sockets of this process are among its targets."""
+async def _attempt_escapes(sandbox: Sandbox, kernel: str | None) -> list[Finding]:
+    """Attempt to reach what is outside, in one process; listening sockets of this process are among its targets.
+
+    Args:
+        sandbox: a new one.
+        kernel: release of the kernel on which code must not run; None if it may run on any.
+
+    """
     with ExitStack() as exits:
         listener = exits.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
@@ -202,6 +208,7 @@ async def _attempt_escapes(sandbox: Sandbox) -> list[Finding]:
             "abstract": abstract.getsockname().decode(),
             "server_pid": os.getpid(),
             "home": os.path.expanduser("~"),
+            "kernel": kernel,
         }
         outcome = await sandbox.run(
             Job("escape", code=ESCAPE_ATTEMPTS.replace("@TARGETS@", json.dumps(targets)), wall_s=20.0)
@@ -223,9 +230,16 @@ async def _exceed(sandbox: Sandbox, excess: _Excess, config: SandboxConfig) -> F
     return Finding(excess.defence, excess.attempt, excess.held(outcome, config), result[:80])
 
 
-def _accepted(config: SandboxConfig) -> set[Defence]:
-    """Return the defences that the configuration explicitly does without."""
-    return {Defence.MEMORY, Defence.PROCESSES, Defence.CPU} if config.accept_no_memory_limit else set()
+def _accepted(config: SandboxConfig, findings: Sequence[Finding]) -> set[Defence]:
+    """Return the defences without which a server may start.
+
+    They are those that the configuration explicitly does without; with a second kernel also the filter of system calls, which
+    protects the machine's kernel: calls only reach the second one.
+    """
+    accepted = {Defence.MEMORY, Defence.PROCESSES, Defence.CPU} if config.accept_no_memory_limit else set()
+    if any(finding.defence is Defence.KERNEL and finding.held for finding in findings):
+        accepted.add(Defence.SECCOMP)
+    return accepted
 
 
 async def check_backend(backend: SandboxBackend) -> None:
@@ -242,7 +256,7 @@ async def check_backend(backend: SandboxBackend) -> None:
     except SandboxFailure as error:
         raise MissingError(f"sandbox.backend={backend.name} does not work here: {error}. {_ADVICE}") from None
     _log.info("canary of %s:\n%s", backend.name, as_text(findings_table(findings, backend.name)))
-    accepted = _accepted(backend.config)
+    accepted = _accepted(backend.config, findings)
     succeeded = [finding for finding in findings if not finding.held and finding.defence not in accepted]
     if succeeded:
         attempts = "; ".join(f"{finding.attempt} ({finding.defence}): {finding.result}" for finding in succeeded)

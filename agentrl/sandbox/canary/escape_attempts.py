@@ -79,6 +79,7 @@ def expect(defence, title, good, result):
 
 arm = platform.machine() == "aarch64"
 runner = os.getppid()
+capabilities = status("CapEff")  # in a user namespace, which an attempt may get, a process has them all
 buffer = ctypes.create_string_buffer(256)
 attempt("files", "read /etc/shadow", lambda: peek("/etc/shadow"))
 attempt("files", "list the server's home", lambda: os.listdir(targets["home"]))
@@ -102,11 +103,14 @@ refuse("seccomp", "a kernel keyring", lambda: syscall(219 if arm else 250, 0, -3
 refuse("seccomp", "userfaultfd", lambda: syscall(282 if arm else 323, 1))
 refuse("seccomp", "perf_event_open", lambda: syscall(241 if arm else 298, buffer, 0, -1, -1, 0))
 attempt("privileges", "become root", lambda: call("setuid", 0) if os.getuid() else "is root")
-expect("privileges", "hold a capability", int(status("CapEff"), 16) == 0, status("CapEff"))
+expect("privileges", "hold a capability", int(capabilities, 16) == 0, capabilities)
 expect("privileges", "gain privileges by a setuid program", status("NoNewPrivs") == "1", "NoNewPrivs " + status("NoNewPrivs"))
 unexpected = sorted(set(os.environ) - {"PATH", "HOME", "LANG", "LC_CTYPE", "TMPDIR", "PWD", "HOSTNAME", "TERM", "SHLVL", "_",
                                     "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "NO_PROXY", "no_proxy"})
 expect("environment", "read the server's environment", not unexpected, " ".join(unexpected) or "nothing of it")
+if targets["kernel"] is not None:
+    release = os.uname().release
+    expect("kernel", "run on the machine's kernel", release != targets["kernel"], "kernel " + release)
 print(json.dumps(rows))
 '''
 """Prints rows ``[defence, attempt, held, result]`` as JSON. ``@TARGETS@`` is replaced by the targets outside."""

@@ -114,9 +114,15 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
         self.url = _daemon_url(config)
         self._cgroup = cgroup if cgroup is not None else os.environ.get(CGROUP_VARIABLE)
         self._api: Any = None
+        self._machine_kernel = ""
         self._options: dict[str, Any] = {}
         self._to_remove: set[str] = set()
         """Names of containers to remove; those stay that could not be removed yet."""
+
+    @property
+    def machine_kernel(self) -> str:
+        """Release of the kernel of the daemon's machine."""
+        return self._machine_kernel
 
     @classmethod
     def check(cls, config: SandboxConfig) -> None:
@@ -173,6 +179,15 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
                 f"the Docker daemon at {self.url} cannot limit {' and '.join(unbounded)}: it needs cgroups (a rootless "
                 "one: delegated ones); or set sandbox.accept_no_memory_limit=true"
             )
+        runtime = self.config.runtime
+        # A name with a dot is that of a shim, which the daemon finds by itself.
+        if runtime is not None and "." not in runtime and runtime not in info["Runtimes"]:
+            known = ", ".join(sorted(info["Runtimes"]))
+            raise MissingError(
+                f"sandbox.runtime={runtime}, but the Docker daemon at {self.url} has only {known}: install it and register it "
+                "with the daemon (gVisor: `runsc install`)"
+            )
+        self._machine_kernel = info["KernelVersion"]
         try:
             image = self._api.inspect_image(self.config.image)
         except ImageNotFound as error:

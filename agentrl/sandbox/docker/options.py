@@ -101,6 +101,8 @@ def _host_options(config: SandboxConfig, defences: frozenset[Defence], image: Ma
         "ipc_mode": "private" if Defence.PROCESS_NAMESPACE in defences else "host",
         "security_opt": [],
     }
+    if Defence.KERNEL in defences and config.runtime is not None:
+        options["runtime"] = config.runtime
     if Defence.PROCESS_NAMESPACE in defences:
         options["sysctls"] = IPC
     else:

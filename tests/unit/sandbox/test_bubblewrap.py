@@ -255,6 +255,7 @@ def test_folders_can_be_shown(tmp_path: Path) -> None:
         ({"readonly": (Path("/dev/shm/x"),)}, ConfigError, "below /dev/shm"),
         ({"readonly": (Path("/no/such"),)}, MissingError, "does not exist"),
         ({"python": "/opt/own/python"}, ConfigError, "neither below /usr"),
+        ({"runtime": "runsc"}, ConfigError, r"sandbox\.runtime=runsc .* sandbox\.backend=docker"),
     ],
 )
 def test_paths_that_no_sandbox_could_see(section: dict[str, object], error: type[Exception], words: str) -> None:

@@ -131,13 +131,14 @@ def test_shares_of_disk_and_inodes_make_the_limit() -> None:
         (Defence.CPU, "CpuQuota", None),
         (Defence.NETWORK, "NetworkMode", "host"),
         (Defence.PROCESS_NAMESPACE, "PidMode", "host"),
+        (Defence.KERNEL, "Runtime", None),
         (Defence.FILES, "ReadonlyRootfs", False),
         (Defence.PRIVILEGES, "CapDrop", None),
         (Defence.SECCOMP, "SecurityOpt", ["no-new-privileges", "seccomp=unconfined"]),
     ],
 )
 def test_a_defence_that_is_away_is_away_alone(defence: Defence, key: str, value: object) -> None:
-    config = SandboxConfig()
+    config = SandboxConfig(runtime="runsc")
     whole, less = options(config)["host_config"], options(config, frozenset({defence}))["host_config"]
     assert less.get(key) == value != whole.get(key)
 
