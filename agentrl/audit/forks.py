@@ -26,6 +26,7 @@ def graph_faults(rollout: Rollout) -> Iterator[Fault]:
     temperatures = {row.temperature for row in rollout.rows}
     if len(temperatures) > 1:
         yield Fault(f"its rows were sampled at several temperatures: {', '.join(map(str, sorted(temperatures)))}")
+    yield from _agent_faults(rollout.rows)
     sampled = 0
     for rows in agents.values():
         graph = _Graph(rows)
@@ -34,6 +35,15 @@ def graph_faults(rollout: Rollout) -> Iterator[Fault]:
         yield from graph.faults()
     if sampled != rollout.sampled_tokens:
         yield Fault(f"sampled_tokens is {rollout.sampled_tokens}; its rows have {sampled} sampled tokens")
+
+
+def _agent_faults(rows: Sequence[Row]) -> Iterator[Fault]:
+    """Yield requests that sampled for several agents."""
+    agents: dict[str, str] = {}
+    for row in rows:
+        for name in row.request_ids:
+            if (other := agents.setdefault(name, row.key.agent_id)) != row.key.agent_id:
+                yield Fault(f"request {name!r} sampled for agent {other!r} too", row.key.row)
 
 
 def _row_faults(rows: Sequence[Row]) -> Iterator[Fault]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from agentrl.audit.forks import graph_faults
@@ -12,7 +12,7 @@ from agentrl.audit.texts import Texts, sampled_turns
 from agentrl.batch.provenance import check_rows
 from agentrl.core.errors import ProvenanceError
 from agentrl.core.types import Rollout
-from agentrl.obs.rollouts import scan_rollouts
+from agentrl.obs.rollouts import scan_rollouts, trained_rollouts
 
 
 def audit_files(paths: Iterable[Path], texts: Texts | None = None) -> Report:
@@ -27,20 +27,39 @@ def audit_files(paths: Iterable[Path], texts: Texts | None = None) -> Report:
     """
     report = Report()
     for path in paths:
-        ids: set[str] = set()
-        for number, (found, damaged) in enumerate(scan_rollouts(path), 1):
-            where = f"{path}:{number}"
+        ids: dict[str, str] = {}
+        expected = 0
+        for place, (found, damaged, number) in enumerate(scan_rollouts(path), 1):
+            where = f"{path}:{place}"
             if isinstance(found, str):
                 report.violations.append(Violation(where, "", Fault(found)))
+                expected += 1
                 continue
             faults = [Fault("it is not as it was written: its checksum is another", row) for row in damaged]
+            if number is not None and number != expected:
+                words = f"it was written as rollout {number} of the file, and stands in place of rollout {expected}"
+                faults.append(Fault(f"{words}: others were removed, added or moved"))
+            expected = (expected if number is None else number) + 1
             if found.rollout_id in ids:
                 faults.append(Fault("the file holds a rollout of this id already"))
-            ids.add(found.rollout_id)
+            ids[found.rollout_id] = found.prompt_id
             faults += rollout_faults(found, texts)
             report.violations += [Violation(where, found.rollout_id, fault) for fault in faults]
             _count(report, found, texts, sound=not faults)
+        report.violations += [Violation(str(path), "", fault) for fault in _lost(path, ids)]
     return report
+
+
+def _lost(path: Path, prompts: Mapping[str, str]) -> Iterator[Fault]:
+    """Yield trained rollouts that a step's file lacks. With ``obs.rollouts=first`` it has those of one task alone."""
+    groups = {name.rpartition("/")[0] for name in prompts}
+    of_several_tasks = len(set(prompts.values())) > 1
+    trained = trained_rollouts(path)
+    lost = sorted(
+        name for name in trained if name not in prompts and (of_several_tasks or name.rpartition("/")[0] in groups)
+    )
+    if lost:
+        yield Fault(f"it lacks {len(lost)} of the rollouts that were trained, such as {lost[0]!r}: lines were removed")
 
 
 def rollout_faults(rollout: Rollout, texts: Texts | None = None) -> list[Fault]:

@@ -31,7 +31,9 @@ def write_parquet(path: Path, rollouts: Sequence[Rollout]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pa.Table.from_pylist([_to_line(rollout) for rollout in rollouts], schema=_schema())
+    table = pa.Table.from_pylist(
+        [_to_line(rollout, number) for number, rollout in enumerate(rollouts)], schema=_schema()
+    )
     with replacing(path) as partial:
         pq.write_table(table, partial, compression="zstd", row_group_size=ROW_GROUP)
 
@@ -104,13 +106,15 @@ def _schema() -> Any:
             ("tool_seconds", number),
             ("sampled_tokens", pa.int64()),
             ("metadata", text),
+            ("number", pa.int64()),
+            ("checksum", pa.int64()),
             ("rows", pa.list_(row)),
         ]
     )
 
 
-def _to_line(rollout: Rollout) -> dict[str, Any]:
-    line = rollout_to_dict(rollout)
+def _to_line(rollout: Rollout, number: int) -> dict[str, Any]:
+    line = rollout_to_dict(rollout, number)
     line["metrics"] = list(line["metrics"].items())
     return line | {name: json.dumps(line[name]) for name in AS_JSON}
 

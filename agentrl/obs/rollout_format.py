@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,13 +37,14 @@ ARRAYS: dict[str, type[np.generic]] = {
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
 
 
-def encode_rollout(rollout: Rollout) -> bytes:
-    """Return a rollout as one line of JSON. Values in labels and texts that JSON cannot represent are written as text."""
-    data = rollout_to_dict(rollout)
-    try:
-        return orjson.dumps(data, option=_OPTIONS)
-    except TypeError:  # base class of orjson.JSONEncodeError
-        return orjson.dumps(_portable(data), option=_OPTIONS)
+def encode_rollout(rollout: Rollout, number: int | None = None) -> bytes:
+    """Return a rollout as one line of JSON. Values in labels and texts that JSON cannot represent are written as text.
+
+    Args:
+        rollout: to encode.
+        number: its place in its file, from 0; None if it is in no file.
+    """
+    return _dumps(rollout_to_dict(rollout, number), _OPTIONS)
 
 
 def decode_rollout(line: bytes) -> Rollout:
@@ -51,8 +52,42 @@ def decode_rollout(line: bytes) -> Rollout:
     return rollout_from_dict(orjson.loads(line))
 
 
-def rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout as a dictionary; the arrays of its rows stay NumPy arrays."""
+def rollout_to_dict(rollout: Rollout, number: int | None = None) -> dict[str, Any]:
+    """Return a rollout with its place in its file as a dictionary; the arrays of its rows stay NumPy arrays."""
+    rows = [_row_to_dict(row) for row in rollout.rows]
+    return {
+        **_record(rollout),
+        "number": number,
+        "checksum": _checksum(rollout, number, [row["crc32"] for row in rows]),
+        "rows": rows,
+    }
+
+
+def rollout_checksum(rollout: Rollout, number: int | None) -> int:
+    """Return the CRC-32 of a rollout, all of its rows and its place in its file; it is stored for ``agentrl audit``.
+
+    It finds damage and careless changes. It is no signature: who changes a file can compute it again.
+    """
+    return _checksum(rollout, number, [row_checksum(row) for row in rollout.rows])
+
+
+def _checksum(rollout: Rollout, number: int | None, rows: Sequence[int]) -> int:
+    keys = [(row.key.agent_id, row.key.row) for row in rollout.rows]
+    numbers = {name: float(getattr(rollout, name)) for name in ("reward", "seconds", "tool_seconds")}
+    metrics = {key: float(value) for key, value in rollout.metrics.items()}
+    data = {**_record(rollout), **numbers, "metrics": metrics, "number": number, "rows": rows, "keys": keys}
+    return zlib.crc32(_dumps(data, orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS))
+
+
+def _dumps(data: Mapping[str, Any], options: int) -> bytes:
+    try:
+        return orjson.dumps(data, option=options)
+    except TypeError:  # base class of orjson.JSONEncodeError
+        return orjson.dumps(_portable(data), option=options)
+
+
+def _record(rollout: Rollout) -> dict[str, Any]:
+    """Return all but the rows."""
     failure = rollout.failure
     return {
         "prompt_id": rollout.prompt_id,
@@ -69,7 +104,6 @@ def rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
         "tool_seconds": rollout.tool_seconds,
         "sampled_tokens": rollout.sampled_tokens,
         "metadata": json_state(rollout.metadata),
-        "rows": [_row_to_dict(row) for row in rollout.rows],
     }
 
 
@@ -111,7 +145,7 @@ def turn_to_dict(turn: Turn) -> dict[str, Any]:
         "action": turn.action,
         "observation": turn.observation,
         "finish_reason": turn.finish_reason.value,
-        "reward": turn.reward,
+        "reward": float(turn.reward),
     }
 
 

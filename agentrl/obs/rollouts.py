@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
@@ -22,7 +22,7 @@ from agentrl.core.atomic_files import replacing
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Rollout
 from agentrl.obs.parquet import iter_parquet, read_parquet, write_parquet
-from agentrl.obs.rollout_format import decode_rollout, encode_rollout, rollout_from_dict, row_checksum
+from agentrl.obs.rollout_format import decode_rollout, encode_rollout, rollout_checksum, rollout_from_dict, row_checksum
 
 Keep = Literal["all", "first", "none"]
 """Which of a step's rollouts are written: all, those of the step's first task, or none."""
@@ -47,12 +47,14 @@ class RolloutFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         self.lines.write_bytes(b"")
+        self._written = 0
 
     def write(self, rollouts: Rollout | Sequence[Rollout]) -> None:
         """Append rollouts."""
         some = [rollouts] if isinstance(rollouts, Rollout) else rollouts
         with self.lines.open("ab") as file:
-            file.write(b"".join(encode_rollout(rollout) for rollout in some))
+            file.write(b"".join(encode_rollout(rollout, self._written + index) for index, rollout in enumerate(some)))
+        self._written += len(some)
 
     def finish(self) -> Path:
         """Complete the file, and return its path."""
@@ -133,11 +135,19 @@ def read_rollouts(path: Path) -> list[Rollout]:
     return [_decode(path, number, line) for number, line in enumerate(lines[:-1], 1)]
 
 
-def scan_rollouts(path: Path) -> Iterator[tuple[Rollout | str, list[int]]]:
-    """Iterate over a file's rollouts one at a time, including damaged ones; for checks.
+class Scanned(NamedTuple):
+    """A line of a file, which may be damaged."""
 
-    Yields:
-        a rollout, or the reason why it cannot be decoded, and the indices of its rows whose checksum is wrong.
+    rollout: Rollout | str
+    """The rollout, or the reason why it cannot be decoded."""
+    damaged: Sequence[int | None] = ()
+    """Indices of its rows whose checksum is wrong; None if that of the rollout as a whole is."""
+    number: int | None = None
+    """Its place in the file that it was written to, from 0; None if it was written to none."""
+
+
+def scan_rollouts(path: Path) -> Iterator[Scanned]:
+    """Iterate over a file's rollouts one at a time, including damaged ones; for checks.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -155,14 +165,18 @@ def scan_rollouts(path: Path) -> Iterator[tuple[Rollout | str, list[int]]]:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _scanned(line: bytes | dict[str, Any]) -> tuple[Rollout | str, list[int]]:
+def _scanned(line: bytes | dict[str, Any]) -> Scanned:
     try:
         data = orjson.loads(line) if isinstance(line, bytes) else line
         rollout = rollout_from_dict(data)
         rows = enumerate(zip(rollout.rows, data["rows"], strict=True))
-        return rollout, [index for index, (row, saved) in rows if saved.get("crc32") != row_checksum(row)]
+        damaged: list[int | None] = [index for index, (row, saved) in rows if saved.get("crc32") != row_checksum(row)]
+        number = data["number"]
+        if not damaged and data["checksum"] != rollout_checksum(rollout, number):
+            damaged.append(None)
+        return Scanned(rollout, damaged, number)
     except _DECODE_ERRORS as error:
-        return f"not a rollout of agentrl: {type(error).__name__}: {error}", []
+        return Scanned(f"not a rollout of agentrl: {type(error).__name__}: {error}")
 
 
 def _decode(path: Path, number: int, line: bytes) -> Rollout:
@@ -188,6 +202,12 @@ def write_advantages(folder: Path, step: int, advantages: Mapping[str, float]) -
     with replacing(path) as partial:
         partial.write_text(json.dumps(dict(advantages)), encoding="utf-8")
     return path
+
+
+def trained_rollouts(path: Path) -> set[str]:
+    """Return the ids of the rollouts that were trained in the step of a file; empty if none were, or it is of no step."""
+    match = _STEP.fullmatch(path.name)
+    return set(read_advantages(path.parent, int(match[1]))) if match else set()
 
 
 def read_advantages(folder: Path, step: int) -> dict[str, float]:
