@@ -24,6 +24,19 @@ FormatName = Literal[
     "glm-4",
     "glm-4.5",
     "kimi-k2",
+    "renderers:minimax-m2",
+    "renderers:deepseek-v4",
+    "renderers:kimi-k2.5",
+    "renderers:gemma4",
+    "renderers:hy3",
+    "renderers:glm-5",
+    "renderers:glm-5.1",
+    "renderers:qwen3.5",
+    "renderers:qwen3.6",
+    "renderers:qwen3.8",
+    "renderers:nemotron-3",
+    "renderers:nemotron-3-ultra",
+    "renderers:nemotron-3.5",
 ]
 """See `RenderConfig.format`."""
 
@@ -61,7 +74,8 @@ class RenderConfig(Section):
     """The chat format. ``auto`` selects the format whose output equals that of the tokenizer's chat template on a set of
     probe conversations, or ``template``, the template itself, if there is none. If the template does not render tools,
     the format does. ``llama3.1`` (also for 3.3) and ``llama3.2`` differ in the date in the prompt: a fixed one, or the day
-    on which the run starts."""
+    on which the run starts. ``renderers:`` and a name is a format of the package ``renderers`` (``pip install
+    'agentrl[renderers]'``); ``auto`` never selects one, since a chat template that it equals can be used itself."""
     chat_template: Path | None = None
     """A Jinja file that replaces the tokenizer's own chat template."""
     thinking: bool = True

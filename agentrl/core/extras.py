@@ -13,6 +13,7 @@ EXTRAS = {
     "matplotlib": "plots",
     "mcp": "mcp",
     "pyarrow": "parquet",
+    "renderers": "renderers",
     "sglang": "sglang",
     "sglang_router": "router",
     "tensorboard": "tensorboard",

@@ -15,6 +15,7 @@ from agentrl.render.formats.deepseek import DeepSeekR1, DeepSeekV3
 from agentrl.render.formats.glm import Glm4, Glm45
 from agentrl.render.formats.kimi import KimiK2
 from agentrl.render.formats.llama3 import Llama3, Llama31, today
+from agentrl.render.formats.package import PACKAGE_FORMATS, PackageFormat
 from agentrl.render.formats.qwen3 import Qwen3, Qwen3Instruct
 from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.parsers.registry import PARSERS
@@ -52,6 +53,7 @@ def make_renderer(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | Non
     Raises:
         ConfigError: ``render.chat_template`` cannot be read.
         ModelError: the tokenizer lacks the tokens of ``render.format``, or has no end token.
+        MissingError: ``render.format`` needs a package that is not installed.
     """
     config = config or RenderConfig()
     if config.chat_template is not None:
@@ -64,11 +66,10 @@ def choose_format(tokenizer: PreTrainedTokenizerBase, config: RenderConfig) -> F
     """Return the format of ``render.format``; for ``auto``, the first that writes the same as the tokenizer's chat template."""
     if config.format in FORMATS:
         return FORMATS[config.format](config)
-    template = TemplateFormat(
-        tokenizer,
-        keep_thinking=config.keep_thinking,
-        variables={} if config.thinking else {"enable_thinking": False},
-    )
+    variables = {} if config.thinking else {"enable_thinking": False}
+    if config.format in PACKAGE_FORMATS:
+        return PackageFormat(config.format, tokenizer, keep_thinking=config.keep_thinking, variables=variables)
+    template = TemplateFormat(tokenizer, keep_thinking=config.keep_thinking, variables=variables)
     if config.format == "template" or not tokenizer.chat_template:
         return template
     plain = config.model_copy(update={"keep_thinking": False})  # as templates do

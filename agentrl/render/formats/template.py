@@ -26,6 +26,7 @@ class TemplateFormat:
         tokenizer: tokenizer of the policy.
         keep_thinking: keep earlier reasoning that the template would drop.
         variables: variables for the template besides messages and tools, such as ``enable_thinking``.
+        parser: of its calls; the one that fits the template if None.
     """
 
     name = "template"
@@ -36,13 +37,14 @@ class TemplateFormat:
         *,
         keep_thinking: bool = False,
         variables: Mapping[str, Any] | None = None,
+        parser: CallParser | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._keep = keep_thinking
         self._variables = dict(variables or {})
         self._prove = lru_cache(maxsize=64)(self._prove_uncached)
         self._boundary = lru_cache(maxsize=8192)(self._boundary_uncached)
-        self.parser: CallParser = parser_of_template(str(tokenizer.chat_template or ""))
+        self.parser: CallParser = parser or parser_of_template(str(tokenizer.chat_template or ""))
         self.ends = self._find_ends()
         self.opens_thinking = self._opens_thinking()
 

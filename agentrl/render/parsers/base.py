@@ -58,16 +58,6 @@ class OwnReasoning(Protocol):
         ...
 
 
-@runtime_checkable
-class EndsTurns(Protocol):
-    """A parser of a family whose turns end otherwise if they have a call."""
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """The special tokens that end a turn; see `Format.ends <agentrl.render.formats.base.Format>`."""
-        ...
-
-
 def reasoning_markers(parser: CallParser) -> Sequence[tuple[str, str]]:
     """Return the markers that start and end reasoning in a parser's family."""
     return parser.reasoning if isinstance(parser, OwnReasoning) else ((THINK, THINK_END),)

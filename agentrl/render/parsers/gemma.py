@@ -26,7 +26,6 @@ class GemmaParser:
 
     markers = (*_CALLS[0], *_CALLS[1], *_QUOTES)
     reasoning = (("<|channel>", "<channel|>"),)
-    ends = ("<turn|>", "<|tool_response>")
 
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         """See `CallParser`."""

@@ -29,7 +29,6 @@ class HarmonyParser:
 
     markers = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
     reasoning: tuple[tuple[str, str], ...] = ()
-    ends = (RETURN, CALL)
 
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         """See `CallParser`."""

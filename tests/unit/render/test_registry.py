@@ -5,12 +5,13 @@ from typing import get_args
 import pytest
 
 from agentrl.config.render import FormatName, ParserName, RenderConfig
+from agentrl.render.formats.package import PACKAGE_FORMATS
 from agentrl.render.parsers.registry import PARSERS, SIGNS
 from agentrl.render.registry import FORMATS
 
 
 def test_every_format_that_can_be_named_is_there():
-    assert sorted(get_args(FormatName)) == sorted(["auto", "template", *FORMATS])
+    assert sorted(get_args(FormatName)) == sorted(["auto", "template", *FORMATS, *PACKAGE_FORMATS])
 
 
 def test_every_parser_that_can_be_named_is_there():
