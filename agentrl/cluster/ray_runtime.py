@@ -6,12 +6,14 @@ import logging
 import os
 import signal
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
+from ray._private import ray_constants
 
 from agentrl.cluster.ray_address import running_address
 from agentrl.core.child_process import ENDING_SIGNALS
@@ -61,7 +63,8 @@ class RayRuntime:
         # Ray's processes inherit this: a signal to all processes of a run must not end the learner before it has saved.
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
         try:
-            ray.init(**self._options)
+            with _loopback_only() if self._options["address"] == "local" else nullcontext():
+                ray.init(**self._options)
         except Exception as error:  # raised by `start` in the calling thread
             self._fault = error
         finally:
@@ -88,6 +91,21 @@ def _shut_down() -> None:
     for agent in agents:  # they would notice only after seconds that their raylet is gone
         with suppress(psutil.NoSuchProcess):
             agent.kill()
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Let the Ray that is started in this context have the address 127.0.0.1 and listen on it alone.
+
+    Ray replaces this address by that of another interface, and then listens on all, unless it may make no cluster of several
+    machines. Whoever reaches its ports needs its token, too: ``RAY_AUTH_MODE``, by default ``token`` for a Ray of one machine.
+    """
+    several = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = several
 
 
 def _options(cpus: int, store_bytes: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from ray._raylet import AuthenticationMode, get_authentication_mode
 from safetensors.torch import load_file
 
 from agentrl.batch.microbatch import GlobalBatch
@@ -103,6 +104,22 @@ def test_two_ranks_learn_what_one_learns(group, local, tmp_path):
     assert alone["train/loss"] == pytest.approx(straight["train/loss"], rel=1e-4)
     after = weights(local)
     assert all(torch.allclose(value, after[name], atol=1e-5) for name, value in weights(group).items())
+
+
+def test_ray_listens_on_the_loopback_and_requires_its_token(group):
+    own = psutil.Process()
+    rays = [child for child in own.children(recursive=True) if child.name() in ("gcs_server", "raylet")]
+    assert len(rays) == 2
+    listening = [
+        connection.laddr.ip
+        for process in (own, *rays)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) >= 4
+    assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    assert get_authentication_mode() == AuthenticationMode.TOKEN
 
 
 def test_a_walk_over_the_weights_may_stop_early(group):
