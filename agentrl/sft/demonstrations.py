@@ -140,7 +140,7 @@ class Demonstrations:
         env_options = {**config.env.options, **(stage.env if stage else {})}
         key = (options, env_options)
         if self._scene is None or self._scene[0] != key:
-            assert config.tasks.name is not None, "checked by the constructor"
+            assert config.tasks.name is not None, "checked by check_sft"
             taskset = make_tasks(config.tasks.name, options)
             env_factory = partial(make_env, config.env.name, env_options)
             clients, served = self._tools(taskset)

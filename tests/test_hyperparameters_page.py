@@ -1,0 +1,34 @@
+"""The table of docs/hyperparameters.md has the values of the presets, and its text the defaults."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.load import load_config
+from agentrl.config.schema import Config
+from agentrl.config.shipped import find_config
+
+PAGE = (Path(__file__).parents[1] / "docs" / "hyperparameters.md").read_text()
+
+
+def test_the_table_is_that_of_the_presets() -> None:
+    rows = re.findall(r"^\| [\d.]+[MB] \| `(.+?)` \| (\S+) \| (\d+) \| (\d+) × (\d+) \| (\S+) \|", PAGE, re.MULTILINE)
+    assert len(rows) >= 9
+    for preset, lr, warmup, prompts, episodes, kl in rows:
+        config = load_config(find_config(preset))
+        optimizer, rollout = config.learner.optimizer, config.rollout
+        assert (optimizer.lr, optimizer.warmup_steps) == (float(lr), int(warmup)), preset
+        assert (rollout.batch_size, rollout.n_samples_per_prompt) == (int(prompts), int(episodes)), preset
+        assert config.algo.kl_coef == float(kl), preset
+
+
+def test_named_defaults_are_those_of_the_configuration() -> None:
+    named = re.findall(r"`([a-z]+(?:\.[a-z_]+)+)` \(([\d.e-]+)\)", PAGE)
+    assert len(named) >= 8
+    for key, value in named:
+        found: Any = Config()
+        for name in key.split("."):
+            found = getattr(found, name)
+        assert found == float(value), key
+    assert "`learner.optimizer.lr` is 3e-4 by default" in PAGE
+    assert Config().learner.optimizer.lr == 3e-4
