@@ -10,7 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 from agentrl.cli.options import add_config_arguments, resolve_config
-from agentrl.config.load import Tree, load_config, merge, read_yaml
+from agentrl.config.layers import stack
+from agentrl.config.load import Tree, load_config, merge
+from agentrl.config.saved import CONFIG, saved_layers
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.obs.console import make_console
@@ -49,17 +51,17 @@ def run(arguments: argparse.Namespace) -> None:
 
 def checkpoint_config(arguments: argparse.Namespace, console: Console) -> Config:
     """Return the configuration of the command line, with ``--checkpoint`` that of the run, and the checkpoint as model."""
-    from agentrl.evaluation.evaluate import checkpoint_model, run_config_file
+    from agentrl.evaluation.evaluate import checkpoint_model, run_of
 
     if not arguments.checkpoint:
         return resolve_config(arguments)
     model = {"model": {"path": checkpoint_model(arguments.checkpoint)}}
-    file = None if arguments.env or arguments.config else run_config_file(arguments.checkpoint)
-    if file is None:
+    folder = None if arguments.env or arguments.config else run_of(arguments.checkpoint)
+    if folder is None:
         config = resolve_config(arguments, model)
     else:
-        config = load_config(None, arguments.overrides, base=merge(_of_its_own(read_yaml(file)), model))
-        console.print(f"configuration {file}", highlight=False, soft_wrap=True)
+        config = load_config(None, arguments.overrides, base=merge(_of_its_own(stack(saved_layers(folder))), model))
+        console.print(f"configuration {folder / CONFIG}", highlight=False, soft_wrap=True)
     if config.sampler.url is not None:
         raise ConfigError(
             f"sampler.url={config.sampler.url} with --checkpoint: an engine that runs already samples with its own "

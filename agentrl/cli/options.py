@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-from agentrl.config.load import Tree, load_config
+from agentrl.config.layers import Layer, load_layers
+from agentrl.config.load import Tree, merge, parse_override, read_yaml
 from agentrl.config.schema import Config
-from agentrl.config.shipped import default_config, find_config
+from agentrl.config.shipped import default_config, find_config, preset_name
 from agentrl.core.registry import env_class
+
+COMMAND_LINE = "command line"
+"""Origin of values from ``key=value`` and ``--env``."""
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +23,13 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_plain_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--config`` and ``key=value``, for commands without an environment."""
-    parser.add_argument("--config", help="a YAML file, or a shipped configuration such as search_r1/cpu")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over those of the file")
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        help="a YAML file, or a preset such as search_r1/cpu; may be repeated, later ones override earlier ones",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over those of the files")
 
 
 def has_gpu() -> bool:
@@ -32,47 +40,89 @@ def has_gpu() -> bool:
 
 
 def resolve_config(arguments: argparse.Namespace, extra: Tree | None = None) -> Config:
-    """Return the configuration of the command line.
-
-    Without ``--config``, the shipped configuration for the environment and this hardware is used, if there is one.
+    """Return the configuration of the command line, with ``extra`` on top.
 
     Raises:
-        ConfigError, UnknownNameError: as in `load_config`; the environment is looked up too.
+        ConfigError, UnknownNameError: as in `config_layers` and `load_layers`; the environment is looked up too.
 
     """
-    file: Path | None
-    if arguments.config:
-        file = find_config(arguments.config)
-    else:
-        env_class(arguments.env or "search_r1")
-        file = default_config(arguments.env or "search_r1", gpu=has_gpu())
-    overrides = list(arguments.overrides)
-    if arguments.env:
-        overrides.insert(0, f"env.name={arguments.env}")
-    config = load_config(file, overrides, base=_hardware_base())
+    layers = config_layers(arguments)
     if extra:
-        config = load_config(None, [], base=_merged(config, extra))
+        layers.append(Layer(COMMAND_LINE, extra))
+    return load_environment(layers)
+
+
+def resolve_plain_config(arguments: argparse.Namespace) -> Config:
+    """Return the configuration of the command line of `add_plain_config_arguments`; without a preset.
+
+    Raises:
+        ConfigError: as in `load_layers`.
+
+    """
+    return load_layers([_hardware(), *_file_layers(arguments.config), Layer(COMMAND_LINE, _overrides(arguments))])
+
+
+def load_environment(layers: Sequence[Layer]) -> Config:
+    """Return the configuration of all layers, whose environment exists.
+
+    Raises:
+        ConfigError, UnknownNameError: as in `load_layers`, or there is no such environment.
+
+    """
+    config = load_layers(layers)
     env_class(config.env.name, "env.name")
     return config
 
 
-def resolve_plain_config(arguments: argparse.Namespace) -> Config:
-    """Return the configuration of the command line of `add_plain_config_arguments`; without a default one.
+def config_layers(arguments: argparse.Namespace) -> list[Layer]:
+    """Return preset, ``--config`` files in their order, and settings of the command line, from bottom to top.
+
+    The preset is that of the environment for this hardware. There is none if files are given without an environment, and
+    none if one of the files is a preset itself.
 
     Raises:
-        ConfigError: as in `load_config`.
+        ConfigError, UnknownNameError: a file or the environment does not exist, or a setting does not parse.
 
     """
-    file = find_config(arguments.config) if arguments.config else None
-    return load_config(file, arguments.overrides, base=_hardware_base())
+    settings = _overrides(arguments)
+    files = _file_layers(arguments.config)
+    layers = [_hardware()]
+    named = settings.get("env", {}).get("name") if isinstance(settings.get("env"), dict) else None
+    if named is not None or not files:
+        env = str(named or "search_r1")
+        env_class(env)
+        preset = default_config(env, gpu=has_gpu())
+        if preset is not None and not any(preset_name(find_config(name)) for name in arguments.config):
+            layers.append(Layer(f"preset {preset_name(preset)}", read_yaml(preset)))
+    return [*layers, *files, Layer(COMMAND_LINE, settings)]
 
 
-def _hardware_base() -> Tree:
-    """Defaults below a configuration file: with a GPU the engine is SGLang unless the file sets another."""
-    return {"sampler": {"backend": "sglang" if has_gpu() else "embedded"}}
+def command_line_layers(arguments: argparse.Namespace) -> list[Layer]:
+    """Return only what the command line gives: ``--config`` files and settings, without a preset; for a resumed run.
+
+    Raises:
+        ConfigError: a file does not exist, or a setting does not parse.
+
+    """
+    return [*_file_layers(arguments.config), Layer(COMMAND_LINE, _overrides(arguments))]
 
 
-def _merged(config: Config, extra: Tree) -> dict[str, Any]:
-    from agentrl.config.load import merge
+def _file_layers(names: Sequence[str]) -> list[Layer]:
+    files = [find_config(name) for name in names]
+    return [
+        Layer(f"preset {preset}" if (preset := preset_name(file)) else f"--config {name}", read_yaml(file))
+        for name, file in zip(names, files, strict=True)
+    ]
 
-    return merge(config.model_dump(mode="json"), extra)
+
+def _overrides(arguments: argparse.Namespace) -> Tree:
+    env = getattr(arguments, "env", None)
+    tree: Tree = {"env": {"name": env}} if env else {}
+    for override in arguments.overrides:
+        tree = merge(tree, parse_override(override))
+    return tree
+
+
+def _hardware() -> Layer:
+    """Defaults for this machine: with a GPU the engine is SGLang unless a file sets another."""
+    return Layer("default of this machine", {"sampler": {"backend": "sglang" if has_gpu() else "embedded"}})

@@ -6,8 +6,8 @@ import argparse
 import sys
 from functools import partial
 
-from agentrl.cli.options import add_config_arguments, resolve_config
-from agentrl.config.load import dump
+from agentrl.cli.options import add_config_arguments, config_layers, load_environment
+from agentrl.config.layers import annotated
 from agentrl.core.child_process import exit_with_parent
 from agentrl.obs.console import make_console, print_message
 
@@ -21,9 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Fine-tune on demonstrations."""
     exit_with_parent()  # a run that warm-starts its policy may be killed
-    config = resolve_config(arguments)
+    layers = config_layers(arguments)
+    config = load_environment(layers)
     if arguments.dry_run:
-        sys.stdout.write(dump(config))
+        sys.stdout.write(annotated(config, layers))
         from agentrl.sft.preflight import plan_sft
 
         for lack in plan_sft(config):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.cli.options import add_config_arguments, resolve_config
-from agentrl.config.load import dump
+from agentrl.cli.options import add_config_arguments, command_line_layers, config_layers, load_environment
+from agentrl.config.layers import Layer, annotated, differences, load_layers, stack
+from agentrl.config.saved import check_resumed, saved_layers
 from agentrl.config.schema import Config
 from agentrl.obs.console import make_console, print_message
 
@@ -16,7 +18,11 @@ from agentrl.obs.console import make_console, print_message
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add_config_arguments(parser)
-    parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in run.dir, or else the newest run that has a checkpoint, with its own configuration",
+    )
     parser.add_argument(
         "--replay",
         type=Path,
@@ -26,14 +32,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the configuration that would run, and stop")
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The configuration of a run that is started or resumed."""
+
+    layers: list[Layer]
+    config: Config
+    resumed: Path | None = None
+    """Folder of the run that is resumed."""
+    notes: tuple[str, ...] = ()
+    """Lines for the user."""
+
+
+def load_run(arguments: argparse.Namespace) -> Loaded:
+    """Return the configuration of the command line; for ``--resume`` that of the run, with the command line's values on top.
+
+    Raises:
+        ConfigError, UnknownNameError: the configuration is not valid, there is no run to resume, or it would become another
+            run.
+
+    """
+    if not arguments.resume:
+        layers = config_layers(arguments)
+        return Loaded(layers, load_environment(layers))
+    from agentrl.learner.checkpoints import latest_checkpoint
+    from agentrl.runtime.run_dir import folder_to_resume
+
+    given = command_line_layers(arguments)
+    section = stack(given).get("run")
+    run_dir = section.get("dir") if isinstance(section, dict) else None
+    folder = folder_to_resume(None if run_dir is None else str(run_dir), arguments.env)
+    own = saved_layers(folder)
+    layers = [*own, *given]
+    before, config = load_layers(own), load_environment(layers)
+    if latest_checkpoint(folder / "checkpoints") is not None:
+        check_resumed(before, config, folder)
+    changed = [str(found) for found in differences(before, config) if found.key != "run.dir"]
+    return Loaded(layers, config, folder, (f"configuration {own[0].origin}", *changed))
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Train, or print what would be trained."""
-    config = resolve_config(arguments)
+    loaded = load_run(arguments)
+    config, console = loaded.config, make_console(stderr=arguments.dry_run)
     if arguments.dry_run:
-        sys.stdout.write(dump(config))
-        lines = _plan(config, arguments.replay)
-        make_console(stderr=True).print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+        sys.stdout.write(annotated(config, loaded.layers))
+        lines = [*loaded.notes, *_plan(config, arguments.replay)]
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
         return
+    lines = list(loaded.notes)
     if arguments.replay is not None:
         from agentrl.train.replay import check_replay
 
@@ -41,14 +88,12 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         from agentrl.train.preflight import check_run
 
-        template = check_run(config).template
-        print_message(make_console(), f"template {template}")
+        lines.append(f"template {check_run(config).template}")
+    for line in lines:
+        print_message(console, line)
     from agentrl.train.run import run_training
 
-    words = sys.argv[1:]
-    asyncio.run(
-        run_training(config, resume=arguments.resume, console=make_console(), words=words, replay=arguments.replay)
-    )
+    asyncio.run(run_training(config, console, resumed=loaded.resumed, replay=arguments.replay))
 
 
 def _plan(config: Config, replay: Path | None) -> list[str]:

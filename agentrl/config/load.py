@@ -10,6 +10,7 @@ import yaml
 
 from agentrl.config.checks import check
 from agentrl.config.schema import Config
+from agentrl.config.secret_values import REDACTED, redacted_keys
 from agentrl.config.validation import parse_section
 from agentrl.core.errors import ConfigError
 
@@ -41,13 +42,13 @@ def read_yaml(file: Path) -> Tree:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"--config {file}: {error.strerror or error}") from None
+        raise ConfigError(f"configuration {file}: {error.strerror or error}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {file}: {error}") from None
+        raise ConfigError(f"configuration {file}: {error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {file}: a configuration is a mapping, this is a {type(content).__name__}")
+        raise ConfigError(f"configuration {file}: a configuration is a mapping, this is a {type(content).__name__}")
     return _spelled_out(content)
 
 
@@ -106,11 +107,17 @@ def validate(tree: Mapping[str, Any]) -> Config:
         ConfigError: one line for every fault, each with its key.
 
     """
+    missing = list(redacted_keys(tree))
+    if missing:
+        raise ConfigError(
+            f"{missing[0]}={REDACTED}: this configuration was written without its secrets; add --config RUN/secrets.yaml "
+            f"of the run that wrote it, or set {', '.join(missing)}"
+        )
     config = parse_section(Config, tree)
     check(config)
     return config
 
 
 def dump(config: Config) -> str:
-    """Return the configuration as YAML that `load_config` reads back."""
+    """Return the configuration as YAML that `load_config` reads back, with its secrets."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -40,3 +40,9 @@ def default_config(env: str, *, gpu: bool) -> Path | None:
     """Return the shipped configuration for an environment on this hardware, or None."""
     path = shipped_folder() / env / ("gpu.yaml" if gpu else "cpu.yaml")
     return path if path.is_file() else None
+
+
+def preset_name(file: Path) -> str | None:
+    """Return the name of a shipped configuration such as ``search_r1/cpu``, or None for another file."""
+    folder, path = shipped_folder().resolve(), file.resolve()
+    return str(path.relative_to(folder).with_suffix("")) if path.is_relative_to(folder) else None

@@ -40,6 +40,15 @@ def replacing(path: Path) -> Iterator[Path]:
     os.replace(partial, path)
 
 
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read (mode 0600), atomically; it holds secrets."""
+    with replacing(path) as partial:
+        partial.unlink(missing_ok=True)
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+
+
 def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:

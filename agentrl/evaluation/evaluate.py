@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from agentrl.config.saved import CONFIG
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.core.task import TaskSet
@@ -51,12 +52,12 @@ def checkpoint_model(name: str) -> str:
     return str(checkpoint / "model")
 
 
-def run_config_file(name: str) -> Path | None:
-    """Return the ``config.yaml`` of the run that a folder is, or that a checkpoint belongs to, or None."""
+def run_of(name: str) -> Path | None:
+    """Return the folder of the run that a folder is, or that a checkpoint belongs to, or None."""
     folder = Path(name).expanduser().resolve()
     for place in (folder, *folder.parents[:3]):  # RUN/checkpoints/step_000012/model
-        if (place / "config.yaml").is_file() and (place / "checkpoints").is_dir():
-            return place / "config.yaml"
+        if (place / CONFIG).is_file() and (place / "checkpoints").is_dir():
+            return place
     return None
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.models.load import load_tokenizer, read_vocab_size
@@ -28,35 +26,24 @@ def resolve_reference(config: Config, *, fetch: bool = True) -> Path | None:
     return resolve_model(config.algo.reference or config.model.path, key, fetch=fetch)
 
 
-def pin_reference(config: Config, resumed: Path | None, start: Path | None = None) -> Config:
-    """Return ``config`` with a fixed ``algo.reference``, to be written to the run's folder.
+def pin_reference(config: Config, start: Path | None = None) -> Config:
+    """Return ``config`` with a fixed ``algo.reference``, to be written to the run's folder, with or without a KL term.
 
-    If the configuration does not set it, it is the reference of the run that is resumed, or else its initial policy, or
-    else ``start``. So a resumed run keeps its reference even if ``model.path`` has changed.
+    If the configuration does not set it, it is the run's initial policy. A resumed run reads it from its folder, so that a
+    KL term switched on at a resume is to the policy that the run started with.
 
     Args:
         config: configuration of the run.
-        resumed: folder of a run that is resumed, with its ``config.yaml``; None for a new run.
         start: folder of the run's initial policy; None: that of ``model.path``.
 
     Raises:
         ModelError: the model does not exist.
 
     """
-    if not config.algo.needs_reference or config.algo.reference is not None:
+    if config.algo.reference is not None:
         return config
-    earlier = _earlier(resumed / "config.yaml") if resumed else None
-    pinned = earlier or str(start or resolve_model(config.model.path))
+    pinned = str(start or resolve_model(config.model.path))
     return config.model_copy(update={"algo": config.algo.model_copy(update={"reference": pinned})})
-
-
-def _earlier(file: Path) -> str | None:
-    """Return the reference, or else the model, in the configuration of the resumed run."""
-    if not file.is_file():
-        return None
-    written = yaml.safe_load(file.read_text(encoding="utf-8"))
-    found: str = written["algo"].get("reference") or written["model"]["path"]
-    return found
 
 
 def check_reference(policy: Path, reference: Path) -> None:

@@ -127,6 +127,7 @@ def _init(folder: Path, mode: Mode, project: str, config: Mapping[str, Any], run
 
     # Its console capture would break the live table.
     settings: dict[str, Any] = {"console": "off", "silent": True, "disable_git": True, "disable_code": True}
+    settings["x_disable_meta"] = True  # it has the command line, whose settings may be secrets
     if mode == "offline" and "x_disable_machine_info" in wandb.Settings.model_fields:
         settings["x_disable_machine_info"] = True  # it would request cloud metadata over the network
     return wandb.init(

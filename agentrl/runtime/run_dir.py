@@ -1,36 +1,83 @@
-"""Selection of the run's folder."""
+"""The folder of a run: which one a command takes, and what a new run may not overwrite."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
+from agentrl.config.saved import CONFIG
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
+from agentrl.learner.checkpoints import STATE, latest_checkpoint
 
 RUNS = Path("runs")
 
 
-def choose_folder(config: Config, *, resume: bool) -> Path:
-    """Return the run's folder: ``run.dir``, or a new one under ``runs/``, or with ``resume`` the newest one there.
+def new_folder(config: Config) -> Path:
+    """Return the folder of a new run: ``run.dir``, or a new one under ``runs/``."""
+    if config.run.dir is None:
+        return RUNS / f"{_label(config.env.name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return config.run.dir.expanduser()
+
+
+def check_new(folder: Path) -> None:
+    """Check that a new run would overwrite nothing in its folder.
 
     Raises:
-        ConfigError: the folder already has a run and ``resume`` is not set, or there is no run to resume.
+        ConfigError: the folder already has a run.
 
     """
-    label = Path(config.env.name.rpartition(":")[2] or config.env.name).stem
-    if config.run.dir is not None:
-        folder = config.run.dir.expanduser()
-        if (folder / "metrics.jsonl").exists() and not resume:
-            raise ConfigError(
-                f"run.dir={folder} already has a run; add --resume to continue it, or set another run.dir"
-            )
-        return folder
-    if resume:
-        runs = sorted(RUNS.glob(f"{label}-*"), key=lambda run: run.stat().st_mtime)
-        if not runs:
-            raise ConfigError(
-                f"--resume: there is no run of {label} under {RUNS.resolve()}; set run.dir to the one you mean"
-            )
-        return runs[-1]
-    return RUNS / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if has_results(folder):
+        raise ConfigError(f"run.dir={folder} already has a run; add --resume to continue it, or set another run.dir")
+
+
+def folder_to_resume(run_dir: str | None, env: str | None) -> Path:
+    """Return the folder of the run that ``--resume`` continues: ``run_dir``, or the newest under ``runs/`` with a checkpoint.
+
+    Args:
+        run_dir: ``run.dir`` of the command line.
+        env: without ``run_dir``, only runs of this environment; None: of any.
+
+    Raises:
+        ConfigError: there is no such run, or it has results but no checkpoint.
+
+    """
+    if run_dir is None:
+        return _newest(env)
+    folder = Path(run_dir).expanduser()
+    if not (folder / CONFIG).is_file():
+        known = [str(run.parent) for run in sorted(folder.parent.glob(f"*/{CONFIG}"))]
+        hint = f"; runs there: {', '.join(known)}" if known else ""
+        raise ConfigError(f"--resume: run.dir={folder} is no run, because it has no {CONFIG}{hint}")
+    if latest_checkpoint(folder / "checkpoints") is None and has_results(folder):
+        raise ConfigError(
+            f"--resume: run.dir={folder} has metrics or rollouts but no whole checkpoint in {folder / 'checkpoints'}. Nothing "
+            f"of it is overwritten; start again with agentrl train --config {folder / CONFIG} and another run.dir"
+        )
+    return folder
+
+
+def _newest(env: str | None) -> Path:
+    saved = {
+        run: (checkpoint / STATE).stat().st_mtime_ns
+        for run in RUNS.glob(f"{_label(env)}-*" if env else "*")
+        if (run / CONFIG).is_file() and (checkpoint := latest_checkpoint(run / "checkpoints"))
+    }
+    if not saved:
+        of = f" of {env}" if env else ""
+        raise ConfigError(
+            f"--resume: no run{of} under {RUNS.resolve()} has a checkpoint; set run.dir to the one you mean"
+        )
+    return max(saved, key=lambda run: saved[run])
+
+
+def has_results(folder: Path) -> bool:
+    """Return whether a run has left anything in a folder that another one would overwrite: metrics, rollouts, checkpoints."""
+    metrics = folder / "metrics.jsonl"
+    if metrics.is_file() and metrics.stat().st_size:
+        return True
+    return any(any((folder / name).glob("*")) for name in ("rollouts", "checkpoints"))
+
+
+def _label(env: str) -> str:
+    return Path(env.rpartition(":")[2] or env).stem

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
 from agentrl.cluster.learner_group import start_learners
-from agentrl.config.load import dump
 from agentrl.config.render import RenderConfig
+from agentrl.config.saved import save_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import RunStopped
 from agentrl.core.file_modes import give_default_mode
@@ -31,7 +31,8 @@ from agentrl.obs.trackers import open_tensorboard
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.interrupt import SIGNALS, handled_signals, leave_terminals, terminals
-from agentrl.runtime.run_dir import choose_folder
+from agentrl.runtime.run_dir import check_new, new_folder
+from agentrl.runtime.run_lock import locked
 from agentrl.sft.demonstrations import Demonstrated, Demonstrations
 from agentrl.sft.preflight import check_sft
 
@@ -51,9 +52,14 @@ def sft(config: Config, *, note: Callable[[str], None]) -> Path:
     check_sft(config)
     model = resolve_model(config.model.path)
     data = Demonstrations(config, RendererOf(model, config.render, config.model.trust_remote_code))
-    folder = choose_folder(config, resume=False)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+    folder = new_folder(config)
+    with locked(folder):
+        check_new(folder)
+        save_config(config, folder)
+        return _run(config, model, data, folder, console)
+
+
+def _run(config: Config, model: Path, data: Demonstrations, folder: Path, console: Console) -> Path:
     out = config.sft.out or folder / "model"
     note(f"run {folder}: {config.sft.steps} steps of {config.sft.batch_size} demonstrations")
     learner = _start_learner(config, model, folder)

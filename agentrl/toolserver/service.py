@@ -14,6 +14,7 @@ import yaml
 
 from agentrl.config.base import Section
 from agentrl.config.toolserver import ToolServerConfig
+from agentrl.core.atomic_files import write_private
 from agentrl.core.errors import ConfigError
 from agentrl.core.registry import registered_tool
 from agentrl.core.tool import Tool, ToolService
@@ -104,8 +105,7 @@ class HostedService(ToolService):
         config = ToolServerConfig(server=parsed.server, sandbox=parsed.sandbox, tools={self.name: own})
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "server.yaml"
-        file.touch(mode=0o600)  # it may hold a token
-        file.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+        write_private(file, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))  # it may hold a token
         return [f"--config={file.resolve()}"]
 
     def client(self, url: str, options: Mapping[str, Any]) -> ToolClient:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,24 +11,26 @@ from typing import Any
 from rich.console import Console
 
 from agentrl.cluster.run_cluster import RunCluster
-from agentrl.config.load import dump
+from agentrl.config.saved import save_config
 from agentrl.config.schema import Config
-from agentrl.core.errors import AgentrlError, RunStopped
+from agentrl.core.errors import AgentrlError, ConfigError, RunStopped
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state
 from agentrl.models.reference_policy import pin_reference
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.console import print_message
+from agentrl.obs.console import print_message
 from agentrl.obs.progress import ProgressView
 from agentrl.obs.waiting import PHASE, waiting
 from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.run_dir import choose_folder
+from agentrl.runtime.run_dir import check_new, new_folder
+from agentrl.runtime.run_lock import locked
 from agentrl.train.rollout_sources import open_replay, open_sampling
 from agentrl.train.run_outputs import draw_curve, open_metrics, print_summary
 from agentrl.train.sampling import RolloutSource
 from agentrl.train.trainer import Trainer
-from agentrl.train.warm_start import warmed_model
+from agentrl.train.warm_start import FOLDER, warmed_model
 
 
 @dataclass(slots=True)
@@ -39,7 +40,6 @@ class TrainingRun:
     config: Config
     folder: Path
     console: Console
-    resume: bool
     checkpoint: Path | None
     """The checkpoint from which the run resumes; None starts at step 0."""
     model: Path
@@ -91,57 +91,75 @@ class TrainingRun:
             exits,
             interrupt,
             launcher=await cluster.engine_launcher(),
-            resume_after=self.state["step"] if self.resume else None,
+            resume_after=self.state["step"] if self.checkpoint else None,
         )
         return source, await cluster.learner()
 
 
-def resume_command(words: Sequence[str], folder: Path) -> str:
-    """Return the command line that resumes the run in ``folder`` which was started with ``words``."""
-    kept = [word for word in words if word != "--resume" and not word.startswith("run.dir=")]
-    return shlex.join(["agentrl", *kept, f"run.dir={folder}", "--resume"])
+def resume_command(folder: Path, replay: Path | None) -> str:
+    """Return the command that resumes a run."""
+    words = ["agentrl", "train", "--resume", f"run.dir={folder}", *(["--replay", str(replay)] if replay else [])]
+    return shlex.join(words)
 
 
 async def run_training(
-    config: Config, *, resume: bool, console: Console, words: Sequence[str], replay: Path | None = None
+    config: Config, console: Console, *, resumed: Path | None = None, replay: Path | None = None
 ) -> None:
     """Train, and print a summary at the end.
 
     Args:
         config: of the run; checked by `check_run` of the preflight, or for a replay by `check_replay`.
-        resume: continue from the newest complete checkpoint of the run's folder.
         console: shows the progress.
-        words: of the command line, for the one that resumes the run.
+        resumed: folder of the run that is continued, from its newest complete checkpoint; None starts a new run.
         replay: a file of rollouts or a run's folder to train on in place of sampling.
 
     Raises:
+        ConfigError: another process uses the folder, or a new run would overwrite an older one.
         RunStopped: a signal or the failure policy ended the run; the last finished step is saved.
         AgentrlError: the run failed; the last finished step is saved if the learner still can.
 
     """
-    folder = choose_folder(config, resume=resume)
-    folder.mkdir(parents=True, exist_ok=True)
-    checkpoint = latest_checkpoint(folder / "checkpoints") if resume else None
-    resumed = f", going on from {checkpoint.name}" if checkpoint else ""
-    print_message(console, f"run {folder}{resumed}")
-    if resume and checkpoint is None:
-        print_message(console, "no whole checkpoint there yet: starting at step 0")
-    state = read_state(checkpoint) if checkpoint else {"step": 0, "position": 0, "spent_s": 0.0, "evaluated": -1}
-    interrupt = Interrupt(ProgressView(console, 0, "plain").print_text)
-    try:
-        with interrupt:
-            warm = None if checkpoint or replay else await warmed_model(config, folder, interrupt, console)
-            config = pin_reference(config, folder if checkpoint else None, warm)
-            (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
-            model = checkpoint / "model" if checkpoint else warm or resolve_model(config.model.path)
-            run = TrainingRun(config, folder, console, resume, checkpoint, model, replay, state)
-            trainer = await run.train(interrupt)
-    except AgentrlError as error:
-        if not isinstance(error, RunStopped) and not interrupt.requested.is_set():
-            raise
-        raise RunStopped(
-            f"{error}. The run is in {folder}; resume it with:\n  {resume_command(words, folder)}"
-        ) from None
-    finally:
-        curve = draw_curve(config, folder, console)
-    print_summary(console, folder, trainer.step, trainer.evaluation, curve)
+    folder = resumed or new_folder(config)
+    with locked(folder):
+        if resumed is None:
+            check_new(folder)
+        checkpoint = latest_checkpoint(folder / "checkpoints")
+        going_on = f", going on from {checkpoint.name}" if checkpoint else ", starting at step 0" if resumed else ""
+        print_message(console, f"run {folder}{going_on}")
+        state = _read_state(config, checkpoint)
+        interrupt = Interrupt(ProgressView(console, 0, "plain").print_text)
+        try:
+            with interrupt:
+                save_config(config, folder)  # a run that is stopped in its warm start is resumed with it
+                warm = await _warm_start(config, folder, checkpoint, interrupt, console) if replay is None else None
+                config = pin_reference(config, warm)
+                save_config(config, folder)
+                model = checkpoint / "model" if checkpoint else warm or resolve_model(config.model.path)
+                trainer = await TrainingRun(config, folder, console, checkpoint, model, replay, state).train(interrupt)
+        except AgentrlError as error:
+            if not isinstance(error, RunStopped) and not interrupt.requested.is_set():
+                raise
+            again = resume_command(folder, replay)
+            raise RunStopped(f"{error}. The run is in {folder}; resume it with:\n  {again}") from None
+        finally:
+            curve = draw_curve(config, folder, console)
+        print_summary(console, folder, trainer.step, trainer.evaluation, curve)
+
+
+def _read_state(config: Config, checkpoint: Path | None) -> dict[str, Any]:
+    """Return the trainer's state in a checkpoint, or that of a new run."""
+    if checkpoint is None:
+        return {"step": 0, "position": 0, "spent_s": 0.0, "evaluated": -1}
+    state = read_state(checkpoint)
+    if state["seed"] != config.run.seed:
+        raise ConfigError(f"run.seed={config.run.seed}: {checkpoint} was written with run.seed={state['seed']}")
+    return state
+
+
+async def _warm_start(
+    config: Config, folder: Path, checkpoint: Path | None, interrupt: Interrupt, console: Console
+) -> Path | None:
+    """Return the folder of the warm-started policy, which a resumed run has already; None without a warm start."""
+    if checkpoint is None:
+        return await warmed_model(config, folder, interrupt, console)
+    return (folder / FOLDER / "model").resolve() if config.model.warm_start else None

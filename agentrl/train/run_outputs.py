@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from agentrl.config.schema import Config
+from agentrl.config.secret_values import redact
 from agentrl.core.extras import install_command, installed
 from agentrl.obs.learning_curve import plot_curve
 from agentrl.obs.metrics import MetricsLog
@@ -31,7 +32,7 @@ def open_metrics(config: Config, folder: Path, note: Callable[[str], None], resu
     """
     trackers: list[Tracker] = open_tensorboard(folder, config.obs.tensorboard, note, resume_after=resume_after)
     if config.obs.wandb != "off":
-        settings = config.model_dump(mode="json")
+        settings = redact(config.model_dump(mode="json"))
         wandb = open_wandb(folder, mode=config.obs.wandb, project=config.obs.wandb_project, config=settings, note=note)
         trackers += [wandb] if wandb else []
     return MetricsLog(folder, trackers=trackers, table_rows=config.obs.table_rows, resume_after=resume_after)

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from agentrl.config.load import Tree, dump, merge, read_yaml, validate
+from agentrl.config.layers import stack
+from agentrl.config.load import Tree, merge, read_yaml, validate
+from agentrl.config.saved import config_files, save_config, saved_layers
 from agentrl.config.schema import Config
 from agentrl.config.shipped import find_config
 from agentrl.core.child_process import ChildProcess
@@ -73,25 +75,26 @@ async def warmed_model(config: Config, folder: Path, interrupt: Interrupt, conso
     warm = warm_start_config(config, folder)
     if warm is None:
         return None
-    place, written = (folder / FOLDER).resolve(), dump(warm)
-    model, file, finished = place / "model", place / "config.yaml", place / "finished"
-    if finished.is_file() and file.is_file() and file.read_text(encoding="utf-8") == written:
+    place = (folder / FOLDER).resolve()
+    model, finished = place / "model", place / "finished"
+    if finished.is_file() and stack(saved_layers(place)) == warm.model_dump(mode="json"):
         print_message(console, f"warm start {model}, made before")
         return model
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
-    file.write_text(written, encoding="utf-8")
+    save_config(warm, place)
     print_message(console, f"warm start {config.model.warm_start}: {describe(warm)}")
-    with _start(file, folder / "logs" / f"{FOLDER}.log") as child:
+    with _start(place, folder / "logs" / f"{FOLDER}.log") as child:
         async with interrupt.guard():
             await _LogTail(child, console).follow()
     finished.touch()
     return model
 
 
-def _start(file: Path, log: Path) -> ChildProcess:
+def _start(place: Path, log: Path) -> ChildProcess:
     log.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "agentrl.cli.main", "sft", "--config", str(file)]
+    files = [f"--config={file}" for file in config_files(place)]
+    command = [sys.executable, "-m", "agentrl.cli.main", "sft", *files]
     env = {"TQDM_DISABLE": "1"}  # no progress bars of other libraries among its lines
     return ChildProcess.start(command, log=log, name="the warm start", env=env, error=LearnerError)
 

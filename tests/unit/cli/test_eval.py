@@ -12,7 +12,7 @@ from agentrl.cli.main import main
 from agentrl.config.load import dump, load_config
 from agentrl.config.schema import Config
 from agentrl.config.shipped import find_config
-from agentrl.evaluation.evaluate import checkpoint_model, run_config_file
+from agentrl.evaluation.evaluate import checkpoint_model, run_of
 
 
 @pytest.fixture
@@ -56,8 +56,8 @@ def test_what_is_named_wins_over_the_runs_configuration(run_folder: Path, words:
 
 
 def test_a_model_folder_is_no_run(run_folder: Path, tmp_path: Path) -> None:
-    assert run_config_file(str(tmp_path)) is None
-    assert run_config_file("multihop-warm") is None
+    assert run_of(str(tmp_path)) is None
+    assert run_of("multihop-warm") is None
     assert checkpoint_model("multihop-warm") == "multihop-warm"
     assert resolved()[0].model.path == "multihop-warm"
 

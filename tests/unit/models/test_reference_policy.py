@@ -9,7 +9,9 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from agentrl.config.load import dump, load_config
+from agentrl.config.layers import Layer, load_layers
+from agentrl.config.load import load_config
+from agentrl.config.saved import save_config, saved_layers
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.models.reference_policy import check_reference, pin_reference, resolve_reference
 
@@ -44,35 +46,25 @@ def test_an_unknown_reference_names_its_key():
         resolve_reference(load_config(None, [WITH_KL, "algo.reference=/no/such/folder"]))
 
 
-def test_a_resumed_run_keeps_the_reference_it_started_with(tmp_path):
-    first, second = (folder(tmp_path / name, ["a"], 8) for name in ("first", "second"))
-    run = tmp_path / "run"
-    run.mkdir()
-    started = pin_reference(load_config(None, [WITH_KL, f"model.path={first}"]), None)
+@pytest.mark.parametrize("kl", [WITH_KL, "algo.kl_coef=0"])
+def test_the_reference_is_written_down_at_the_start_with_a_kl_term_and_without(tmp_path, kl):
+    first, warm = (folder(tmp_path / name, ["a"], 8) for name in ("first", "warm"))
+    started = pin_reference(load_config(None, [kl, f"model.path={first}"]))
     assert started.algo.reference == str(first)
-    (run / "config.yaml").write_text(dump(started))
-
-    moved = load_config(None, [WITH_KL, f"model.path={second}"])
-    resumed = pin_reference(moved, run)
-    assert resumed.algo.reference == str(first)
-    assert resolve_reference(resumed) == first
-    # It holds however often the run is resumed, and a run that starts anew takes the new model.
-    (run / "config.yaml").write_text(dump(resumed))
-    assert pin_reference(moved, run).algo.reference == str(first)
-    assert pin_reference(moved, None).algo.reference == str(second)
+    assert pin_reference(load_config(None, [kl, f"model.path={first}"]), warm).algo.reference == str(warm)
+    assert pin_reference(started, warm) == started, "a resumed run, which reads it from its folder, keeps it"
 
 
-def test_a_kl_term_added_on_resuming_is_to_the_model_at_the_start(tmp_path):
-    first, second = (folder(tmp_path / name, ["a"], 8) for name in ("first", "second"))
-    (tmp_path / "config.yaml").write_text(dump(load_config(None, [f"model.path={first}"])))
-    resumed = pin_reference(load_config(None, [WITH_KL, f"model.path={second}"]), tmp_path)
-    assert resumed.algo.reference == str(first)
+def test_a_kl_term_added_on_resuming_is_to_the_warm_started_model(tmp_path):
+    first, warm = (folder(tmp_path / name, ["a"], 8) for name in ("first", "warm"))
+    save_config(pin_reference(load_config(None, [f"model.path={first}"]), warm), tmp_path)
+    resumed = load_layers([*saved_layers(tmp_path), Layer("command line", {"algo": {"kl_coef": 0.001}})])
+    assert resolve_reference(pin_reference(resumed)) == warm
 
 
-def test_what_is_set_or_not_needed_is_left_alone(tmp_path):
-    for overrides in (["model.path=/no/such/folder"], [WITH_KL, "algo.reference=x"]):
-        config = load_config(None, overrides)
-        assert pin_reference(config, tmp_path) == config
+def test_what_is_set_is_left_alone():
+    config = load_config(None, [WITH_KL, "algo.reference=x"])
+    assert pin_reference(config) == config
 
 
 def test_a_vocabulary_may_be_larger_than_the_tokenizer_and_not_smaller(tmp_path):

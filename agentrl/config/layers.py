@@ -1,0 +1,118 @@
+"""Layers of a configuration: each value with its origin, and the differences between two configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from agentrl.config.load import Tree, merge, validate
+from agentrl.config.schema import Config
+from agentrl.config.secret_values import REDACTED, redact, secret_part
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Values of one origin. A later layer overrides an earlier one key by key."""
+
+    origin: str
+    """For users: ``preset search_r1/cpu``, ``--config lr.yaml``, ``command line``."""
+    tree: Tree
+    """The values, nested."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A key with two values, as text without secrets."""
+
+    key: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        """Return one line for the user."""
+        return f"{self.key}: {self.before} → {self.after}"
+
+
+def stack(layers: Sequence[Layer]) -> Tree:
+    """Return all layers merged."""
+    tree: Tree = {}
+    for layer in layers:
+        tree = merge(tree, layer.tree)
+    return tree
+
+
+def load_layers(layers: Sequence[Layer]) -> Config:
+    """Return the configuration of all layers.
+
+    Raises:
+        ConfigError: as in `validate`.
+
+    """
+    return validate(stack(layers))
+
+
+def differences(before: Config, after: Config) -> list[Difference]:
+    """Return the keys in which two configurations differ, in the order of the second."""
+    old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, after))
+    secret = dict(_leaves(secret_part(merge(before.model_dump(mode="json"), after.model_dump(mode="json")))))
+    found = []
+    for key in [*new, *(key for key in old if key not in new)]:
+        if key not in new or key not in old or new[key] != old[key]:
+            shown = [REDACTED if key in secret else _text(values.get(key)) for values in (old, new)]
+            found.append(Difference(".".join(key), *shown))
+    return found
+
+
+def annotated(config: Config, layers: Sequence[Layer]) -> str:
+    """Return the configuration of ``layers`` as YAML, with the origin of every value as a comment; secrets are redacted."""
+    tree = redact(config.model_dump(mode="json"))
+    origins: dict[Key, str] = {}
+    for layer in layers:
+        origins |= {key: layer.origin for key, _ in _leaves(layer.tree)}
+    lines = list(_lines(tree, origins, ()))
+    width = min(60, max(len(line) for line, _ in lines))
+    return "".join(f"{line:<{width}}  # {origin}\n" if origin else f"{line}\n" for line, origin in lines)
+
+
+def _lines(tree: Mapping[str, Any], origins: Mapping[Key, str], above: Key) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a mapping in YAML, each with the origin of its value; sections have none."""
+    for name, value in tree.items():
+        key, indent = (*above, name), "  " * len(above)
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{_text(name)}:", ""
+            yield from _lines(value, origins, key)
+        else:
+            # A value may be from a layer that set the section as a whole, such as `eval.sets=null`.
+            found = (origins[key[:length]] for length in range(len(key), 0, -1) if key[:length] in origins)
+            yield f"{indent}{_text(name)}: {_text(value)}", next(found, "default")
+
+
+def _leaves(tree: Mapping[str, Any], above: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Yield the values of a nested mapping that are no mappings, or empty ones."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*above, name))
+        else:
+            yield (*above, name), value
+
+
+def _text(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    for style in (None, '"'):  # in double quotes line breaks are escaped
+        text = yaml.safe_dump(
+            value,
+            default_flow_style=True,
+            default_style=style,
+            width=float("inf"),
+            sort_keys=False,
+            allow_unicode=str(value).isprintable(),
+        )
+        text = text.removesuffix("\n").removesuffix("\n...")
+        if "\n" not in text:
+            break
+    return text

@@ -1,0 +1,92 @@
+"""The configuration in the folder of a run.
+
+::
+
+    config.yaml     all keys, with `REDACTED` in place of secrets
+    secrets.yaml    the secrets alone, mode 0600; absent if there are none
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from agentrl.config.layers import Layer, differences
+from agentrl.config.load import Tree, read_yaml
+from agentrl.config.schema import Config
+from agentrl.config.secret_values import redact, secret_part
+from agentrl.core.atomic_files import replacing, write_private
+from agentrl.core.errors import ConfigError
+
+CONFIG = "config.yaml"
+SECRETS = "secrets.yaml"
+
+FIXED = (
+    "run.seed",
+    "env.name",
+    "tasks.name",
+    "tasks.options",
+    "tasks.train_split",
+    "data.path",
+    "data.limit",
+    "model.path",
+    "model.warm_start",
+    "model.warm_start_options",
+)
+"""Keys that a resumed run may not change: with another value it would be another run."""
+
+
+def save_config(config: Config, folder: Path) -> None:
+    """Write the configuration of a run to its folder."""
+    tree = config.model_dump(mode="json")
+    secrets = secret_part(tree)
+    if secrets:
+        write_private(folder / SECRETS, _yaml(secrets))
+    else:
+        (folder / SECRETS).unlink(missing_ok=True)
+    with replacing(folder / CONFIG) as partial:
+        partial.write_text(_yaml(redact(tree)), encoding="utf-8")
+
+
+def saved_layers(folder: Path) -> list[Layer]:
+    """Return the configuration that `save_config` wrote.
+
+    Raises:
+        ConfigError: a file cannot be read.
+
+    """
+    return [Layer(str(file), _values(file)) for file in config_files(folder)]
+
+
+def config_files(folder: Path) -> list[Path]:
+    """Return the files that `save_config` wrote, to be given to a command as ``--config``, in this order."""
+    secrets = folder / SECRETS
+    return [folder / CONFIG, *([secrets] if secrets.is_file() else [])]
+
+
+def check_resumed(before: Config, after: Config, folder: Path) -> None:
+    """Check that a resumed run has the seed, environment, tasks and model that it started with.
+
+    Raises:
+        ConfigError: it has another one; the message names the key and both values.
+
+    """
+    faults = [
+        f"{found.key}={found.after}: the run in {folder} has {found.before}; leave out {found.key}, or start another run"
+        for found in differences(before, after)
+        if any(found.key == key or found.key.startswith(f"{key}.") for key in FIXED)
+    ]
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _values(file: Path) -> Tree:
+    tree = read_yaml(file)
+    if not tree:
+        raise ConfigError(f"configuration {file}: the file is empty")
+    return tree
+
+
+def _yaml(tree: Tree) -> str:
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)

@@ -1,0 +1,44 @@
+"""The lock on a run's folder, which keeps a second process out of it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from agentrl.core.errors import ConfigError
+
+LOCK = "run.lock"
+"""File in the run's folder that the running process has locked; it names the process."""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Create the folder of a run, and lock it for this process. The kernel releases the lock when the process ends.
+
+    Raises:
+        ConfigError: another process has locked it, or it cannot be written.
+
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(f"run.dir={folder} cannot be written: {error.strerror or error}") from None
+    with os.fdopen(handle, "r+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"run.dir={folder} is in use by {file.read().strip()}; set another run.dir") from None
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={folder} cannot be locked: {error.strerror or error}; set run.dir to a file system with locks"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        file.flush()
+        yield

@@ -1,0 +1,116 @@
+"""Layers of a configuration: preset, files in their order, command line; and where each value came from."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agentrl.cli.main import build_parser, main
+from agentrl.cli.options import config_layers, has_gpu
+from agentrl.config.layers import Layer, annotated, differences, load_layers
+from agentrl.config.load import load_config
+
+CPU = "preset search_r1/gpu" if has_gpu() else "preset search_r1/cpu"
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return build_parser("train").parse_args(["train", *words])
+
+
+def origins(*words: str) -> dict[str, str]:
+    """The origin of each key of the configuration of a command line, as the dry run shows them."""
+    layers = config_layers(parsed(*words))
+    text = annotated(load_layers(layers), layers)
+    assert yaml.safe_load(text) == load_layers(layers).model_dump(mode="json"), "the comments change nothing"
+    found, path = {}, []
+    for line in text.splitlines():
+        name, _, rest = line.strip().partition(":")
+        path[(len(line) - len(line.lstrip())) // 2 :] = [name]
+        if "# " in rest:
+            found[".".join(path)] = rest.rpartition("# ")[2]
+    return found
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    first, second = tmp_path / "lr.yaml", tmp_path / "more.yaml"
+    first.write_text("learner: {optimizer: {lr: 1.0e-5, warmup_steps: 2}}\n")
+    second.write_text("learner: {optimizer: {lr: 2.0e-5}}\nrollout: {batch_size: 64}\n")
+    return str(first), str(second)
+
+
+def test_a_file_keeps_the_preset_of_the_environment(files: tuple[str, str]) -> None:
+    config = load_layers(config_layers(parsed("--env", "search_r1", "--config", files[0])))
+    preset = load_layers(config_layers(parsed("--env", "search_r1")))
+    assert (config.train.steps, config.tasks.name) == (preset.train.steps, "multihop")
+    assert {found.key for found in differences(preset, config)} == {
+        "learner.optimizer.lr",
+        "learner.optimizer.warmup_steps",
+    }
+
+
+def test_every_file_counts_and_each_value_has_its_origin(files: tuple[str, str]) -> None:
+    words = ["--env", "search_r1", "--config", files[0], "--config", files[1], "rollout.batch_size=4", "train.steps=7"]
+    config, found = load_layers(config_layers(parsed(*words))), origins(*words)
+    optimizer = config.learner.optimizer
+    assert (optimizer.lr, optimizer.warmup_steps, config.rollout.batch_size, config.train.steps) == (2e-5, 2, 4, 7)
+    assert found["learner.optimizer.lr"] == f"--config {files[1]}"
+    assert found["learner.optimizer.warmup_steps"] == f"--config {files[0]}"
+    assert found["rollout.batch_size"] == found["train.steps"] == found["env.name"] == "command line"
+    assert found["rollout.max_turns"] == CPU
+    assert found["run.seed"] == "default"
+    backwards = config_layers(parsed("--config", files[1], "--config", files[0]))
+    assert load_layers(backwards).learner.optimizer.lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("words", "preset"),
+    [
+        ((), CPU),
+        (("--env", "search_r1"), CPU),
+        (("env.name=search_r1",), CPU),
+        (("env.name=single_turn",), None),
+        (("--config", "search_r1/cpu_discover"), "preset search_r1/cpu_discover"),
+        (("--env", "search_r1", "--config", "search_r1/cpu_discover"), "preset search_r1/cpu_discover"),
+    ],
+)
+def test_the_preset_is_that_of_the_environment_or_the_one_named(words: tuple[str, ...], preset: str | None) -> None:
+    found = [layer.origin for layer in config_layers(parsed(*words)) if layer.origin.startswith("preset")]
+    assert found == ([preset] if preset else [])
+
+
+def test_a_file_without_an_environment_is_the_whole_configuration(files: tuple[str, str]) -> None:
+    layers = config_layers(parsed("--config", files[0], "train.steps=3"))
+    assert load_layers(layers).tasks.name is None
+    assert not any(layer.origin.startswith("preset") for layer in layers)
+
+
+def test_text_of_any_kind_stays_one_line() -> None:
+    template = "a # b\n  c: d\té\x00"
+    layers = [Layer("x", {"env": {"options": {"text": template, "list": [template, {"k": 1}], "a: b": 1e-5}}})]
+    text = annotated(load_layers(layers), layers)
+    assert yaml.safe_load(text)["env"]["options"] == layers[0].tree["env"]["options"]
+    assert all(line.rstrip().endswith(("# x", "# default")) or ":" in line for line in text.splitlines())
+
+
+def test_differences_are_by_key() -> None:
+    before = load_config(None, ["env.options={a: 1, b: 2}"])
+    after = load_config(None, ["env.options={b: 3, c: 4}", "learner.optimizer.lr=1e-5"])
+    assert list(map(str, differences(before, after))) == [
+        "env.options.b: 2 → 3",
+        "env.options.c: null → 4",
+        "learner.optimizer.lr: 0.0003 → 1.0e-05",
+        "env.options.a: 1 → null",
+    ]
+    assert differences(before, before) == []
+
+
+def test_sft_shows_origins_and_no_secret_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sft", "--config", "search_r1/sft_warm", "tools.search.options.client.token=abcd", "--dry-run"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "abcd" not in text
+    assert "# preset search_r1/sft_warm" in text

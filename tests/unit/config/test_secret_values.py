@@ -1,0 +1,92 @@
+"""Secrets are found by key and by form, redacted where they are shown, and stored in a file that only the owner can read."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agentrl.config.layers import Layer, annotated, differences, load_layers
+from agentrl.config.load import load_config, merge, parse_override
+from agentrl.config.saved import save_config, saved_layers
+from agentrl.config.schema import Config
+from agentrl.config.secret_values import REDACTED, secret_part
+from agentrl.config.shipped import shipped_folder
+from agentrl.core.errors import ConfigError
+
+SECRET = "s3cr3t"
+SETTINGS = [
+    f"tools.search.options.client.token={SECRET}",
+    f"tools.search.options.server.token={SECRET}",
+    f"tools.search.url=http://me:{SECRET}@host:1",
+    f"tools.mcp.url=http://host:1/mcp?api_key={SECRET}",
+    f"tools.mcp.options.headers={{Authorization: Bearer {SECRET}, X-Trace: {SECRET}}}",
+    f"tools.mcp.options.env={{GITHUB_TOKEN: {SECRET}, OTHER: {SECRET}}}",
+    f"tools.mcp.options.command=server --api-key {SECRET} --port 1",
+    f"tools.mcp.options.args=[--token, {SECRET}]",
+    f"tools.mcp.options.servers=[{{name: a, password: {SECRET}}}]",
+    f"sampler.url=http://{SECRET}@host:1",
+    f"sampler.sglang.admin-api-key={SECRET}",
+    f"env.options.judge_api_key={SECRET}",
+    f"env.options.headers.x={SECRET}",
+    f"tasks.options={{hf_token: {SECRET}}}",
+    f"model.warm_start_options={{tasks: {{options: {{password: {SECRET}}}}}, sft: {{steps: 2}}}}",
+    "model.warm_start=search_r1/sft_warm",
+]
+NOT_SECRET = {"tools.mcp.port": 7, "env.options.env": "x", "env.options.max_tokens": 5, "tasks.options.key": "k"}
+
+
+def config() -> Config:
+    return load_config(None, [*SETTINGS, *(f"{key}={value}" for key, value in NOT_SECRET.items())])
+
+
+def value_of(tree: dict[str, Any], key: str) -> Any:
+    for name in key.split("."):
+        tree = tree[name]
+    return tree
+
+
+@pytest.mark.parametrize("setting", SETTINGS[:-1])
+def test_a_secret_is_never_shown_and_comes_back_from_its_own_file(tmp_path: Path, setting: str) -> None:
+    extra = ["model.warm_start=search_r1/sft_warm"] if setting.startswith("model") else []
+    layers = [Layer("command line", merge(parse_override(setting), parse_override(extra[0]) if extra else {}))]
+    config = load_layers(layers)
+    assert SECRET not in annotated(config, layers)
+    assert SECRET not in "".join(map(str, differences(load_config(None, extra), config)))
+    save_config(config, tmp_path)
+    assert SECRET not in (tmp_path / "config.yaml").read_text()
+    assert SECRET in (tmp_path / "secrets.yaml").read_text()
+    assert stat.S_IMODE((tmp_path / "secrets.yaml").stat().st_mode) == 0o600
+    assert load_layers(saved_layers(tmp_path)) == config
+
+
+def test_all_together_come_back_and_what_is_no_secret_is_shown(tmp_path: Path) -> None:
+    save_config(config(), tmp_path)
+    assert load_layers(saved_layers(tmp_path)) == config()
+    shown = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert {key: value_of(shown, key) for key in NOT_SECRET} == NOT_SECRET
+    assert value_of(shown, "model.warm_start_options.sft.steps") == 2
+
+
+def test_an_open_file_that_was_there_before_does_not_stay_open(tmp_path: Path) -> None:
+    (tmp_path / "secrets.yaml").write_text("old")
+    save_config(config(), tmp_path)
+    assert stat.S_IMODE((tmp_path / "secrets.yaml").stat().st_mode) == 0o600
+    save_config(load_config(None), tmp_path)
+    assert not (tmp_path / "secrets.yaml").exists(), "there is no secret left to keep"
+
+
+def test_a_configuration_without_its_secrets_is_refused(tmp_path: Path) -> None:
+    save_config(load_config(None, SETTINGS[:1]), tmp_path)
+    with pytest.raises(ConfigError, match=rf"tools\.search\.options\.client\.token={REDACTED}.*secrets\.yaml"):
+        load_config(tmp_path / "config.yaml")
+
+
+def test_nothing_that_is_shipped_is_a_secret() -> None:
+    files = list(shipped_folder().rglob("*.yaml"))
+    assert len(files) > 10
+    for file in files:
+        assert secret_part(load_config(file).model_dump(mode="json")) == {}, file
