@@ -32,7 +32,7 @@ def test_a_batch_system_ends_a_run_as_ctrl_c_does(tmp_path: Path) -> None:
     finally:
         run.end()
     assert f"{stop.name}: " in output, "acknowledged"
-    assert "run.dir=run --resume" in output.splitlines()[-1]
+    assert "--resume run.dir=run" in output.splitlines()[-1]
     assert "***" not in output, "no stack dump"
     assert "Traceback" not in output
     state = json.loads(next((tmp_path / "run" / "checkpoints").glob("step_*/state.json")).read_text())
