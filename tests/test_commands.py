@@ -18,6 +18,7 @@ import pytest
 
 from agentrl.cli.main import COMMANDS, _parse, build_parser, main
 from agentrl.cli.options import resolve_config
+from agentrl.config.saved import save_config
 from agentrl.core.registry import model_folder
 from agentrl.toolserver.options import make_server_config
 from agentrl.toolserver.service import make_tools
@@ -35,6 +36,9 @@ FILES = {
     "wiki.jsonl": '{"id": "1", "contents": "a b"}\n',
     "eval.jsonl": '{"id": "1", "contents": "a b"}\n',
     "tools.yaml": "tools: {calculator: {}}\n",
+    "lr.yaml": "learner: {optimizer: {lr: 1.0e-5}}\n",
+    "base.yaml": "tasks: {name: multihop}\nrollout: {max_tokens: 640}\n",
+    "small.yaml": "train: {steps: 2}\n",
 }
 """What the pages have a reader write, or bring; a page's own examples replace them."""
 LACKS = MACHINE | {"placement.mode"}
@@ -102,7 +106,19 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     for name in re.findall(r"<!-- example: (\S+) -->", page.read_text()):
         (tmp_path / name).write_text(example(name, page))
     monkeypatch.chdir(tmp_path)
+    if "--resume" in ALL[request.node.callspec.params["line"]].words:
+        add_run("runs/search_r1-20261121-120000")
+    if page.name == "checkpoints.md":
+        add_run("runs/first")
     return tmp_path
+
+
+def add_run(name: str) -> None:
+    """Write the folder of a run that has a checkpoint, and a secret in its configuration."""
+    (Path(name) / "checkpoints" / "step_000001").mkdir(parents=True)
+    (Path(name) / "checkpoints" / "step_000001" / "state.json").write_text("{}")
+    words = ["train", "--env", "search_r1", "tools.search.options.client.token=0123456789abcdef"]
+    save_config(resolve_config(build_parser("train").parse_args(words)), Path(name))
 
 
 def play(words: list[str]) -> tuple[int, str]:
@@ -122,11 +138,12 @@ def test_pages_have_commands() -> None:
 def test_command(line: str, folder: Path) -> None:
     words = ALL[line].words
     if words[0] in ("train", "sft") and "--replay" not in words:
+        before = {*folder.rglob("*")}
         status, said = play([*words, *({"--dry-run"} - {*words})])
         assert status == 0, said
         lacks = re.findall(r"^missing here (.+)$", said, re.MULTILINE)
         assert all(re.split(r"[=,]", lack)[0] in LACKS for lack in lacks), lacks
-        assert not (folder / "runs").exists(), "a dry run writes nothing"
+        assert {*folder.rglob("*")} == before, "a dry run writes nothing"
     elif words[0] in RUN_HERE and words[:2] != ["models", "get"] and ADDED not in words:
         status, said = play(words)
         assert status == 0, said

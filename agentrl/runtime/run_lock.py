@@ -12,7 +12,7 @@ from pathlib import Path
 
 from agentrl.core.errors import ConfigError
 
-LOCK = "run.lock"
+LOCK = "lock"
 """File in the run's folder that the running process has locked; it names the process."""
 
 

@@ -96,7 +96,7 @@ def test_a_folder_in_use_is_refused_and_free_again_after_a_kill(tmp_path: Path) 
         other.send_signal(signal.SIGKILL)
         other.wait()
     with locked(tmp_path / "run"):
-        assert f"process {os.getpid()} " in (tmp_path / "run" / "run.lock").read_text()
+        assert f"process {os.getpid()} " in (tmp_path / "run" / "lock").read_text()
         child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     with locked(tmp_path / "run"):  # a child that outlives the run, such as an engine, does not hold it
         child.communicate(b"")
