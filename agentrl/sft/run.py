@@ -56,10 +56,10 @@ def sft(config: Config, *, note: Callable[[str], None]) -> Path:
     with locked(folder):
         check_new(folder)
         save_config(config, folder)
-        return _run(config, model, data, folder, console)
+        return _run(config, model, data, folder, note)
 
 
-def _run(config: Config, model: Path, data: Demonstrations, folder: Path, console: Console) -> Path:
+def _run(config: Config, model: Path, data: Demonstrations, folder: Path, note: Callable[[str], None]) -> Path:
     out = config.sft.out or folder / "model"
     note(f"run {folder}: {config.sft.steps} steps of {config.sft.batch_size} demonstrations")
     learner = _start_learner(config, model, folder)

@@ -19,7 +19,6 @@ from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_sta
 from agentrl.models.reference_policy import pin_reference
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.console import print_message
-from agentrl.obs.console import print_message
 from agentrl.obs.progress import ProgressView
 from agentrl.obs.waiting import PHASE, waiting
 from agentrl.obs.watchdog import Watchdog
