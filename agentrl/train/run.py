@@ -16,8 +16,6 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import AgentrlError, ConfigError, RunStopped
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state
-from agentrl.models.reference_policy import pin_reference
-from agentrl.models.resolve import resolve_model
 from agentrl.obs.console import print_message
 from agentrl.obs.progress import ProgressView
 from agentrl.obs.waiting import PHASE, waiting
@@ -29,7 +27,7 @@ from agentrl.train.rollout_sources import open_replay, open_sampling
 from agentrl.train.run_outputs import draw_curve, open_metrics, print_summary
 from agentrl.train.sampling import RolloutSource
 from agentrl.train.trainer import Trainer
-from agentrl.train.warm_start import FOLDER, warmed_model
+from agentrl.train.warm_start import initial_policy
 
 
 @dataclass(slots=True)
@@ -130,10 +128,8 @@ async def run_training(
         try:
             with interrupt:
                 save_config(config, folder)  # a run that is stopped in its warm start is resumed with it
-                warm = await _warm_start(config, folder, checkpoint, interrupt, console) if replay is None else None
-                config = pin_reference(config, warm)
+                config, model = await initial_policy(config, folder, checkpoint, interrupt, console)
                 save_config(config, folder)
-                model = checkpoint / "model" if checkpoint else warm or resolve_model(config.model.path)
                 trainer = await TrainingRun(config, folder, console, checkpoint, model, replay, state).train(interrupt)
         except AgentrlError as error:
             if not isinstance(error, RunStopped) and not interrupt.requested.is_set():
@@ -153,12 +149,3 @@ def _read_state(config: Config, checkpoint: Path | None) -> dict[str, Any]:
     if state["seed"] != config.run.seed:
         raise ConfigError(f"run.seed={config.run.seed}: {checkpoint} was written with run.seed={state['seed']}")
     return state
-
-
-async def _warm_start(
-    config: Config, folder: Path, checkpoint: Path | None, interrupt: Interrupt, console: Console
-) -> Path | None:
-    """Return the folder of the warm-started policy, which a resumed run has already; None without a warm start."""
-    if checkpoint is None:
-        return await warmed_model(config, folder, interrupt, console)
-    return (folder / FOLDER / "model").resolve() if config.model.warm_start else None

@@ -20,6 +20,8 @@ from agentrl.config.schema import Config
 from agentrl.config.shipped import find_config
 from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import ConfigError, LearnerError, UserError
+from agentrl.models.reference_policy import pin_reference
+from agentrl.models.resolve import resolve_model
 from agentrl.obs.console import print_message
 from agentrl.runtime.interrupt import Interrupt
 
@@ -59,6 +61,26 @@ def describe(warm: Config) -> str:
     """Return one line on the length of a warm start."""
     minutes = f", {warm.sft.minutes:g} minutes at most" if warm.sft.minutes else ""
     return f"{warm.sft.steps} steps of {warm.sft.batch_size} demonstrations{minutes}"
+
+
+async def initial_policy(
+    config: Config, folder: Path, checkpoint: Path | None, interrupt: Interrupt, console: Console
+) -> tuple[Config, Path]:
+    """Return the configuration of a run with its reference policy, and the folder of the weights that it starts from.
+
+    The weights are those of the checkpoint that the run resumes from, else of its warm start, else of ``model.path``.
+
+    Raises:
+        RunStopped, LearnerError, UserError: as in `warmed_model`.
+        ModelError: the model does not exist.
+
+    """
+    if checkpoint is None:
+        warm = await warmed_model(config, folder, interrupt, console)
+    else:
+        warm = (folder / FOLDER / "model").resolve() if config.model.warm_start else None
+    config = pin_reference(config, warm)
+    return config, checkpoint / "model" if checkpoint else warm or resolve_model(config.model.path)
 
 
 async def warmed_model(config: Config, folder: Path, interrupt: Interrupt, console: Console) -> Path | None:
