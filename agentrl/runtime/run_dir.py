@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from agentrl.config.saved import CONFIG
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.learner.checkpoints import STATE, latest_checkpoint
+from agentrl.runtime.run_lock import locked
 
 RUNS = Path("runs")
 
@@ -29,6 +32,21 @@ def check_new(folder: Path) -> None:
     """
     if has_results(folder):
         raise ConfigError(f"run.dir={folder} already has a run; add --resume to continue it, or set another run.dir")
+
+
+@contextmanager
+def run_folder(config: Config, resumed: Path | None = None) -> Iterator[Path]:
+    """Yield the folder of a new run, or of the one that is resumed, locked for this process.
+
+    Raises:
+        ConfigError: another process has locked it, it cannot be written, or a new run would overwrite an older one.
+
+    """
+    folder = resumed or new_folder(config)
+    with locked(folder):
+        if resumed is None:
+            check_new(folder)
+        yield folder
 
 
 def folder_to_resume(run_dir: str | None, env: str | None) -> Path:

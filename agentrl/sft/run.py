@@ -31,8 +31,7 @@ from agentrl.obs.trackers import open_tensorboard
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.interrupt import SIGNALS, handled_signals, leave_terminals, terminals
-from agentrl.runtime.run_dir import check_new, new_folder
-from agentrl.runtime.run_lock import locked
+from agentrl.runtime.run_dir import run_folder
 from agentrl.sft.demonstrations import Demonstrated, Demonstrations
 from agentrl.sft.preflight import check_sft
 
@@ -52,9 +51,7 @@ def sft(config: Config, *, note: Callable[[str], None]) -> Path:
     check_sft(config)
     model = resolve_model(config.model.path)
     data = Demonstrations(config, RendererOf(model, config.render, config.model.trust_remote_code))
-    folder = new_folder(config)
-    with locked(folder):
-        check_new(folder)
+    with run_folder(config) as folder:
         save_config(config, folder)
         return _run(config, model, data, folder, note)
 

@@ -21,8 +21,7 @@ from agentrl.obs.progress import ProgressView
 from agentrl.obs.waiting import PHASE, waiting
 from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.run_dir import check_new, new_folder
-from agentrl.runtime.run_lock import locked
+from agentrl.runtime.run_dir import run_folder
 from agentrl.train.rollout_sources import open_replay, open_sampling
 from agentrl.train.run_outputs import draw_curve, open_metrics, print_summary
 from agentrl.train.sampling import RolloutSource
@@ -116,10 +115,7 @@ async def run_training(
         AgentrlError: the run failed; the last finished step is saved if the learner still can.
 
     """
-    folder = resumed or new_folder(config)
-    with locked(folder):
-        if resumed is None:
-            check_new(folder)
+    with run_folder(config, resumed) as folder:
         checkpoint = latest_checkpoint(folder / "checkpoints")
         going_on = f", going on from {checkpoint.name}" if checkpoint else ", starting at step 0" if resumed else ""
         print_message(console, f"run {folder}{going_on}")
