@@ -112,7 +112,15 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
         ("markers", f"no single token: {split}" if split else f"{len(findings.markers)}, each a separate token"),
         ("reasoning", f"left out before {dropped}" if dropped else "kept"),
         ("tool calls", _calls(findings)),
+        ("contents", _contents(findings)),
     ]
+
+
+def _contents(findings: Findings) -> str:
+    if not findings.unescaped:
+        return "no token is made of their text"
+    shown = ", ".join(findings.unescaped[:4]) + (", …" if len(findings.unescaped) > 4 else "")
+    return f"text of special tokens stays text, that of {shown} becomes tokens (render.escape_added_tokens)"
 
 
 def _calls(findings: Findings) -> str:

@@ -83,5 +83,8 @@ class RenderConfig(Section):
     keep_thinking: bool = False
     """Keep earlier reasoning although the chat format removes it (Qwen3, GLM, DeepSeek R1), so that an episode stays one
     row; otherwise its trajectory forks there, with prompts as the model was trained on."""
+    escape_added_tokens: bool = False
+    """Keep the text of added tokens that are not special, such as Qwen's ``</think>`` and ``<tool_call>``, text in what the
+    policy reads, as that of special tokens always is. Chat templates of Hugging Face make tokens of it."""
     tool_parser: ParserName = "auto"
     """Format of the policy's tool calls; ``auto``: that of the chat format."""

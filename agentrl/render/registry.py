@@ -59,7 +59,8 @@ def make_renderer(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | Non
     if config.chat_template is not None:
         tokenizer.chat_template = _read(config.chat_template)
     parser = None if config.tool_parser == "auto" else PARSERS[config.tool_parser]()
-    return ChatRenderer(tokenizer, choose_format(tokenizer, config), parser)
+    format = choose_format(tokenizer, config)
+    return ChatRenderer(tokenizer, format, parser, escape_added_tokens=config.escape_added_tokens)
 
 
 def choose_format(tokenizer: PreTrainedTokenizerBase, config: RenderConfig) -> Format:

@@ -40,17 +40,26 @@ class ChatRenderer:
         tokenizer: tokenizer of the policy.
         format: chat format.
         parser: tool-call parser; that of the format if None.
+        escape_added_tokens: see ``render.escape_added_tokens``.
 
     Raises:
         ModelError: the tokenizer lacks the token that ends the format's turns.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, format: Format, parser: CallParser | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        format: Format,
+        parser: CallParser | None = None,
+        *,
+        escape_added_tokens: bool = False,
+    ) -> None:
         self.format = format
         self.parser = parser or format.parser
         self._tokenizer = tokenizer
         self._where = f"tokenizer of model.path={tokenizer.name_or_path!r}"
-        self._encoder = EscapingEncoder(tokenizer)
+        self._encoder = EscapingEncoder(tokenizer, added_tokens=escape_added_tokens)
+        self._plain = EscapingEncoder(tokenizer) if escape_added_tokens else self._encoder
         self._end_ids = self._find_ends()
         closings = format.closings if isinstance(format, InterchangeableEnds) else ()
         self._closing_ids = {self._encoder.special_ids[text] for text in closings if text in self._encoder.special_ids}
@@ -120,7 +129,7 @@ class ChatRenderer:
             ids, or a `Fork` with the reason why the conversation cannot be continued by appending.
         """
         inline = tuple(takewhile(lambda message: message.inline, new))
-        added = tuple(index for message in inline for index in self.encode(message.content))
+        added = tuple(index for message in inline for index in self._encoder.content(message.content))
         rest = tuple(new[len(inline) :])
         if not rest:
             return added
@@ -165,7 +174,12 @@ class ChatRenderer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the ids of plain text: special-token text in it is not special, and no token is added."""
-        return self._encoder.content(text)
+        return self._plain.content(text)
+
+    @property
+    def unescaped_tokens(self) -> tuple[str, ...]:
+        """Added tokens whose text in contents becomes the token; ``render.escape_added_tokens`` escapes them too."""
+        return self._encoder.unescaped
 
     def _opened(self, prompt_ids: Sequence[int]) -> bool:
         """Return whether a prompt ends with ``<think>``; in DeepSeek R1 it does not after a tool result."""
@@ -258,8 +272,9 @@ class ChatRenderer:
             replace(call, id=escape(call.id), name=escape(call.name), arguments=json(call.arguments))
             for call in message.tool_calls
         )
+        content = self._encoder.escape(message.content, special_only=message.role == "assistant")
         call_id = None if message.tool_call_id is None else escape(message.tool_call_id)
-        return replace(message, content=escape(message.content), tool_calls=calls, tool_call_id=call_id)
+        return replace(message, content=content, tool_calls=calls, tool_call_id=call_id)
 
     def _escaped_sample(self, message: Message) -> str:
         """Return a sampled message's text, with special-token text escaped unless it was sampled as a special token."""

@@ -2,7 +2,8 @@
 
 A retrieved page that contains ``<|im_end|>`` would otherwise end the turn. Special tokens in *content* are encoded as plain
 characters; those that the chat template itself writes become tokens. The same holds for tokens that look special but are not
-marked so in the tokenizer, such as DeepSeek's ``<｜User｜>``. Other added tokens, such as ``<search>``, are tokens everywhere.
+marked so in the tokenizer, such as DeepSeek's ``<｜User｜>``. Other added tokens, such as ``<search>``, are tokens
+everywhere unless they are to be escaped too.
 """
 
 from __future__ import annotations
@@ -29,22 +30,24 @@ class EscapingEncoder:
 
     Args:
         tokenizer: any Hugging Face tokenizer.
+        added_tokens: escape the other added tokens too (``render.escape_added_tokens``).
         cache: number of cached strings.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, cache: int = 8192) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, added_tokens: bool = False, cache: int = 8192) -> None:
         self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder
-        self.special_ids: Mapping[str, int] = {
-            token.content: index
-            for index, token in added.items()
-            if token.special or _LOOKS_SPECIAL.fullmatch(token.content)
-        }
-        """Ids of all special tokens, and of tokens that look like one, by their text."""
+        added = tokenizer.added_tokens_decoder.items()
+        special = {one.content: at for at, one in added if one.special or _LOOKS_SPECIAL.fullmatch(one.content)}
+        others = {one.content: at for at, one in added if one.content not in special}
+        self.special_ids: Mapping[str, int] = special | others if added_tokens else special
+        """Ids of all tokens that are escaped by their text: special ones, and those that look like one, come first."""
+        self.unescaped: tuple[str, ...] = () if added_tokens else tuple(others)
+        """Added tokens that are tokens in contents too."""
         self._escaped = (_OPEN, *self.special_ids)
         self._numbers = {text: number for number, text in enumerate(self._escaped)}
+        self._in_content = _any_of(self._escaped)
+        self._special_in_content = _any_of((_OPEN, *special))
         longest_first = sorted(self._escaped, key=len, reverse=True)
-        self._in_content = re.compile("|".join(re.escape(text) for text in longest_first))
         specials = [re.escape(text) for text in longest_first if text != _OPEN]
         # split_special_tokens does not affect added tokens that are not special, nor tokenizers that are Python code of
         # their model's folder: such tokens are split after their first character.
@@ -57,9 +60,13 @@ class EscapingEncoder:
         self.template = lru_cache(maxsize=cache)(self._template)
         """``template(text)`` returns the ids of a rendered template whose contents were escaped by `escape`."""
 
-    def escape(self, text: str) -> str:
-        """Return content with special-token text escaped, so that it differs from the template's own special tokens."""
-        return self._in_content.sub(lambda match: f"{_OPEN}{self._numbers[match[0]]}{_CLOSE}", text)
+    def escape(self, text: str, *, special_only: bool = False) -> str:
+        """Return content with special-token text escaped, so that it differs from the template's own special tokens.
+
+        With ``special_only`` other added tokens are not escaped: they are meant in what an assistant says.
+        """
+        pattern = self._special_in_content if special_only else self._in_content
+        return pattern.sub(lambda match: f"{_OPEN}{self._numbers[match[0]]}{_CLOSE}", text)
 
     def escape_json(self, value: Any) -> Any:
         """Return a JSON-able value with every string in it escaped."""
@@ -98,6 +105,10 @@ class EscapingEncoder:
             elif piece:
                 ids.extend(self._content(self.unescape(piece)))
         return tuple(ids)
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)))
 
 
 def unicode_text(text: str) -> str:

@@ -78,6 +78,8 @@ class Findings:
     """Whether the opener ends with ``<think>``."""
     end: TurnEnd
     """The end of turns."""
+    unescaped: tuple[str, ...]
+    """Added tokens whose text in contents becomes the token; see ``render.escape_added_tokens``."""
     markers: tuple[Marker, ...]
     """Markers of the format, in order of occurrence."""
     parser: str
@@ -157,6 +159,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | No
         opener=probe.opener,
         opens_thinking=renderer.format.opens_thinking,
         end=_end(probe),
+        unescaped=renderer.unescaped_tokens,
         markers=_markers(probe),
         parser=next(names, renderer.format.name),
         reads_calls=all(probe.reads(turn, renderer.parser) for turn in callers) if callers else None,
