@@ -125,7 +125,7 @@ MISTAKES = {
     "reward.function=null": "built in: exact_match, f1, math, numeric",
     "reward=numerc": "Did you mean 'numeric'?",
     "reward=my_reward.py:score": "there is no file",
-    "reward=my_rewards.py:scor": "it has: of_a_group, raises, score",
+    "reward=my_rewards.py:scor": "It has: of_a_group, raises, score",
     "reward=my_reward:score": "there is no module 'my_reward'",
     "reward.on_error=ignore": "reward.on_error='ignore'",
     "rollout.generate=my_rewards.py:play": "rollout.generate=my_rewards.py:play: my_rewards.py has no 'play'",

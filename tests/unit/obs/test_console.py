@@ -1,3 +1,4 @@
+import re
 import sys
 from io import StringIO
 
@@ -6,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.obs.console import TitledBlock, make_console
+from agentrl.obs.console import TitledBlock, make_console, print_message
 from agentrl.obs.progress import ProgressView
 
 
@@ -54,3 +55,11 @@ def test_a_terminal_wraps_at_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     make_console().print(LONG)
     assert len(out.getvalue().splitlines()) == 4
+
+
+def test_a_message_is_one_line_with_the_time_where_the_output_is_no_terminal() -> None:
+    log, terminal = StringIO(), Terminal()
+    print_message(make_console(file=log), LONG)
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d {LONG}\n", log.getvalue())
+    print_message(make_console(file=terminal), LONG)
+    assert terminal.getvalue() == f"{LONG}\n", "the terminal wraps it, so it can be copied whole"
