@@ -27,7 +27,8 @@ class Capture:
         self.out_read, self.out_write = os.pipe2(os.O_CLOEXEC)
         self.err_read, self.err_write = os.pipe2(os.O_CLOEXEC)
         self.open = [self.out_read, self.err_read]
-        self.files = {fd: os.memfd_create("output") for fd in self.open}
+        self.pipes = (self.out_read, self.err_read)
+        self.files: dict[int, int] = {}  # by pipe, made when there is data
         for fd in self.open:
             os.set_blocking(fd, False)
         self.begin(None)
@@ -36,10 +37,10 @@ class Capture:
         """Begin a new call: drop what was read, and set the limit in bytes (None: no limit)."""
         self.limit = limit
         self.cut = -1  # the pipe whose last byte showed that there is more than the limit
-        self.sizes = dict.fromkeys(self.files, 0)
+        self.sizes = dict.fromkeys(self.pipes, 0)
         for file in self.files.values():
-            os.ftruncate(file, 0)
-            os.lseek(file, 0, os.SEEK_SET)
+            os.close(file)
+        self.files.clear()
 
     def close_writers(self) -> None:
         """Close the write ends, which the child has."""
@@ -48,9 +49,8 @@ class Capture:
 
     def close(self) -> None:
         """Close the read ends and the files."""
-        for fd, file in self.files.items():
+        for fd in (*self.pipes, *self.files.values()):
             os.close(fd)
-            os.close(file)
 
     @property
     def over(self) -> bool:
@@ -60,6 +60,8 @@ class Capture:
     def take(self, fd: int) -> bool:
         """Move data once. Returns whether there was any."""
         room = CHUNK if self.limit is None else min(CHUNK, self.limit + 1 - sum(self.sizes.values()))
+        if fd not in self.files:
+            self.files[fd] = os.memfd_create("output")
         try:
             moved = splice(fd, self.files[fd], room)
         except BlockingIOError:
@@ -80,7 +82,7 @@ class Capture:
 
     def output(self) -> list[tuple[int, int]]:
         """Return the files of output and errors, and how many bytes of each the limit lets through."""
-        return [(self.files[fd], self.sizes[fd] - (self.over and fd == self.cut)) for fd in self.files]
+        return [(self.files.get(fd, -1), self.sizes[fd] - (self.over and fd == self.cut)) for fd in self.pipes]
 
 
 class Child:

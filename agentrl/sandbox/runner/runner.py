@@ -202,10 +202,12 @@ class Runner:
             poll = select.poll()
             for fd in (*capture.open, *done):
                 poll.register(fd, select.POLLIN)
-            ready = [fd for fd, _ in poll.poll(wait * 1000)]
+            ready = dict(poll.poll(wait * 1000))
             for fd in ready:
-                if fd in capture.files:
+                if fd in capture.pipes and ready[fd] & select.POLLIN:
                     capture.take(fd)
+                elif fd in capture.pipes:  # every writer has closed it
+                    capture.open.remove(fd)
             if capture.over:
                 return "output"
             if any(fd in ready for fd in done):
