@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ModelError
-from agentrl.learner.fsdp.attention import IMPLEMENTATION, move, packed_rows
+from agentrl.learner.fsdp.attention import IMPLEMENTATION, move, packed_rows, separated
 from agentrl.models.load import load_model
+
+_log = logging.getLogger(__name__)
+_MIXED = 1e-5
+"""Relative change of a row's hidden states, when another row changes, that is not rounding."""
 
 
 class PolicyModel(nn.Module):
@@ -31,6 +36,8 @@ class PolicyModel(nn.Module):
         self.logits_chunk = logits_chunk
         self.autocast = False
         """Whether matrix products are computed in bfloat16."""
+        self.separates_rows = False
+        """Compute every row in a bin of its own: layers of the model that are not attention would mix packed rows."""
 
     def forward(
         self, micro: MicroBatch, at_N: torch.Tensor, temperature: float, entropy_gradient: bool = False
@@ -48,12 +55,15 @@ class PolicyModel(nn.Module):
 
         """
         device = self.hf.device
-        token_ids_R_L, at_N = micro.token_ids_R_L.to(device), at_N.to(device)
-        packed = move(packed_rows(micro.position_ids_R_L, micro.row_R_L), device)
+        token_ids_R_L, position_ids_R_L, row_R_L = micro.token_ids_R_L, micro.position_ids_R_L, micro.row_R_L
+        if self.separates_rows:
+            token_ids_R_L, position_ids_R_L, row_R_L, at_N = separated(token_ids_R_L, position_ids_R_L, row_R_L, at_N)
+        token_ids_R_L, at_N = token_ids_R_L.to(device), at_N.to(device)
+        packed = move(packed_rows(position_ids_R_L, row_R_L), device)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             hidden = self.hf.base_model(
                 input_ids=token_ids_R_L,
-                position_ids=micro.position_ids_R_L.to(device),
+                position_ids=position_ids_R_L.to(device),
                 use_cache=False,
                 packed=packed,
             ).last_hidden_state
@@ -99,7 +109,9 @@ class PolicyModel(nn.Module):
 
 
 def load_policy(folder: Path, config: LearnerConfig, key: str = "model.path") -> PolicyModel:
-    """Load ``folder`` in float32 on the CPU, with packed attention, and check that the model's logits are the learner's.
+    """Load ``folder`` in float32 on the CPU, with packed attention, and check that packed rows have the model's own logits.
+
+    If layers of the model mix packed rows, such as convolutions, Mamba or linear attention, every row gets a bin of its own.
 
     Args:
         folder: a Hugging Face model folder.
@@ -118,7 +130,7 @@ def load_policy(folder: Path, config: LearnerConfig, key: str = "model.path") ->
         name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
         getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
     policy = PolicyModel(model, config.logits_chunk)
-    _check_head(policy, folder, key)  # in float32
+    _probe_rows(policy, folder, key)  # in float32
     policy.autocast = config.autocast == "bfloat16"
     return policy
 
@@ -143,21 +155,52 @@ def _disable_dropout(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _check_head(policy: PolicyModel, folder: Path, key: str) -> None:
-    """Refuse architectures that scale or cap logits after the head: the learner's logits would differ from the engine's."""
-    ids = torch.arange(1, 5)[None]
-    positions = torch.arange(4)[None]
-    rows = torch.zeros_like(positions)
-    packed = packed_rows(positions, rows)
-    logits = policy.hf(input_ids=ids, position_ids=positions, use_cache=False, packed=packed).logits[0]
-    expected = logits.float().log_softmax(-1)[torch.arange(3), ids[0, 1:]]
-    micro = MicroBatch(ids, positions, rows, rows, rows, rows, rows, rows, rows, rows, ())
-    found, _ = policy(micro, torch.arange(1, 4), 1.0)
-    if not torch.allclose(found, expected, atol=1e-4, rtol=1e-4):
+def _probe_rows(policy: PolicyModel, folder: Path, key: str) -> None:
+    """Separate rows if the model mixes packed ones, and compare log-probabilities with the model's own.
+
+    Raises:
+        ModelError: they differ: the architecture scales or caps logits after the head.
+    """
+    row_T, other_T = torch.arange(1, 8), torch.arange(6, 0, -1)
+    first, second = _packed_pair(row_T, other_T), _packed_pair(row_T + 1, other_T)
+    hidden = [_hidden(policy.hf, micro)[:, len(row_T) :] for micro in (first, second)]
+    policy.separates_rows = bool((hidden[0] - hidden[1]).norm() > _MIXED * hidden[0].norm())
+    if policy.separates_rows:
+        _log.warning(
+            "%s mixes packed rows: the learner computes one row a bin, with more padding", type(policy.hf).__name__
+        )
+    expected_N = torch.cat([_logprobs_alone(policy.hf, tokens_T) for tokens_T in (row_T, other_T)])
+    found_N, _ = policy(first, first.position_ids_R_L[0].nonzero()[:, 0], 1.0)
+    if not torch.allclose(found_N, expected_N, atol=1e-4, rtol=1e-4):
         raise ModelError(
             f"{key}={folder}: {type(policy.hf).__name__} changes logits after its head, which the fsdp learner lacks; "
             "choose another"
         )
+
+
+def _packed_pair(row_T: torch.Tensor, other_T: torch.Tensor) -> MicroBatch:
+    """Return a micro-batch of two rows in one bin."""
+    rows = (row_T, other_T)
+    positions = torch.cat([torch.arange(len(tokens_T)) for tokens_T in rows])[None]
+    row_R_L = torch.cat([torch.full_like(tokens_T, number) for number, tokens_T in enumerate(rows)])[None]
+    zeros = torch.zeros_like(positions)
+    return MicroBatch(torch.cat(rows)[None], positions, row_R_L, zeros, zeros, zeros, zeros, zeros, zeros, zeros, ())
+
+
+def _hidden(hf: Any, micro: MicroBatch) -> torch.Tensor:
+    """Return the last hidden states of packed rows, ``[R, L, H]``."""
+    packed, positions = packed_rows(micro.position_ids_R_L, micro.row_R_L), micro.position_ids_R_L
+    states = hf.base_model(input_ids=micro.token_ids_R_L, position_ids=positions, use_cache=False, packed=packed)
+    hidden: torch.Tensor = states.last_hidden_state
+    return hidden
+
+
+def _logprobs_alone(hf: Any, token_ids_T: torch.Tensor) -> torch.Tensor:
+    """Return the model's own log-probabilities ``[T - 1]`` of a row after its first token."""
+    positions = torch.arange(len(token_ids_T))[None]
+    packed = packed_rows(positions, torch.zeros_like(positions))
+    logits = hf(input_ids=token_ids_T[None], position_ids=positions, use_cache=False, packed=packed).logits[0, :-1]
+    return logits.float().log_softmax(-1).gather(-1, token_ids_T[1:, None])[:, 0]
 
 
 def shard(policy: PolicyModel, mesh: DeviceMesh, config: LearnerConfig) -> FSDPModule:
