@@ -88,7 +88,8 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         from agentrl.train.preflight import check_run
 
-        lines.append(f"template {check_run(config).template}")
+        plan = check_run(config)
+        lines += [f"template {plan.template}", *plan.warnings]
     for line in lines:
         print_message(console, line)
     from agentrl.train.run import run_training
@@ -105,4 +106,4 @@ def _plan(config: Config, replay: Path | None) -> list[str]:
     from agentrl.train.preflight import plan_run
 
     plan = plan_run(config)
-    return [*plan.lines, *(f"missing here {lack}" for lack in plan.missing)]
+    return [*plan.lines, *plan.warnings, *(f"missing here {lack}" for lack in plan.missing)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from copy import copy
 from functools import lru_cache
 from pathlib import Path
@@ -69,6 +70,24 @@ def read_vocab_size(folder: Path) -> int:
     if not isinstance(size, int) or size < 1:
         raise ModelError(f"{folder}/config.json: vocab_size={size!r} is not a number of tokens")
     return size
+
+
+def count_parameters(folder: Path) -> int:
+    """Return the number of weights in the safetensors files of ``folder``, from their headers; 0 if it has none.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    count = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "numpy") as weights:
+                count += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+    return count
 
 
 def read_max_positions(folder: Path) -> int | None:

@@ -13,7 +13,7 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.core.task import Task, TaskSet
 from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
-from agentrl.models.load import read_max_positions
+from agentrl.models.load import count_parameters, read_max_positions
 from agentrl.models.reference_policy import check_reference, resolve_reference
 from agentrl.models.resolve import has_chat_template, resolve_model
 from agentrl.runtime.checks import check_engine, check_episodes, check_packages, open_tasks
@@ -21,6 +21,9 @@ from agentrl.runtime.placement_check import check_placement, describe_placement
 from agentrl.runtime.run_tools import check_tools
 from agentrl.runtime.task_order import read_split
 from agentrl.train.warm_start import describe, warm_start_config
+
+_LEARNING_RATES = ((500_000_000, 2e-5, 1e-6), (50_000_000, 2e-4, 5e-5))
+"""``(weights, highest rate without a warning, usual rate)``. The usual rates are those of the shipped configurations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class Plan:
     """Lines that describe the run for the user."""
     missing: list[str]
     """What this machine lacks for the run."""
+    warnings: list[str]
+    """What is likely to be a mistake, with the key to set."""
     template: str = ""
     """One line on the chat template's effect on training; empty if the model is missing."""
 
@@ -77,9 +82,10 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     model = _check_model(config, missing, fetch=fetch and not missing)  # no gigabytes for a run that is refused
     template = "" if model is None else _check_template(config, model)
     lines = _describe(config, tasks, model, sets, template)
+    warnings = [] if model is None else learning_rate_warnings(config, count_parameters(model))
     if warm is not None:
         lines.append(f"{'warm start':<13}{config.model.warm_start}: {describe(warm)}")
-    return Plan(lines, missing, template)
+    return Plan(lines, missing, warnings, template)
 
 
 @contextmanager
@@ -114,6 +120,18 @@ def _check_model(config: Config, missing: list[str], *, fetch: bool) -> Path | N
         if config.algo.reference is not None and reference is not None:
             check_reference(model, reference)
     return model
+
+
+def learning_rate_warnings(config: Config, count: int) -> list[str]:
+    """Return a warning if the learning rate is many times what models of ``count`` weights are trained with."""
+    lr = config.learner.optimizer.lr
+    for size, most, usual in _LEARNING_RATES:
+        if count >= size and lr > most:
+            return [
+                f"warning: learner.optimizer.lr={lr:g} is many times the usual {usual:g} for a model of {count / 1e9:.2g} "
+                f"billion weights, and may destroy it: set learner.optimizer.lr={usual:g} and learner.optimizer.warmup_steps"
+            ]
+    return []
 
 
 def _check_template(config: Config, model: Path) -> str:

@@ -199,8 +199,10 @@ def _logprobs_alone(hf: Any, token_ids_T: torch.Tensor) -> torch.Tensor:
     """Return the model's own log-probabilities ``[T - 1]`` of a row after its first token."""
     positions = torch.arange(len(token_ids_T))[None]
     packed = packed_rows(positions, torch.zeros_like(positions))
-    logits = hf(input_ids=token_ids_T[None], position_ids=positions, use_cache=False, packed=packed).logits[0, :-1]
-    return logits.float().log_softmax(-1).gather(-1, token_ids_T[1:, None])[:, 0]
+    logits_T_V: torch.Tensor = hf(
+        input_ids=token_ids_T[None], position_ids=positions, use_cache=False, packed=packed
+    ).logits[0, :-1]
+    return logits_T_V.float().log_softmax(-1).gather(-1, token_ids_T[1:, None])[:, 0]
 
 
 def shard(policy: PolicyModel, mesh: DeviceMesh, config: LearnerConfig) -> FSDPModule:
