@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import AuditError, MissingError, ModelError, UnknownNameError
+from agentrl.core.reading import reading
 from agentrl.obs.console import make_console
 from agentrl.obs.viewer.run_files import open_run
 
@@ -74,7 +75,8 @@ def _model_of(samples: Path) -> dict[str, object]:
     for folder in (samples, samples.absolute().parent, samples.absolute().parent.parent):
         config = folder / "config.yaml"
         if config.is_file():
-            read = yaml.safe_load(config.read_text(encoding="utf-8"))
+            with reading(config, "configuration of a run"):
+                read = yaml.safe_load(config.read_text(encoding="utf-8"))
             model = read.get("model") if isinstance(read, dict) else None
             return model if isinstance(model, dict) else {}
     return {}

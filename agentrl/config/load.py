@@ -13,6 +13,7 @@ from agentrl.config.schema import Config
 from agentrl.config.secret_values import REDACTED, redacted_keys
 from agentrl.config.validation import parse_section
 from agentrl.core.errors import ConfigError
+from agentrl.core.reading import one_line
 
 Tree = dict[str, Any]
 
@@ -43,8 +44,8 @@ def read_yaml(file: Path) -> Tree:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"configuration {file}: {error.strerror or error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"configuration {file}: {error}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"configuration {file}: {one_line(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

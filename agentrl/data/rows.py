@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.core.errors import ConfigError
 from agentrl.core.extras import require
+from agentrl.core.reading import reading
 
 SUFFIXES = (".jsonl", ".parquet")
 """Supported formats."""
@@ -85,7 +86,7 @@ def _jsonl(path: Path, key: str) -> Iterator[Row]:
                 continue
             try:
                 values = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (ValueError, RecursionError) as error:
                 shown = line[:_SHOWN].decode(errors="replace").rstrip()
                 raise ConfigError(f"{path}, line {number} ({key}) is no JSON: {error}: {shown}") from None
             if not isinstance(values, dict):
@@ -97,10 +98,9 @@ def _jsonl(path: Path, key: str) -> Iterator[Row]:
 
 
 def _parquet(path: Path, key: str, columns: Collection[str] | None) -> Iterator[Row]:
-    import pyarrow as pa
     from pyarrow import parquet
 
-    try:
+    with reading(f"{key}={path}", "parquet file"):
         number = 0
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -110,5 +110,3 @@ def _parquet(path: Path, key: str, columns: Collection[str] | None) -> Iterator[
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(path, number, values, unread)
-    except pa.ArrowException as error:
-        raise ConfigError(f"{key}={path} cannot be read as parquet: {error}") from None

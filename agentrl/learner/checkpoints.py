@@ -20,6 +20,7 @@ from typing import Any
 
 from agentrl.core.atomic_files import PARTIAL, partial_path, publish, replacing
 from agentrl.core.errors import CheckpointError
+from agentrl.core.reading import reading
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.random_states import random_states, restore_random, states_from_json, states_to_json
 
@@ -108,9 +109,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         CheckpointError: the state is missing or unreadable.
 
     """
-    try:
-        state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    with reading(checkpoint / STATE, "state of a whole checkpoint", CheckpointError):
+        state: dict[str, Any] = json.loads((checkpoint / STATE).read_bytes())
         restore_random(states_from_json(state["random"]))
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{checkpoint} is no whole checkpoint: {STATE}: {error!r}") from error
-    return state
+        return state

@@ -12,6 +12,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from agentrl.core.errors import MissingError, ModelError
+from agentrl.core.reading import reading
 from agentrl.core.registry import MODELS, model_folder, names
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -50,13 +51,11 @@ def has_chat_template(folder: Path) -> bool:
     """
     if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return True
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
         return False
-    except ValueError as error:
-        raise ModelError(f"model.path={folder}: its tokenizer_config.json is not valid JSON: {error}") from error
-    return bool(settings.get("chat_template"))
+    with reading(f"model.path={folder}: {path.name}", "configuration of a tokenizer in JSON", ModelError):
+        return bool(json.loads(path.read_bytes()).get("chat_template"))
 
 
 def _checked(folder: Path, path: str, key: str) -> Path:

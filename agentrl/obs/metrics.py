@@ -8,7 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+import orjson
+
 from agentrl.core.atomic_files import replacing
+from agentrl.core.reading import reading
 from agentrl.core.types import Rollout
 from agentrl.obs.trackers import Tracker, sample_table
 
@@ -69,18 +72,23 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return all rows of a ``metrics.jsonl``; an incomplete last line, from a killed run, is skipped, and so is null."""
+    """Return all rows of a ``metrics.jsonl``; an incomplete last line, from a killed run, is skipped, and so is null.
+
+    Raises:
+        ConfigError: the file is damaged; the message has the line.
+
+    """
     if not path.is_file():
         return []
-    rows: list[dict[str, float]] = []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines):
-        try:
-            rows.append({key: value for key, value in json.loads(line).items() if value is not None})
-        except json.JSONDecodeError:
-            if number != len(lines) - 1:
-                raise
-    return rows
+    with reading(path, "log of metrics"):
+        lines = path.read_bytes().split(b"\n")
+    return [_row(line, f"{path}, line {number}") for number, line in enumerate(lines[:-1], 1)]
+
+
+def _row(line: bytes, place: str) -> dict[str, float]:
+    with reading(place, "row of metrics"):
+        row = {str(key): float(value) for key, value in orjson.loads(line).items() if value is not None}
+        return row | {"step": int(row["step"])}
 
 
 def _rewrite(path: Path, rows: Iterable[Mapping[str, float]]) -> None:

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from agentrl.core.atomic_files import replacing
 from agentrl.core.errors import ConfigError
 from agentrl.core.extras import require
+from agentrl.core.reading import reading
 from agentrl.core.types import Rollout
-from agentrl.obs.rollout_format import ARRAYS, rollout_from_dict, rollout_to_dict
+from agentrl.obs.rollout_format import ARRAYS, rollout_to_dict
 
 AS_JSON = ("label", "metadata")
 """Columns of arbitrary structure, stored as JSON text."""
@@ -35,42 +36,27 @@ def write_parquet(path: Path, rollouts: Sequence[Rollout]) -> None:
         [_to_line(rollout, number) for number, rollout in enumerate(rollouts)], schema=_schema()
     )
     with replacing(path) as partial:
-        pq.write_table(table, partial, compression="zstd", row_group_size=ROW_GROUP)
-
-
-def read_parquet(path: Path) -> list[Rollout]:
-    """Return the rollouts that `write_parquet` has written.
-
-    Raises:
-        ConfigError: the file cannot be read, or has no rollouts.
-
-    """
-    return [rollout_from_dict(data) for data in iter_parquet(path)]
+        pq.write_table(table, partial, compression="zstd", row_group_size=ROW_GROUP, write_page_checksum=True)
 
 
 def iter_parquet(path: Path) -> Iterator[dict[str, Any]]:
     """Iterate over the rollouts of a file in the format of `rollout_to_dict`, with one row group in memory at a time.
 
     Raises:
-        ConfigError: as in `read_parquet`.
+        ConfigError: the file cannot be read, is damaged, or has no rollouts.
 
     """
     require("pyarrow", str(path))
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        file = pq.ParquetFile(path)
+    with reading(path, "parquet file"), pq.ParquetFile(path, page_checksum_verification=True) as file:
         missing = [name for name in _schema().names if name not in file.schema_arrow.names]
         if missing:
             raise ConfigError(f"{path} holds no rollouts: it lacks the column(s) {', '.join(missing)}")
         for group in range(file.num_row_groups):
             table = file.read_row_group(group)
             lines = table.drop_columns(["rows"]).to_pylist()
-            for line, rows in zip(lines, _read_rows(table["rows"]), strict=True):
-                yield _from_line(line, rows)
-    except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"{path} is not a readable parquet file: {error}") from None
+            yield from map(_from_line, lines, _read_rows(table["rows"]))
 
 
 def _schema() -> Any:

@@ -47,11 +47,6 @@ def encode_rollout(rollout: Rollout, number: int | None = None) -> bytes:
     return _dumps(rollout_to_dict(rollout, number), _OPTIONS)
 
 
-def decode_rollout(line: bytes) -> Rollout:
-    """Return the rollout of a line of `encode_rollout`."""
-    return rollout_from_dict(orjson.loads(line))
-
-
 def rollout_to_dict(rollout: Rollout, number: int | None = None) -> dict[str, Any]:
     """Return a rollout with its place in its file as a dictionary; the arrays of its rows stay NumPy arrays."""
     rows = [_row_to_dict(row) for row in rollout.rows]

@@ -20,15 +20,13 @@ import orjson
 
 from agentrl.core.atomic_files import replacing
 from agentrl.core.errors import ConfigError
+from agentrl.core.reading import DECODE_ERRORS, reading
 from agentrl.core.types import Rollout
-from agentrl.obs.parquet import iter_parquet, read_parquet, write_parquet
-from agentrl.obs.rollout_format import decode_rollout, encode_rollout, rollout_checksum, rollout_from_dict, row_checksum
+from agentrl.obs.parquet import iter_parquet, write_parquet
+from agentrl.obs.rollout_format import ARRAYS, encode_rollout, rollout_checksum, rollout_from_dict, row_checksum
 
 Keep = Literal["all", "first", "none"]
 """Which of a step's rollouts are written: all, those of the step's first task, or none."""
-
-_DECODE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
-"""Errors of decoding data that is not a rollout."""
 
 _STEP = re.compile(r"step_(\d{6,})\.(?:jsonl|parquet|advantages\.json)")
 
@@ -127,12 +125,10 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
     """
     if path.suffix == ".parquet":
-        return read_parquet(path)
-    try:
+        return [_decode(f"{path}, rollout {number}", data) for number, data in enumerate(iter_parquet(path), 1)]
+    with reading(path, "file of rollouts"):
         lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
-    return [_decode(path, number, line) for number, line in enumerate(lines[:-1], 1)]
+    return [_decode(f"{path}, line {number}", line) for number, line in enumerate(lines[:-1], 1)]
 
 
 class Scanned(NamedTuple):
@@ -167,23 +163,40 @@ def scan_rollouts(path: Path) -> Iterator[Scanned]:
 
 def _scanned(line: bytes | dict[str, Any]) -> Scanned:
     try:
-        data = orjson.loads(line) if isinstance(line, bytes) else line
-        rollout = rollout_from_dict(data)
-        rows = enumerate(zip(rollout.rows, data["rows"], strict=True))
-        damaged: list[int | None] = [index for index, (row, saved) in rows if saved.get("crc32") != row_checksum(row)]
-        number = data["number"]
-        if not damaged and data["checksum"] != rollout_checksum(rollout, number):
-            damaged.append(None)
-        return Scanned(rollout, damaged, number)
-    except _DECODE_ERRORS as error:
+        return _checked(line)
+    except DECODE_ERRORS as error:
         return Scanned(f"not a rollout of agentrl: {type(error).__name__}: {error}")
 
 
-def _decode(path: Path, number: int, line: bytes) -> Rollout:
-    try:
-        return decode_rollout(line)
-    except _DECODE_ERRORS as error:
-        raise ConfigError(f"{path}, line {number}: not a rollout of agentrl: {type(error).__name__}: {error}") from None
+def _checked(line: bytes | dict[str, Any]) -> Scanned:
+    """Return a rollout, and which of its checksums are wrong."""
+    data = orjson.loads(line) if isinstance(line, bytes) else line
+    rollout = rollout_from_dict(data)
+    rows = enumerate(zip(rollout.rows, data["rows"], strict=True))
+    damaged: list[int | None] = [index for index, (row, saved) in rows if saved.get("crc32") != row_checksum(row)]
+    number = data["number"]
+    if not damaged and data["checksum"] != rollout_checksum(rollout, number):
+        damaged.append(None)
+    return Scanned(rollout, damaged, number)
+
+
+def _decode(place: str, line: bytes | dict[str, Any]) -> Rollout:
+    with reading(place, "rollout of agentrl"):
+        rollout, damaged, _ = _checked(line)
+        assert isinstance(rollout, Rollout)
+        for row in rollout.rows:
+            shapes = {name: getattr(row, name).shape for name in ARRAYS}
+            if len(set(shapes.values())) > 1 or row.token_ids.ndim != 1:
+                raise ValueError(
+                    f"row {row.key.row} of rollout {rollout.rollout_id!r} has arrays of the shapes {shapes}"
+                )
+        if damaged:
+            where = "" if damaged[0] is None else f"row {damaged[0]} of "
+            raise ConfigError(
+                f"{place}: the checksum (crc32) of {where}rollout {rollout.rollout_id!r} is wrong: it is not as it was "
+                "written; agentrl audit checks the whole file"
+            )
+        return rollout
 
 
 def rollout_files(folder: Path) -> dict[int, Path]:
@@ -215,5 +228,5 @@ def read_advantages(folder: Path, step: int) -> dict[str, float]:
     path = folder / f"{step_name(step)}.advantages.json"
     if not path.is_file():
         return {}
-    found: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    with reading(path, "file of advantages"):
+        return {str(key): float(value) for key, value in orjson.loads(path.read_bytes()).items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from agentrl.core.types import Provenance, Rollout
 from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.learner.base import LearnerGroup
-from agentrl.models.load import load_tokenizer
+from agentrl.models.load import load_tokenizer, read_vocab_size
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.progress import Stopwatch
 from agentrl.obs.rollouts import read_rollouts, rollout_files
@@ -188,8 +187,7 @@ class SampleCheck:
 
 def sample_check(config: Config, model: Path) -> SampleCheck:
     """Return the check for a run and its model folder."""
-    described = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    vocabulary = described.get("vocab_size") or described["text_config"]["vocab_size"]
+    vocabulary = read_vocab_size(model)
     tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
     return SampleCheck(vocabulary, make_renderer(tokenizer), config.sampler.temperature)
 

@@ -34,6 +34,7 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.core.atomic_files import partial_path, publish
 from agentrl.core.errors import CheckpointError
 from agentrl.core.file_modes import give_default_mode
+from agentrl.core.reading import reading
 from agentrl.learner.base import WeightSource
 from agentrl.learner.fsdp.model import PolicyModel
 from agentrl.learner.random_states import random_states, restore_random
@@ -162,11 +163,9 @@ def _description(rank: SavedRank) -> dict[str, Any]:
 
 
 def _read_description(folder: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads((folder / "learner.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} is no whole checkpoint: learner.json: {error}") from error
-    return found
+    with reading(folder / "learner.json", "description of a whole checkpoint", CheckpointError):
+        found: dict[str, Any] = json.loads((folder / "learner.json").read_bytes())
+        return {"step": int(found["step"]), "optimizer": str(found["optimizer"]), "shapes": dict(found["shapes"])}
 
 
 def _difference(found: Any, expected: Any) -> str:
@@ -186,7 +185,8 @@ def _restore_random(file: Path, device: torch.device) -> None:
     """Restore this rank's states; a rank that the saved run did not have keeps the state of its seed."""
     if not file.is_file():
         return
-    states = torch.load(file, weights_only=True)
-    restore_random(states)
-    if device.type == "cuda" and states["cuda"] is not None:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    with reading(file, "file of random states", CheckpointError):
+        states = torch.load(file, weights_only=True)
+        restore_random(states)
+        if device.type == "cuda" and states["cuda"] is not None:
+            torch.cuda.set_rng_state(states["cuda"], device)

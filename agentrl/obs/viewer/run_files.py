@@ -11,6 +11,7 @@ import yaml
 
 from agentrl.core.errors import UserError
 from agentrl.core.extras import require
+from agentrl.core.reading import reading
 from agentrl.core.types import Rollout, StopReason
 from agentrl.obs.rollouts import read_advantages, read_rollouts, rollout_files
 
@@ -143,11 +144,9 @@ def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
     if not path.is_file():
         return {}
-    try:
+    with reading(path, "configuration of a run"):
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from error
-    return config if isinstance(config, dict) else {}
+        return config if isinstance(config, dict) else {}
 
 
 def _count(path: Path) -> int:
@@ -155,7 +154,8 @@ def _count(path: Path) -> int:
         require("pyarrow", str(path))
         from pyarrow.parquet import read_metadata
 
-        return int(read_metadata(path).num_rows)
+        with reading(path, "parquet file"):
+            return int(read_metadata(path).num_rows)
     with path.open("rb") as file:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
 

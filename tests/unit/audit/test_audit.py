@@ -300,7 +300,7 @@ def test_a_runs_folder_names_its_tokenizer_and_drift_is_shown(tmp_path, capsys):
         (("nowhere",), "nowhere: there is no such folder"),
         ((".",), "is not a run"),
         (("a.jsonl", "--tokenizer", "./nowhere"), "--tokenizer=./nowhere"),
-        (("a.parquet",), "is not a readable parquet file"),
+        (("a.parquet",), "is not a parquet file"),
     ],
 )
 def test_mistakes_exit_with_two(tmp_path, monkeypatch, capsys, words, message):

@@ -127,7 +127,7 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
         read_tasks(csv, DataConfig())
     broken = tmp_path / "train.parquet"
     broken.write_text("no parquet")
-    with pytest.raises(ConfigError, match=r"eval\.path=.*cannot be read as parquet"):
+    with pytest.raises(ConfigError, match=r"eval\.path=.*is not a parquet file"):
         read_tasks(broken, DataConfig(), "eval.path")
     binary = tmp_path / "train.jsonl"
     binary.write_bytes(b'{"prompt": "\xff"}\n')
