@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ COMMANDS: dict[str, str] = {
 """Subcommand and what it does; each is the module ``agentrl.cli.<name>`` with ``add_arguments`` and ``run``."""
 
 DONE, FAILED, USER_MISTAKE = 0, 1, 2
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Faults of the disk, which need no traceback: full, over its quota, read-only."""
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
@@ -61,6 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except AgentrlError as error:
         print_error(errors, type(error).__name__, error)
+        return FAILED
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        print_error(errors, "error", f"{error.filename or 'writing a file'}: {error.strerror}")
         return FAILED
     except KeyboardInterrupt:
         errors.print("interrupted", style="bold yellow")

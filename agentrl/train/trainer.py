@@ -217,5 +217,5 @@ class Trainer:
             return
         try:
             await self._save()
-        except AgentrlError as second:
+        except (AgentrlError, OSError) as second:  # a full disk refuses both
             self.view.note(f"could not save step {self.step} after {type(error).__name__}: {second}")

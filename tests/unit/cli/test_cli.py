@@ -1,5 +1,6 @@
 """The command line as a user types it; nothing here starts a server."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,13 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stop:
             main((command, "--help"))
         assert stop.value.code == 0
+
+
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "run/metrics.jsonl")
+
+    monkeypatch.setattr("agentrl.cli.train.run", full)
+    assert main(["train"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "run/metrics.jsonl: No space left on device" in line
