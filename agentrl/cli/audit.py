@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from agentrl.core.errors import AuditError, MissingError, ModelError, UnknownNameError
 from agentrl.core.reading import reading
 from agentrl.obs.console import make_console
+from agentrl.obs.rollouts import sampled_with
 from agentrl.obs.viewer.run_files import open_run
 
 if TYPE_CHECKING:
@@ -72,8 +73,8 @@ def _model_of(samples: Path) -> dict[str, object]:
     """Return the section ``model`` of the run's configuration, or an empty one."""
     import yaml
 
-    for folder in (samples, samples.absolute().parent, samples.absolute().parent.parent):
-        config = folder / "config.yaml"
+    folders = (samples, samples.absolute().parent, samples.absolute().parent.parent)
+    for config in (sampled_with(samples), *(folder / "config.yaml" for folder in folders)):
         if config.is_file():
             with reading(config, "configuration of a run"):
                 read = yaml.safe_load(config.read_text(encoding="utf-8"))

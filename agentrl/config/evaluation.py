@@ -50,6 +50,9 @@ class EvalConfig(EvalSet):
     """Several sets by name; without any, this section is the only set. A ``size`` or ``group_by`` from here is ignored by sets
     with fewer tasks or without that key."""
 
+    save_rollouts: bool = False
+    """Keep the rollouts of evaluations in training, one file each: ``rollouts/eval_000012.jsonl`` is that after step 12."""
+
     @field_validator("sets")
     @classmethod
     def _names(cls, sets: dict[str, EvalSet]) -> dict[str, EvalSet]:
@@ -68,7 +71,7 @@ class EvalConfig(EvalSet):
 
     def named_sets(self) -> dict[str, EvalSet]:
         """Return each set with the keys it does not set filled in from this section. The set without a name is ``""``."""
-        own = self.model_dump(exclude={"sets"})
+        own = self.model_dump(exclude={"sets", "save_rollouts"})
         if not self.sets:
             return {"": EvalSet(**own)}
         return {name: EvalSet(**_filled(each, own)) for name, each in self.sets.items()}

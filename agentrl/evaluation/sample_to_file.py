@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import yaml
 from rich.console import Console
 
 from agentrl.config.evaluation import EvalSet
@@ -21,7 +22,7 @@ from agentrl.evaluation.sets import EvalTasks
 from agentrl.evaluation.table import results_table
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.episode_progress import EpisodeProgress
-from agentrl.obs.rollouts import RolloutFile
+from agentrl.obs.rollouts import RolloutFile, sampled_with
 from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
 from agentrl.runtime.interrupt import Interrupt
@@ -99,16 +100,19 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
     except RunStopped as stop:
         raise RunStopped(f"{stop}. {len(done)} of {total} rollouts are in {plan.out}") from None
     finally:
-        _finish(file, done)
+        _finish(config, file, done)
     console.print(results_table([_summary(config, plan, done)], f"{config.env.name}: {config.model.path}"))
     console.print(f"written {plan.out}: {len(done)} rollouts", highlight=False, soft_wrap=True)
 
 
-def _finish(file: RolloutFile, done: Sequence[Rollout]) -> None:
-    """Convert the finished rollouts to the requested file; without any, no file is written."""
+def _finish(config: Config, file: RolloutFile, done: Sequence[Rollout]) -> None:
+    """Convert the finished rollouts to the requested file, and name their model next to it; without any, write nothing."""
     path = file.finish()
     if not done:
         path.unlink()
+        return
+    section = {"path": config.model.path, "trust_remote_code": config.model.trust_remote_code}
+    sampled_with(path).write_text(yaml.safe_dump({"model": section}), encoding="utf-8")
 
 
 def _tasks(config: Config, plan: SamplePlan) -> Sequence[Task]:

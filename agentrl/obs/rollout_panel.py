@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
-from agentrl.core.types import Rollout
+from agentrl.core.types import Provenance, Rollout
 from agentrl.obs.console import TitledBlock
 
 POLICY = "bold green"
@@ -13,13 +17,25 @@ OBSERVED = "cyan"
 PROMPT = "dim"
 
 
-def rollout_panel(rollout: Rollout, title: str) -> RenderableType:
-    """Return a titled block: the prompt dim, what the policy sampled green, what it observed cyan."""
+def rollout_panel(rollout: Rollout, title: str, decode: Callable[[Sequence[int]], str]) -> RenderableType:
+    """Return a titled block: the prompt dim, what the policy sampled green, what it observed cyan, turn markers included.
+
+    Args:
+        rollout: to show; its last row, which has the whole conversation unless it was rewritten.
+        title: of the block.
+        decode: returns the text of tokens.
+    """
     text = Text()
-    text.append(rollout.prompt.strip() + "\n", PROMPT)
-    for turn in rollout.turns:
-        text.append(turn.action, POLICY)
-        if turn.observation:
+    for row in rollout.rows[-1:]:
+        sampled = row.provenance == Provenance.SAMPLED
+        cuts = np.flatnonzero(np.diff(sampled, prepend=not sampled[0], append=not sampled[-1]))
+        for start, stop in pairwise(cuts.tolist()):
+            style = POLICY if sampled[start] else OBSERVED if start else PROMPT
+            text.append(decode(row.token_ids[start:stop].tolist()), style)
+    if not rollout.rows:
+        text.append(rollout.prompt, PROMPT)
+        for turn in rollout.turns:
+            text.append(turn.action, POLICY)
             text.append(turn.observation, OBSERVED)
     legend = Text.assemble(
         ("prompt", PROMPT), "  ", ("sampled by the policy, trained on", POLICY), "  ", ("observed, masked", OBSERVED)

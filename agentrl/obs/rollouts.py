@@ -6,6 +6,7 @@
       step_000012.jsonl             one JSON object per line, written when a rollout ends; or
       step_000012.parquet           the same, converted from the lines when the step is complete
       step_000012.advantages.json   {rollout_id: advantage} of all rollouts that were not dropped
+      eval_000012.jsonl             with eval.save_rollouts: those of the evaluation after the step
 """
 
 from __future__ import annotations
@@ -103,6 +104,10 @@ class RolloutRecorder:
             self._files[step] = RolloutFile(self.folder / f"{step_name(step)}.{self._form}")
         self._files[step].write(some)
 
+    def evaluation(self, step: int) -> RolloutFile:
+        """Return a file for the rollouts of the evaluation after a step."""
+        return RolloutFile(self.folder / f"eval_{step:06d}.{self._form}")
+
     def finish(self, step: int, advantages: Mapping[str, float]) -> None:
         """Complete a step's file, and write the ``advantages`` with which its rollouts are trained."""
         file = self._files.pop(step, None)
@@ -110,6 +115,11 @@ class RolloutRecorder:
         if file is not None:
             file.finish()
             write_advantages(self.folder, step, advantages)
+
+
+def sampled_with(path: Path) -> Path:
+    """Return the file next to a rollout file of ``agentrl rollout`` that names the model: ``samples.config.yaml``."""
+    return path.with_suffix(".config.yaml")
 
 
 def step_name(step: int) -> str:

@@ -123,6 +123,10 @@ class Replay:
         """Return no metrics: nothing is sampled."""
         return {}
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return self.check.renderer.decode(token_ids)
+
     async def evaluate(self, on_done: OnDone) -> list[SetResult]:
         """Return no results."""
         return []

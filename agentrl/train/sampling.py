@@ -51,6 +51,10 @@ class RolloutSource(Protocol):
         """The evaluation sets; without any nothing is evaluated."""
         ...
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included."""
+        ...
+
     async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
         """Sync the learner's weights, as policy ``version``, to the engines; ``watch`` gets the seconds."""
         ...
@@ -215,5 +219,19 @@ class Sampling:
         """Run the episodes of all evaluation sets, with the newest weights."""
         if self._synced != self._version:
             await self._push()
+        file = self.recorder.evaluation(self._version) if self.config.eval.save_rollouts else None
+
+        def done(rollout: Rollout) -> None:
+            if file is not None:
+                file.write(rollout)
+            on_done(rollout)
+
         async with self._episodes_running(), watched(self.services, self.interrupt):
-            return await evaluate(self.eval_sets, self.services.runner(), on_done)
+            results = await evaluate(self.eval_sets, self.services.runner(), done)
+        if file is not None:
+            await asyncio.to_thread(file.finish)
+        return results
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return self.services.renderer.decode(token_ids)

@@ -165,7 +165,7 @@ class Trainer:
     def _show_best(self, rollouts: Sequence[Rollout]) -> None:
         if self.step == 0 and rollouts:
             best = max(rollouts, key=lambda rollout: (rollout.reward, len(rollout.turns)))
-            self.view.note(rollout_panel(best, f"a rollout of step 1, task {best.prompt_id}"))
+            self.view.note(rollout_panel(best, f"a rollout of step 1, task {best.prompt_id}", self.source.decode))
 
     async def _evaluate(self) -> None:
         sets = self.source.eval_sets

@@ -13,7 +13,9 @@ def test_samples_pass_and_a_changed_id_is_found(tmp_path: Path, services: Servic
     words = ["--env", "search_r1", "--out", "samples.jsonl", "--tasks", "4", *TINY]
     done = services.agentrl("rollout", *words, cwd=tmp_path, search=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    done = here("audit", "samples.jsonl", "--tokenizer", "multihop-warm", cwd=tmp_path)
+    seen = here("view", "samples.jsonl", "--limit", "1", cwd=tmp_path).stdout
+    assert "<|im_end|>" in seen, "the file next to the samples names the model, and so the tokenizer"
+    done = here("audit", "samples.jsonl", cwd=tmp_path)
     out = " ".join(done.stdout.split())
     assert (done.returncode, done.stderr) == (0, ""), out + done.stderr
     rollouts = read_rollouts(tmp_path / "samples.jsonl")

@@ -13,7 +13,7 @@ from agentrl.core.errors import UserError
 from agentrl.core.extras import require
 from agentrl.core.reading import reading
 from agentrl.core.types import Rollout, StopReason
-from agentrl.obs.rollouts import read_advantages, read_rollouts, rollout_files
+from agentrl.obs.rollouts import read_advantages, read_rollouts, rollout_files, sampled_with
 
 READ_AHEAD = 4
 """Without filters, at most about this multiple of the requested rollouts is read; steps are sampled before."""
@@ -123,7 +123,7 @@ def open_run(folder: Path) -> RunFiles:
 
     """
     if folder.is_file() and folder.suffix in (".jsonl", ".parquet"):
-        return RunFiles(folder, folder.parent, {0: folder})
+        return RunFiles(folder, folder.parent, {0: folder}, _config_of(folder))
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; give the folder of a run, such as runs/NAME-DATE")
     config = _config(folder)
@@ -140,8 +140,17 @@ def open_run(folder: Path) -> RunFiles:
     )
 
 
+def _config_of(file: Path) -> dict[str, Any]:
+    """Return the configuration next to a rollout file, or that of the run whose ``rollouts/`` it is in."""
+    whole = file.absolute()
+    return _read(sampled_with(whole)) or _config(whole.parent) or _config(whole.parent.parent)
+
+
 def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.yaml"
+    return _read(folder / "config.yaml")
+
+
+def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     with reading(path, "configuration of a run"):

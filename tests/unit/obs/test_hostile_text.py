@@ -97,7 +97,7 @@ def progress(console: Console, text: str) -> None:
     with ProgressView(console, 2) as view:
         view.phase(text)
         view.note(text)
-        view.note(rollout_panel(a_rollout(text), text))
+        view.note(rollout_panel(a_rollout(text), text, lambda ids: text))
         view.print_text(text)
         view.step(1, {text: 1.0})
 
@@ -141,7 +141,7 @@ PATHS: dict[str, Draw] = {
     "JSON": lambda console, text: console.print_json(json.dumps({"text": text})),
     "progress": progress,
     "episodes": episodes,
-    "rollout": lambda console, text: console.print(rollout_panel(a_rollout(text), text)),
+    "rollout": lambda console, text: console.print(rollout_panel(a_rollout(text), text, lambda ids: text)),
     "viewer": viewer,
     "audit": audit,
     "evaluation": evaluation,

@@ -1,9 +1,12 @@
+import dataclasses
 import io
 import json
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 
+from agentrl.bench.episode_runner import synthetic_rows
 from agentrl.core.types import FinishReason, Rollout, StopReason, Turn
 from agentrl.obs.learning_curve import distinct, plot_curve
 from agentrl.obs.metrics import MetricsLog, read_metrics
@@ -74,12 +77,20 @@ def test_progress_shows_every_metric_in_a_terminal_and_in_a_log() -> None:
 
 
 def test_rollout_panel_colours_by_who_made_the_text() -> None:
+    words = ["<s>", "the prompt", "<search>", "x</search>", "<end>", "found [b]y[/b]", "yes", "<end>"]
+    [row] = synthetic_rows(1, 2, 6)
+    provenance = np.array([0, 0, 1, 1, 1, 0, 1, 1], np.uint8)
+    row = dataclasses.replace(row, token_ids=np.arange(8, dtype=np.int32), provenance=provenance)
     turns = [Turn("<search>x</search>", "found [b]y[/b]", FinishReason.STOP)]
-    rollout = Rollout("p", "r", [], 1.0, StopReason.TERMINATED, {"exact_match": 1.0}, turns, "the prompt")
+    rollout = Rollout("p", "r", [row], 1.0, StopReason.TERMINATED, {"exact_match": 1.0}, turns, "the prompt")
     out = io.StringIO()
-    Console(file=out, width=100, force_terminal=True, color_system="standard").print(rollout_panel(rollout, "one"))
+    panel = rollout_panel(rollout, "one", lambda ids: "".join(words[index] for index in ids))
+    Console(file=out, width=100, force_terminal=True, color_system="standard").print(panel)
     text = out.getvalue()
     assert "found [b]y[/b]" in text
+    assert "\x1b[2m<s>the prompt" in text
+    assert "x</search><end>\x1b[0m\x1b[36mfound" in text
+    assert "yes<end>" in text
     assert "\x1b[1;32m<search>" in text
     assert "terminated" in text
 
