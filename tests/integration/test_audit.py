@@ -32,4 +32,4 @@ def test_samples_pass_and_a_changed_id_is_found(tmp_path: Path, services: Servic
     done = here("audit", "samples.jsonl", cwd=tmp_path)
     assert done.returncode == 1
     assert f"samples.jsonl:1, rollout {rollouts[0].rollout_id}, row 0: it is not as it was written" in done.stdout
-    assert "1 violations in 1 rollouts of samples.jsonl" in done.stderr
+    assert "2 violations in 1 rollouts of samples.jsonl" in done.stderr, "the checksum, and the text of the prompt"
