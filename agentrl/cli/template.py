@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         ConfigError, ModelError, MissingError: something cannot be read.
-        TemplateError: no conversation can be trained with the template.
+        TemplateError: no conversation can be trained with the template, or it leaves out what is said.
     """
     loaded = _config(arguments)
     from agentrl.models.load import load_tokenizer
@@ -67,6 +67,13 @@ def run(arguments: argparse.Namespace) -> None:
         _print(findings, console)
     if findings.fault:
         raise TemplateError(f"--tokenizer {arguments.tokenizer}: {findings.fault}")
+    if findings.lost:
+        raise TemplateError(f"--tokenizer {arguments.tokenizer}: prompts do not have all of {', '.join(findings.lost)}")
+    for transition in findings.inexact:
+        raise TemplateError(
+            f"--tokenizer {arguments.tokenizer}: {transition.turn} before {transition.before}: agentrl writes another text "
+            "than was sampled, or than the template writes; set render.format=template"
+        )
 
 
 def _config(arguments: argparse.Namespace) -> Config:
@@ -113,6 +120,7 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
         ("reasoning", f"left out before {dropped}" if dropped else "kept"),
         ("tool calls", _calls(findings)),
         ("contents", _contents(findings)),
+        ("texts", _texts(findings)),
     ]
 
 
@@ -121,6 +129,13 @@ def _contents(findings: Findings) -> str:
         return "no token is made of their text"
     shown = ", ".join(findings.unescaped[:4]) + (", …" if len(findings.unescaped) > 4 else "")
     return f"text of special tokens stays text, that of {shown} becomes tokens (render.escape_added_tokens)"
+
+
+def _texts(findings: Findings) -> str:
+    verdicts: dict[str, list[str]] = {}
+    for kind, arrival in findings.arrivals.items():
+        verdicts.setdefault(arrival.value, []).append(kind)
+    return "\n".join(f"{verdict}: {', '.join(kinds)}" for verdict, kinds in verdicts.items())
 
 
 def _calls(findings: Findings) -> str:

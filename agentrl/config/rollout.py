@@ -27,7 +27,7 @@ class FailureConfig(Section):
     sandbox: FailureAction = "retry"
     """A sandbox failed, not caused by the code in it."""
     task: FailureAction = "drop"
-    """The task is unusable, such as a prompt longer than ``rollout.max_tokens``."""
+    """The task is unusable, such as a prompt longer than ``rollout.max_tokens`` or messages that the chat template refuses."""
     max_retries: NonNegativeInt = 2
     """Further attempts at an episode whose action is ``retry``; after the last one it is dropped."""
     max_failed_share: float = Field(default=0.5, ge=0, le=1)

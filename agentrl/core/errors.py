@@ -15,7 +15,8 @@
     │   ├── EnvironmentFailure
     │   ├── ToolFailure
     │   ├── SandboxFailure
-    │   └── TaskError
+    │   ├── TaskError
+    │   └── ConversationError      messages that the chat format refuses, or would not show to the policy
     ├── EngineError                an engine that does not start, or died
     ├── ToolServerError            a tool server that does not start, or died
     ├── LearnerError               a learner that failed
@@ -108,6 +109,12 @@ class SandboxFailure(EpisodeError):
 
 class TaskError(EpisodeError):
     """A task that cannot be used."""
+
+    kind = FailureKind.TASK
+
+
+class ConversationError(EpisodeError):
+    """A conversation that the chat format refuses, or from which it would leave something out."""
 
     kind = FailureKind.TASK
 

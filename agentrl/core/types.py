@@ -240,7 +240,7 @@ class FailureKind(StrEnum):
     SANDBOX = "sandbox"
     """A sandbox failed, not caused by the code in it."""
     TASK = "task"
-    """The task itself is unusable."""
+    """The task itself is unusable, or its conversation cannot be written in the chat format."""
     REWARD = "reward"
     """The reward function raised, timed out, or returned no number."""
 

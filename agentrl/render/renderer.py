@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from agentrl.core.errors import ConfigError, ModelError
+from agentrl.core.errors import ConversationError, ModelError
 from agentrl.core.tool import Tool, checked_call
 from agentrl.core.types import Fork, ForkReason, Message, Prompt, ToolCall
-from agentrl.render.formats.base import Format, InterchangeableEnds
+from agentrl.render.formats.base import Format, InterchangeableEnds, ReadsSampledCalls
 from agentrl.render.parsers.base import (
     THINK,
     CallParser,
@@ -23,6 +23,7 @@ from agentrl.render.parsers.base import (
     unreadable,
 )
 from agentrl.render.special_token_escaping import EscapingEncoder, unicode_json, unicode_text
+from agentrl.render.text_arrival import ArrivalProof, places_of
 
 _OPENER_TOKENS = 16
 """Upper bound of the tokens of ``<think>`` and the white space after it, in any tokenizer."""
@@ -65,6 +66,8 @@ class ChatRenderer:
         self._closing_ids = {self._encoder.special_ids[text] for text in closings if text in self._encoder.special_ids}
         self._reasoning = reasoning_markers(self.parser)
         self._marker_ids = self._find_markers()
+        self.arrival = ArrivalProof(format)
+        """What arrives in the prompt."""
 
     @property
     def end_token_id(self) -> int:
@@ -89,7 +92,7 @@ class ChatRenderer:
         still open, and the prompt ends with that message. If the first one is inline, it is a raw prompt, see the class.
 
         Raises:
-            ConfigError: the format refuses the conversation.
+            ConversationError: the format refuses the conversation.
             ModelError: the format is the chat template, and the tokenizer has none.
         """
         if messages and messages[0].inline:
@@ -101,11 +104,23 @@ class ChatRenderer:
             text = self.format.text(before, self._escaped_tools(tools))
         except ValueError as error:
             roles = ", ".join(message.role for message in before)
-            raise ConfigError(
+            raise ConversationError(
                 f"the chat format {self.format.name} of the {self._where} refuses messages of roles {roles}: {error}"
             ) from error
+        self._require_arrival(before, tools)
         ids = self._encoder.template(text)
         return Prompt(ids + self._encoder.template(merged[-1].content) if still_open else ids)
+
+    def _require_arrival(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+        try:
+            lost = self.arrival.lost(places_of(messages), bool(tools))
+        except ValueError as error:
+            lost = (f"something that probe messages do not show: {error}",)
+        if lost:
+            raise ConversationError(
+                f"the chat format {self.format.name} of the {self._where} leaves out {', '.join(lost)}; set "
+                "render.chat_template to a template that has such messages, or render.format"
+            )
 
     def bridge(
         self,
@@ -136,8 +151,9 @@ class ChatRenderer:
         if any(message.inline for message in rest):
             return Fork(ForkReason.TEMPLATE, "inline messages follow other new messages")
         escaped = [self._escaped(message) for message in rest]
-        before = _merge_inline(self._join_cut_turns((*history, *inline)))
-        boundary = self.format.boundary(before, escaped, self._escaped_tools(tools))
+        *before, turn = _merge_inline(self._join_cut_turns((*history, *inline)))
+        turn = replace(turn, tool_calls=self._escaped_calls(turn))
+        boundary = self.format.boundary((*before, turn), escaped, self._escaped_tools(tools))
         if isinstance(boundary, Fork):
             return boundary
         ids = self._encoder.template(boundary)
@@ -243,7 +259,7 @@ class ChatRenderer:
         first, *rest = messages
         turns = [message.role for message in rest if not message.inline and message.role != "assistant"]
         if turns:
-            raise ConfigError(
+            raise ConversationError(
                 f"the conversation starts with a raw prompt, and messages of roles {', '.join(turns)} follow, which need a chat "
                 "template; set data.apply_chat_template=true, or send inline messages"
             )
@@ -266,15 +282,19 @@ class ChatRenderer:
         """Return a message with special-token text escaped, except for special tokens that the policy sampled."""
         escape = self._encoder.escape
         if message.token_ids:  # the content has the calls verbatim
-            return replace(message, content=self._escaped_sample(message), tool_calls=())
-        json = self._encoder.escape_json
-        calls = tuple(
+            calls = self._escaped_calls(message) if isinstance(self.format, ReadsSampledCalls) else ()
+            return replace(message, content=self._escaped_sample(message), tool_calls=calls)
+        calls = self._escaped_calls(message)
+        call_id = None if message.tool_call_id is None else escape(message.tool_call_id)
+        content = self._encoder.escape(message.content, special_only=message.role == "assistant")
+        return replace(message, content=content, tool_calls=calls, tool_call_id=call_id)
+
+    def _escaped_calls(self, message: Message) -> tuple[ToolCall, ...]:
+        escape, json = self._encoder.escape, self._encoder.escape_json
+        return tuple(
             replace(call, id=escape(call.id), name=escape(call.name), arguments=json(call.arguments))
             for call in message.tool_calls
         )
-        content = self._encoder.escape(message.content, special_only=message.role == "assistant")
-        call_id = None if message.tool_call_id is None else escape(message.tool_call_id)
-        return replace(message, content=content, tool_calls=calls, tool_call_id=call_id)
 
     def _escaped_sample(self, message: Message) -> str:
         """Return a sampled message's text, with special-token text escaped unless it was sampled as a special token."""

@@ -3,98 +3,159 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-import jinja2
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from agentrl.core.tool import Tool
-from agentrl.core.types import Message
+from agentrl.core.types import Message, ToolCall
+from agentrl.render.formats.sampled_turns import TurnLayout
+from agentrl.render.formats.template_inputs import ASK, SAID, THOUGHT
+from agentrl.render.parsers.base import THINK, THINK_END
 
 Render = Callable[[Sequence[Message], Sequence[Tool], bool], str]
-"""``render(messages, tools, opener)``: the template's text."""
+"""``render(messages, tools, opener)``: the template's text; ValueError if it refuses them."""
 
-_ASK = (Message("user", "qa1"),)
-_SAID = "as1"
-_REASONED = "<think>\nre1\n</think>\n\nas1"
-_EMPTY = "<think>\n\n</think>\n\nas1"
-_OPENED = "re1\n</think>\n\nas1"
-"""Content of a turn whose opener ends with ``<think>``."""
-_OPENED_EMPTY = "\n</think>\n\nas1"
+
+class Reasoning(StrEnum):
+    """Reasoning of a turn."""
+
+    NONE = "none"
+    """There is none."""
+    EMPTY = "empty"
+    """It is closed, and has no text."""
+    SOME = "some"
+    """It is closed."""
+    OPEN = "open"
+    """It is not closed: the turn ended within it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
-    """Properties of a template for new messages of certain roles, shown by probe conversations."""
+class TurnKind:
+    """What a template may write differently from one turn of the policy to another."""
 
-    preserves: bool
-    """Earlier turns stay unchanged, independent of their number."""
-    preserves_reasoning: bool
-    """Also turns with a ``<think>`` block, which many templates drop."""
-    preserves_empty_thoughts: bool
-    """Also turns with an empty ``<think>`` block, which some templates drop earlier."""
+    reasoning: Reasoning = Reasoning.NONE
+    """Its reasoning."""
+    calls: tuple[tuple[str, str], ...] = ()
+    """Id and name of each call."""
+
+    def message(self) -> Message:
+        """Return a probe turn of this kind."""
+        said = "" if self.calls else SAID  # as in `SampledTurn`
+        thought = {Reasoning.EMPTY: "", Reasoning.SOME: THOUGHT}.get(self.reasoning)
+        if thought is not None:
+            said = f"{THINK}\n{thought}\n{THINK_END}\n\n{said}"
+        calls = [ToolCall(id, name, {"word": f"ar{number}"}) for number, (id, name) in enumerate(self.calls)]
+        return Message("assistant", said, tuple(calls))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts of `message`, in the order in which the policy samples them."""
+        thought = (THOUGHT,) if self.reasoning is Reasoning.SOME else ()
+        return (*thought, *(f"ar{number}" for number in range(len(self.calls))), *(() if self.calls else (SAID,)))
+
+    @property
+    def closed(self) -> TurnKind:
+        """The same turn with its reasoning closed."""
+        return replace(self, reasoning=Reasoning.SOME) if self.reasoning is Reasoning.OPEN else self
+
+    @property
+    def unnamed(self) -> TurnKind:
+        """The same turn with other ids and names of calls."""
+        return replace(self, calls=tuple((f"call0000{number}", "look_up") for number in range(len(self.calls))))
+
+    @property
+    def plain(self) -> TurnKind:
+        """The same turn without reasoning."""
+        return replace(self, reasoning=Reasoning.NONE)
 
 
-def prove(render: Render, roles: Sequence[str], tools: Sequence[Tool], *, opened: bool = False) -> Proof:
-    """Return the properties of a template when messages of ``roles`` follow a turn of the policy.
+@dataclass(frozen=True, slots=True)
+class BoundaryProbe:
+    """Finds the text after turns of a template in probe conversations.
 
-    If the opener has ``opened`` the reasoning, every turn has reasoning, and the proof is about such turns.
+    Args:
+        render: the template.
+        layout: of its turns.
+        opening: text that starts reasoning.
     """
-    new = tuple(Message(role, f"nw{number}", tool_call_id="c1" if role == "tool" else None)  # type: ignore[arg-type]
-                for number, role in enumerate(roles))  # fmt: skip
-    if opened:
-        after = text_after_reasoning(render, new, tools) is not None
-        reasoned, empty = (after and _preserves(render, said, new, tools) for said in (_OPENED, _OPENED_EMPTY))
-        return Proof(after, reasoned, empty)
-    plain = _preserves(render, _SAID, new, tools)
-    reasoned, empty = (plain and _preserves(render, said, new, tools) for said in (_REASONED, _EMPTY))
-    return Proof(plain, reasoned, empty)
 
+    render: Render
+    layout: TurnLayout
+    opening: str
 
-def boundary_text(render: Render, new: Sequence[Message], tools: Sequence[Tool], *, opened: bool = False) -> str | None:
-    """Return the template's text from the end of the policy's turn to its next opener, with ``new`` messages between them.
+    def preserves(self, kind: TurnKind, roles: Sequence[str], tools: Sequence[Tool]) -> bool:
+        """Return whether turns of a kind stay unchanged when messages of ``roles``, and only those, follow each of them.
 
-    None if the template refuses such a conversation or changes the turn before.
-    """
-    return _suffix(render, _ASK, _OPENED if opened else _SAID, new, tools)
+        A second and third turn show that the text after a turn depends neither on its position nor on earlier turns.
+        """
+        new = probe_messages(kind, roles)
+        step, before = (kind.message(), *new), [ASK]
+        texts = set[str | None]()
+        for _ in range(3):
+            texts.add(self.after(before, kind, new, tools))
+            before = [*before, *step]
+        text = texts.pop()
+        return not texts and text is not None and all(message.content in text for message in new)
 
+    def after(
+        self, before: Sequence[Message], kind: TurnKind, new: Sequence[Message], tools: Sequence[Tool]
+    ) -> str | None:
+        """Return the text from the end of a turn after ``before`` to the next opener, with ``new`` messages between them.
 
-def text_after_reasoning(render: Render, new: Sequence[Message], tools: Sequence[Tool]) -> str | None:
-    """Return the text that the template writes after a turn with reasoning, whether or not it drops that reasoning.
-
-    None if it refuses the conversation, or writes another text after a second such turn.
-    """
-    said = Message("assistant", _OPENED)
-    tails = set[str]()
-    for before in (_ASK, (*_ASK, said, *new)):
+        None if the template refuses the conversation, changes what was before, or writes the turn otherwise than as it is
+        sampled.
+        """
         try:
-            whole = render((*before, said, *new), tools, True)
-        except (jinja2.TemplateError, TypeError, ValueError):
+            prefix = self.render(before, tools, True)
+            whole = self.render((*before, kind.message(), *new), tools, True)
+        except ValueError:
             return None
-        _, there, tail = whole.rpartition(_SAID)
-        if not there:
+        if not whole.startswith(prefix):
             return None
-        tails.add(tail)
-    return tails.pop() if len(tails) == 1 else None
+        rest = whole[len(prefix) :]
+        end = self._end(rest, kind)
+        thought = rest[: rest.find(kind.texts[0])]
+        closed = kind.reasoning is not Reasoning.EMPTY or THINK_END in thought
+        added = kind.reasoning is Reasoning.NONE and bool(self.opening) and self.opening in thought
+        return None if end is None or added or not closed else rest[end:]
+
+    def after_reasoning(self, kind: TurnKind, new: Sequence[Message], tools: Sequence[Tool]) -> str | None:
+        """Return the text after a turn whether or not the template drops its reasoning.
+
+        None if the template refuses the conversation, or writes another text after a second such turn.
+        """
+        plain, step = kind.plain, (kind.message(), *new)
+        tails = set[str]()
+        for before in ((ASK,), (ASK, *step)):
+            try:
+                whole = self.render((*before, *step), tools, True)
+            except ValueError:
+                return None
+            at = whole.rfind(plain.texts[0])
+            end = self._end(whole[at:], plain) if at >= 0 else None
+            if end is None:
+                return None
+            tails.add(whole[at + end :])
+        return tails.pop() if len(tails) == 1 else None
+
+    def _end(self, text: str, kind: TurnKind) -> int | None:
+        """Return where a turn ends that starts in ``text``; None if one of its texts is missing."""
+        at = 0
+        for said in kind.texts:
+            found = text.find(said, at)
+            if found < 0:
+                return None
+            at = found + len(said)
+        end = self.layout.end_at(text, at)
+        if end is None:
+            return None if kind.calls else at
+        return end
 
 
-def _preserves(render: Render, said: str, new: Sequence[Message], tools: Sequence[Tool]) -> bool:
-    first = _suffix(render, _ASK, said, new, tools)
-    if first is None:
-        return False
-    # A second and third turn show that the boundary depends neither on the position nor on earlier turns.
-    earlier = (*_ASK, Message("assistant", said), *new)
-    second = _suffix(render, earlier, said, new, tools)
-    last = said if said in (_OPENED, _OPENED_EMPTY) else _SAID
-    third = _suffix(render, (*earlier, Message("assistant", said), *new), last, new, tools)
-    return first == second == third
-
-
-def _suffix(
-    render: Render, before: Sequence[Message], said: str, new: Sequence[Message], tools: Sequence[Tool]
-) -> str | None:
-    try:
-        prefix = render(before, tools, True) + said
-        whole = render((*before, Message("assistant", said), *new), tools, True)
-    except (jinja2.TemplateError, TypeError, ValueError):  # raised by templates that refuse a conversation
-        return None
-    return whole[len(prefix) :] if whole.startswith(prefix) else None
+def probe_messages(kind: TurnKind, roles: Sequence[str]) -> tuple[Message, ...]:
+    """Return messages of ``roles`` that follow a turn of a kind; tool results answer its calls in order."""
+    ids = iter([id for id, _ in kind.calls])
+    return tuple(
+        Message(role, f"nw{number}x", tool_call_id=next(ids, "c1") if role == "tool" else None)  # type: ignore[arg-type]
+        for number, role in enumerate(roles)
+    )

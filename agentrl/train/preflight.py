@@ -20,6 +20,7 @@ from agentrl.runtime.checks import check_engine, check_episodes, check_packages,
 from agentrl.runtime.placement_check import check_placement, describe_placement
 from agentrl.runtime.run_tools import check_tools
 from agentrl.runtime.task_order import read_split
+from agentrl.runtime.template_check import check_chat_template
 from agentrl.train.warm_start import describe, warm_start_config
 
 _LEARNING_RATES = ((500_000_000, 2e-5, 1e-6), (50_000_000, 2e-4, 5e-5))
@@ -68,9 +69,11 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     warm = warm_start_config(config, Path())
     tasks = "not there yet"
     sets: list[EvalTasks] | None = None
+    train: Sequence[Task] = ()
     with _listed(missing):
         source = open_tasks(config)
-        tasks = f"{len(_train_tasks(config, source))} to train on"
+        train = _train_tasks(config, source)
+        tasks = f"{len(train)} to train on"
         sets = load_eval_tasks(config, source)
         check_goals(config, sets)
     with _listed(missing):
@@ -80,7 +83,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     with _listed(missing):
         check_placement(config)
     model = _check_model(config, missing, fetch=fetch and not missing)  # no gigabytes for a run that is refused
-    template = "" if model is None else _check_template(config, model)
+    template = "" if model is None else check_chat_template(config, model, train)
     lines = _describe(config, tasks, model, sets, template)
     warnings = [] if model is None else learning_rate_warnings(config, count_parameters(model))
     if warm is not None:
@@ -132,17 +135,6 @@ def learning_rate_warnings(config: Config, count: int) -> list[str]:
                 f"billion weights, and may destroy it: set learner.optimizer.lr={usual:g} and learner.optimizer.warmup_steps"
             ]
     return []
-
-
-def _check_template(config: Config, model: Path) -> str:
-    """Return one line on what the model's chat template does to sampled tokens."""
-    if config.data.path is not None and not config.data.apply_chat_template:
-        return "not used: prompts are given as they are (data.apply_chat_template=false)"
-    from agentrl.models.load import load_tokenizer  # takes half a second to import, and a refused run does not need it
-    from agentrl.render.template_check.check import check_template
-
-    tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
-    return check_template(tokenizer, config.render).summary()
 
 
 def _describe(config: Config, tasks: str, model: Path | None, sets: list[EvalTasks] | None, template: str) -> list[str]:

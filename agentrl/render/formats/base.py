@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import Fork, ForkReason, Message
@@ -15,7 +15,8 @@ class Format(Protocol):
     """Writes messages as text in one chat format. It does not use a tokenizer: special tokens are written as their text.
 
     Contents are escaped, so that special-token text in them stays text. A sampled message has its whole text, reasoning and
-    calls included, in ``content``, and no ``tool_calls``. Only the ``history`` of `boundary` is not escaped.
+    calls included, in ``content``, and no ``tool_calls`` unless it is a `ReadsSampledCalls`. Of the ``history`` of `boundary`
+    only the calls of the last message are escaped.
     """
 
     @property
@@ -71,6 +72,14 @@ class InterchangeableEnds(Protocol):
     def closings(self) -> tuple[str, ...]:
         """Tokens of `Format.ends` after which the conversation continues as after the first of them."""
         ...
+
+
+@runtime_checkable
+class ReadsSampledCalls(Protocol):
+    """A format that is given the calls of a sampled message too, although they are in its content."""
+
+    reads_sampled_calls: ClassVar[bool]
+    """True."""
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

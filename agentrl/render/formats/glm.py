@@ -144,6 +144,13 @@ class Glm45:
         if self._keep and message.token_ids:
             return self._opener + message.content
         reasoning, content = split_thinking(message.content)
+        if message.token_ids:
+            closed = THINK_END in message.content
+            if current and closed:
+                return ASSISTANT + message.content
+            rest = message.content.rpartition(THINK_END)[2]
+            line = "" if rest.startswith("\n") else "\n"
+            return ASSISTANT + EMPTY_THOUGHT + (line + rest if rest.strip() else "")
         thought = reasoning.strip() if current or self._keep else ""
         said = [f"{THINK}{thought}{THINK_END}", *([content.strip()] if content.strip() else [])]
         return ASSISTANT + "".join(f"\n{part}" for part in [*said, *map(_call_text, message.tool_calls)])

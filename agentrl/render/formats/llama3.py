@@ -60,7 +60,7 @@ class Llama3:
         return self._turns(messages)
 
     def _turns(self, messages: Sequence[Message]) -> str:
-        return "".join(turn(message.role, message.content.strip()) for message in messages)
+        return "".join(turn(message.role, _content(message)) for message in messages)
 
 
 class Llama31(Llama3):
@@ -110,7 +110,12 @@ def _turn(message: Message) -> str:
         return turn("assistant", _call(message))
     if message.role == "tool":
         return turn("ipython", to_json(message.content))
-    return turn(message.role, message.content.strip())
+    return turn(message.role, _content(message))
+
+
+def _content(message: Message) -> str:
+    """Return the content, in which the template keeps no white space at the ends; a sampled one is kept as it is."""
+    return message.content if message.token_ids else message.content.strip()
 
 
 def _call(message: Message) -> str:

@@ -108,6 +108,8 @@ class Qwen3(Qwen3Instruct):
         if self._keep and message.token_ids:
             return self._opener.removeprefix(OPENER) + message.content
         reasoning, content = split_thinking(message.content)
+        if message.token_ids and current and reasoning:
+            return self._opener.removeprefix(OPENER) + message.content
         if (current and (final or reasoning)) or (self._keep and reasoning):
             return f"{THINK}\n{reasoning.strip(chr(10))}\n{THINK_END}\n\n{content.lstrip(chr(10))}"
         return content

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
@@ -13,14 +13,28 @@ from transformers import PreTrainedTokenizerBase
 from agentrl.core.errors import ModelError
 from agentrl.core.tool import Tool
 from agentrl.core.types import Fork, ForkReason, Message
-from agentrl.render.formats.base import drops_thinking, holds_empty_thought, schema_of, to_json
-from agentrl.render.parsers.base import THINK, THINK_END, CallParser
+from agentrl.render.formats.base import schema_of
+from agentrl.render.formats.sampled_turns import SampledTurn, TurnLayout, find_layout, free_character
+from agentrl.render.formats.template_inputs import ASK, Fields, TemplateInputs, find_inputs
+from agentrl.render.parsers.base import THINK, CallParser
 from agentrl.render.parsers.registry import parser_of_template
-from agentrl.render.turn_boundary import Proof, boundary_text, prove, text_after_reasoning
+from agentrl.render.turn_boundary import BoundaryProbe, Reasoning, TurnKind, probe_messages
+
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look a word up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
 
 
 class TemplateFormat:
     """The format of the tokenizer's chat template. Without a template only raw prompts are possible.
+
+    The template reads messages in the form that it was written for (`TemplateInputs`). A sampled turn is a placeholder
+    to it, in whose place its sampled text is written: verbatim, or without reasoning if the template leaves reasoning out.
 
     Args:
         tokenizer: tokenizer of the policy.
@@ -30,6 +44,7 @@ class TemplateFormat:
     """
 
     name = "template"
+    reads_sampled_calls: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -42,11 +57,25 @@ class TemplateFormat:
         self._tokenizer = tokenizer
         self._keep = keep_thinking
         self._variables = dict(variables or {})
-        self._prove = lru_cache(maxsize=64)(self._prove_uncached)
+        self._preserves = lru_cache(maxsize=256)(self._preserves_uncached)
         self._boundary = lru_cache(maxsize=8192)(self._boundary_uncached)
         self.parser: CallParser = parser or parser_of_template(str(tokenizer.chat_template or ""))
         self.ends = self._find_ends()
         self.opens_thinking = self._opens_thinking()
+
+    @cached_property
+    def inputs(self) -> TemplateInputs:
+        """The form in which the template reads messages."""
+        return find_inputs(self._apply_probe) if self._tokenizer.chat_template else TemplateInputs()
+
+    @cached_property
+    def _layout(self) -> TurnLayout:
+        special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        return find_layout(self._apply_probe, self.inputs, special)
+
+    @cached_property
+    def _probe(self) -> BoundaryProbe:
+        return BoundaryProbe(self._render, self._layout, self.inputs.opening)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
         """See `Format`.
@@ -60,103 +89,123 @@ class TemplateFormat:
                 "chat or instruct model, render.format to its chat format, or data.apply_chat_template=false to give it "
                 "prompts as they are"
             )
+        fields, sampled = list[Fields](), list[SampledTurn]()
+        mark = free_character(messages) if any(message.token_ids for message in messages) else ""
+        for message in messages:
+            if not message.token_ids:
+                fields.append(self.inputs.fields(message))
+                continue
+            opened = self.opens_thinking and THINK not in message.content
+            turn = SampledTurn(message, self.inputs, self.parser.markers, opened, mark, len(sampled))
+            sampled.append(turn)
+            fields.append(turn.fields)
+        text, end = self._apply(fields, [schema_of(tool) for tool in tools], opener), 0
+        for turn in sampled:
+            text, end = turn.write(text, self._layout, end, keep=self._keep)
+        return text
+
+    def _apply(self, messages: Sequence[Fields], tools: Sequence[dict[str, Any]], opener: bool) -> str:
+        """Return the template's text.
+
+        Raises:
+            ValueError: the template raises something: it refuses the messages, or was not written for them.
+        """
         try:
-            return self._apply([self._as_dict(message) for message in messages], tools, opener)
-        except (jinja2.TemplateError, TypeError) as error:  # raised by templates that refuse a conversation
-            if not any(message.tool_calls for message in messages):
-                raise ValueError(str(error)) from error
-        try:  # templates such as DeepSeek's need arguments as JSON text
-            return self._apply([self._as_dict(message, arguments=to_json) for message in messages], tools, opener)
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ValueError(str(error)) from error
-
-    def _as_dict(self, message: Message, arguments: Callable[[Any], Any] = lambda given: given) -> dict[str, Any]:
-        fields = _as_dict(message, arguments)
-        if message.token_ids and self.opens_thinking and THINK not in message.content:
-            fields["content"] = f"{THINK}\n{message.content}"  # the opener was part of the prompt
-        return fields
-
-    def _apply(self, messages: list[dict[str, Any]], tools: Sequence[Tool], opener: bool) -> str:
-        text = self._tokenizer.apply_chat_template(
-            messages,
-            tools=[schema_of(tool) for tool in tools] or None,
-            add_generation_prompt=opener,
-            tokenize=False,
-            **self._variables,
-        )
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=opener,
+                tokenize=False,
+                **self._variables,
+            )
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(str(error) or type(error).__name__) from error
         assert isinstance(text, str)
         return text
+
+    def _apply_probe(self, messages: Sequence[Fields], opener: bool) -> str:
+        return self._apply(messages, [_PROBE_TOOL] if any("tool_calls" in one for one in messages) else [], opener)
 
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
         """See `Format`. Probe conversations show whether the template keeps earlier turns unchanged."""
         if not self._tokenizer.chat_template:
             return Fork(ForkReason.TEMPLATE, "there is no chat template")
-        roles = tuple(message.role for message in new)
-        if self.opens_thinking and self._keep:
-            kept = text_after_reasoning(self._render, new, tools)
-            return kept or Fork(
+        kind, roles, named = self._kind(history[-1]), tuple(message.role for message in new), ", ".join
+        offered = _Key((), tuple(tools))
+        kinds = {self._kind(message).unnamed for message in history if message.role == "assistant"}
+        if self._keep and (self.opens_thinking or all(self._preserves(one.plain, roles, offered) for one in kinds)):
+            text = self._probe.after_reasoning(kind.closed, new, tools)
+            return text or Fork(
                 ForkReason.TEMPLATE, "the text that the template writes after a turn depends on earlier turns"
             )
-        if self.opens_thinking and THINK_END not in history[-1].content:
+        if kind.reasoning is Reasoning.OPEN:
             return Fork(ForkReason.THINKING, "the template closes the reasoning that the policy left open")
-        proof = self._prove(roles, _Key((), tuple(tools)))
-        if not proof.preserves:
+        changed = [one for one in kinds if not self._preserves(one, roles, offered)]
+        text = None if changed else self._boundary(kind, _Key(tuple(new), tuple(tools)))
+        # What holds of all conversations may not be needed of this one, such as reasoning that was left out before.
+        text = text or self._boundary_here(history, kind, new, tools)
+        if text is not None:
+            return text
+        if self._only_drops_reasoning(changed, roles, tools):
+            left_out = "an empty thought" if changed[0].reasoning is Reasoning.EMPTY else "reasoning"
             return Fork(
-                ForkReason.TEMPLATE, f"the template changes earlier turns before messages of {', '.join(roles)}"
+                ForkReason.THINKING, f"the template, before messages of {named(roles)}, leaves earlier {left_out} out"
             )
-        if not proof.preserves_reasoning and not self._keep:
-            fork = drops_thinking(history, f"the template, before messages of {', '.join(roles)},")
-            if fork is not None:
-                return fork
-        if not proof.preserves_empty_thoughts and not self._keep and holds_empty_thought(history[-1].content):
-            return Fork(ForkReason.THINKING, "the template leaves the empty thought of an earlier turn out")
-        text = self._boundary(_Key(tuple(new), tuple(tools)))
-        return text or Fork(ForkReason.TEMPLATE, f"the template refuses messages of {', '.join(roles)}")
+        return Fork(ForkReason.TEMPLATE, f"the template changes earlier turns before messages of {named(roles)}")
 
-    def _prove_uncached(self, roles: tuple[str, ...], key: _Key) -> Proof:
-        return prove(self._render, roles, key.tools, opened=self.opens_thinking)
+    def _only_drops_reasoning(self, changed: Sequence[TurnKind], roles: tuple[str, ...], tools: Sequence[Tool]) -> bool:
+        """Return whether the template changes nothing but the reasoning of turns of the ``changed`` kinds."""
+        if self.opens_thinking:  # there are no turns without reasoning
+            follow = (self._probe.after_reasoning(one, probe_messages(one, roles), tools) for one in changed)
+            return bool(changed) and all(text is not None for text in follow)
+        return bool(changed) and all(self._preserves(one.plain, roles, _Key((), tuple(tools))) for one in changed)
 
-    def _boundary_uncached(self, key: _Key) -> str | None:
-        return boundary_text(self._render, key.messages, key.tools, opened=self.opens_thinking)
+    def _kind(self, message: Message) -> TurnKind:
+        """Return the kind of a turn of the policy."""
+        reasoning, _ = self.inputs.split(message.content)
+        if reasoning is not None:
+            thought = Reasoning.SOME if reasoning.strip() else Reasoning.EMPTY
+        elif self.opens_thinking or (not self.inputs.thinks and self.inputs.opening in message.content):
+            thought = Reasoning.OPEN
+        else:
+            thought = Reasoning.NONE
+        calls = message.tool_calls if len(message.tool_calls) <= self.inputs.max_calls else ()
+        return TurnKind(thought, tuple((call.id, call.name) for call in calls))
+
+    def _preserves_uncached(self, kind: TurnKind, roles: tuple[str, ...], key: _Key) -> bool:
+        return self._probe.preserves(kind, roles, key.tools)
+
+    def _boundary_uncached(self, kind: TurnKind, key: _Key) -> str | None:
+        return self._probe.after((ASK,), kind, key.messages, key.tools)
+
+    def _boundary_here(
+        self, history: Sequence[Message], kind: TurnKind, new: Sequence[Message], tools: Sequence[Tool]
+    ) -> str | None:
+        """Return the text after the last turn of this very conversation; None if the template changes what was before."""
+        *before, _ = history
+        probes = [self._kind(message).closed.message() if message.token_ids else message for message in before]
+        text = self._probe.after(probes, kind, new, tools)
+        return text if text is not None and all(message.content.strip() in text for message in new) else None
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool], opener: bool) -> str:
         return self.text(messages, tools, opener=opener)
 
     def _find_ends(self) -> tuple[str, ...]:
-        """Return the special token between a turn of the policy and a user message, or an empty tuple."""
+        """Return the special tokens that end turns of the policy, that before a user message first."""
         if not self._tokenizer.chat_template:
             return ()
-        try:
-            text = self.text((Message("user", "qa1"), Message("assistant", "as1"), Message("user", "nw1")), ())
-        except ValueError:
-            return ()
-        _, there, found = text.rpartition("as1")
-        if not there:  # the template drops earlier turns
-            return ()
-        added = self._tokenizer.added_tokens_decoder.values()
-        special = [token.content for token in added if token.special and found.startswith(token.content)]
-        return (max(special, key=len),) if special else ()
+        special = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        # A token between reasoning and answer ends no turn.
+        return tuple(end for end in self._layout.stops if end in special and end not in self.inputs.closing)
 
     def _opens_thinking(self) -> bool:
         if not self._tokenizer.chat_template:
             return False
         try:
-            text = self.text((Message("user", "qa1"),), ())
+            text = self.text((ASK,), ())
         except ValueError:
             return False
         return re.search(re.escape(THINK) + r"\s*\Z", text) is not None
-
-
-def _as_dict(message: Message, arguments: Callable[[Any], Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_call_id is not None:
-        fields["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        fields["tool_calls"] = [
-            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": arguments(call.arguments)}}
-            for call in message.tool_calls
-        ]
-    return fields
 
 
 class _Key:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,6 +21,7 @@ from agentrl.render.template_check.turn_transitions import (
     TurnTransition,
     find_transitions,
 )
+from agentrl.render.text_arrival import Arrival, arrivals
 
 _SHORT = {"a user message": "user messages", "a tool result": "tool results", "two tool results": "tool results"}
 
@@ -90,8 +91,38 @@ class Findings:
     """All parsers that read them, by ``render.tool_parser``."""
     transitions: tuple[TurnTransition, ...]
     """The transition of each kind of turn to each kind of next message."""
+    arrivals: Mapping[str, Arrival]
+    """What becomes of each kind of text in the prompt."""
     fault: str
     """Why no conversation can be trained on; empty if some can."""
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """Kinds of texts that the format leaves out without an error. An episode that has one fails."""
+        return tuple(kind for kind, arrival in self.arrivals.items() if arrival is Arrival.LOST)
+
+    @property
+    def needless_forks(self) -> tuple[TurnTransition, ...]:
+        """Transitions at which a new row begins although the template keeps what was sampled."""
+        return tuple(
+            transition
+            for transition in self.transitions
+            if transition.preserved
+            and transition.continuation is Continuation.FORK
+            and transition.reason is not ForkReason.END_TOKEN  # that of the tokenizer is not that of the template
+            and self._reads(transition)
+        )
+
+    @property
+    def inexact(self) -> tuple[TurnTransition, ...]:
+        """Transitions at which agentrl writes another text than was sampled, or than the template writes."""
+        return tuple(
+            one for one in self.transitions if (one.exact is False and self._reads(one)) or one.verbatim is False
+        )
+
+    def _reads(self, transition: TurnTransition) -> bool:
+        """Return whether the turn is read as what it is: without its calls, it is another turn."""
+        return transition.turn != "tool call" or self.reads_calls is True
 
     @property
     def split_markers(self) -> tuple[str, ...]:
@@ -108,8 +139,9 @@ class Findings:
         if self.fault:
             return f"{self.format}: cannot be used for conversations: {self.fault}"
         name = f"{self.format}, {'hand-written' if self.hand_written else 'generic'}"
+        lost = f"; left out of prompts: {', '.join(self.lost)}" if self.lost else ""
         unread = ", which does not read the template's" if self.reads_calls is False else ""
-        return f"{name}; {self._rows()}; {self._ends()}; tool calls: {self.parser}{unread}"
+        return f"{name}; {self._rows()}; {self._ends()}; tool calls: {self.parser}{unread}{lost}"
 
     def _ends(self) -> str:
         written, stop = " or ".join(self.end.written), self.end.stops[0]
@@ -147,8 +179,10 @@ def check_template(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | No
     """
     config = config or RenderConfig()
     renderer = make_renderer(tokenizer, config)
-    shown = "template" if config.format == "auto" and tokenizer.chat_template else config.format
-    written = choose_format(tokenizer, config.model_copy(update={"format": shown, "keep_thinking": False}))
+    written = renderer.format
+    if config.keep_thinking or (config.format == "auto" and not isinstance(written, TemplateFormat)):
+        shown = "template" if config.format == "auto" and tokenizer.chat_template else config.format
+        written = choose_format(tokenizer, config.model_copy(update={"format": shown, "keep_thinking": False}))
     probe = TemplateProbe(tokenizer, renderer, written)
     transitions = find_transitions(probe)
     callers = [turn for turn in probe.turns if turn.calls]
@@ -165,6 +199,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | No
         reads_calls=all(probe.reads(turn, renderer.parser) for turn in callers) if callers else None,
         readers=tuple(name for name, make in PARSERS.items() if all(probe.reads(turn, make()) for turn in callers)),
         transitions=transitions,
+        arrivals=arrivals(renderer.format) if probe.begins else {},
         fault=_fault(probe, transitions),
     )
 
@@ -190,7 +225,7 @@ def _markers(probe: TemplateProbe) -> tuple[Marker, ...]:
 
 
 def _fault(probe: TemplateProbe, transitions: tuple[TurnTransition, ...]) -> str:
-    if not probe.opener:
+    if not probe.begins:
         return probe.refusal
     after_reasoning = [transition for transition in transitions if transition.turn != "tool call"]
     if all(transition.continuation is Continuation.REFUSE for transition in after_reasoning):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
-from agentrl.core.errors import ConfigError, ModelError
+from agentrl.core.errors import ConversationError, ModelError
 from agentrl.core.tool import Tool
 from agentrl.core.types import CallStatus, Fork, ForkReason, Message, ToolCall
 from agentrl.render.formats.base import Format
+from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.parsers.base import THINK, THINK_END, CallParser
 from agentrl.render.probe_conversations import TOOLS
 from agentrl.render.renderer import ChatRenderer
@@ -86,6 +87,9 @@ class TurnTransition:
     """Explanation of the fork or the refusal."""
     exact: bool | None
     """Whether the bridged text is the template's text; None without a bridge, or if it is not supposed to be."""
+    verbatim: bool | None
+    """Whether the turn stands in the conversation rendered again as it was sampled, in unusual white space too, with its
+    reasoning or without it; None if the format refuses the conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +100,13 @@ class Turn:
     """``plain``, ``reasoning`` or ``tool call``."""
     body: str
     """Sampled text between the opener and the end token."""
-    calls: tuple[ToolCall, ...] = ()
-    """Tool calls in the turn."""
+    message: Message
+    """What it says, in the words of no format."""
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """Tool calls in the turn."""
+        return self.message.tool_calls
 
 
 class TemplateProbe:
@@ -126,6 +135,11 @@ class TemplateProbe:
         """Text before a turn of the policy; empty if the template refuses a single user message."""
         closed, opened = self.text((_ASK,), opener=False), self.text((_ASK,))
         return opened[len(closed) :] if closed and opened and opened.startswith(closed) else opened or ""
+
+    @cached_property
+    def begins(self) -> bool:
+        """Whether the template writes a single user message."""
+        return self.text((_ASK,)) is not None
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
@@ -179,10 +193,10 @@ class TemplateProbe:
         """Return the transition of a turn to the next messages named ``before``."""
         new = _NEW[before]
         tools = self._tools(turn.calls, new)
-        comparisons = [self._compare(context, turn.body, new, tools) for context in ((_ASK,), (_ASK, _EARLIER, _MORE))]
+        comparisons = [self._compare(context, turn, new, tools) for context in ((_ASK,), (_ASK, _EARLIER, _MORE))]
         preserved, difference = next((found for found in comparisons if not found[0]), comparisons[0])
-        whole = self.text((_ASK, self._said(turn.body), *new), tools)
-        closed = self.text((_ASK, self._said(turn.body)), tools, opener=False)
+        whole = self.text((_ASK, turn.message, *new), tools)
+        closed = self.text((_ASK, turn.message), tools, opener=False)
         stable = None if whole is None or closed is None else whole.startswith(closed)
         drops = _THOUGHT in turn.body and whole is not None and _THOUGHT not in whole
         continuation, reason, detail, bridged = self._continuation(turn, new, tools, whole)
@@ -192,21 +206,28 @@ class TemplateProbe:
         if continuation is Continuation.BRIDGE and whole is not None:
             exact = self.renderer.decode(bridged) == self.renderer.decode(self.ids(whole))
         return TurnTransition(
-            turn.kind, before, preserved, stable, difference, drops, continuation, reason, detail, exact
+            turn.kind,
+            before,
+            preserved,
+            stable,
+            difference,
+            drops,
+            continuation,
+            reason,
+            detail,
+            exact,
+            self._verbatim(turn, new, tools),
         )
 
-    def _said(self, body: str) -> Message:
-        return Message("assistant", body, token_ids=self.ids(body))
-
     def _compare(
-        self, context: Sequence[Message], body: str, new: Sequence[Message], tools: Sequence[Tool]
+        self, context: Sequence[Message], turn: Turn, new: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[bool | None, Difference | None]:
         """Return whether a turn after ``context`` stays unchanged, and the difference if not."""
         prompt = self.text(context, tools)
-        whole = self.text((*context, self._said(body), *new), tools)
+        whole = self.text((*context, turn.message, *new), tools)
         if prompt is None or whole is None:
             return None, None
-        difference = _difference(prompt + body, whole)
+        difference = _difference(prompt + turn.body, whole)
         return difference is None, difference
 
     def _continuation(
@@ -216,32 +237,55 @@ class TemplateProbe:
         renderer, ids = self.renderer, self.ids(turn.body) + self._sampled_end(turn.body, whole)
         try:
             prompt = renderer.render((_ASK,), tools).token_ids
-            history = (_ASK, renderer.parse(ids, tools, prompt_ids=prompt))
+            history = (_ASK, self._parsed(turn, ids, tools, prompt))
             added = renderer.bridge(history, ids, new, tools)
             if isinstance(added, Fork):
                 renderer.render((*history, *new), tools)
                 return Continuation.FORK, added.reason, added.detail, ()
-        except (ConfigError, ModelError) as error:
+        except (ConversationError, ModelError) as error:
             return Continuation.REFUSE, None, str(error), ()
         return Continuation.BRIDGE, None, "", prompt + ids + added
+
+    def _verbatim(self, turn: Turn, new: Sequence[Message], tools: Sequence[Tool]) -> bool | None:
+        """Return whether the turn, sampled with other white space, stays so in the conversation rendered again."""
+        renderer, body = self.renderer, f"{turn.body} "
+        for text, other in ((_WORDS, f" {_WORDS}  "), (THINK_END, f"  \n\n{THINK_END}"), ('": ', '" :  ')):
+            body = body.replace(text, other)
+        try:
+            prompt = renderer.render((_ASK,), tools).token_ids
+            said = self._parsed(turn, self.ids(body), tools, prompt)
+            text = renderer.decode(renderer.render((_ASK, said, *new), tools).token_ids)
+        except (ConversationError, ModelError):
+            return None
+        words = said.content.rpartition(THINK_END)[2].lstrip()
+        return said.content in text or words[max(0, words.find(f" {_WORDS}")) :].lstrip() in text
+
+    def _parsed(self, turn: Turn, ids: Sequence[int], tools: Sequence[Tool], prompt: Sequence[int]) -> Message:
+        """Return a sampled turn as an episode reads it: each call with an id of its own."""
+        said = self.renderer.parse(ids, tools, prompt_ids=prompt)
+        calls = zip(said.tool_calls, turn.calls, strict=False)
+        return replace(said, tool_calls=tuple(replace(call, id=given.id) for call, given in calls))
 
     def _sampled_end(self, body: str, whole: str | None) -> tuple[int, ...]:
         """Return the end token that a policy samples: the template's, or else the format's."""
         stops = self.renderer.end_token_ids
-        written = self._end_of(whole.rpartition(body)[2]) if whole and body in whole else ""
+        written = self._end_of(whole.rpartition(body)[2].lstrip()) if whole and body in whole else ""
         ids = self.ids(written)
         return ids if len(ids) == 1 and ids[0] in stops else stops[:1]
 
     def _turn(self, kind: str, message: Message) -> Turn | None:
         """Return a turn that the template preserves: with the plain content, or with the template's text of it."""
         said = message.content.removeprefix(f"{THINK}\n") if self.renderer.format.opens_thinking else message.content
+        if isinstance(self._written, TemplateFormat) and not self._written.inputs.thinks:  # it has other markers
+            inputs = self._written.inputs
+            said = said.replace(THINK, inputs.opening).replace(f"{THINK_END}\n\n", inputs.closing)
         bodies = [body for body in (*((said,) if not message.tool_calls else ()), self._body(message)) if body]
-        turns = [Turn(kind, body, message.tool_calls) for body in bodies]
+        turns = [Turn(kind, body, message) for body in bodies]
         return next((turn for turn in turns if self._is_preserved(turn)), turns[-1] if turns else None)
 
     def _is_preserved(self, turn: Turn) -> bool:
         """Return whether the template preserves the turn before any kind of message."""
-        return any(self._compare((_ASK,), turn.body, new, self._tools(turn.calls, new))[0] for new in _NEW.values())
+        return any(self._compare((_ASK,), turn, new, self._tools(turn.calls, new))[0] for new in _NEW.values())
 
     def _body(self, message: Message) -> str | None:
         """Return the template's text of a message between opener and end, or None if it is incomplete."""
@@ -279,7 +323,7 @@ class TemplateProbe:
 
 def find_transitions(probe: TemplateProbe) -> tuple[TurnTransition, ...]:
     """Return the transitions of every kind of turn to every kind of next message."""
-    if not probe.opener:
+    if not probe.begins:
         return ()
     pairs = ((turn, before) for turn in probe.turns for before, new in _NEW.items() if _matches_calls(turn, new))
     return tuple(probe.transition_of(turn, before) for turn, before in pairs)

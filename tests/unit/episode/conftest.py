@@ -3,6 +3,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from agentrl.render.registry import make_renderer
+from agentrl.render.renderer import ChatRenderer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -10,10 +11,10 @@ CHATML = (
 )
 FORGETS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ '…' if m.role == 'assistant' and not loop.last else m.content }}<|im_end|>\n{% endfor %}"
+    "{{ m.content }}{{ loop.revindex }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Leaves out what the policy said before, so every turn must be rendered anew."""
+"""Numbers messages from the end, so every turn must be rendered again."""
 
 COUNTS = (
     "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}"
@@ -23,7 +24,8 @@ COUNTS = (
 """Begins with the number of user messages, so every user message changes all before it."""
 
 
-def _renderer(template: str) -> make_renderer:
+def renderer_of(template: str) -> ChatRenderer:
+    """Return the renderer of a chat template with one token a byte."""
     vocabulary = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     base = Tokenizer(models.BPE(vocabulary, []))
     base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -35,18 +37,18 @@ def _renderer(template: str) -> make_renderer:
 
 
 @pytest.fixture(scope="session")
-def renderer() -> make_renderer:
+def renderer() -> ChatRenderer:
     """One token a byte, and a template that leaves earlier turns alone."""
-    return _renderer(CHATML)
+    return renderer_of(CHATML)
 
 
 @pytest.fixture(scope="session")
-def forgetful() -> make_renderer:
+def forgetful() -> ChatRenderer:
     """One token a byte, and a template that changes earlier turns."""
-    return _renderer(FORGETS)
+    return renderer_of(FORGETS)
 
 
 @pytest.fixture(scope="session")
-def stubborn() -> make_renderer:
+def stubborn() -> ChatRenderer:
     """One token a byte, and a template whose first character changes with every user message."""
-    return _renderer(COUNTS)
+    return renderer_of(COUNTS)

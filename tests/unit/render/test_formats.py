@@ -14,9 +14,9 @@ from agentrl.batch.provenance import check_rows
 from agentrl.config.render import RenderConfig
 from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConversationError
 from agentrl.core.task import Task
-from agentrl.core.types import CallStatus, Fork, ForkReason, MaskReason, Message, Provenance, SamplingParams
+from agentrl.core.types import CallStatus, Fork, ForkReason, MaskReason, Provenance, SamplingParams
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner
@@ -69,7 +69,7 @@ def plain(messages):
 def start(renderer, script):
     try:
         return renderer.render(script.first, script.tools).token_ids
-    except ConfigError:
+    except ConversationError:
         hypothesis.reject()
 
 
@@ -118,7 +118,7 @@ def test_a_bridge_says_what_the_whole_conversation_says(case, conversation):
         new = messages[index + 1 : indices[number + 1] if number + 1 < len(indices) else len(messages)]
         text = words_of(format, history, messages[index], tools)
         hypothesis.assume(text is not None)
-        boundary = format.boundary([*history, Message("assistant", text)], new, tools)
+        boundary = format.boundary([*history, replace(messages[index], content=text)], new, tools)
         ends = [end for end in format.ends if isinstance(boundary, str) and boundary.startswith(end)]
         flows = flows or (text[:1].isspace() and renderer.decode(prompt[-1:]).isspace())
         end = tokenizer.convert_tokens_to_ids(ends[0]) if ends else renderer.end_token_id

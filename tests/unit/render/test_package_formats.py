@@ -124,7 +124,8 @@ def test_a_turn_with_a_call_is_read_and_answered_as_the_package_does(name):
     message = renderer.parse(sampled, TOOLS, prompt_ids=prompt)
     [call] = message.tool_calls
     assert (call.name, call.arguments, call.status) == ("look_up", {"word": "é", "page": 3}, CallStatus.OK)
-    answer = (replace(FOUND, tool_call_id=call.id or "functions.look_up:0"),)
+    call = replace(call, id=call.id or "functions.look_up:0")  # as an episode names it
+    message, answer = replace(message, tool_calls=(call,)), (replace(FOUND, tool_call_id=call.id),)
     added = renderer.bridge((ASK, message), sampled, answer, TOOLS)
     theirs = other.bridge(prompt, sampled, answer, TOOLS) if thought else whole
     if not isinstance(added, Fork) and theirs is not None:

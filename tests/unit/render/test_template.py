@@ -4,7 +4,7 @@ import re
 import pytest
 
 from agentrl.config.render import RenderConfig
-from agentrl.core.errors import ConfigError, ModelError
+from agentrl.core.errors import ConversationError, ModelError
 from agentrl.core.tool import tool
 from agentrl.core.types import CallStatus, Fork, ForkReason, Message, Prompt, ToolCall
 from agentrl.render.registry import make_renderer
@@ -76,7 +76,7 @@ def test_a_raw_prompt_gets_no_template_and_keeps_its_special_tokens(tokenizer):
         assert bridged == renderer.render((raw, said, found))
         assert bridged.token_ids[: len(prompt.token_ids)] == prompt.token_ids
         assert sum(index in SPECIAL for index in bridged.token_ids) == 2, "what follows a raw prompt stays text"
-        with pytest.raises(ConfigError, match=r"data\.apply_chat_template=true"):
+        with pytest.raises(ConversationError, match=r"data\.apply_chat_template=true"):
             renderer.render((raw, said, *FOLLOWING))
 
 
@@ -194,7 +194,7 @@ def test_a_template_that_refuses_a_role(tokenizer):
     renderer = renderer_of(tokenizer, "alternates")
     answer = Message("tool", "18 degrees")
     assert follow(renderer, ASK, renderer.encode("Paris"), (answer,)) is ForkReason.TEMPLATE
-    with pytest.raises(ConfigError, match="no tools here"):
+    with pytest.raises(ConversationError, match="no tools here"):
         renderer.render((*ASK, answer))
 
 

@@ -70,11 +70,13 @@ def test_deepseek_never_has_the_reasoning_that_it_opens() -> None:
     assert (at(check("qwen3", "qwen3"), "reasoning", USER)).stable is False
 
 
-def test_gpt_oss_refuses_what_its_policy_says() -> None:
+def test_gpt_oss_keeps_no_reasoning_but_before_a_result() -> None:
+    """Its own fields of reasoning and calls are given to the template; the raw text, which it refuses, is not."""
     findings = check("qwen3", "gptoss")
-    assert at(findings, "reasoning", USER).continuation is Continuation.REFUSE
-    assert "<|channel|>" in findings.fault
-    assert "cannot be used" in findings.summary()
+    assert findings.fault == ""
+    assert at(findings, "reasoning", USER).drops_thinking
+    assert not at(findings, "tool call", RESULT).drops_thinking
+    assert findings.lost == ("later system messages",)
 
 
 def test_qwen3_row_by_row() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -103,6 +103,24 @@ _KIMI = Added(
     "[BOS]",
 )  # fmt: skip
 
+_FOREIGN = (
+    "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool>",
+    "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>', "<end_of_utterance>",
+    "<image>", "</s>",
+)  # fmt: skip
+"""Special tokens of models whose chat templates ``trl`` ships, in other brackets than ``<|…|>``."""
+
+
+def qwen_tokenizer_with(markers: Sequence[str], chat_template: str) -> PreTrainedTokenizerFast:
+    """Return Qwen3's tokenizer with ``markers`` as special tokens, as a model with that chat template has them."""
+    known = {*_QWEN_SPECIAL, *_QWEN3_PLAIN}
+    more = tuple(marker for marker in (*_FOREIGN, *markers) if marker not in known)
+    added = Added((*_QWEN_SPECIAL, *dict.fromkeys(more)), _QWEN3_PLAIN, "<|im_end|>", "<|endoftext|>", "<bos>")
+    made = copy.copy(_tokenizer(added))
+    made.chat_template = chat_template
+    return made
+
+
 FAMILIES: Mapping[str, Added] = {
     "chatml": _SMOLLM2,
     "smollm2": _SMOLLM2,
@@ -142,7 +160,7 @@ def family_tokenizer(name: str, chat_template: str | None = None) -> PreTrainedT
 
 @cache
 def _tokenizer(added: Added) -> PreTrainedTokenizerFast:
-    base = Tokenizer(_bpe(None if added.special == _QWEN_SPECIAL else PART))
+    base = Tokenizer(_bpe(None if added.special[: len(_QWEN_SPECIAL)] == _QWEN_SPECIAL else PART))
     base.normalizer = normalizers.NFC()
     base.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,0 +1,178 @@
+"""The form in which a chat template reads content, reasoning and tool calls, found with probe conversations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agentrl.core.types import Message, ToolCall
+from agentrl.render.formats.base import split_thinking, to_json
+from agentrl.render.parsers.base import THINK, THINK_END
+
+Fields = dict[str, Any]
+"""A message as a chat template reads it."""
+Apply = Callable[[Sequence[Fields], bool], str]
+"""``apply(messages, opener)``: the template's text, with tools offered if a message calls one; ValueError if it refuses."""
+
+ASK, MORE = Message("user", "qa1"), Message("user", "qa2")
+SAID, THOUGHT = "as1", "re1"
+REASONED = f"{THINK}\n{THOUGHT}\n{THINK_END}\n\n{SAID}"
+MARKUP = re.compile(r"</?[^\s<>]{1,40}>|\[/?[A-Z_]{2,20}\]")
+"""A string that looks like a special token, in the texts of tokenizers that do not have it."""
+_ANY = 1_000
+"""`TemplateInputs.max_calls` of templates that write more than one call in a turn."""
+_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names of the field that holds reasoning, in the chat templates of published models."""
+CALLS = tuple(ToolCall(f"call0000{number}", "look_up", {"word": f"ar{number}"}) for number in (1, 2))
+"""Ids have nine letters and digits, as Mistral's templates require."""
+RESULTS = tuple(Message("tool", f"fo{number}", tool_call_id=call.id) for number, call in enumerate(CALLS))
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateInputs:
+    """The form of messages that a chat template reads."""
+
+    parts: bool = False
+    """Content is a list of parts, ``[{"type": "text", "text": …}]``, not a string."""
+    reasoning: str = ""
+    """Field of reasoning; empty: it is in the content, in ``<think>``."""
+    opening: str = THINK
+    """Text that starts reasoning in a sampled turn."""
+    closing: str = THINK_END
+    """Text that ends it."""
+    arguments_as_text: bool = False
+    """Arguments of calls are JSON text, not a mapping."""
+    max_calls: int = 0
+    """Calls that the template writes in one turn; 0 if it writes none."""
+
+    @property
+    def thinks(self) -> bool:
+        """Whether reasoning is in ``<think>``."""
+        return self.closing == THINK_END
+
+    def fields(self, message: Message) -> Fields:
+        """Return a message that was not sampled."""
+        reasoning, content = None, message.content
+        if message.role == "assistant" and self.reasoning and THINK_END in content:
+            reasoning, content = split_thinking(content)
+        return self.with_reasoning(message, reasoning, content, message.tool_calls)
+
+    def with_reasoning(
+        self, message: Message, reasoning: str | None, content: str, calls: Sequence[ToolCall]
+    ) -> Fields:
+        """Return a message with other content and calls, and with reasoning in its field if there is some."""
+        fields: Fields = {
+            "role": message.role,
+            "content": [{"type": "text", "text": content}] if self.parts else content,
+        }
+        if reasoning is not None:
+            fields[self.reasoning] = reasoning
+        if message.tool_call_id is not None:
+            fields["tool_call_id"] = message.tool_call_id
+        if calls:
+            fields["tool_calls"] = [
+                {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": self._given(call)}}
+                for call in calls
+            ]
+        return fields
+
+    def _given(self, call: ToolCall) -> str | Mapping[str, Any]:
+        return to_json(call.arguments) if self.arguments_as_text else call.arguments
+
+    def split(self, text: str) -> tuple[str | None, str]:
+        """Return reasoning and the rest of a sampled turn, verbatim. Without closed reasoning the first is None."""
+        if self.closing not in text:
+            return None, text
+        if self.thinks:  # as templates do
+            before, _, rest = text.rpartition(self.closing)
+        else:
+            before, _, rest = text.partition(self.closing)
+        return (before.rpartition(self.opening)[2] if self.opening else before), rest
+
+
+def find_inputs(apply: Apply) -> TemplateInputs:
+    """Return the form of messages that a template reads."""
+    forms = (TemplateInputs(), TemplateInputs(parts=True))
+    inputs = max(forms, key=lambda form: _arrived(apply, form))  # the first of equals
+    inputs = _with_calls(apply, inputs)
+    return _with_reasoning(apply, inputs)
+
+
+def _arrived(apply: Apply, form: TemplateInputs) -> int:
+    """Return how many texts arrive in the prompts of short conversations."""
+    system, said = Message("system", "sy1"), Message("assistant", SAID)
+    conversations = ((ASK,), (system, ASK), (ASK, said, MORE), (ASK, replace(said, tool_calls=CALLS[:1]), RESULTS[0]))
+    texts = (try_text(apply, map(form.fields, messages)) or "" for messages in conversations)
+    return sum(
+        message.content in text for text, messages in zip(texts, conversations, strict=True) for message in messages
+    )
+
+
+def _with_calls(apply: Apply, inputs: TemplateInputs) -> TemplateInputs:
+    def max_calls(form: TemplateInputs) -> int:
+        for count in (2, 1):
+            turn = Message("assistant", "", CALLS[:count])
+            text = try_text(apply, map(form.fields, (ASK, turn, *RESULTS[:count])))
+            if text is not None and all(str(call.arguments["word"]) in text for call in CALLS[:count]):
+                return _ANY if count > 1 else count
+        return 0
+
+    forms = [replace(inputs, arguments_as_text=as_text) for as_text in (False, True)]
+    best = max(forms, key=max_calls)
+    return replace(best, max_calls=max_calls(best))
+
+
+def _with_reasoning(apply: Apply, inputs: TemplateInputs) -> TemplateInputs:
+    """Return ``inputs`` with the form of reasoning: the content, unless the template writes it otherwise."""
+    opened = try_text(apply, [inputs.fields(ASK)], opener=True) or ""
+    inline = try_text(apply, [inputs.fields(ASK), inputs.fields(Message("assistant", REASONED))]) or ""
+    rest = inline[len(opened) :] if inline.startswith(opened) else ""
+    verbatim = (THINK not in rest) == opened.rstrip().endswith(THINK) and rest.count(THINK_END) == 1 and THOUGHT in rest
+    for field in _FIELDS:
+        form = replace(inputs, reasoning=field)
+        before, after = _around_reasoning(apply, form)
+        if not after.strip():
+            continue
+        if THINK_END in after:
+            return inputs if verbatim else form
+        shared = shared_prefix([before, opened.rpartition(ASK.content)[2]])
+        return replace(form, opening=before[len(shared) :].strip(), closing=after.strip())
+    return inputs
+
+
+def _around_reasoning(apply: Apply, form: TemplateInputs) -> tuple[str, str]:
+    """Return the text before reasoning, and what follows it before content and calls alike; empty if none arrives."""
+    found: list[tuple[str, str]] = []
+    thought = Message("assistant", REASONED)
+    turns: list[tuple[Fields, ...]] = [(form.fields(thought),)]
+    if form.max_calls:
+        turns.append((form.with_reasoning(thought, THOUGHT, "", CALLS[:1]), form.fields(RESULTS[0])))
+    for turn in turns:
+        text = try_text(apply, [form.fields(ASK), *turn]) or ""
+        before, there, after = text.partition(THOUGHT)
+        end = [at for word in (SAID, CALLS[0].name) if (at := after.find(word)) >= 0]
+        if there and end:
+            found.append((before.rpartition(ASK.content)[2], after[: min(end)]))
+    if not found:
+        return "", ""
+    after = shared_prefix([after for _, after in found])
+    if len(found) == 1 and (mark := MARKUP.match(after.lstrip())):
+        return found[0][0], mark[0]  # what follows may belong to the call
+    return found[0][0], after
+
+
+def try_text(apply: Apply, messages: Iterable[Fields], *, opener: bool = False) -> str | None:
+    """Return the template's text, or None if it refuses the messages."""
+    try:
+        return apply(list(messages), opener)
+    except ValueError:
+        return None
+
+
+def shared_prefix(texts: Sequence[str]) -> str:
+    """Return the longest text that all of ``texts`` start with."""
+    first, last = min(texts), max(texts)
+    same = (at for at, letter in enumerate(first) if not last.startswith(letter, at))
+    return first[: next(same, len(first))]

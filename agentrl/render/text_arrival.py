@@ -1,0 +1,166 @@
+"""The proof that what is said arrives in the prompt: probe conversations in which every text is unique."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property, lru_cache
+
+from agentrl.core.tool import Tool
+from agentrl.core.types import Message, Role, ToolCall, ToolResult, ToolStatus
+from agentrl.render.formats.base import Format, ReadsSampledCalls
+
+
+async def _never(**_: object) -> ToolResult:
+    return ToolResult("", ToolStatus.ERROR, "tools of probe conversations are not run")
+
+
+PROBE_TOOL = Tool(
+    "zqname",
+    "Describes zq.",
+    {
+        "type": "object",
+        "properties": {"zqargument": {"type": "string", "description": "Means zq."}},
+        "required": ["zqargument"],
+    },
+    _never,
+    1.0,
+)
+"""A tool with a unique name."""
+
+
+class Arrival(StrEnum):
+    """What becomes of a kind of text in the prompt."""
+
+    ARRIVES = "arrives"
+    """It is in the prompt."""
+    LOST = "lost"
+    """The chat format leaves it out without an error."""
+    ABSENT = "absent"
+    """The chat format has no place for it."""
+    REFUSED = "refused"
+    """The chat format refuses such a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a message in a conversation, without its text."""
+
+    role: Role
+    """Its author."""
+    sampled: bool = False
+    """Whether the policy sampled it."""
+    content: bool = True
+    """Whether it has content."""
+    calls: int = 0
+    """Number of its calls."""
+    answers: tuple[int, int] | None = None
+    """In a tool message, the message and the call in it that it answers; None if it answers no call."""
+
+
+def places_of(messages: Sequence[Message]) -> tuple[Place, ...]:
+    """Return the places of messages."""
+    ids: dict[str, tuple[int, int]] = {}
+    places = []
+    for index, message in enumerate(messages):
+        answers = ids.get(message.tool_call_id) if message.tool_call_id is not None else None
+        has_content, calls = bool(message.content.strip()), len(message.tool_calls)
+        places.append(Place(message.role, bool(message.token_ids), has_content, calls, answers))
+        ids |= {call.id: (index, number) for number, call in enumerate(message.tool_calls)}
+    return tuple(places)
+
+
+class ArrivalProof:
+    """Shows for conversations of one format which of their texts arrive, by a probe conversation of the same places.
+
+    Args:
+        format: the chat format.
+    """
+
+    def __init__(self, format: Format) -> None:
+        self._format = format
+        self.lost = lru_cache(maxsize=4096)(self._lost)
+        """``lost(places, tools)`` returns what the format leaves out of the prompt, in words; ``tools`` is whether tools
+        are offered. ValueError if the format refuses such a conversation."""
+
+    @cached_property
+    def names_tools(self) -> bool:
+        """Whether the format writes the tools into the prompt."""
+        try:
+            return PROBE_TOOL.name in self._format.text((Message("user", "zq0x"),), (PROBE_TOOL,))
+        except ValueError:
+            return False
+
+    def _lost(self, places: tuple[Place, ...], tools: bool) -> tuple[str, ...]:
+        probes = tuple(_probe(place, index) for index, place in enumerate(places))
+        if not isinstance(self._format, ReadsSampledCalls):
+            probes = tuple(replace(probe, tool_calls=()) if probe.token_ids else probe for probe in probes)
+        text = self._format.text(probes, (PROBE_TOOL,) if tools else ())
+        lost = dict.fromkeys(
+            f"the {what} of message {index + 1} ({place.role})"
+            for index, (place, probe) in enumerate(zip(places, probes, strict=True))
+            for what, said in _texts(place, probe)
+            if said not in text
+        )
+        return tuple(lost)
+
+
+def _probe(place: Place, index: int) -> Message:
+    calls = tuple(
+        ToolCall(f"zq{index:03}c{number:03}", PROBE_TOOL.name, {"zqargument": f"zq{index}n{number}x"})
+        for number in range(place.calls)
+    )
+    answers = f"zq{place.answers[0]:03}c{place.answers[1]:03}" if place.answers else "zq0000000"
+    content = f"zq{index}x" if place.content else ""
+    call_id = answers if place.role == "tool" else None
+    return Message(place.role, content, calls, call_id, token_ids=(0,) if place.sampled else ())
+
+
+def _texts(place: Place, probe: Message) -> Iterator[tuple[str, str]]:
+    """Iterate over the texts that must arrive; the calls of a sampled turn are in its content."""
+    if probe.content:
+        yield "content", probe.content
+    for call in () if place.sampled else probe.tool_calls:
+        yield "tool call", str(call.arguments["zqargument"])
+
+
+_USER, _SAID = Place("user"), Place("assistant", sampled=True)
+KINDS: dict[str, tuple[tuple[Place, ...], bool]] = {
+    "user messages": ((_USER,), False),
+    "a system message at the start": ((Place("system"), _USER), False),
+    "later system messages": ((Place("system"), _USER, _SAID, Place("system")), False),
+    "later user messages": ((_USER, _SAID, _USER), False),
+    "given assistant messages": ((_USER, Place("assistant"), _USER), False),
+    "tools": ((_USER,), True),
+    "tool calls in given messages": (
+        (_USER, Place("assistant", content=False, calls=1), Place("tool", answers=(1, 0))),
+        True,
+    ),
+    "tool results": ((_USER, Place("assistant", sampled=True, calls=1), Place("tool", answers=(1, 0))), True),
+    "several tool results": (
+        (
+            _USER,
+            Place("assistant", sampled=True, calls=2),
+            Place("tool", answers=(1, 0)),
+            Place("tool", answers=(1, 1)),
+        ),
+        True,
+    ),
+}
+"""Kinds of texts, each in the shortest conversation that has them, and whether tools are offered in it."""
+_OPTIONAL = ("tools", "tool calls in given messages")
+
+
+def arrivals(format: Format) -> dict[str, Arrival]:
+    """Return what becomes of each of `KINDS` in the prompts of a format."""
+    proof, found = ArrivalProof(format), dict[str, Arrival]()
+    for kind, (places, tools) in KINDS.items():
+        try:
+            lost = bool(proof.lost(places, tools)) if kind != "tools" else not proof.names_tools
+        except ValueError:
+            found[kind] = Arrival.REFUSED
+            continue
+        missing = Arrival.ABSENT if kind in _OPTIONAL else Arrival.LOST
+        found[kind] = missing if lost else Arrival.ARRIVES
+    return found

@@ -1,0 +1,75 @@
+"""Check of what a run needs of the model's chat template, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from agentrl.config.schema import Config
+from agentrl.core.env import AsyncEnv, Env
+from agentrl.core.errors import ConfigError, ConversationError, ModelError
+from agentrl.core.registry import env_class, make_env
+from agentrl.core.task import Task
+from agentrl.core.types import Message
+
+_TASKS = 8
+"""Tasks whose first prompt is tried; a run is refused if all of them fail."""
+
+
+def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> str:
+    """Return one line on what the model's chat template does to sampled tokens.
+
+    Args:
+        config: of the run.
+        model: folder of the tokenizer.
+        tasks: to train on.
+
+    Raises:
+        ConfigError: the template refuses the first prompts, or leaves out something that the environment needs.
+        ModelError: there is no template, and the prompts need one.
+    """
+    if config.data.path is not None and not config.data.apply_chat_template:
+        return "not used: prompts are given as they are (data.apply_chat_template=false)"
+    from agentrl.models.load import load_tokenizer  # takes half a second to import, and a refused run does not need it
+    from agentrl.render.registry import make_renderer
+    from agentrl.render.template_check.check import check_template
+    from agentrl.render.text_arrival import Arrival
+
+    tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
+    findings = check_template(tokenizer, config.render)
+    if config.rollout.generate is not None:  # what it sends is known when it sends it
+        return findings.summary()
+    renderer, refused = make_renderer(tokenizer, config.render), list[ConversationError | ModelError]()
+    prompts = [prompt for task in islice(tasks, _TASKS) if (prompt := _first_prompt(config, task))]
+    for prompt in prompts:
+        try:
+            renderer.render(prompt)
+        except (ConversationError, ModelError) as error:
+            refused.append(error)
+    if refused and len(refused) == len(prompts):
+        raise refused[0] if isinstance(refused[0], ModelError) else ConfigError(f"no task can begin: {refused[0]}")
+    offers = bool(make_env(config.env.name, config.env.options).tools)
+    answers = not env_class(config.env.name).handles_tool_calls and config.rollout.max_turns > 1
+    arrival = findings.arrivals.get("tool results", Arrival.REFUSED)
+    if offers and answers and arrival is not Arrival.ARRIVES:
+        does = "leaves out" if arrival is Arrival.LOST else "refuses"
+        raise ConfigError(
+            f"env.name={config.env.name} has tools, but the chat format {findings.format} of model.path={config.model.path} "
+            f"{does} tool results; set render.chat_template to a template that has them, or model.path to another model"
+        )
+    return findings.summary()
+
+
+def _first_prompt(config: Config, task: Task) -> tuple[Message, ...]:
+    """Return the messages that begin an episode, or an empty tuple if only the episode can show them."""
+    env: Env = make_env(config.env.name, config.env.options)
+    if isinstance(env, AsyncEnv):
+        return task.prompt if type(env).areset is AsyncEnv.areset else ()
+    try:
+        observation, _ = env.reset(seed=config.run.seed, options={"task": task})
+    except Exception:  # of the environment's author: an episode's failure when it happens
+        return ()
+    finally:
+        env.close()
+    return observation if isinstance(observation, tuple) else ()

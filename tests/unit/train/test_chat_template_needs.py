@@ -1,0 +1,66 @@
+"""What a run needs of its chat template and does not get is refused before anything starts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from agentrl import Env, Task, register_env, tool
+from agentrl.config.load import load_config
+from agentrl.core.errors import ConfigError
+from agentrl.core.registry import model_folder
+from agentrl.core.types import Message
+from agentrl.runtime.template_check import check_chat_template
+from tests.unit.render.oracles import template
+
+
+@tool(timeout_s=1)
+async def look_up(word: str) -> str:
+    """Look a word up."""
+    return word
+
+
+class _Plain(Env):
+    @classmethod
+    def tasks(cls, split: str, seed: int) -> Sequence[Task]:
+        return [Task(f"t{number}", (Message("user", "?"),)) for number in range(3)]
+
+
+@register_env("needs_no_tools")
+class NoTools(_Plain):
+    """Says nothing but its tasks."""
+
+
+@register_env("needs_tools")
+class Tools(_Plain):
+    """Its tools are run, and answered with tool messages."""
+
+    tools = (look_up,)
+
+
+def check(folder: Path, env: str, text: str, *overrides: str) -> str:
+    file = folder / "own.jinja"
+    file.write_text(text, encoding="utf-8")
+    config = load_config(
+        None, [f"env.name={env}", "model.path=multihop-warm", f"render.chat_template={file}", *overrides]
+    )
+    model = model_folder("multihop-warm")
+    assert model is not None
+    return check_chat_template(config, model, _Plain.tasks("train", 0))
+
+
+@pytest.mark.parametrize(("name", "does"), [("phi3", "leaves out"), ("cohere2", "leaves out"), ("gemma", "refuses")])
+def test_tools_whose_results_the_template_does_not_have(tmp_path: Path, name: str, does: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"env\.name=needs_tools has tools.*{does} tool results; set render\.chat_template"
+    ):
+        check(tmp_path, "needs_tools", template(name))
+    assert "no tool results" in check(tmp_path, "needs_no_tools", template(name))
+    assert "no tool results" in check(tmp_path, "needs_tools", template(name), "rollout.max_turns=1")
+
+
+def test_tasks_that_no_conversation_can_begin_with(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no task can begin: .*refuses messages of roles user: never"):
+        check(tmp_path, "needs_no_tools", "{{ raise_exception('never') }}")
+    with pytest.raises(ConfigError, match=r"no task can begin: .*leaves out the content of message 1 \(user\)"):
+        check(tmp_path, "needs_no_tools", "nothing of it")
