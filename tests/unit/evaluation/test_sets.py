@@ -141,3 +141,10 @@ def test_goals_are_reached_together_or_not_at_all() -> None:
     assert not reached({"a/exact_match": 0.6, "b/reward/hops=2": -0.4}, metrics)
     assert not reached({"missing": -1.0}, metrics)
     assert not reached({}, metrics)
+
+
+def test_keeping_rollouts_is_no_setting_of_a_set() -> None:
+    made = config("eval.save_rollouts=true", "eval.sets.a.n_samples=2")
+    assert made.eval.save_rollouts
+    assert made.eval.named_sets()["a"].n_samples == 2
+    assert config("eval.save_rollouts=true").eval.named_sets()[""] == EvalSet()

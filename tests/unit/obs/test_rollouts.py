@@ -160,3 +160,16 @@ def test_advantages_come_back(tmp_path):
     path = write_advantages(tmp_path, 12, {"1/0/0": -0.25})
     assert path.name == "step_000012.advantages.json"
     assert read_advantages(tmp_path, 12) == {"1/0/0": -0.25}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_an_evaluations_rollouts_are_no_step(tmp_path, form):
+    recorder = RolloutRecorder(tmp_path, form=form)
+    recorder.write(3, rollout(0))
+    recorder.finish(3, {})
+    file = recorder.evaluation(3)
+    file.write(rollout(1))
+    path = file.finish()
+    assert path.name == f"eval_000003.{form}"
+    assert [found.rollout_id for found in read_rollouts(path)] == ["r1"]
+    assert recorded_ids(tmp_path) == ["r0"]
