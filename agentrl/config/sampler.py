@@ -64,6 +64,8 @@ class SamplerConfig(Section):
     """Seconds between health checks of an engine."""
     stall_timeout_s: PositiveFloat = 60.0
     """An engine that has not answered for this many seconds counts as hung; it is restarted if the run started it."""
+    update_timeout_s: PositiveFloat = 600.0
+    """The same while an engine receives weights: it may not answer during a long update."""
     max_restarts: int = Field(default=3, ge=0)
     """How often a dead or hung engine is restarted; after that the run continues with the others."""
     embedded: EmbeddedConfig = Field(default_factory=EmbeddedConfig)

@@ -142,6 +142,7 @@ def struck(folder: Path) -> Iterator[list[dict[str, float]]]:
         **{f"sampler.sglang.{key}": _word(value) for key, value in options.items() if not key.startswith("cuda_graph")},
         "sampler.max_new_tokens": 48,
         "sampler.stall_timeout_s": 15,
+        "sampler.update_timeout_s": 15,
         "rollout.max_turns": 5,
         "rollout.max_tokens": 1024,
         # An episode is over in a second or two: these are played one after the other.

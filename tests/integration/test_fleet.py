@@ -35,6 +35,7 @@ SETTINGS = [
     "sampler.embedded.threads=1",
     "sampler.health_interval_s=0.2",
     "sampler.stall_timeout_s=2",
+    "sampler.update_timeout_s=2",
     "sampler.request_timeout_s=60",
 ]
 

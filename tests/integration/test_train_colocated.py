@@ -15,6 +15,7 @@ def test_an_engine_killed_and_stopped_while_the_learner_sleeps(tmp_path: Path) -
         "weights.transport": "disk",
         "sampler.max_running": 16,
         "sampler.stall_timeout_s": 2,
+        "sampler.update_timeout_s": 2,
         "sampler.health_interval_s": 0.5,
     }
     rows = whole_run(tmp_path, settings, steps=3, prompts=8, strikes={1: signal.SIGKILL, 2: signal.SIGSTOP})

@@ -12,6 +12,7 @@ def test_engines_killed_and_stopped_in_mid_rollout(tmp_path: Path) -> None:
         "sampler.engines": 2,
         "sampler.max_running": 16,
         "sampler.stall_timeout_s": 2,
+        "sampler.update_timeout_s": 2,
         "sampler.health_interval_s": 0.5,
     }
     rows = whole_run(tmp_path, settings, steps=3, prompts=16, strikes={1: signal.SIGKILL, 2: signal.SIGSTOP})

@@ -67,6 +67,11 @@ class SGLangWeightUpdates:
         """Cleared while an update is in progress; None: none was so far."""
 
     @property
+    def in_progress(self) -> bool:
+        """Whether the engine is receiving weights, during which it may not answer."""
+        return self._in_progress
+
+    @property
     def ready(self) -> bool:
         """Whether generations may start: `wait_ready` would neither wait nor raise."""
         return self._unfit is None and not self._in_progress

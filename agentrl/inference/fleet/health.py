@@ -173,19 +173,28 @@ class HealthMonitor:
         return why
 
     async def _until_hung(self, engine: Engine) -> str:
-        limit, every = self._config.stall_timeout_s, self._config.health_interval_s
+        every = self._config.health_interval_s
         now = asyncio.get_running_loop().time
         answered = now()
         while True:
+            _, limit = self._silence_limit(engine)
             await asyncio.sleep(min(every, limit / 2))
             if await self._answers(engine, answered + limit - now()):
                 answered = now()
-            elif now() >= answered + limit:
+                continue
+            key, limit = self._silence_limit(engine)  # it may have begun to receive weights
+            if now() >= answered + limit:
                 # This process itself may have been busy for so long: check once more.
                 if not await self._answers(engine, min(every, limit)):
                     tail = await asyncio.to_thread(_tail, engine)
-                    return f"it has not answered at {engine.client.url} for sampler.stall_timeout_s={limit:g} s{tail}"
+                    return f"it has not answered at {engine.client.url} for sampler.{key}={limit:g} s{tail}"
                 answered = now()
+
+    def _silence_limit(self, engine: Engine) -> tuple[str, float]:
+        """Return the key and the seconds for which an engine may be silent now."""
+        if engine.client.updates.in_progress:
+            return "update_timeout_s", self._config.update_timeout_s
+        return "stall_timeout_s", self._config.stall_timeout_s
 
     async def _until_unreachable(self, engine: Engine) -> str:
         """An attached engine has no process to check: a failed request may be the first sign that it has died."""
