@@ -26,6 +26,7 @@ from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher
 from agentrl.models.load import read_vocab_size
 from agentrl.obs.progress import Stopwatch
+from agentrl.runtime.interrupt import Interrupt
 from agentrl.train.sampling import Sampling
 
 SETTINGS = [
@@ -188,7 +189,7 @@ def test_an_engine_that_goes_during_the_push_gets_its_weights_later(tmp_path: Pa
             sync = KillingSync(second, [strike(signal.SIGKILL), lambda: None, strike(signal.SIGSTOP)])
             services: Any = SimpleNamespace(fleet=fleet)
             unused: Any = None
-            source = Sampling(config, services, unused, sync, unused, unused)
+            source = Sampling(config, services, unused, sync, unused, Interrupt(print))
             learner: Any = object()
             await source.open()
             await source.sync_weights(learner, 4, Stopwatch())
@@ -230,7 +231,7 @@ def test_an_engine_that_dies_in_the_learners_turn_waits_for_its_own(tmp_path: Pa
             services: Any = SimpleNamespace(fleet=fleet)
             unused: Any = None
             learner: Any = Sleeper()
-            source = Sampling(config, services, unused, KillingSync(second, []), unused, unused)
+            source = Sampling(config, services, unused, KillingSync(second, []), unused, Interrupt(print))
             watch = Stopwatch()
             await source.open()
             await source.sync_weights(learner, 1, watch)

@@ -13,6 +13,7 @@ import pytest
 from agentrl.config.load import load_config
 from agentrl.core.errors import EngineError, LearnerError
 from agentrl.obs.progress import Stopwatch
+from agentrl.runtime.interrupt import Interrupt
 from agentrl.testing import FakeLearner
 from agentrl.train.sampling import Sampling
 
@@ -61,7 +62,7 @@ class World:
         services: Any = SimpleNamespace(fleet=self)
         unused: Any = None
         sync: Any = self
-        return Sampling(config, services, unused, sync, unused, unused, restart_sync=restart_sync)
+        return Sampling(config, services, unused, sync, unused, Interrupt(print), restart_sync=restart_sync)
 
     def said(self) -> list[str]:
         """What was written down since the last call."""
