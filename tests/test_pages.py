@@ -9,6 +9,9 @@ import pytest
 from pydantic import BaseModel
 
 from agentrl.config.schema import Config
+from agentrl.config.tasks import DataConfig
+from agentrl.core.errors import ConfigError
+from agentrl.data.tasks import read_tasks
 from tests.test_readme import example
 
 ROOT = Path(__file__).parents[1]
@@ -17,7 +20,8 @@ PAGES = sorted(
     for path in ROOT.rglob("*.md")
     if not any(part.startswith(".") or part in {"runs", "template"} for part in path.relative_to(ROOT).parts)
 )
-HOW_TO = sorted((ROOT / "docs" / "how_to").glob("*.md"))
+TASKSETS = ROOT / "docs" / "tasksets.md"
+GUIDES = [*sorted((ROOT / "docs" / "how_to").glob("*.md")), TASKSETS, ROOT / "docs" / "evaluation.md"]
 TOP_FOLDERS = "agentrl|configs|docs|envs|examples|tasks|tests|tools"
 
 
@@ -91,13 +95,24 @@ def test_names_in_the_specification_exist() -> None:
     assert named - known == set()
 
 
-def test_examples_of_how_to_pages_run(tmp_path: Path) -> None:
+def test_examples_of_guides_run(tmp_path: Path) -> None:
     """The files of all pages are put into one folder, where one pytest runs their tests."""
-    examples = [(file, page) for page in HOW_TO for file in re.findall(r"<!-- example: (\S+) -->", page.read_text())]
+    examples = [(file, page) for page in GUIDES for file in re.findall(r"<!-- example: (\S+) -->", page.read_text())]
     for file, page in examples:
         assert not (tmp_path / file).exists(), f"{file} is on two pages"
         (tmp_path / file).write_text(example(file, page))
-    assert {page for file, page in examples if file.startswith("test_")} == {*HOW_TO}, "each page shows a test"
+    assert {page for file, page in examples if file.startswith("test_")} == {*GUIDES}, "each page shows a test"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir=.", "."]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_refusals_of_data_files_read_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = re.findall(r"^\| `([{\[].*)` \| `(train\.jsonl.*)` \|$", TASKSETS.read_text(), re.MULTILINE)
+    assert len(said) > 5
+    for row, message in said:
+        Path("train.jsonl").write_text(row)
+        with pytest.raises(ConfigError) as refused:
+            read_tasks(Path("train.jsonl"), DataConfig())
+        assert str(refused.value) == message

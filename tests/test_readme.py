@@ -9,7 +9,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 
 def example(name: str = "brief.py", page: Path = README) -> str:
-    match = re.search(rf"<!-- example: {name} -->\n```python\n(.*?)```", page.read_text(), re.DOTALL)
+    match = re.search(rf"<!-- example: {name} -->\n```\w+\n(.*?)```", page.read_text(), re.DOTALL)
     assert match
     return match.group(1)
 
