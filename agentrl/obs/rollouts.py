@@ -30,6 +30,7 @@ Keep = Literal["all", "first", "none"]
 """Which of a step's rollouts are written: all, those of the step's first task, or none."""
 
 _STEP = re.compile(r"step_(\d{6,})\.(?:jsonl|parquet|advantages\.json)")
+_EVALUATION = re.compile(r"eval_(\d{6,})\.(?:jsonl|parquet)")
 
 
 class RolloutFile:
@@ -85,7 +86,8 @@ class RolloutRecorder:
         folder.mkdir(parents=True, exist_ok=True)
         if after is not None:
             for path in folder.iterdir():
-                if (match := _STEP.fullmatch(path.name)) and int(match[1]) > after:
+                match = _STEP.fullmatch(path.name) or _EVALUATION.fullmatch(path.name)
+                if match and int(match[1]) > after:
                     path.unlink()
 
     def begin(self, step: int, first: str) -> None:

@@ -145,6 +145,18 @@ def test_a_step_becomes_parquet_once_it_is_whole(tmp_path):
     assert recorded_ids(tmp_path) == ["r0", "r3"]
 
 
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_resume_removes_the_evaluations_of_later_steps(tmp_path, form):
+    recorder = RolloutRecorder(tmp_path, form=form)
+    for step in (1, 2):
+        file = recorder.evaluation(step)
+        file.write(rollout(step))
+        file.finish()
+    recorder.evaluation(3).write(rollout(3))  # killed here
+    RolloutRecorder(tmp_path, form=form, after=1)
+    assert [path.name for path in tmp_path.iterdir()] == [f"eval_000001.{form}"]
+
+
 @pytest.mark.parametrize(("keep", "expected"), [("all", ["r0", "r1", "r2"]), ("first", ["r1"]), ("none", [])])
 def test_which_rollouts_are_kept(tmp_path, keep, expected):
     recorder = RolloutRecorder(tmp_path, keep=keep)
