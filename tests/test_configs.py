@@ -21,6 +21,7 @@ MACHINE = {
     "sandbox.backend",
     "learner.device",
     "tasks.options.train",
+    "tools.search.url",
     "tasks.options.eval",
 }
 """What a machine may lack for a shipped configuration."""

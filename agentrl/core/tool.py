@@ -247,6 +247,15 @@ class ToolService(ABC):
 
         """
 
+    def check_server(self, url: str, options: Mapping[str, Any]) -> None:  # noqa: B027  it may speak another protocol
+        """Check the running servers at the configured addresses, before anything is started. Outside of event loops.
+
+        Raises:
+            ConfigError: one does not serve what the run needs; the message names the key.
+            MissingError: one does not answer; a dry run lists it.
+
+        """
+
     @abstractmethod
     def launch_arguments(self, options: Mapping[str, Any], tasks: TaskSet, folder: Path) -> Sequence[str]:
         """Prepare what the server needs under ``folder`` and return the options for ``agentrl tools serve NAME``.

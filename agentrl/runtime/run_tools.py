@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema import Config
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.imports import is_reference
-from agentrl.core.registry import env_class
+from agentrl.core.registry import TOOLS, env_class, names
 from agentrl.core.tool import Tool, ToolService
 from agentrl.episode.custom_loop import needed_tools
 from agentrl.sandbox.base import unsafe_warning
@@ -52,17 +52,24 @@ def served_tools(config: Config, services: Mapping[str, ToolService]) -> dict[st
 
 
 def check_tools(config: Config) -> None:
-    """Check the options of a run's tools, and what the servers need that it would start.
+    """Check the options of a run's tools, what the servers need that it would start, and that the others answer.
 
     Raises:
         UserError: with the value and the key to change.
 
     """
     services = run_services(config)
+    known = {*names(TOOLS), *services}
+    for name in config.tools:  # of a registered tool that this run does not use: a file may be for several runs
+        if name not in known and not is_reference(name):
+            raise unknown_name("tool", name, known, f"tools.{name}")
     served_tools(config, services)
     for name, service in services.items():
-        if tool_url(config, name) is None:
-            service.check(service_options(config, name, service))
+        options, url = service_options(config, name, service), tool_url(config, name)
+        if url is not None:
+            service.check_server(url, options)
+        else:
+            service.check(options)
             if service.sandboxed:
                 check_shown(config.sandbox, _files_of(config))
 

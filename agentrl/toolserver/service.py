@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from agentrl.toolserver.options import RunOptions, make_server_config, read_opti
 if TYPE_CHECKING:
     from agentrl.core.task import TaskSet
     from agentrl.core.tool import ToolClient
+    from agentrl.toolserver.client.client import ToolServerClient
     from agentrl.toolserver.in_process import LocalToolClient
 
 _LOCAL: dict[tuple[type[HostedService], str, str], LocalToolClient] = {}
@@ -96,6 +98,17 @@ class HostedService(ToolService):
         if self.needs_sandbox:
             backend_class(parsed.sandbox.backend).check(parsed.sandbox)
 
+    def check_server(self, url: str, options: Mapping[str, Any]) -> None:
+        """Check that all servers answer, have the tools, and take the token."""
+        asyncio.run(self._check_server(url, options))
+
+    async def _check_server(self, url: str, options: Mapping[str, Any]) -> None:
+        client = self._client(url, options)
+        try:
+            await client.check()
+        finally:
+            await client.aclose()
+
     def launch_arguments(self, options: Mapping[str, Any], tasks: TaskSet, folder: Path) -> Sequence[str]:
         """Write the server's configuration to ``folder/server.yaml``."""
         return self._write_config(self._read(options), folder)
@@ -110,6 +123,9 @@ class HostedService(ToolService):
 
     def client(self, url: str, options: Mapping[str, Any]) -> ToolClient:
         """Return a client of one server, or of several whose addresses are separated by commas."""
+        return self._client(url, options)
+
+    def _client(self, url: str, options: Mapping[str, Any]) -> ToolServerClient:
         from agentrl.toolserver.client.client import ToolServerClient
 
         parsed = self._read(options)

@@ -89,6 +89,17 @@ class ToolServerClient:
         if stateless:
             self._batcher = Batcher(self._call_batch, max_batch=BATCH, concurrent=REQUESTS * len(addresses))
 
+    async def check(self) -> None:
+        """Check that all servers answer, have the tools of the run, and take our token.
+
+        Raises:
+            MissingError: one does not answer.
+            ConfigError: one refuses our token, or has other tools.
+            ToolFailure: one is no tool server.
+
+        """
+        await self._pool.check_servers()
+
     async def call(self, call: ToolCall, *, episode_id: str) -> ToolResult:
         """Run one call in the episode's session; retries send the same call id, and the server runs it once.
 

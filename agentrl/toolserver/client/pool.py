@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 
-from agentrl.core.errors import AgentrlError, ToolFailure
-from agentrl.toolserver.client.server import CONNECTION_ERRORS, ToolServer, in_words
+from agentrl.core.errors import AgentrlError, MissingError, ToolFailure
+from agentrl.toolserver.client.server import CONNECTION_ERRORS, ServerDown, ToolServer, in_words
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +41,27 @@ class ServerPool:
             server = min(left, key=lambda one: one.load)
             tried.add(server)
             yield server
+
+    async def check_servers(self) -> None:
+        """Check that every server answers and has the tools of the run; concurrently.
+
+        Raises:
+            MissingError: one does not answer; with every such address and the key to change.
+            AgentrlError: see `ToolServer.check_tools`.
+
+        """
+
+        async def fault(server: ToolServer) -> str | None:
+            try:
+                await server.check_tools(await server.instance())
+            except (*CONNECTION_ERRORS, ServerDown) as error:
+                why = in_words(error)
+                return f"{self._key}={server.url}: the tool server does not answer ({why}); start it, or change {self._key}"
+            return None
+
+        faults = await asyncio.gather(*(fault(server) for server in self._servers))
+        if lines := [line for line in faults if line is not None]:
+            raise MissingError("\n".join(lines))
 
     def check_up(self, server: ToolServer) -> None:
         """Check that a server is not known to be down.

@@ -248,7 +248,10 @@ def test_a_run_is_checked_before_anything_starts(tmp_path, monkeypatch):
     check_tools(Config.model_validate({"env": env, **UNSAFE}))
     with held_port() as port:
         elsewhere = {"test_cell": {"url": f"http://127.0.0.1:{port}", "options": {}}}
-        check_tools(Config.model_validate({"env": env, "tools": elsewhere}))
+        with pytest.raises(
+            MissingError, match=r"^tools\.test_cell\.url=\S+ the tool server does not"
+        ):  # but bwrap is not missed
+            check_tools(Config.model_validate({"env": env, "tools": elsewhere}))
         elsewhere["test_cell"]["options"] = {"shut": True}
         with pytest.raises(ConfigError, match=r"tools\.test_cell\.options\.shut"):
             check_tools(Config.model_validate({"env": env, "tools": elsewhere}))
