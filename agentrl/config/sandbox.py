@@ -52,6 +52,9 @@ class SandboxConfig(Section):
     Folders with tasks, environments, or the run's own Python environment are refused: code could read hidden tests."""
     image: str = "python:3.12-slim"
     """The image of ``docker``; it must be there already and have Python 3.9 or newer."""
+    images: tuple[str, ...] = ()
+    """Further images of ``docker``, which tasks may name as ``sandbox_image`` in their metadata; none by default. In a pattern
+    such as ``team/*``, ``*`` is any text."""
     runtime: str | None = None
     """The runtime of ``docker`` that has its own kernel, by its name at the daemon: ``runsc`` (gVisor), or Kata's. Without one,
     code runs on the machine's kernel. A runtime on the machine's kernel is refused."""

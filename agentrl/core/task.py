@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
+from agentrl.core.errors import TaskError
 from agentrl.core.types import Message
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+IMAGE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}$"
+"""Pattern of a container image's name, with tag or digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +30,26 @@ class Task:
     answer: Any = None
     """What the reward compares with: a string, a list of accepted strings, or anything the environment knows."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """JSON-able facts about the task, such as ``{"hops": 2, "corpus": "train"}``."""
+    """JSON-able facts about the task, such as ``{"hops": 2, "corpus": "train"}``. ``sandbox_image`` is for agentrl: see
+    `Task.sandbox_image`."""
 
     @property
     def question(self) -> str:
         """The text of the last prompt message."""
         return self.prompt[-1].content if self.prompt else ""
+
+    @property
+    def sandbox_image(self) -> str | None:
+        """Container image of the episode's sandboxes, ``metadata["sandbox_image"]``; None: that of ``sandbox.image``.
+
+        Raises:
+            TaskError: it is not the name of an image.
+
+        """
+        image = self.metadata.get("sandbox_image")
+        if image is not None and not (isinstance(image, str) and re.fullmatch(IMAGE_NAME, image)):
+            raise TaskError(f"task {self.id!r}: metadata['sandbox_image']={image!r:.100} is not the name of an image")
+        return image
 
 
 class MadeTasks(Sequence[Task]):

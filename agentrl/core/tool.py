@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, overload, runtime_checkable
 
 from jsonschema.exceptions import best_match
 from jsonschema.protocols import Validator
@@ -49,6 +49,21 @@ class ToolClient(Protocol):
 
     async def aclose(self) -> None:
         """Close connections."""
+        ...
+
+
+@runtime_checkable
+class SandboxImageClient(Protocol):
+    """A `ToolClient` of a server that can run an episode's sandboxes from an image of the task."""
+
+    async def open_session(self, episode_id: str, *, image: str) -> None:
+        """Open the episode's session with sandboxes from ``image``, unless it is open.
+
+        Raises:
+            TaskError: the server does not allow the image.
+            ToolFailure: see `ToolClient.call`.
+
+        """
         ...
 
 

@@ -51,7 +51,7 @@ class Agent:
         """All chats of the episode, in the order in which they were begun."""
         self._context = context
         self._state = state
-        self.tools = ToolRunner(context.tool_clients, self._state.episode_id, context.served)
+        self.tools = ToolRunner(context.tool_clients, task, self._state.episode_id, context.served)
         """Runs the tool calls. Its sessions stay open after the attempt, for grading."""
         self._calls: Counter[str] = Counter()
         self._began = time.monotonic()

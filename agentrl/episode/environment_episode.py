@@ -46,7 +46,7 @@ class Episode:
         self.state = state
         self.conversation = Conversation(context, state)
         """The conversation between policy and environment."""
-        self.tools = tools or ToolRunner(context.tool_clients, state.episode_id, context.served)
+        self.tools = tools or ToolRunner(context.tool_clients, task, state.episode_id, context.served)
         """Runs the tool calls. Its sessions stay open after `run`, for grading; ``tools.close()`` ends them."""
         self._context = context
         self._task = task

@@ -10,7 +10,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from agentrl.core.errors import AgentrlError, EnvironmentFailure, SandboxFailure, ToolFailure
-from agentrl.core.tool import Tool, ToolClient, checked_call, unknown_tool
+from agentrl.core.task import Task
+from agentrl.core.tool import SandboxImageClient, Tool, ToolClient, checked_call, unknown_tool
 from agentrl.core.types import CallStatus, ToolCall, ToolResult, ToolStatus
 from agentrl.episode.limits import EpisodeClock
 from agentrl.obs.waiting import waiting
@@ -23,6 +24,7 @@ class ToolRunner:
 
     Args:
         clients: by the registered name.
+        task: the episode's; it may name the image of the sandboxes.
         episode_id: names the session to the servers.
         served: tools of those servers, by the tool's name.
     """
@@ -31,9 +33,10 @@ class ToolRunner:
     """Stopped while a server takes longer than the tool may."""
 
     def __init__(
-        self, clients: Mapping[str, ToolClient], episode_id: str, served: Mapping[str, Tool] | None = None
+        self, clients: Mapping[str, ToolClient], task: Task, episode_id: str, served: Mapping[str, Tool] | None = None
     ) -> None:
         self._clients = clients
+        self._task = task
         self._episode_id = episode_id
         self._served = served or {}
         self._sessions: dict[str, ToolClient] = {}
@@ -47,6 +50,7 @@ class ToolRunner:
 
         Raises:
             ToolFailure, SandboxFailure: the infrastructure failed, not the call.
+            TaskError: the image that the task names is not allowed.
         """
         known = {tool.name: tool for tool in tools}
         started = time.monotonic()
@@ -69,7 +73,7 @@ class ToolRunner:
         otherwise by the registered one. Arguments of tools in this process are checked here, those of others by their server.
 
         Raises:
-            ToolFailure, SandboxFailure: see `run_policy_calls`.
+            ToolFailure, SandboxFailure, TaskError: see `run_policy_calls`.
         """
         registered = {name: Tool(name, "", {}, server=name) for name in self._clients}
         known = {**registered, **self._served, **{tool.name: tool for tool in tools}}
@@ -96,9 +100,12 @@ class ToolRunner:
         elif self._closed:
             raise ToolFailure(f"tool {call.name!r}: the sessions of episode {self._episode_id} are closed")
         else:
+            image = self._task.sandbox_image
             client = self._sessions[tool.server] = client_of(self._clients, tool.server, call.name)
             stopped = nullcontext() if self.clock is None else self.clock.stopped(counted=tool.timeout_s)
             with stopped, waiting("tool", call.name, f"call {call.id}", f"server {tool.server}"):
+                if image is not None and isinstance(client, SandboxImageClient):
+                    await client.open_session(self._episode_id, image=image)
                 result = await client.call(call, episode_id=self._episode_id)
         if result.status is ToolStatus.UNAVAILABLE:
             raise ToolFailure(f"tool {call.name!r} is unavailable: {result.content}")

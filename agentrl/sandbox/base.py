@@ -222,6 +222,10 @@ class SandboxBackend(ABC):
     """Whether code is separated from the machine. If False, the server logs a warning in red at its start and makes no attempts
     against the backend: they would succeed, and harm this machine."""
 
+    has_images: ClassVar[bool] = False
+    """Whether ``sandbox.image`` is what sandboxes are made from. Then a server makes a further backend for each image that a
+    task names, by the constructor."""
+
     def __init__(self, config: SandboxConfig, defences: frozenset[Defence] = ALL_DEFENCES) -> None:
         self.config = config
         self.defences = defences

@@ -30,12 +30,21 @@ def backend_class(name: str) -> type[SandboxBackend]:
     return cls
 
 
+def check_images(config: SandboxConfig) -> None:
+    """Raise `ConfigError` if ``sandbox.images`` is set for a backend without images."""
+    if config.images and not backend_class(config.backend).has_images:
+        raise ConfigError(
+            f"sandbox.images={', '.join(config.images)}: {KEY}={config.backend} has no images; set {KEY}=docker, or remove it"
+        )
+
+
 def make_backend(config: SandboxConfig) -> SandboxBackend:
     """Return the backend that ``sandbox.backend`` names, not started yet. There is no fallback to another backend.
 
     Raises:
-        UnknownNameError, ConfigError: see `backend_class` and `check_shown`.
+        UnknownNameError, ConfigError: see `backend_class`, `check_shown` and `check_images`.
 
     """
     check_shown(config)
+    check_images(config)
     return backend_class(config.backend)(config)

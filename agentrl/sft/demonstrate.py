@@ -78,7 +78,7 @@ async def demonstrate(
         pool=None,
         served=served or {},
     )
-    episode = Episode(context, task, state, tools=_DemonstrationTools(tool_clients, state.episode_id, served))
+    episode = Episode(context, task, state, tools=_DemonstrationTools(tool_clients, task, state.episode_id, served))
     try:
         reason = await episode.run()
     finally:

@@ -11,8 +11,11 @@ from typing import Any, TypeVar
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ToolServerConfig
+from agentrl.core.errors import TaskError
 from agentrl.core.types import ToolCall, ToolResult
 from agentrl.toolserver.hosted_tool import HostedTool
+from agentrl.toolserver.server.errors import ImageRefused
+from agentrl.toolserver.server.session import Session
 from agentrl.toolserver.server.sessions import Sessions
 
 T = TypeVar("T")
@@ -47,6 +50,19 @@ class LocalToolClient:
         """
         return await _run(self._call(call, episode_id))
 
+    async def open_session(self, episode_id: str, *, image: str) -> None:
+        """Open the episode's session with sandboxes from ``image``, unless it is open.
+
+        Raises:
+            TaskError: ``sandbox.images`` does not allow the image.
+            MissingError, ConfigError: see `call`.
+
+        """
+        try:
+            await _run(self._session(episode_id, image))
+        except ImageRefused as error:
+            raise TaskError(str(error)) from None
+
     async def close_session(self, episode_id: str) -> None:
         """End the episode's session, if it has one: no later call sees anything of it."""
         await _run(self._close_session(episode_id))
@@ -56,12 +72,16 @@ class LocalToolClient:
         await _run(self._close())
 
     async def _call(self, call: ToolCall, episode_id: str) -> ToolResult:
+        session = await self._session(episode_id)
+        return (await session.call(call)).result
+
+    async def _session(self, episode_id: str, image: str | None = None) -> Session:
         async with self._opening:
             if self._sessions is None:
                 self._sessions = await self._open()
-        session = await self._sessions.open(episode_id)
+        session = await self._sessions.open(episode_id, image)
         self._session_ids[episode_id] = session.id
-        return (await session.call(call)).result
+        return session
 
     async def _open(self) -> Sessions:
         from agentrl.toolserver.server.server import open_sessions

@@ -19,7 +19,7 @@ from agentrl.core.atomic_files import write_private
 from agentrl.core.errors import ConfigError
 from agentrl.core.registry import registered_tool
 from agentrl.core.tool import Tool, ToolService
-from agentrl.sandbox.registry import backend_class
+from agentrl.sandbox.registry import backend_class, check_images
 from agentrl.toolserver.hosted_tool import HostedTool, PlainTool
 from agentrl.toolserver.options import RunOptions, make_server_config, read_options, read_section
 
@@ -96,6 +96,7 @@ class HostedService(ToolService):
         parsed = self._read(options)
         self.hosted(parsed.own)
         if self.needs_sandbox:
+            check_images(parsed.sandbox)
             backend_class(parsed.sandbox.backend).check(parsed.sandbox)
 
     def check_server(self, url: str, options: Mapping[str, Any]) -> None:

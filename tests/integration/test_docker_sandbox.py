@@ -19,9 +19,10 @@ from dockerd import IMAGE, DockerHost, NoDocker, OwnDaemon, import_image, own_da
 from agentrl.config.sandbox import SandboxConfig, SandboxLimits
 from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
 from agentrl.core.types import ToolStatus
-from agentrl.sandbox.base import Job, Outcome, Sandbox
+from agentrl.sandbox.base import Job, Outcome, Sandbox, SandboxBackend
 from agentrl.sandbox.canary.check import check_backend
 from agentrl.sandbox.docker.backend import DockerBackend
+from agentrl.toolserver.server.task_images import TaskImages
 
 Play = Callable[[DockerBackend], Awaitable[None]]
 
@@ -298,6 +299,37 @@ def test_a_runtime_on_the_machines_own_kernel_is_refused_by_the_canary(dockerd: 
 
 def test_canary_finds_nothing(dockerd: DockerHost) -> None:
     play(dockerd, check_backend)
+
+
+def test_the_image_that_a_task_names_is_allowed_checked_and_used(dockerd: DockerHost) -> None:
+    other, missing = "agentrl-sandbox:marked", "agentrl-sandbox:missing"
+
+    async def marker(backend: SandboxBackend) -> str:
+        async with await backend.open("session") as sandbox:
+            return (await sandbox.run(Job("call", argv=("sh", "-c", "echo $(cat /marker 2>&1)")))).stdout
+
+    async def calls(backend: DockerBackend) -> None:
+        images = TaskImages(backend)
+        try:
+            images.check_allowed(other)
+            assert await marker(await images.backend(other)) == "of the task\n"
+            assert "No such file" in await marker(await images.backend(None))
+            with pytest.raises(SandboxFailure, match=f"image {missing} .*docker pull {missing}"):
+                await images.backend(missing)
+        finally:
+            await images.close()
+
+    client = docker.APIClient(base_url=dockerd.url)
+    made = client.create_container(dockerd.image, ["sh", "-c", "echo of the task > /marker"])
+    try:
+        client.start(made)
+        client.wait(made)
+        client.commit(made, *other.split(":"))
+        play(dockerd, calls, images=("agentrl-sandbox:m*",))
+    finally:
+        client.remove_container(made)
+        client.remove_image(other)
+        client.close()
 
 
 def test_close_is_quick_and_a_call_under_way_fails(dockerd: DockerHost) -> None:

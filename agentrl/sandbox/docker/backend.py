@@ -106,6 +106,7 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
     """
 
     name: ClassVar[str] = "docker"
+    has_images: ClassVar[bool] = True
 
     def __init__(
         self, config: SandboxConfig, defences: frozenset[Defence] = ALL_DEFENCES, cgroup: str | None = None

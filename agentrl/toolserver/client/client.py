@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import orjson
 
 from agentrl.config.toolserver import ClientConfig
-from agentrl.core.errors import AgentrlError, ConfigError, EnvironmentFailure, SandboxFailure, ToolFailure
+from agentrl.core.errors import AgentrlError, ConfigError, EnvironmentFailure, SandboxFailure, TaskError, ToolFailure
 from agentrl.core.tool import MAX_NESTING, Tool, is_too_deep
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.obs.waiting import waiting
@@ -100,6 +100,17 @@ class ToolServerClient:
         """
         await self._pool.check_servers()
 
+    async def open_session(self, episode_id: str, *, image: str) -> None:
+        """Open the episode's session with sandboxes from ``image``, unless it is open. Stateless tools have no sandboxes.
+
+        Raises:
+            TaskError: the server does not allow the image.
+            ToolFailure, ConfigError: see `call`.
+
+        """
+        if self._batcher is None:
+            await self._session(episode_id, image)
+
     async def call(self, call: ToolCall, *, episode_id: str) -> ToolResult:
         """Run one call in the episode's session; retries send the same call id, and the server runs it once.
 
@@ -177,11 +188,11 @@ class ToolServerClient:
         self._pool.check_any_up()
         raise ToolFailure("no tool server answers stateless calls")
 
-    async def _session(self, episode_id: str) -> Session:
+    async def _session(self, episode_id: str, image: str | None = None) -> Session:
         """Return the episode's session; concurrent calls wait for the same one."""
         opening = self._sessions.get(episode_id)
         if opening is None:
-            opening = asyncio.create_task(self._open(episode_id), name=f"open {episode_id}")
+            opening = asyncio.create_task(self._open(episode_id, image), name=f"open {episode_id}")
             self._sessions[episode_id] = opening
         try:
             if opening.done():
@@ -193,12 +204,13 @@ class ToolServerClient:
                 del self._sessions[episode_id]
             raise type(error)(*error.args) from error  # each waiting call raises its own instance
 
-    async def _open(self, episode_id: str) -> Session:
+    async def _open(self, episode_id: str, image: str | None) -> Session:
         """Open a session at the least loaded server; if that one is full or down, at the next.
 
         Raises:
             ToolFailure: no server opens one; with the addresses and the key to change.
             ConfigError: the token is refused, or a server has other tools.
+            TaskError: the image is not allowed.
 
         """
         full = ""
@@ -213,10 +225,12 @@ class ToolServerClient:
                 server.load += 1  # before the request: sessions that are opened at the same time spread, too
                 opened: Session | None = None
                 try:
-                    reply = await self._request_session(server, episode_id)
+                    reply = await self._request_session(server, episode_id, image)
                     if reply.status == 503:
                         full, retry_after_s = f"{server.url}: {reply.error}", reply.retry_after_s
                         continue
+                    if reply.status == 422:
+                        raise TaskError(f"{server.name}: {reply.error}")
                     fields = server.fields(reply, "a session", {"session_id": str, "server": str})
                     await server.check_tools(fields["server"])
                     opened = Session(server, fields["session_id"], fields["server"])
@@ -230,9 +244,9 @@ class ToolServerClient:
             f"no tool server opens another session ({full}); raise its server.max_sessions, or lower rollout.concurrency"
         )
 
-    async def _request_session(self, server: ToolServer, episode_id: str) -> Reply:
-        body = orjson.dumps({"episode_id": f"{server_module.PROCESS}/{episode_id}"})
-        return await server.request("POST", "/sessions", body, what="the request for a session")
+    async def _request_session(self, server: ToolServer, episode_id: str, image: str | None) -> Reply:
+        fields = {"episode_id": f"{server_module.PROCESS}/{episode_id}"} | ({} if image is None else {"image": image})
+        return await server.request("POST", "/sessions", orjson.dumps(fields), what="the request for a session")
 
     async def close_session(self, episode_id: str) -> None:
         """Close the episode's session, if it has one; returns after `WAIT_S` even if the server is slower."""

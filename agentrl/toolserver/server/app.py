@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from agentrl.core.task import IMAGE_NAME
 from agentrl.core.types import ToolCall
 from agentrl.toolserver import limits
 from agentrl.toolserver.server.auth import BearerAuth, SameOriginOnly
@@ -66,6 +67,7 @@ class _Open(_Body):
     """``POST /sessions``."""
 
     episode_id: _Id | None = None
+    image: Annotated[str, Field(pattern=IMAGE_NAME)] | None = None
 
 
 class _Call(_Body):
@@ -104,9 +106,11 @@ def _no_number(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-async def _open_unless_disconnected(request: Request, sessions: Sessions, episode_id: str) -> Session | None:
+async def _open_unless_disconnected(
+    request: Request, sessions: Sessions, episode_id: str, image: str | None
+) -> Session | None:
     """Wait for a session; if the client disconnects, leave the queue and return None."""
-    opening = asyncio.ensure_future(sessions.open(episode_id))
+    opening = asyncio.ensure_future(sessions.open(episode_id, image))
     leaving = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait([opening, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -129,9 +133,10 @@ class _Api:
         self._sessions = sessions
 
     async def open(self, request: Request) -> Response:
-        episode_id = (await read_body(request, _Open)).episode_id or ""
-        session = self._sessions.open_now(episode_id) or await _open_unless_disconnected(
-            request, self._sessions, episode_id
+        body = await read_body(request, _Open)
+        episode_id = body.episode_id or ""
+        session = self._sessions.open_now(episode_id, body.image) or await _open_unless_disconnected(
+            request, self._sessions, episode_id, body.image
         )
         if session is None:
             return Response(status_code=_CLOSED_REQUEST)

@@ -7,6 +7,7 @@
     ├── UnknownSession (404)
     ├── Conflict (409)
     ├── SessionGone (410)
+    ├── ImageRefused (422)
     ├── Full (503)
     └── Draining (503)
 """
@@ -43,6 +44,12 @@ class SessionGone(Refusal):
     """The session was closed."""
 
     status = 410
+
+
+class ImageRefused(Refusal):
+    """The session may not have sandboxes from this image."""
+
+    status = 422
 
 
 class Full(Refusal):

@@ -15,11 +15,12 @@ from typing import Any
 from agentrl.core.errors import SandboxFailure, ToolFailure
 from agentrl.core.tool import unknown_tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
-from agentrl.sandbox.base import Sandbox, SandboxBackend
+from agentrl.sandbox.base import Sandbox
 from agentrl.toolserver.hosted_tool import HostedTool, StatelessTool, ToolSession
 from agentrl.toolserver.server.errors import Draining
 from agentrl.toolserver.server.idempotency import Answer, CallMemory
 from agentrl.toolserver.server.metrics import UNKNOWN, Metrics
+from agentrl.toolserver.server.task_images import TaskImages
 
 _log = logging.getLogger(__name__)
 
@@ -29,9 +30,9 @@ END_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServerResources:
-    """The backend, tools, metrics and slots that all sessions of a server share."""
+    """The backends, tools, metrics and slots that all sessions of a server share."""
 
-    backend: SandboxBackend | None
+    images: TaskImages | None
     tools: Mapping[str, HostedTool]
     metrics: Metrics
     clock: Callable[[], float]
@@ -67,14 +68,16 @@ class Session(ToolSession):
     Args:
         session_id: unique at the server.
         episode_id: the client's id of it; may be empty.
-        shared: the server's tools, backend, metrics and slots.
+        shared: the server's tools, backends, metrics and slots.
+        image: that of its sandboxes; None: that of ``sandbox.image``.
     """
 
-    def __init__(self, session_id: str, episode_id: str, shared: ServerResources) -> None:
+    def __init__(self, session_id: str, episode_id: str, shared: ServerResources, image: str | None = None) -> None:
         self.id = session_id
         self.episode_id = episode_id
         self.state: dict[str, Any] = {}
         self._shared = shared
+        self._image = image
         self._calls = CallMemory()
         self._running: dict[asyncio.Task[Answer], tuple[ToolCall, asyncio.Future[Answer]]] = {}
         self._sandbox: Sandbox | None = None
@@ -242,13 +245,14 @@ class Session(ToolSession):
         return self._sandbox
 
     async def _open_sandbox(self, name: str) -> Sandbox:
-        if self._shared.backend is None:
+        if self._shared.images is None:
             raise RuntimeError(
                 "a tool needs a sandbox at a server that has none; its service must set needs_sandbox = True"
             )
+        backend = await self._shared.images.backend(self._image)
         async with self._shared.open_slots:
             started = time.perf_counter()
-            sandbox = await self._shared.backend.open(name)
+            sandbox = await backend.open(name)
         self._shared.metrics.sandbox_start_seconds.observe(time.perf_counter() - started)
         self._shared.metrics.sandboxes_open.inc()
         return sandbox

@@ -22,6 +22,7 @@ from agentrl.toolserver.server.errors import Draining, Full, NeedsSession, Sessi
 from agentrl.toolserver.server.idempotency import Answer
 from agentrl.toolserver.server.metrics import Metrics
 from agentrl.toolserver.server.session import ServerResources, Session
+from agentrl.toolserver.server.task_images import TaskImages
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class _Waiter:
     """A session in the queue; several requests of one episode may wait for it."""
 
     episode_id: str
+    image: str | None
     granted: asyncio.Future[Session] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     requests: int = 0
     taken: bool = False
@@ -74,8 +76,9 @@ class Sessions:
         self.config = config
         self.metrics = metrics or Metrics()
         cores = len(os.sched_getaffinity(0))
+        self._images = None if backend is None else TaskImages(backend)
         self._shared = ServerResources(
-            backend,
+            self._images,
             self.tools,
             self.metrics,
             clock,
@@ -110,46 +113,53 @@ class Sessions:
         """Start to close idle sessions, until `stop`."""
         self._reaper = asyncio.create_task(self._reap_forever(), name="reap-sessions")
 
-    async def open(self, episode_id: str = "") -> Session:
+    async def open(self, episode_id: str = "", image: str | None = None) -> Session:
         """Return the episode's session, opened if need be; waits up to ``server.queue_timeout_s``, first come first served.
+
+        Args:
+            episode_id: the client's id of it; may be empty.
+            image: that of its sandboxes, if the task names one. Sessions without sandboxes ignore it.
 
         Raises:
             Full: there was none in time.
             Draining: the server is about to stop.
+            ImageRefused: ``sandbox.images`` does not allow the image.
 
         """
-        session = self.open_now(episode_id)
-        return session if session is not None else await self._wait(episode_id)
+        session = self.open_now(episode_id, image)
+        return session if session is not None else await self._wait(episode_id, image)
 
-    def open_now(self, episode_id: str = "") -> Session | None:
+    def open_now(self, episode_id: str = "", image: str | None = None) -> Session | None:
         """As `open`, but return None instead of waiting.
 
         Raises:
-            Draining: the server is about to stop.
+            Draining, ImageRefused: see `open`.
 
         """
         if self.draining:
             raise Draining("the server is about to stop and opens no session")
+        if self._images is not None and image is not None:
+            self._images.check_allowed(image)
         known = self._episodes.get(episode_id) if episode_id else None
         if known is not None:
             known.touch()
             return known
-        return self._new(episode_id) if self._room() else None
+        return self._new(episode_id, image) if self._room() else None
 
     def _room(self) -> bool:
         # A session that is being closed still has its sandbox; the bound holds for sandboxes too.
         return len(self._open) + len(self._closing) < self.config.max_sessions
 
-    def _new(self, episode_id: str) -> Session:
-        session = Session(secrets.token_hex(16), episode_id, self._shared)
+    def _new(self, episode_id: str, image: str | None) -> Session:
+        session = Session(secrets.token_hex(16), episode_id, self._shared, image)
         self._open[session.id] = session
         if episode_id:
             self._episodes[episode_id] = session
         return session
 
-    async def _wait(self, episode_id: str) -> Session:
+    async def _wait(self, episode_id: str, image: str | None) -> Session:
         key = episode_id or secrets.token_hex(8)
-        waiter = self._queue.setdefault(key, _Waiter(episode_id))
+        waiter = self._queue.setdefault(key, _Waiter(episode_id, image))
         waiter.requests += 1
         try:
             async with asyncio.timeout(self.config.queue_timeout_s):
@@ -176,7 +186,7 @@ class Sessions:
     def _admit(self) -> None:
         while self._queue and self._room():
             _, waiter = self._queue.popitem(last=False)
-            waiter.granted.set_result(self._new(waiter.episode_id))
+            waiter.granted.set_result(self._new(waiter.episode_id, waiter.image))
 
     def find(self, session_id: str) -> Session:
         """Return an open session.
@@ -291,3 +301,5 @@ class Sessions:
         for session in list(self._open.values()):
             self._begin_close(session, "was closed because the server stops")
         await asyncio.gather(*self._closing)
+        if self._images is not None:
+            await self._images.close()

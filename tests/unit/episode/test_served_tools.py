@@ -9,7 +9,7 @@ import pytest
 from agentrl.config.reward import RewardConfig
 from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
-from agentrl.core.errors import EnvironmentFailure, RunStopped, SandboxFailure, ToolFailure
+from agentrl.core.errors import EnvironmentFailure, RunStopped, SandboxFailure, TaskError, ToolFailure
 from agentrl.core.imports import load_object
 from agentrl.core.task import Task
 from agentrl.core.tool import Tool
@@ -138,6 +138,47 @@ async def score(samples):
         seen.append((await sample.call_tool("run_code", {"code": "scored"})).content)
     return [1.0 for sample in samples]
 """
+
+
+class Images(Files):
+    """Remembers the image of each session; allows one."""
+
+    def __init__(self):
+        super().__init__()
+        self.images = {}
+
+    async def open_session(self, episode_id, *, image):
+        assert episode_id not in self.sessions or episode_id in self.images, "opened before its image was known"
+        self.sessions.setdefault(episode_id, [])
+        if image != "team/a:1":
+            raise TaskError(f"{image} is not allowed: sandbox.images")
+        self.images[episode_id] = image
+
+
+@pytest.mark.parametrize(
+    ("image", "fault"),
+    [
+        ("team/a:1", None),
+        ("team/b:1", "sandbox.images"),
+        ("", "not the name of an image"),
+        ("-v", "not the name of an image"),
+        (17, "not the name of an image"),
+        (None, None),
+    ],
+)
+@pytest.mark.parametrize("env", [Coding, Hearing])
+def test_sessions_have_the_image_that_the_task_names(renderer, env, image, fault):
+    client = Images()
+    runner, _ = build(renderer, [calls("a", "b"), calls("c"), "done"], client, env=env)
+    named = Task("t", (Message("user", "task"),), metadata={"sandbox_image": image})
+    (rollout,) = asyncio.run(runner.run(named, 1, "e"))
+    if fault is None:
+        assert rollout.failure is None
+        assert set(client.images.values()) == ({image} if image else set())
+    else:
+        assert rollout.failure.kind is FailureKind.TASK
+        assert fault in rollout.failure.message
+        assert client.history == []
 
 
 @pytest.mark.parametrize("env", [Coding, Hearing])

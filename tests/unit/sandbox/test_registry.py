@@ -140,3 +140,9 @@ def test_a_backend_of_another_package_runs_the_code_of_a_tool_server(file: Path,
             assert (reply["status"], reply["content"]) == ("ok", "42")
             assert f"python serve on {url} (plain, " in child.log_tail()
             assert "sandbox.backend=plain: NOTHING is sandboxed" in child.log_tail()
+
+
+def test_images_need_a_backend_that_has_them() -> None:
+    with pytest.raises(ConfigError, match=r"sandbox\.images=team/\*: sandbox\.backend=bubblewrap has no images"):
+        make_backend(SandboxConfig(images=("team/*",)))
+    make_backend(SandboxConfig(backend="docker", images=("team/*",)))
