@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl.config.evaluation import EvalSet
@@ -123,6 +124,21 @@ def check_goals(config: Config, sets: Sequence[EvalTasks]) -> None:
             )
 
 
-def reached(goals: dict[str, float], metrics: dict[str, float]) -> bool:
+def check_goals_are_measured(goals: Mapping[str, float], metrics: Mapping[str, float]) -> None:
+    """Check that an evaluation has the metrics of ``train.stop_at``: a run would never reach another.
+
+    Raises:
+        ConfigError: it lacks one; the message has the nearest metric.
+
+    """
+    measured = [name.removeprefix("eval/") for name in metrics if name.startswith("eval/")]
+    for goal in goals:
+        if goal not in measured:
+            near = difflib.get_close_matches(goal, measured, 1)
+            hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(sorted(measured)[:8])}"
+            raise ConfigError(f"train.stop_at={{{goal}: …}}: the evaluation has no metric {goal!r}{hint}")
+
+
+def reached(goals: Mapping[str, float], metrics: Mapping[str, float]) -> bool:
     """Return whether an evaluation's metrics reach all goals of ``train.stop_at``; False if there are none."""
     return bool(goals) and all(metrics.get(f"eval/{key}", float("-inf")) >= aim for key, aim in goals.items())

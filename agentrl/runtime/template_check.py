@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 
 from agentrl.config.schema import Config
@@ -13,8 +12,8 @@ from agentrl.core.registry import env_class, make_env
 from agentrl.core.task import Task
 from agentrl.core.types import Message
 
-_TASKS = 8
-"""Tasks whose first prompt is tried; a run is refused if all of them fail."""
+_TASKS = 32
+"""Most tasks whose first prompt is tried, evenly spaced; a run is refused if all of them fail."""
 
 
 def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> str:
@@ -41,24 +40,29 @@ def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> s
     if config.rollout.generate is not None:  # what it sends is known when it sends it
         return findings.summary()
     renderer, refused = make_renderer(tokenizer, config.render), list[ConversationError | ModelError]()
-    prompts = [prompt for task in islice(tasks, _TASKS) if (prompt := _first_prompt(config, task))]
+    tried = [tasks[index] for index in range(0, len(tasks), -(-len(tasks) // _TASKS) or 1)]
+    prompts = [prompt for task in tried if (prompt := _first_prompt(config, task))]
+    tools, too_long = make_env(config.env.name, config.env.options).tools, 0
     for prompt in prompts:
         try:
-            renderer.render(prompt)
+            too_long += len(renderer.render(prompt, tools).token_ids) >= config.rollout.max_tokens
         except (ConversationError, ModelError) as error:
             refused.append(error)
     if refused and len(refused) == len(prompts):
         raise refused[0] if isinstance(refused[0], ModelError) else ConfigError(f"no task can begin: {refused[0]}")
-    offers = bool(make_env(config.env.name, config.env.options).tools)
+    limit = f"no room to answer within rollout.max_tokens={config.rollout.max_tokens}"
+    if too_long and too_long == len(prompts):
+        raise ConfigError(f"all {too_long} prompts that were tried leave {limit}; raise it, or shorten the prompts")
     answers = not env_class(config.env.name).handles_tool_calls and config.rollout.max_turns > 1
     arrival = findings.arrivals.get("tool results", Arrival.REFUSED)
-    if offers and answers and arrival is not Arrival.ARRIVES:
+    if tools and answers and arrival is not Arrival.ARRIVES:
         does = "leaves out" if arrival is Arrival.LOST else "refuses"
         raise ConfigError(
             f"env.name={config.env.name} has tools, but the chat format {findings.format} of model.path={config.model.path} "
             f"{does} tool results; set render.chat_template to a template that has them, or model.path to another model"
         )
-    return findings.summary()
+    long = f"; {too_long} of {len(prompts)} prompts that were tried leave {limit}, and are dropped" if too_long else ""
+    return findings.summary() + long
 
 
 def _first_prompt(config: Config, task: Task) -> tuple[Message, ...]:

@@ -13,9 +13,9 @@ from rich.console import Console
 from agentrl.cluster.run_cluster import RunCluster
 from agentrl.config.saved import save_config
 from agentrl.config.schema import Config
-from agentrl.core.errors import AgentrlError, ConfigError, RunStopped
+from agentrl.core.errors import AgentrlError, CheckpointError, ConfigError, RunStopped
 from agentrl.learner.base import LearnerGroup
-from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state
+from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state, whole_checkpoints
 from agentrl.obs.console import print_message
 from agentrl.obs.progress import ProgressView
 from agentrl.obs.waiting import PHASE, waiting
@@ -119,14 +119,16 @@ async def run_training(
         checkpoint = latest_checkpoint(folder / "checkpoints")
         going_on = f", going on from {checkpoint.name}" if checkpoint else ", starting at step 0" if resumed else ""
         print_message(console, f"run {folder}{going_on}")
-        state = _read_state(config, checkpoint)
         interrupt = Interrupt(ProgressView(console, 0, "plain").print_text)
         try:
+            state = _read_state(config, checkpoint)
             with interrupt:
                 save_config(config, folder)  # a run that is stopped in its warm start is resumed with it
                 config, model = await initial_policy(config, folder, checkpoint, interrupt, console)
                 save_config(config, folder)
                 trainer = await TrainingRun(config, folder, console, checkpoint, model, replay, state).train(interrupt)
+        except CheckpointError as error:
+            raise _with_older(error, folder, checkpoint) from error
         except AgentrlError as error:
             if not isinstance(error, RunStopped) and not interrupt.requested.is_set():
                 raise
@@ -135,6 +137,15 @@ async def run_training(
         finally:
             curve = draw_curve(config, folder, console)
         print_summary(console, folder, trainer.step, trainer.evaluation, curve)
+
+
+def _with_older(error: CheckpointError, folder: Path, checkpoint: Path | None) -> CheckpointError:
+    """Return the error of a damaged ``checkpoint`` with the one before it, if there is one."""
+    older = [path for path in whole_checkpoints(folder / "checkpoints") if path != checkpoint]
+    if checkpoint is None or str(checkpoint) not in str(error) or not older:
+        return error
+    again = resume_command(folder, None)
+    return CheckpointError(f"{error}. The one before it is {older[-1]}: move {checkpoint.name} away, then\n  {again}")
 
 
 def _read_state(config: Config, checkpoint: Path | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import AgentrlError
 from agentrl.core.types import Rollout
 from agentrl.evaluation.result import flat_metrics
-from agentrl.evaluation.sets import reached
+from agentrl.evaluation.sets import check_goals_are_measured, reached
 from agentrl.evaluation.table import results_lines
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.checkpoints import Checkpoints
@@ -151,6 +151,7 @@ class Trainer:
             return False
         await self._evaluate()
         self.evaluated = self.step
+        check_goals_are_measured(plan.stop_at, self.evaluation)
         return self.step > 0 and reached(plan.stop_at, self.evaluation)
 
     def _finished(self) -> bool:

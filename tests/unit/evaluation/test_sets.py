@@ -10,7 +10,7 @@ from agentrl.config.load import dump, load_config, validate
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, UserError, unknown_name
 from agentrl.core.task import TaskSet
-from agentrl.evaluation.sets import check_goals, load_eval_tasks, reached
+from agentrl.evaluation.sets import check_goals, check_goals_are_measured, load_eval_tasks, reached
 
 
 def task(name: str, **metadata: object) -> Task:
@@ -148,3 +148,13 @@ def test_keeping_rollouts_is_no_setting_of_a_set() -> None:
     assert made.eval.save_rollouts
     assert made.eval.named_sets()["a"].n_samples == 2
     assert config("eval.save_rollouts=true").eval.named_sets()[""] == EvalSet()
+
+
+def test_a_goal_that_no_evaluation_measures_is_refused_with_the_nearest_metric() -> None:
+    metrics = {"eval/exact_match": 0.5, "eval/reward": 0.1, "train/loss": 1.0}
+    check_goals_are_measured({"exact_match": 0.9}, metrics)
+    check_goals_are_measured({}, {})
+    with pytest.raises(ConfigError, match=r"train\.stop_at={exact_mach: …}.*did you mean exact_match\?"):
+        check_goals_are_measured({"exact_mach": 0.9}, metrics)
+    with pytest.raises(ConfigError, match=r"no metric 'loss'; it has exact_match, reward"):
+        check_goals_are_measured({"loss": 0.9}, metrics)

@@ -42,7 +42,14 @@ def check(folder: Path, env: str, text: str, *overrides: str) -> str:
     file = folder / "own.jinja"
     file.write_text(text, encoding="utf-8")
     config = load_config(
-        None, [f"env.name={env}", "model.path=multihop-warm", f"render.chat_template={file}", *overrides]
+        None,
+        [
+            f"env.name={env}",
+            "model.path=multihop-warm",
+            f"render.chat_template={file}",
+            "rollout.max_tokens=8192",
+            *overrides,
+        ],
     )
     model = model_folder("multihop-warm")
     assert model is not None
@@ -64,3 +71,32 @@ def test_tasks_that_no_conversation_can_begin_with(tmp_path: Path) -> None:
         check(tmp_path, "needs_no_tools", "{{ raise_exception('never') }}")
     with pytest.raises(ConfigError, match=r"no task can begin: .*leaves out the content of message 1 \(user\)"):
         check(tmp_path, "needs_no_tools", "nothing of it")
+
+
+def test_prompts_that_leave_no_room_to_answer(tmp_path: Path) -> None:
+    said = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(
+        ConfigError, match=r"all 3 prompts that were tried leave no room to answer within rollout\.max_tokens=1;"
+    ):
+        check(tmp_path, "needs_no_tools", said, "rollout.max_tokens=1")
+    assert "leave no room" not in check(tmp_path, "needs_no_tools", said)
+
+
+@register_env("some_long_prompts")
+class SomeLong(_Plain):
+    """Every other prompt is long."""
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, object] | None = None
+    ) -> tuple[tuple[Message, ...], dict[str, object]]:
+        _, info = super().reset(seed=seed, options=options)
+        number = int(options["task"].id[1:])  # type: ignore[index, attr-defined]
+        return (Message("user", "? " * (200 if number % 2 else 1)),), info
+
+
+def test_some_prompts_that_leave_no_room_are_counted(tmp_path: Path) -> None:
+    said = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    found = check(tmp_path, "some_long_prompts", said, "rollout.max_tokens=50")
+    assert (
+        "1 of 3 prompts that were tried leave no room to answer within rollout.max_tokens=50, and are dropped" in found
+    )

@@ -1,0 +1,23 @@
+"""A damaged checkpoint at a resume: the one before it is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agentrl.core.errors import CheckpointError
+from agentrl.learner.checkpoints import STATE
+from agentrl.train.run import _with_older
+
+
+def test_the_checkpoint_before_a_damaged_one_is_named(tmp_path: Path) -> None:
+    older, newest = (tmp_path / "checkpoints" / f"step_{step:06d}" for step in (2, 4))
+    for folder in (older, newest):
+        folder.mkdir(parents=True)
+        (folder / STATE).write_text("{}")
+    error = CheckpointError(f"{newest}/state.json is damaged")
+    found = str(_with_older(error, tmp_path, newest))
+    assert f"The one before it is {older}: move step_000004 away, then" in found
+    assert f"agentrl train --resume run.dir={tmp_path}" in found
+    assert _with_older(CheckpointError("another file"), tmp_path, newest).args == ("another file",)
+    (older / STATE).unlink()
+    assert _with_older(error, tmp_path, newest) is error
