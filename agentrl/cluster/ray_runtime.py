@@ -71,7 +71,10 @@ class RayRuntime:
             self._up.set()
         if self._fault is None:
             self._end.wait()
-            _shut_down()
+            if self._options["address"] == "local":
+                _end_own_ray()
+            else:
+                ray.shutdown()
 
 
 def store_bytes(model: Path) -> int:
@@ -79,8 +82,8 @@ def store_bytes(model: Path) -> int:
     return max(_STORE_BYTES, 4 * sum(file.stat().st_size for file in model.glob("*.safetensors")))
 
 
-def _shut_down() -> None:
-    """Disconnect. Kill Ray's processes if they were started here: they block the SIGTERM with which Ray would end them."""
+def _end_own_ray() -> None:
+    """Disconnect, and kill the processes of the Ray that was started here: they block the SIGTERM by which Ray ends them."""
     node = ray._private.worker._global_node
     if node is not None:
         kill_all = node.kill_all_processes

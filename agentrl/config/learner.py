@@ -48,8 +48,9 @@ class LearnerConfig(Section):
     """Device to train on; ``auto`` uses GPUs if there are any."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of a rank; 0 shares the machine's cores among the ranks."""
-    autocast: Literal["none", "bfloat16"] = "none"
-    """Precision of matrix products; weights, gradients and log-probabilities stay float32."""
+    autocast: Literal["none", "bfloat16", "auto"] = "none"
+    """Precision of matrix products; weights, gradients and log-probabilities stay float32. ``auto`` is ``bfloat16`` where the
+    device has instructions for it: CPUs without them take 10 to 30 times as long as in float32."""
     reshard_after_forward: bool = False
     """Drop gathered weights after each layer's forward pass: less memory, twice the communication."""
     gradient_checkpointing: bool = False

@@ -28,12 +28,21 @@ def pick_device(config: LearnerConfig, *, local_rank: int) -> torch.device:
         torch.cuda.set_device(local_rank)
         # cuDNN plans attention for every new shape, and packed rows have a new one in almost every group.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        if config.autocast == "bfloat16":
+        if uses_bfloat16(config):
             # The head multiplies bfloat16 values in float32: TensorFloat-32 represents the factors exactly.
             torch.set_float32_matmul_precision("high")
         return torch.device("cuda", local_rank)
     torch.set_num_threads(config.threads or max(1, _cores() // config.ranks))
     return torch.device("cpu")
+
+
+def uses_bfloat16(config: LearnerConfig) -> bool:
+    """Return whether matrix products are computed in bfloat16: as configured, or for ``auto`` if the device can."""
+    if config.autocast != "auto":
+        return config.autocast == "bfloat16"
+    if resolve_device(config) == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def collectives(device: str) -> str:

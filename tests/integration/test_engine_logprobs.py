@@ -35,7 +35,7 @@ async def episode(scheduler: Scheduler, shared: list[int], index: int) -> list[t
     turns = []
     for turn in range(3):
         options = SamplingOptions(max_new_tokens=source.randrange(1, 16), temperature=temperature)
-        request = scheduler.submit(GenerateInput(ids, options, f"{index}-{turn}", logprobs=True, texts=False))
+        request = scheduler.submit(GenerateInput(ids, options, f"{index}-{turn}", logprobs=True))
         await request.done
         reply = scheduler.reply(request)
         turns.append((ids, temperature, reply))

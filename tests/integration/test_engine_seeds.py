@@ -32,7 +32,7 @@ def started(folder: Path, seed: int = 0) -> Scheduler:
 def generate_input(number: int, seed: int | None) -> GenerateInput:
     source = random.Random(number)
     ids = [source.randrange(2, 384) for _ in range(5 + number)]
-    return GenerateInput(ids, SamplingOptions(max_new_tokens=NEW_TOKENS, sampling_seed=seed), f"r{number}", True, False)
+    return GenerateInput(ids, SamplingOptions(max_new_tokens=NEW_TOKENS, sampling_seed=seed), f"r{number}", True)
 
 
 async def sample(scheduler: Scheduler, some: Sequence[GenerateInput], together: int) -> list[list[int]]:
@@ -81,7 +81,7 @@ def test_an_aborted_request_continues_with_the_same_tokens(folder: Path, after: 
     assert begun == whole[: len(begun)]
     assert after <= len(begun) < NEW_TOKENS
     rest = SamplingOptions(max_new_tokens=NEW_TOKENS - len(begun), sampling_seed=9)
-    continued = GenerateInput([*first.token_ids, *begun], rest, "r", True, False)
+    continued = GenerateInput([*first.token_ids, *begun], rest, "r", True)
     ((tail,),) = [asyncio.run(sample(started(folder), [continued], together=1))]
     assert begun + tail == whole
 

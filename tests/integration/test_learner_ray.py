@@ -140,8 +140,7 @@ def test_errors_come_typed_and_the_ranks_stay(group, tmp_path):
         group.load(tmp_path / "none")
     bad = copy.deepcopy(one(2, 0))
     bad.micro[0][0].advantages_R_L[bad.micro[0][0].mask_R_L] = float("nan")
-    with pytest.raises(LearnerError, match="norm is nan"):
-        group.train_step(bad)
+    assert group.train_step(bad)["train/nonfinite_gradients"] == 1
     assert group.train_step(one(2, 0))["train/grad_norm"] > 0
 
 

@@ -14,7 +14,7 @@ def test_samples_in_parquet_are_trained_on(tmp_path: Path, services: Services) -
     done = services.agentrl("rollout", *sample, cwd=tmp_path, search=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "reward" in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["samples.parquet"]
+    assert {path.name for path in tmp_path.iterdir()} == {"samples.parquet", "samples.config.yaml"}
     rollouts = read_rollouts(tmp_path / "samples.parquet")
     assert len(rollouts) == 24
     assert len({rollout.prompt_id for rollout in rollouts}) == 6

@@ -174,7 +174,7 @@ def test_the_short_form_of_the_reward(
 def test_a_dry_run_lists_what_this_machine_lacks_and_a_run_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.runtime.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.core.extras.find_spec", lambda name: None)
     words = [*GOOD, "sampler.backend=sglang", "model.path=somebody/some-model", "learner.device=cuda"]
     words += ["learner.ranks=64"]
     assert main([*words, "--dry-run"]) == 0

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ModelError
+from agentrl.learner.device import uses_bfloat16
 from agentrl.learner.fsdp.attention import IMPLEMENTATION, move, packed_rows, separated
 from agentrl.models.load import load_model
 
@@ -131,7 +132,7 @@ def load_policy(folder: Path, config: LearnerConfig, key: str = "model.path") ->
         getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
     policy = PolicyModel(model, config.logits_chunk)
     _probe_rows(policy, folder, key)  # in float32
-    policy.autocast = config.autocast == "bfloat16"
+    policy.autocast = uses_bfloat16(config)
     return policy
 
 
