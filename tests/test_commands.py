@@ -41,7 +41,7 @@ FILES = {
     "small.yaml": "train: {steps: 2}\n",
 }
 """What the pages have a reader write, or bring; a page's own examples replace them."""
-LACKS = MACHINE | {"placement.mode"}
+LACKS = MACHINE | {"placement.mode", "tools.search.url"}
 ADDED = "render.format=plain"
 """The format that the reader of docs/how_to/chat_format.md adds to agentrl itself."""
 RUN_HERE = {"init", "env", "template", "models"}
