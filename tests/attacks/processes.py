@@ -435,7 +435,7 @@ with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
         "find out what earlier calls have read, by times of access",
         "noatime",
         """
-for name in ("/work/", "/tmp", "/dev", "/dev/shm", "/etc", "/usr", "/"):
+for name in ("/work", "/tmp", "/dev", "/dev/shm", "/etc", "/usr", "/"):
     before = os.stat(name).st_atime_ns
     time.sleep(0.01)
     os.listdir(name)

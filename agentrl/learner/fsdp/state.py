@@ -146,8 +146,9 @@ def _load_optimizers(rank: SavedRank, folder: Path) -> dict[str, Any]:
 
 
 def _set_moments(rank: SavedRank, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load an optimizer's moments. Learning rate, weight decay and the like stay as the configuration has set them."""
-    configured = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    """Load an optimizer's moments. Weight decay, betas and the like stay as configured; every step sets the learning rate."""
+    kept = ("params", "lr")
+    configured = [{key: value for key, value in group.items() if key not in kept} for group in optimizer.param_groups]
     set_optimizer_state_dict(rank.model, optimizer, state)
     for group, options in zip(optimizer.param_groups, configured, strict=True):
         group.update(options)
