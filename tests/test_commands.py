@@ -41,7 +41,8 @@ FILES = {
     "small.yaml": "train: {steps: 2}\n",
 }
 """What the pages have a reader write, or bring; a page's own examples replace them."""
-LACKS = MACHINE | {"placement.mode", "tools.search.url"}
+LACKS = MACHINE | {"placement.mode", "tools.search.url", "tools.python.url"}
+"""Keys that ask for GPUs, or for a tool server that the reader has started."""
 ADDED = "render.format=plain"
 """The format that the reader of docs/how_to/chat_format.md adds to agentrl itself."""
 RUN_HERE = {"init", "env", "template", "models"}
