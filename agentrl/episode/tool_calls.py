@@ -114,10 +114,15 @@ class ToolRunner:
         return result
 
     async def close(self) -> None:
-        """Close the episode's sessions. Errors are only logged: the episode is over."""
+        """Close the episode's sessions, also if the caller is canceled meanwhile. Errors are only logged: the episode is over."""
         self._closed = True
         sessions, self._sessions = self._sessions, {}
-        await asyncio.gather(*(self._close_session(name, client) for name, client in sessions.items()))
+        closing = asyncio.gather(*(self._close_session(name, client) for name, client in sessions.items()))
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await closing
+            raise
 
     async def _close_session(self, name: str, client: ToolClient) -> None:
         try:

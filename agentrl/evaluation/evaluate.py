@@ -26,6 +26,7 @@ from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import watched
+from agentrl.runtime.run_tools import check_tools
 from agentrl.runtime.services import open_services
 from agentrl.runtime.task_order import NoTasks, episode_seed
 
@@ -162,6 +163,7 @@ def check_eval(config: Config, tasks: TaskSet) -> list[EvalTasks]:
 
     """
     check_episodes(config)
+    check_tools(config)
     check_engine(config)
     sets = load_eval_tasks(config, tasks)
     if not sets:

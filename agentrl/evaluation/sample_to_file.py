@@ -27,6 +27,7 @@ from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import step_jobs, watched
+from agentrl.runtime.run_tools import check_tools
 from agentrl.runtime.services import open_services
 from agentrl.runtime.task_order import TaskOrder, read_split
 
@@ -59,6 +60,7 @@ def check_plan(config: Config, plan: SamplePlan) -> None:
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     check_episodes(config)
+    check_tools(config)
     check_engine(config)
     tasks = _tasks(config, plan)
     if not 1 <= plan.tasks <= len(tasks):

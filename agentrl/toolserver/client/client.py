@@ -94,8 +94,7 @@ class ToolServerClient:
 
         Raises:
             MissingError: one does not answer.
-            ConfigError: one refuses our token, or has other tools.
-            ToolFailure: one is no tool server.
+            ConfigError: one refuses our token, has other tools, or is no tool server.
 
         """
         await self._pool.check_servers()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 
-from agentrl.core.errors import AgentrlError, MissingError, ToolFailure
+from agentrl.core.errors import AgentrlError, ConfigError, MissingError, ToolFailure
 from agentrl.toolserver.client.server import CONNECTION_ERRORS, ServerDown, ToolServer, in_words
 
 _log = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ class ServerPool:
 
         Raises:
             MissingError: one does not answer; with every such address and the key to change.
+            ConfigError: something else than a tool server answers.
             AgentrlError: see `ToolServer.check_tools`.
 
         """
@@ -57,6 +58,8 @@ class ServerPool:
             except (*CONNECTION_ERRORS, ServerDown) as error:
                 why = in_words(error)
                 return f"{self._key}={server.url}: the tool server does not answer ({why}); start it, or change {self._key}"
+            except ToolFailure as error:
+                raise ConfigError(f"{self._key}={server.url}: {error}; change {self._key}") from error
             return None
 
         faults = await asyncio.gather(*(fault(server) for server in self._servers))

@@ -324,6 +324,36 @@ def test_sessions_are_closed_where_grading_stops_the_run(renderer, tmp_path):
     assert client.sessions == {}
 
 
+class SlowToClose(Files):
+    """Needs some rounds of the event loop to close a session."""
+
+    def __init__(self):
+        super().__init__()
+        self.closing = asyncio.Event()
+
+    async def close_session(self, episode_id):
+        self.closing.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await super().close_session(episode_id)
+
+
+def test_sessions_are_closed_if_the_run_ends_while_they_are_being_closed(renderer, tmp_path):
+    client = SlowToClose()
+    grader, _ = reward(tmp_path, SCORE)
+    runner, _ = build(renderer, [calls("a"), "done"], client, grader=grader)
+
+    async def run():
+        running = asyncio.create_task(runner.run_many([Job(task(), 1, "e")]))
+        await client.closing.wait()
+        running.cancel()
+        await asyncio.wait([running])
+        assert running.cancelled()
+
+    asyncio.run(run())
+    assert client.closed == ["e"]
+
+
 def test_sessions_of_a_group_that_is_never_graded_are_closed(renderer, tmp_path):
     """The second episode of the group fails, and the failure policy stops the run over it."""
     grader, seen = reward(tmp_path, GROUP)

@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.config.load import load_config
 from agentrl.core.child_process import held_port
-from agentrl.core.errors import ConfigError, MissingError, ToolFailure, UnknownNameError
+from agentrl.core.errors import ConfigError, MissingError, UnknownNameError
 from agentrl.runtime.run_tools import check_tools
 
 HEALTH = {"server": "a", "status": "ok"}
@@ -73,7 +73,7 @@ def test_all_addresses_of_a_pool_are_checked() -> None:
 
 
 def test_what_answers_must_be_a_server_with_the_tools_and_our_token() -> None:
-    with server({}) as url, pytest.raises(ToolFailure, match=r"\(tools\.search\.url\) is not a tool server"):
+    with server({}) as url, pytest.raises(ConfigError, match=r"is not a tool server: .*; change tools\.search\.url$"):
         check(f"tools.search.url={url}")
     with server({"/health": HEALTH, "/tools": {"tools": []}}) as url, pytest.raises(ConfigError, match="has no tool"):
         check(f"tools.search.url={url}")
