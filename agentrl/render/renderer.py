@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby, takewhile
@@ -68,6 +69,13 @@ class ChatRenderer:
         self._marker_ids = self._find_markers()
         self.arrival = ArrivalProof(format)
         """What arrives in the prompt."""
+
+    def with_parser(self, parser: CallParser) -> ChatRenderer:
+        """Return a renderer that reads tool calls with another parser, and is otherwise this one."""
+        made = copy.copy(self)
+        made.parser, made._reasoning = parser, reasoning_markers(parser)
+        made._marker_ids = made._find_markers()
+        return made
 
     @property
     def end_token_id(self) -> int:

@@ -184,8 +184,7 @@ class TemplateProbe:
 
     def reads(self, turn: Turn, parser: CallParser) -> bool:
         """Return whether a parser reads the calls of a turn."""
-        renderer = ChatRenderer(self._tokenizer, self.renderer.format, parser)
-        calls = renderer.parse(self.ids(turn.body), self.tools).tool_calls
+        calls = self.renderer.with_parser(parser).parse(self.ids(turn.body), self.tools).tool_calls
         read = [(call.name, call.arguments, call.status) for call in calls]
         return read == [(call.name, call.arguments, CallStatus.OK) for call in turn.calls]
 

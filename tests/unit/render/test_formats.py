@@ -211,8 +211,13 @@ def play(renderer, sampler, script):
         failure=FailurePolicy(FailureConfig.model_validate(dict.fromkeys(("environment", "task"), "stop"))),
         max_concurrency=1,
     )
-    task = Task(f"t{next(numbers)}", script.first)
-    (rollout,) = asyncio.run(runner.run(task, 0, "e"))
+    task, found = Task(f"t{next(numbers)}", script.first), []
+
+    async def run():  # returns nothing: asyncio.run writes the result's repr, a hundredth of a second for each rollout
+        found.extend(await runner.run(task, 0, "e"))
+
+    asyncio.run(run())
+    (rollout,) = found
     assert rollout.failure is None
     return rollout
 

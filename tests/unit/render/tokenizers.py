@@ -185,10 +185,10 @@ def _bpe(size: int | None) -> models.BPE:
     """
     known = dict(list(ranks().items())[:size])
     stand_ins = map(chr, range(256, 512))
-    letters = [chr(byte) if chr(byte).isprintable() and byte != 32 else next(stand_ins) for byte in range(256)]
+    letters = {byte: chr(byte) if chr(byte).isprintable() and byte != 32 else next(stand_ins) for byte in range(256)}
 
     def spelt(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
+        return token.decode("latin-1").translate(letters)
 
     merges = [tuple(map(spelt, _halves(token, known))) for token in sorted(known, key=known.__getitem__) if token[1:]]
     return models.BPE({spelt(token): rank for token, rank in known.items()}, merges)
@@ -204,7 +204,14 @@ def ranks() -> dict[bytes, int]:
 
 def _halves(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
     parts = [token[index : index + 1] for index in range(len(token))]
+    unknown = len(ranks)
+    found = [ranks.get(token[index : index + 2], unknown) for index in range(len(token) - 1)]  # of parts and the next
     while len(parts) > 2:
-        _, at = min((ranks.get(parts[at] + parts[at + 1], len(ranks)), at) for at in range(len(parts) - 1))
+        at = found.index(min(found))
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        del found[at]
+        if at:
+            found[at - 1] = ranks.get(parts[at - 1] + parts[at], unknown)
+        if at < len(found):
+            found[at] = ranks.get(parts[at] + parts[at + 1], unknown)
     return parts
