@@ -43,6 +43,11 @@ def test_with_a_gpu_the_main_job_is_the_same_but_for_the_engine() -> None:
     for section in (cpu, gpu):
         section["sampler"] |= {"backend": None, "embedded": None, "sglang": None}
         section["learner"]["device"] = None
+    assert (cpu["algo"].pop("old_logprobs"), gpu["algo"].pop("old_logprobs")) == ("sampler", "learner")
+    assert (cpu["algo"]["correction"].pop("rollout_is"), gpu["algo"]["correction"].pop("rollout_is")) == (
+        "off",
+        "token",
+    )
     assert cpu == gpu
     assert load_config(default_config("search_r1", gpu=True)).sampler.backend == "sglang"
 
@@ -79,7 +84,7 @@ def test_the_published_set_up() -> None:
     assert (rollout.batch_size, rollout.n_samples_per_prompt) == (512, 5)
     assert batch.global_batch_size == 256 * 5, "a mini-batch of 256 prompts"
     assert rollout.batch_size * rollout.n_samples_per_prompt == batch.global_batch_size * train.steps_per_rollout
-    assert (algo.kl_coef, algo.kl_kind, algo.std_normalise) == (0.001, "low_var_kl", True)
+    assert (algo.advantage.name, algo.kl_coef, algo.kl_kind) == ("grpo", 0.001, "low_var_kl")
     assert config.learner.optimizer.lr == 1e-6
     assert config.learner.optimizer.warmup_steps == int(0.285 * train.steps) * train.steps_per_rollout
     assert (config.sampler.temperature, config.sampler.top_p, config.sampler.max_new_tokens) == (1.0, 1.0, 500)

@@ -1,21 +1,47 @@
-"""The algorithm contract: advantages from rewards, and the input and metrics of every loss.
-
-Legend: ``N`` tokens at the loss mask, or rollouts where rewards are meant.
-"""
+"""The contracts of advantage estimators and losses. Legend: ``N`` tokens at the loss mask of a micro-batch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from agentrl.batch.groups import RolloutGroups
+from agentrl.core.types import RowKey
+
+RowValues = Mapping[RowKey, NDArray[np.float32]]
+"""By row: ``[T]``, a value of each token; what stands at unmasked tokens is ignored."""
+Advantages = Mapping[str, float] | RowValues
+"""One number a rollout, by ``rollout_id``, or ``[T]`` numbers a row, by its key."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageInput:
+    """What an estimator gets: the whole rollouts of a training step."""
+
+    groups: RolloutGroups
+    """All rollouts that were not dropped, by task."""
+    kl: RowValues = field(default_factory=dict)
+    """The KL penalty of each token, ``kl_coef`` times its estimate, if it belongs to the reward; else empty."""
+    values: RowValues = field(default_factory=dict)
+    """The critic's value of the state in which each token was sampled; empty without a critic."""
+
+
+class AdvantageEstimator(Protocol):
+    """Computes advantages from whole rollouts, on the driver."""
+
+    def __call__(self, given: AdvantageInput) -> Advantages:
+        """Return an advantage for every rollout of ``given``, or for every row."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class LossInput:
-    """The fields of a micro-batch at its loss mask, on the device; all float32 ``[N]``."""
+    """The fields of a micro-batch at its loss mask, on the device; all float32 ``[N]`` unless said."""
 
     weight_N: torch.Tensor
     """Each token's share of the global batch; the driver has already divided by the denominator."""
@@ -23,10 +49,33 @@ class LossInput:
     """0 in supervised batches."""
     logprobs_N: torch.Tensor
     """The sampler's log-probabilities, at the learner's temperature; 0 in supervised batches."""
+    sequence_N: torch.Tensor | None = None
+    """int64 number of the token's sequence, all that one agent sampled in a rollout; None in supervised batches."""
+    sequence_size_N: torch.Tensor | None = None
+    """Tokens of that sequence in the global batch, of which some may be in other micro-batches."""
+    learner_logprobs_N: torch.Tensor | None = None
+    """The learner's log-probabilities before the first optimizer step of the training step, if they were computed."""
+    correction_N: torch.Tensor | None = None
+    """Importance weights that the driver computed; 0 for rejected tokens."""
+    sequence_log_ratio_N: torch.Tensor | None = None
+    """Mean log-ratio of the token's sequence, if it is divided among micro-batches; else losses compute it."""
     reference_logprobs_N: torch.Tensor | None = None
-    """The reference policy's, at the same temperature; None where the algorithm needs none."""
+    """The reference policy's, at the same temperature; None if the loss needs none."""
     entropy_N: torch.Tensor | None = None
-    """Entropies (nats) of the learner's distributions, with a gradient; None where the algorithm needs none."""
+    """Entropies (nats) of the learner's distributions, with a gradient; None if the loss needs none."""
+
+    def sequence_mean(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return the mean of values over each token's sequence, ``[N]``, for sequences that are whole in the micro-batch."""
+        assert self.sequence_N is not None, "supervised batches have no sequences"
+        assert self.sequence_size_N is not None
+        return over_sequences(values_N, self.sequence_N, "sum") / self.sequence_size_N
+
+
+def over_sequences(values_N: torch.Tensor, sequence_N: torch.Tensor, reduce: str) -> torch.Tensor:
+    """Return the reduced value (``sum``, ``mean`` or ``amax``) of each token's sequence, ``[N]``."""
+    names_S, index_N = torch.unique(sequence_N, return_inverse=True)
+    found_S = values_N.new_zeros(len(names_S)).scatter_reduce(0, index_N, values_N, reduce, include_self=False)
+    return found_S[index_N]
 
 
 @dataclass(slots=True)
@@ -41,30 +90,34 @@ class LossMetrics:
     """Maxima; without any token they hold the smallest possible value."""
 
 
-class Algorithm(Protocol):
-    """Computes advantages from rewards (on the driver) and a loss from log-probabilities (on every rank)."""
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """What a policy loss returns."""
 
-    @property
-    def needs_reference(self) -> bool:
-        """Whether `loss` reads ``reference_logprobs_N``."""
+    loss_N: torch.Tensor
+    """Loss of each token, with gradient; it is multiplied by ``weight_N`` and summed."""
+    clipped_N: torch.Tensor
+    """bool: where clipping or masking makes the gradient 0."""
+
+
+class PolicyLoss(Protocol):
+    """Computes the loss of each token, on every rank."""
+
+    def __call__(self, logprobs_N: torch.Tensor, old_N: torch.Tensor, given: LossInput) -> TokenLoss:
+        """Return the loss of each token.
+
+        Args:
+            logprobs_N: of the policy, with gradient.
+            old_N: of the policy in the ratio's denominator (``algo.old_logprobs``), without gradient.
+            given: advantages and the other fields of the micro-batch.
+
+        """
         ...
 
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether `loss` reads ``entropy_N``."""
-        ...
 
-    def advantages(self, rewards_N: torch.Tensor, groups_N: torch.Tensor) -> torch.Tensor:
-        """Return one float32 advantage a rollout, ``[N]``; ``groups_N`` are int64 group numbers from 0."""
-        ...
+class Loss(Protocol):
+    """The loss of a micro-batch: policy loss, KL term and entropy bonus, or the loss of supervised fine-tuning."""
 
-    def loss(self, logprobs_N: torch.Tensor, inputs: LossInput) -> tuple[torch.Tensor, LossMetrics]:
+    def __call__(self, logprobs_N: torch.Tensor, given: LossInput) -> tuple[torch.Tensor, LossMetrics]:
         """Return ``Σ weight · loss`` over the mask, a scalar, and its metrics."""
         ...
-
-
-def rollout_advantages(algorithm: Algorithm, groups: RolloutGroups) -> dict[str, float]:
-    """Return the advantage of every rollout by its ``rollout_id``."""
-    advantages_N = algorithm.advantages(torch.from_numpy(groups.rewards_N), torch.from_numpy(groups.groups_N))
-    ids = (rollout.rollout_id for rollout in groups.rollouts_N)
-    return dict(zip(ids, advantages_N.tolist(), strict=True))

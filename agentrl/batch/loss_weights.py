@@ -8,21 +8,25 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.batch.sequences import sequence_key
 from agentrl.core.types import MaskReason, Row
 
-Aggregation = Literal["token_mean", "rollout_mean"]
+Aggregation = Literal["token_mean", "sequence_mean", "rollout_mean", "constant"]
 """How tokens share the loss; see `row_weights`."""
 
 
 def row_weights(
-    rows: Sequence[Row], aggregation: Aggregation, context_weight: float = 0.0
+    rows: Sequence[Row], aggregation: Aggregation, context_weight: float = 0.0, constant_tokens: int = 1
 ) -> list[NDArray[np.float32]]:
     """Return the weights of each row's tokens, ``[T]`` per row; 0 for tokens that are not trained on.
 
     ``token_mean``: all masked tokens of the batch have equal weights with sum 1 (DAPO, arXiv:2503.14476).
-    ``rollout_mean``: all rollouts have equal weights with sum 1, and the masked tokens of *all* rows of a rollout share its
-    weight equally, so that splitting a trajectory into more rows changes nothing. Rollouts without a masked token do not
-    count.
+    ``sequence_mean``: all sequences have equal weights with sum 1; a sequence is all that one agent sampled in a rollout.
+    ``rollout_mean``: all rollouts have equal weights with sum 1.
+    ``constant``: a token weighs 1 over the number of rollouts times ``constant_tokens`` (Dr.GRPO, arXiv:2503.20783).
+
+    The masked tokens of *all* rows of a sequence or rollout share its weight equally, so that splitting a trajectory into
+    more rows changes nothing. Those without a masked token do not count.
 
     With ``context_weight`` the unmasked observed tokens also have equal weights, with sum ``context_weight``. The first
     token of a row has weight 0: no token precedes it to predict it from.
@@ -30,7 +34,7 @@ def row_weights(
     masks = [row.mask.astype(bool) for row in rows]
     for mask in masks:
         mask[:1] = False
-    shares = _shares(rows, masks, aggregation)
+    shares = _shares(rows, masks, aggregation, constant_tokens)
     weights = [(mask * share).astype(np.float32) for mask, share in zip(masks, shares, strict=True)]
     if context_weight:
         contexts = [(row.mask_reason == MaskReason.OBSERVED) & (np.arange(len(row.mask)) > 0) for row in rows]
@@ -40,14 +44,18 @@ def row_weights(
     return weights
 
 
-def _shares(rows: Sequence[Row], masks: Sequence[NDArray[np.bool_]], aggregation: Aggregation) -> list[float]:
+def _shares(
+    rows: Sequence[Row], masks: Sequence[NDArray[np.bool_]], aggregation: Aggregation, constant_tokens: int
+) -> list[float]:
     """Return the weight of one masked token of each row."""
     counts = [int(mask.sum()) for mask in masks]
     if aggregation == "token_mean":
         return [1 / max(1, sum(counts))] * len(rows)
-    by_rollout: dict[str, int] = {}
-    for row, count in zip(rows, counts, strict=True):
+    units = [sequence_key(row.key) if aggregation == "sequence_mean" else row.key.rollout_id for row in rows]
+    sizes: dict[object, int] = {}
+    for unit, count in zip(units, counts, strict=True):
         if count:
-            by_rollout[row.key.rollout_id] = by_rollout.get(row.key.rollout_id, 0) + count
-    return [1 / (len(by_rollout) * by_rollout[row.key.rollout_id]) if count else 0.0
-            for row, count in zip(rows, counts, strict=True)]  # fmt: skip
+            sizes[unit] = sizes.get(unit, 0) + count
+    if aggregation == "constant":
+        return [1 / (max(1, len(sizes)) * constant_tokens)] * len(rows)
+    return [1 / (len(sizes) * sizes[unit]) if count else 0.0 for unit, count in zip(units, counts, strict=True)]

@@ -41,6 +41,12 @@ class MicroBatch:
     """int32 request index; -1 where not sampled."""
     keys: tuple[RowKey, ...]
     """The rows packed here."""
+    sequences: tuple[int, ...] = ()
+    """Number of each row's sequence, all that one agent sampled in a rollout, in the global batch."""
+    learner_logprobs_R_L: torch.Tensor | None = None
+    """float32 log-probabilities of the learner before the first optimizer step of the training step, if computed."""
+    correction_R_L: torch.Tensor | None = None
+    """float32 importance weights, if the driver computed them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,5 +61,9 @@ class GlobalBatch:
     """The sampling temperature; the learner computes log-probabilities at the same temperature."""
     lr_scale: float = 1.0
     """The schedule's factor on the learning rate for this step."""
+    sequence_sizes: tuple[int, ...] = ()
+    """Trained tokens of each sequence, by its number."""
+    divided_sequences: bool = False
+    """Whether rows of a sequence are in different micro-batches."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the batch, such as tokens and padding, logged with the step."""

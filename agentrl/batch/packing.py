@@ -13,7 +13,8 @@ Layout of one bin with rows ``a``, ``b`` and padding ``.``::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from agentrl.batch.loss_weights import Aggregation, row_weights
 from agentrl.batch.microbatch import GlobalBatch, MicroBatch
 from agentrl.batch.provenance import check_temperature, leave_out
+from agentrl.batch.sequences import SequenceKey, sequence_key
 from agentrl.core.types import Row, RowKey
 
 MULTIPLE = 8
@@ -45,6 +47,10 @@ def pack(
     context_weight: float = 0.0,
     lr_scale: float = 1.0,
     provenance: Literal["strict", "warn"] = "strict",
+    constant_tokens: int = 1,
+    trained: Collection[str] | None = None,
+    learner_logprobs: Mapping[RowKey, NDArray[np.float32]] | None = None,
+    correction: Mapping[RowKey, NDArray[np.float32]] | None = None,
 ) -> GlobalBatch:
     """Return the batch of one optimizer step. Rows without a token to train on are left out.
 
@@ -63,6 +69,10 @@ def pack(
         lr_scale: the schedule's factor for this step.
         provenance: ``warn`` leaves masked tokens of an ``rl`` batch out of the loss that no engine sampled; the others keep
             their weights. ``strict`` leaves them for `check_provenance` to refuse.
+        constant_tokens: see `row_weights`.
+        trained: ids of the rollouts to train on; rows of others only count in the denominators. None are all.
+        learner_logprobs: ``[T]`` by row, of the learner before the first optimizer step of the training step.
+        correction: ``[T]`` importance weights by row.
 
     Raises:
         KeyError: a row to train on has no advantage.
@@ -73,20 +83,31 @@ def pack(
         raise ValueError(f"context_weight={context_weight:g} trains on observed tokens; only kind='sft' may")
     if min(ranks, tokens_per_bin, tokens_per_micro) < 1:
         raise ValueError(f"{ranks=}, {tokens_per_bin=} and {tokens_per_micro=} must be at least 1")
-    weights = row_weights(rows, aggregation, context_weight)
+    weights = row_weights(rows, aggregation, context_weight, constant_tokens)
     left_out = leave_out(rows, weights) if kind == "rl" and provenance == "warn" else 0
     # Sorting by length, then key, makes the batch a function of the set of rows.
     chosen = sorted(
-        (i for i, weight in enumerate(weights) if weight.any()), key=lambda i: (-len(rows[i].token_ids), rows[i].key)
+        (
+            i
+            for i, weight in enumerate(weights)
+            if weight.any() and (trained is None or rows[i].key.rollout_id in trained)
+        ),
+        key=lambda i: (-len(rows[i].token_ids), rows[i].key),
     )
     if kind == "rl":
         check_temperature((rows[i] for i in chosen), temperature)
     bins = _first_fit([len(rows[i].token_ids) for i in chosen], tokens_per_bin)
     groups = _micro_batches([[chosen[i] for i in group] for group in bins], rows, ranks, tokens_per_micro)
     micro = [_tensors(group, rows, weights, advantages, pad_id) for group in groups]
+    for batch in micro:
+        batch.learner_logprobs_R_L = _values(batch, learner_logprobs)
+        batch.correction_R_L = _values(batch, correction)
+    sizes = _number_sequences(micro)
+    parts = Counter(number for batch in micro for number in {*batch.sequences})
     shares = tuple(tuple(micro[rank::ranks]) for rank in range(ranks))
     metrics = _metrics(rows, chosen, micro) | ({"train/provenance_faults": float(left_out)} if kind == "rl" else {})
-    return GlobalBatch(shares, kind, temperature, lr_scale, metrics)
+    divided = any(count > 1 for count in parts.values())
+    return GlobalBatch(shares, kind, temperature, lr_scale, sizes, divided, metrics)
 
 
 def _first_fit(lengths: Sequence[int], size: int) -> list[_Bin]:
@@ -186,6 +207,27 @@ def _tensors(
         requests_R_L=torch.from_numpy(requests),
         keys=tuple(keys),
     )
+
+
+def _values(batch: MicroBatch, values: Mapping[RowKey, NDArray[np.float32]] | None) -> torch.Tensor | None:
+    """Return ``[R, L]`` float32 values of the packed rows, 0 in padding."""
+    if values is None:
+        return None
+    found_R_L = torch.zeros(batch.row_R_L.shape)
+    for number, key in enumerate(batch.keys):
+        found_R_L[batch.row_R_L == number] = torch.from_numpy(np.asarray(values[key], np.float32))
+    return found_R_L
+
+
+def _number_sequences(micro: Sequence[MicroBatch]) -> tuple[int, ...]:
+    """Number the sequences of all rows, and return how many trained tokens each has."""
+    numbers: dict[SequenceKey, int] = {}
+    sizes: Counter[int] = Counter()
+    for batch in micro:
+        batch.sequences = tuple(numbers.setdefault(sequence_key(key), len(numbers)) for key in batch.keys)
+        for row, number in enumerate(batch.sequences):
+            sizes[number] += int((batch.mask_R_L & (batch.row_R_L == row)).sum())
+    return tuple(sizes[number] for number in range(len(numbers)))
 
 
 def _advantage(

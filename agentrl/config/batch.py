@@ -12,8 +12,14 @@ from agentrl.config.base import Section
 class BatchConfig(Section):
     """How rollouts become batches."""
 
-    aggregation: Literal["token_mean", "rollout_mean"] = "token_mean"
-    """``token_mean``: every sampled token weighs the same (DAPO, arXiv:2503.14476); ``rollout_mean``: every rollout does."""
+    aggregation: Literal["token_mean", "sequence_mean", "rollout_mean", "constant"] = "token_mean"
+    """How tokens share the loss. ``token_mean``: every sampled token weighs the same (DAPO, arXiv:2503.14476);
+    ``sequence_mean``: every agent of every rollout does; ``rollout_mean``: every rollout does; ``constant``: the sum over all
+    tokens is divided by the number of rollouts times ``constant_tokens`` (Dr.GRPO, arXiv:2503.20783)."""
+    constant_tokens: PositiveInt | None = None
+    """The divisor of ``constant``; None is ``rollout.max_tokens``."""
+    denominator: Literal["live", "all"] = "live"
+    """Which rollouts count in the denominators of means: those with an advantage, or all (as in TRL and slime)."""
     global_batch_size: PositiveInt | None = None
     """Rollouts an optimizer step; without a number, all rollouts of a step divided by ``train.steps_per_rollout``."""
     tokens_per_bin: PositiveInt = 2048

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from agentrl.config.algo import ADVANTAGES, LOSSES, parse_options
 from agentrl.config.schema import Config
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, UserError
+from agentrl.core.imports import is_reference
 
 _SGLANG_RESERVES = 6
 """Tokens of its context that SGLang gives neither to prompts nor to answers."""
@@ -30,6 +32,7 @@ def check(config: Config) -> None:
         _reward,
         _warm_start,
         _curriculum,
+        _algo,
         _batches,
         _weights,
     )
@@ -100,17 +103,46 @@ def _curriculum(config: Config) -> Iterator[str]:
         yield f"sft.steps={config.sft.steps}, but the stages of sft.curriculum have {steps} steps"
 
 
+def _algo(config: Config) -> Iterator[str]:
+    algo = config.algo
+    for key, section, known in (("algo.advantage", algo.advantage, ADVANTAGES), ("algo.loss", algo.loss, LOSSES)):
+        if not is_reference(section.name):
+            try:
+                parse_options(key, section, known)
+            except UserError as error:
+                yield str(error)
+    if algo.old_logprobs == "sampler" and algo.correction.rollout_is not in ("auto", "none"):
+        yield (
+            f"algo.correction.rollout_is={algo.correction.rollout_is} with algo.old_logprobs=sampler: the loss's ratio is to the "
+            "engine's probabilities already; set algo.old_logprobs=learner, or leave out algo.correction.rollout_is"
+        )
+    correction = algo.correction
+    if correction.rollout_is_lower is not None and correction.rollout_is_lower >= correction.rollout_is_threshold:
+        yield (
+            f"algo.correction.rollout_is_lower={correction.rollout_is_lower:g} is not below "
+            f"algo.correction.rollout_is_threshold={correction.rollout_is_threshold:g}"
+        )
+    if any(kind.endswith("k1") for kind in correction.rollout_rs) and correction.rollout_rs_threshold <= 1:
+        yield (
+            f"algo.correction.rollout_rs_threshold={correction.rollout_rs_threshold:g}: of k1 it is a ratio, and the lower limit "
+            "its inverse; set it above 1"
+        )
+    overlong = algo.overlong
+    if overlong.max_tokens is not None and overlong.buffer_tokens > overlong.max_tokens:
+        yield (
+            f"algo.overlong.buffer_tokens={overlong.buffer_tokens} is more than algo.overlong.max_tokens="
+            f"{overlong.max_tokens}"
+        )
+    if algo.reference_steps and not algo.needs_reference:
+        yield f"algo.reference_steps={algo.reference_steps} without a reference: set algo.kl_coef above 0, or leave it out"
+
+
 def _batches(config: Config) -> Iterator[str]:
     """As in slime, ``rollout.batch_size`` x ``rollout.n_samples_per_prompt`` must equal ``batch.global_batch_size`` x
     ``train.steps_per_rollout``; and an optimizer step takes whole groups.
     """
     prompts, samples = config.rollout.batch_size, config.rollout.n_samples_per_prompt
     wanted, steps = config.batch.global_batch_size, config.train.steps_per_rollout
-    if steps > 1 and config.algo.old_logprobs == "learner":
-        yield (
-            f"algo.old_logprobs=learner with train.steps_per_rollout={steps}: the ratio would be 1 in every optimizer "
-            "step and nothing would keep the policy near the one that sampled; set algo.old_logprobs=sampler"
-        )
     if prompts % steps == 0 and wanted in (None, prompts * samples // steps):
         return
     if prompts * samples == (wanted or 0) * steps or wanted is None:
@@ -140,10 +172,11 @@ def _weights(config: Config) -> Iterator[str]:
     """Whether ``weights.transport`` reaches the engines from the learner, and what may be checked afterwards."""
     sampler, weights, mode = config.sampler, config.weights, config.placement.mode
     kind, on_gpus = weights.transport, sampler.device == "cuda"
-    if weights.sync_every > 1 and config.algo.old_logprobs == "learner":
+    uncorrected = config.algo.old_logprobs == "learner" and config.algo.correction.rollout_is == "none"
+    if weights.sync_every > 1 and uncorrected:
         yield (
-            f"algo.old_logprobs=learner with weights.sync_every={weights.sync_every}: engines sample with older weights "
-            "than the learner's, and nothing would correct for it; set algo.old_logprobs=sampler"
+            f"algo.old_logprobs=learner with weights.sync_every={weights.sync_every}: engines sample with older weights than the "
+            "learner's, and nothing corrects for it; set algo.correction.rollout_is=token, or algo.old_logprobs=sampler"
         )
     if weights.check == "checksum" and sampler.engine_ranks > 1:
         yield (

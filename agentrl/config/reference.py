@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from agentrl.config.algo import ADVANTAGES, LOSSES
 from agentrl.config.schema import Config
 from agentrl.config.validation import subsections
 
@@ -33,6 +34,19 @@ def reference() -> str:
             ]
             lines += ["|---|---|---|---|"]
             lines += [_row(f"{title}.{name}", info) for name, info in rows]
+    for title, options in (("algo.advantage.options", ADVANTAGES), ("algo.loss.options", LOSSES)):
+        lines += [
+            "",
+            f"## `{title}`",
+            "",
+            "By the name of the variant.",
+            "",
+            "| key | type | default | |",
+            "|---|---|---|---|",
+        ]
+        for cls in dict.fromkeys(options.values()):
+            of = ", ".join(name for name, its in options.items() if its is cls)
+            lines += [_row(f"{title}.{name}", info, f"{of}: ") for name, info in cls.model_fields.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -45,10 +59,10 @@ def _walk(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseM
             yield from _walk(title + ".", section)
 
 
-def _row(key: str, info: Any) -> str:
+def _row(key: str, info: Any, of: str = "") -> str:
     kind = str(info.annotation).replace("typing.", "").replace("<class '", "").replace("'>", "").replace("pathlib.", "")
     default = "required" if info.is_required() else info.get_default(call_default_factory=True)
-    text = " ".join((info.description or "").split())
+    text = of + " ".join((info.description or "").split())
     return f"| `{key}` | `{kind}` | `{default}` | {text} |".replace(" | None", " or None")
 
 

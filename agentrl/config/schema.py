@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.base import Section
@@ -69,3 +69,13 @@ class Config(Section):
     """Supervised fine-tuning, for ``agentrl sft``."""
     obs: ObsConfig = Field(default_factory=ObsConfig)
     """Terminal output, trackers and recorded rollouts."""
+
+    @model_validator(mode="after")
+    def _resolve_correction(self) -> Config:
+        """Choose the ratio's denominator, and the correction, by the engine."""
+        algo = self.algo
+        if algo.old_logprobs == "auto":
+            algo.old_logprobs = "sampler" if self.sampler.backend == "embedded" else "learner"
+        if algo.correction.rollout_is == "auto":
+            algo.correction.rollout_is = "token" if algo.old_logprobs == "learner" else "none"
+        return self

@@ -1,45 +1,161 @@
-"""Which rollouts each optimizer step of a training step trains on."""
+"""What the optimizer steps of a training step train on: scores, advantages, corrections, and the division of rollouts."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
+from agentrl.algo.base import AdvantageInput, RowValues
+from agentrl.algo.correction import importance_weights
+from agentrl.algo.estimate import RowAdvantages, estimate_advantages
+from agentrl.algo.kl import kl_estimate
 from agentrl.batch.groups import RolloutGroups
+from agentrl.batch.packing import pack
+from agentrl.batch.sequences import SampledSequence, sequences_of
 from agentrl.config.schema import Config
-from agentrl.core.types import Rollout
+from agentrl.core.types import Rollout, Row, RowKey
+from agentrl.learner.base import LearnerGroup
+
+GROUP_RELATIVE = ("grpo", "rloo", "maxrl", "turn_level")
+"""Estimators that compare a group's rollouts with each other."""
 
 
-def advantages_by_step(
-    config: Config, groups: RolloutGroups, advantages: Mapping[str, float]
-) -> list[dict[str, float]]:
-    """Divide the advantages into those of the ``train.steps_per_rollout`` optimizer steps; a step without any is left out.
+@dataclass(frozen=True, slots=True)
+class StepScores:
+    """What models say of the rollouts of a training step before its first optimizer step; empty if it is not needed."""
 
-    Groups stay whole: each optimizer step gets the same number of groups, or one more. Rollouts without an advantage,
-    such as those of groups whose rewards are all equal, add nothing to the gradient and are left out, also of the
-    denominators (DAPO's filter, arXiv:2503.14476, without sampling replacements). They stay if the loss has a KL term or
-    an entropy bonus, to which they contribute. Rollouts without a token to train on are left out.
+    learner: RowValues = field(default_factory=dict)
+    """Log-probabilities of the learner."""
+    reference: RowValues = field(default_factory=dict)
+    """Log-probabilities of the reference policy, if the KL term is in the reward."""
 
-    Args:
-        config: of the run.
-        groups: rollouts of the training step.
-        advantages: by ``rollout_id``; see `agentrl.algo.base.rollout_advantages`.
+
+def needs_scores(config: Config) -> bool:
+    """Return whether a training step begins with passes over its rollouts."""
+    return _needs_learner(config) or _kl_in_reward(config)
+
+
+def score_rollouts(config: Config, groups: RolloutGroups, learner: LearnerGroup, pad_id: int) -> StepScores:
+    """Compute log-probabilities of all rollouts that the advantages, the loss or the correction need. Blocks.
+
+    Raises:
+        LearnerError: a rank failed.
 
     """
+    batch = pack(groups.rows, **packing_options(config, pad_id))
+    return StepScores(
+        learner=learner.logprobs(batch) if _needs_learner(config) else {},
+        reference=learner.logprobs(batch, "reference") if _kl_in_reward(config) else {},
+    )
+
+
+def _needs_learner(config: Config) -> bool:
+    algo = config.algo
+    later_steps = algo.old_logprobs == "learner" and config.train.steps_per_rollout > 1
+    return later_steps or algo.correction.needs_all_tokens or (_kl_in_reward(config) and algo.old_logprobs == "learner")
+
+
+def _kl_in_reward(config: Config) -> bool:
+    return config.algo.needs_reference and config.algo.kl_in == "reward"
+
+
+def step_advantages(config: Config, groups: RolloutGroups, scores: StepScores) -> RowAdvantages:
+    """Return the advantage of every trained token.
+
+    Raises:
+        ConfigError: see `estimate_advantages`.
+
+    """
+    return estimate_advantages(config.algo, AdvantageInput(groups, kl=_kl_penalties(config, groups, scores)))
+
+
+def _kl_penalties(config: Config, groups: RolloutGroups, scores: StepScores) -> dict[RowKey, NDArray[np.float32]]:
+    """Return ``kl_coef`` times the KL estimate of each sampled token, if it belongs to the reward."""
+    if not scores.reference:
+        return {}
+    found = {}
+    for row in groups.rows:
+        if row.key in scores.reference:
+            policy_T = torch.from_numpy(scores.learner.get(row.key, row.logprobs))
+            reference_T = torch.from_numpy(scores.reference[row.key])
+            kl_T = kl_estimate(policy_T, reference_T, config.algo.kl_kind)
+            found[row.key] = np.asarray(config.algo.kl_coef * kl_T.numpy(), np.float32)
+    return found
+
+
+def step_correction(config: Config, groups: RolloutGroups, scores: StepScores) -> RowValues | None:
+    """Return the importance weight of every trained token, if they need more than each token alone; see
+    `agentrl.algo.correction`.
+    """
+    if not config.algo.correction.needs_all_tokens:
+        return None
+    sequences = [sequence for sequence in sequences_of(groups.rows) if sequence.size]
+    gaps = [_log_ratio(sequence, scores.learner) for sequence in sequences]
+    numbers = np.repeat(np.arange(len(gaps)), [len(gap) for gap in gaps])
+    log_ratio_N = torch.from_numpy(np.concatenate(gaps) if gaps else np.zeros(0))
+    weights_N = importance_weights(log_ratio_N, torch.from_numpy(numbers), config.algo.correction).numpy()
+    parts = np.split(weights_N, np.cumsum([len(gap) for gap in gaps])[:-1]) if gaps else []
+    return {key: row for one, part in zip(sequences, parts, strict=True) for key, row in one.scatter(part).items()}
+
+
+def _log_ratio(sequence: SampledSequence, learner: RowValues) -> NDArray[np.float64]:
+    return sequence.gather(learner) - sequence.gather({row.key: row.logprobs for row in sequence.rows})
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """What one of the optimizer steps of a training step trains on."""
+
+    rows: list[Row]
+    """Rows that count in the denominators of the loss."""
+    trained: set[str]
+    """Ids of the rollouts whose rows are trained; not empty."""
+
+
+def optimizer_steps(config: Config, groups: RolloutGroups, advantages: RowAdvantages) -> list[OptimizerStep]:
+    """Divide the rollouts among ``train.steps_per_rollout`` optimizer steps; an empty one is left out.
+
+    Groups stay whole: each optimizer step gets the same number of groups, or one more. Rollouts without an advantage,
+    such as those of groups whose rewards are all equal, add nothing to the gradient and are left out; whether they count
+    in the denominators is ``batch.denominator`` (``live`` is DAPO's filter, arXiv:2503.14476, without sampling
+    replacements). They stay if the loss has a KL term or an entropy bonus, to which they contribute. Rollouts without a
+    token to train on are left out.
+    """
+    live = {key.rollout_id for key, values in advantages.items() if config.algo.trains_everything or values.any()}
     steps = []
     for share in np.array_split(np.arange(len(groups.prompt_ids_G)), config.train.steps_per_rollout):
-        step = {
-            rollout.rollout_id: advantages[rollout.rollout_id]
-            for rollout, group in zip(groups.rollouts_N, groups.groups_N, strict=True)
-            if group in share
-            and (config.algo.trains_everything or advantages[rollout.rollout_id])
-            and any(row.mask.any() for row in rollout.rows)
-        }
-        if step:
-            steps.append(step)
+        rollouts = [one for one, group in zip(groups.rollouts_N, groups.groups_N, strict=True) if group in share]
+        trained = {one.rollout_id for one in rollouts if any(row.mask.any() for row in one.rows)} & live
+        counted = [one for one in rollouts if config.batch.denominator == "all" or one.rollout_id in trained]
+        if trained:
+            steps.append(OptimizerStep([row for one in counted for row in one.rows], trained))
     return steps
+
+
+def packing_options(config: Config, pad_id: int) -> dict[str, Any]:
+    """Return the arguments of `pack` that are the same for every batch of a run."""
+    return {
+        "ranks": config.learner.ranks,
+        "tokens_per_bin": config.batch.tokens_per_bin,
+        "tokens_per_micro": config.batch.tokens_per_micro,
+        "pad_id": pad_id,
+        "aggregation": config.batch.aggregation,
+        "constant_tokens": config.batch.constant_tokens or config.rollout.max_tokens,
+        "temperature": config.sampler.temperature,
+        "provenance": config.train.provenance,
+    }
+
+
+def live_share(groups: RolloutGroups, advantages: Mapping[RowKey, NDArray[np.float32]]) -> float:
+    """Return the share of the step's sampled tokens that have an advantage."""
+    sampled = sum(sequence.size for sequence in sequences_of(groups.rows))
+    return sum(int((values != 0).sum()) for values in advantages.values()) / max(1, sampled)
 
 
 def nothing_trained(config: Config, rollouts: Sequence[Rollout], groups: RolloutGroups) -> str:
@@ -49,7 +165,7 @@ def nothing_trained(config: Config, rollouts: Sequence[Rollout], groups: Rollout
         kinds = ", ".join(f"{kind.value} {count}" for kind, count in Counter(one.kind for one in failures).items())
         first = f" (failures: {kinds}; the first: {failures[0].error}: {failures[0].message})" if failures else ""
         return f"all {len(rollouts)} episodes were dropped{first}; rollout.failure sets what follows a failure"
-    if config.rollout.n_samples_per_prompt == 1:
+    if config.rollout.n_samples_per_prompt == 1 and config.algo.advantage.name in GROUP_RELATIVE:
         return (
             "rollout.n_samples_per_prompt=1, but an advantage compares the rewards of a task's rollouts; "
             "set rollout.n_samples_per_prompt to 4 or more"

@@ -150,7 +150,7 @@ def _describe(config: Config, tasks: str, model: Path | None, sets: list[EvalTas
         + (", behind sglang-router" if sampler.router == "sglang" else ""),
         "step": f"{rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
         f"{rollout.batch_size * rollout.n_samples_per_prompt} episodes",
-        "learner": f"{config.learner.backend}, {config.learner.ranks} rank(s), {config.algo.name}",
+        "learner": f"{config.learner.backend}, {config.learner.ranks} rank(s), {config.algo.described}",
         "length": f"{plan.steps} steps",
     }
     if template:

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.algo.base import rollout_advantages
-from agentrl.algo.registry import make_algorithm
 from agentrl.batch.groups import group_rollouts
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
@@ -216,8 +214,7 @@ def check_replay(config: Config, path: Path) -> list[str]:
     rollouts = samples[0]
     sample_check(config, model)(rollouts, samples.name(0))
     groups = group_rollouts(rollouts)
-    advantages = rollout_advantages(make_algorithm(config.algo), groups)
-    if len(samples) == 1 and not config.algo.trains_everything and not any(advantages.values()):
+    if len(samples) == 1 and not config.algo.trains_everything and groups.flat_share == 1:
         raise ConfigError(
             f"--replay {path}: there is nothing to learn: the rewards of every task's rollouts are all equal "
             f"({len(groups.prompt_ids_G)} tasks, {len(groups.rollouts_N)} rollouts); sample several a task with "
@@ -228,7 +225,7 @@ def check_replay(config: Config, path: Path) -> list[str]:
         f"and {len(rollouts)} rollouts",
         f"model        {config.model.path} ({model})",
         "engine       none: nothing is sampled, no weights are sent, nothing is evaluated",
-        f"learner      {config.learner.backend}, {config.learner.ranks} rank(s), {config.algo.name}",
+        f"learner      {config.learner.backend}, {config.learner.ranks} rank(s), {config.algo.described}",
         f"length       {min(config.train.steps, len(samples))} steps of {config.train.steps_per_rollout} optimizer "
         "step(s)",
     ]

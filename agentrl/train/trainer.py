@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.algo.base import rollout_advantages
-from agentrl.algo.registry import make_algorithm
+from agentrl.algo.estimate import mean_advantages
 from agentrl.batch.groups import group_rollouts
 from agentrl.batch.packing import pack
 from agentrl.config.schema import Config
@@ -24,7 +23,17 @@ from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.obs.rollout_panel import rollout_panel
 from agentrl.obs.waiting import PHASE, waiting
-from agentrl.train.optimizer_steps import advantages_by_step, nothing_trained
+from agentrl.train.optimizer_steps import (
+    StepScores,
+    live_share,
+    needs_scores,
+    nothing_trained,
+    optimizer_steps,
+    packing_options,
+    score_rollouts,
+    step_advantages,
+    step_correction,
+)
 from agentrl.train.sampling import RolloutSource
 from agentrl.train.step_metrics import merge_metrics, rollout_metrics
 
@@ -89,32 +98,35 @@ class Trainer:
 
         self.view.phase("learn")
         groups = group_rollouts(rollouts)
-        advantages = rollout_advantages(make_algorithm(self.config.algo), groups)
+        scores = StepScores()
+        if groups.rollouts_N and needs_scores(self.config):
+            await self.source.release_gpus_for_training(self.learner, watch)
+            with watch("score"), waiting(PHASE, name, "scores"):
+                pad_id = self.source.pad_token_id
+                scores = await asyncio.to_thread(score_rollouts, self.config, groups, self.learner, pad_id)
+        advantages = step_advantages(self.config, groups, scores)
+        correction = step_correction(self.config, groups, scores)
         batches = [
             pack(
-                [row for rollout in rollouts if rollout.rollout_id in step for row in rollout.rows],
-                step,
-                ranks=self.config.learner.ranks,
-                tokens_per_bin=self.config.batch.tokens_per_bin,
-                tokens_per_micro=self.config.batch.tokens_per_micro,
-                pad_id=self.source.pad_token_id,
-                aggregation=self.config.batch.aggregation,
-                temperature=self.config.sampler.temperature,
-                provenance=self.config.train.provenance,
+                part.rows,
+                advantages,
+                trained=part.trained,
+                learner_logprobs=scores.learner or None,
+                correction=correction,
+                **packing_options(self.config, self.source.pad_token_id),
             )
-            for step in advantages_by_step(self.config, groups, advantages)
+            for part in optimizer_steps(self.config, groups, advantages)
         ]
-        optimizer_steps: list[Mapping[str, float]] = []
+        learned: list[Mapping[str, float]] = []
         if batches:
             await self.source.release_gpus_for_training(self.learner, watch)
             with watch("train"), waiting(PHASE, name, "train"):
                 for batch in batches:
-                    learned = await asyncio.to_thread(self.learner.train_step, batch)
-                    optimizer_steps.append(batch.metrics | learned)
+                    learned.append(batch.metrics | await asyncio.to_thread(self.learner.train_step, batch))
                     self._ahead += 1
         self.step, self._ahead = self.step + 1, 0
         self.position += self.config.rollout.batch_size
-        await self.source.on_step_trained(self.step, advantages)
+        await self.source.on_step_trained(self.step, mean_advantages(advantages))
         try:
             await self._sync_weights(watch)
         finally:  # the step is trained, and saved, also if its weights do not reach the engines
@@ -122,12 +134,13 @@ class Trainer:
             times = watch.metrics() | {"time/step_s": time.perf_counter() - start}
             sampled_s = times["time/rollout_s"] if self.source.samples else None
             row = rollout_metrics(rollouts, groups, sampled_s) | self.source.metrics()
-            row |= merge_metrics(optimizer_steps) if optimizer_steps else {"train/skipped": 1.0}
+            row |= merge_metrics(learned) if learned else {"train/skipped": 1.0}
+            row |= {"batch/live_share": live_share(groups, advantages)}
             row |= times | {"train/version": float(self.step)}
             self.metrics.write(self.step, row)
             self.view.step(self.step, row, self._seconds_left())
             self.metrics.samples(self.step, rollouts)
-            if not optimizer_steps:
+            if not learned:
                 self._warn_once("skipped", f"nothing was trained: {nothing_trained(self.config, rollouts, groups)}")
             if row.get("train/nonfinite_gradients"):
                 self._warn_once("nonfinite", NONFINITE)

@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
 from conformance.engine import Engine, Traits, running
 from fault_injection import whole_run
 
-from agentrl.config.algo import GrpoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.core.errors import ModelError
 from agentrl.inference.launch.launcher import visible_gpus
@@ -29,6 +28,7 @@ from agentrl.inference.launch.processes import EngineProcess, launch_sglang
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.models.load import load_tokenizer
 from agentrl.models.resolve import resolve_model
+from tests.algo_config import make_algo
 
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -206,7 +206,7 @@ def struck_run(begun: dict[str, Future[Any]], smollm2: Path) -> list[dict[str, f
 def learner(smollm2: Path) -> Iterator[LocalLearnerGroup]:
     """SmolLM2 on the first GPU; in bfloat16, as runs on a GPU have it. What it rounds is left out by `in_float32`."""
     config = LearnerConfig(device="cuda", autocast="bfloat16", optimizer=OptimizerConfig(lr=3e-5))
-    learner = LocalLearnerGroup(smollm2, config, GrpoConfig(), seed=0)
+    learner = LocalLearnerGroup(smollm2, config, make_algo(), seed=0)
     yield learner
     learner.close()
 

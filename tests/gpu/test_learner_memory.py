@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from agentrl.config.algo import GrpoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import LearnerError
 from agentrl.learner.export.bucket import NamedTensors
 from agentrl.learner.export.exporter import WeightExporter
 from agentrl.learner.in_process import LocalLearnerGroup
+from tests.algo_config import make_algo
 from tests.unit.learner.learners import make_batch, make_model, tensors
 
 pytestmark = [
@@ -95,7 +95,7 @@ def test_another_process_opens_weights_where_they_are(opened):
 
 def test_a_learner_gives_its_gpu_back_and_takes_it_again(tmp_path):
     model = make_model(tmp_path / "model", hidden_size=1024, intermediate_size=4096)
-    learner = LocalLearnerGroup(model, LearnerConfig(device="cuda"), GrpoConfig(kl_coef=0.1), seed=0, reference=model)
+    learner = LocalLearnerGroup(model, LearnerConfig(device="cuda"), make_algo(kl_coef=0.1), seed=0, reference=model)
     try:
         learner.train_step(make_batch([30, 50, 20]))
         learner.save(tmp_path / "awake")

@@ -11,7 +11,6 @@ import pytest
 from conformance.agreement import OneEngine, agreement, batch_of, sample_rows
 from engine_tiny import save_model
 
-from agentrl.config.algo import GrpoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.core.errors import LearnerError
 from agentrl.core.types import Prompt, SamplingParams
@@ -21,6 +20,7 @@ from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.obs.progress import Stopwatch
 from agentrl.train.gpu_time_sharing import GpuTimeSharing
 from agentrl.weight_sync.registry import make_sync
+from tests.algo_config import make_algo
 
 PROMPTS = [[random.Random(number // 2).randrange(2, 384) for _ in range(30)] for number in range(8)]
 
@@ -30,7 +30,7 @@ def test_engine_and_learner_agree_turn_by_turn(tmp_path: Path, transport: str) -
     """After every turn log-probabilities agree to 1e-4; before, those of the step before do not."""
     folder = save_model(tmp_path / "model")
     config = LearnerConfig(device="cpu", threads=1, optimizer=OptimizerConfig(lr=1e-2))
-    learner = LocalLearnerGroup(folder, config, GrpoConfig(), seed=0)
+    learner = LocalLearnerGroup(folder, config, make_algo(), seed=0)
     engine = launch_embedded(folder, log=tmp_path / "log", slots=16, context=256, threads=1)
 
     async def run() -> None:

@@ -24,19 +24,19 @@ from safetensors.torch import load_file
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.cluster.learner_actor import LearnerActor
 from agentrl.cluster.learner_group import RayLearnerGroup, start_learners
-from agentrl.config.algo import GrpoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.core.errors import CheckpointError, EngineError, LearnerError, ModelError, ProvenanceError
 from agentrl.core.types import Provenance
 from agentrl.distributed.broadcast_group import BroadcastGroup
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.obs.watchdog import Watchdog
+from tests.algo_config import make_algo
 from tests.unit.learner.learners import make_batch, make_model
 
 LENGTHS = [30, 50, 20, 7, 60, 33, 12, 41]
 ADAMW = OptimizerConfig(lr=1e-3)
 MUON = OptimizerConfig(name="muon", lr=1e-3)
-WITH_KL = GrpoConfig(kl_coef=0.3)
+WITH_KL = make_algo(kl_coef=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def group(model: Path, reference: Path, tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(params=[ADAMW], ids=["adamw"])
 def local(model: Path, reference: Path, request: pytest.FixtureRequest) -> Iterator[LocalLearnerGroup]:
     config = LearnerConfig(device="cpu", threads=1, optimizer=request.param)
-    algo = WITH_KL if request.param is ADAMW else GrpoConfig()
+    algo = WITH_KL if request.param is ADAMW else make_algo()
     learner = LocalLearnerGroup(model, config, algo, seed=0, reference=reference if algo.needs_reference else None)
     yield learner
     learner.close()
@@ -246,10 +246,10 @@ import sys, time
 from pathlib import Path
 from agentrl.cluster.learner_actor import LearnerActor
 from agentrl.cluster.learner_group import start_learners
-from agentrl.config.algo import GrpoConfig
+from tests.algo_config import make_algo
 from agentrl.config.learner import LearnerConfig
 
-group = start_learners(Path(sys.argv[1]), LearnerConfig(device="cpu"), GrpoConfig(), seed=0, run_dir=Path(sys.argv[2]))
+group = start_learners(Path(sys.argv[1]), LearnerConfig(device="cpu"), make_algo(), seed=0, run_dir=Path(sys.argv[2]))
 group.ready()
 print("ready", flush=True)
 time.sleep(600)
@@ -275,7 +275,7 @@ def test_ray_ends_with_a_killed_driver(model, tmp_path):
 @pytest.mark.parametrize("local", [MUON], ids=["muon"], indirect=True)
 def test_muon_on_sharded_matrices_takes_the_step_of_whole_ones(model, local, tmp_path):
     config = LearnerConfig(ranks=2, device="cpu", threads=1, optimizer=MUON)
-    group = start_learners(model, config, GrpoConfig(), seed=0, run_dir=tmp_path)
+    group = start_learners(model, config, make_algo(), seed=0, run_dir=tmp_path)
     try:
         before = weights(local)
         ours, theirs = group.train_step(one(2, 0)), local.train_step(one(1, 0))
@@ -292,7 +292,7 @@ def test_muon_on_sharded_matrices_takes_the_step_of_whole_ones(model, local, tmp
 
 def test_a_model_that_cannot_be_loaded_is_the_users_error(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    group = start_learners(tmp_path, LearnerConfig(device="cpu"), GrpoConfig(), seed=0, run_dir=tmp_path)
+    group = start_learners(tmp_path, LearnerConfig(device="cpu"), make_algo(), seed=0, run_dir=tmp_path)
     try:
         with pytest.raises(ModelError, match=r"model\.path"):
             group.ready()

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import torch
 
+from agentrl.algo.base import LossInput, TokenLoss
+from agentrl.config.algo import PpoClipLoss
 
-def clipped_policy_loss(
-    logprobs_N: torch.Tensor, old_N: torch.Tensor, advantages_N: torch.Tensor, clip_low: float, clip_high: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return PPO's loss ``-min(ρA, clip(ρ, 1 - low, 1 + high)A)`` with ``ρ = exp(logprob - old)``, and where it is clipped.
 
-    Source: Schulman et al., arXiv:1707.06347, equation 7; two bounds as in DAPO, arXiv:2503.14476, equation 8.
+def ppo_clip(logprobs_N: torch.Tensor, old_N: torch.Tensor, given: LossInput, options: PpoClipLoss) -> TokenLoss:
+    """Return ``-min(ρA, clip(ρ, 1 - low, 1 + high)A)`` with ``ρ = exp(logprob - old)``.
 
-    Returns:
-        loss ``[N]`` with gradient to ``logprobs_N``, and bool ``[N]``: true where clipping makes the gradient 0.
-
+    Source: Schulman et al., arXiv:1707.06347, equation 7; two bounds as in DAPO, arXiv:2503.14476, equation 8. With
+    ``dual_clip`` c, the loss of a negative advantage is at most ``-cA`` (Ye et al., arXiv:1912.09729, equation 5).
     """
-    ratio_N = (logprobs_N - old_N).exp()
+    loss = clipped((logprobs_N - old_N).exp(), given.advantages_N, options.clip_low, options.clip_high)
+    if options.dual_clip is None:
+        return loss
+    limit_N = -options.dual_clip * given.advantages_N
+    cut_N = (given.advantages_N < 0) & (loss.loss_N > limit_N)
+    return TokenLoss(torch.where(cut_N, limit_N, loss.loss_N), loss.clipped_N | cut_N)
+
+
+def clipped(ratio_N: torch.Tensor, advantages_N: torch.Tensor, low: float, high: float) -> TokenLoss:
+    """Return ``-min(ρA, clip(ρ, 1 - low, 1 + high)A)``."""
     plain_N = ratio_N * advantages_N
-    clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
-    return -torch.minimum(plain_N, clipped_N), (clipped_N < plain_N).detach()
+    clipped_N = ratio_N.clamp(1 - low, 1 + high) * advantages_N
+    return TokenLoss(-torch.minimum(plain_N, clipped_N), (clipped_N < plain_N).detach())

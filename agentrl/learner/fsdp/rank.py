@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from agentrl.algo.base import LossInput
+from agentrl.algo.base import Loss, LossInput
 from agentrl.algo.losses.sft import sft_loss
-from agentrl.algo.registry import make_algorithm
+from agentrl.algo.registry import make_objective
 from agentrl.batch.microbatch import GlobalBatch, MicroBatch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
@@ -63,7 +64,9 @@ class FsdpRank:
         self.source = folder
         self.step = 0
         seed_everything(seed + dist.get_rank())
-        self.algorithm = make_algorithm(algo)
+        self.algo = algo
+        self.objective = make_objective(algo)
+        self._losses: dict[str, Loss] = {"rl": self.objective, "sft": sft_loss}
         self.model: PolicyModel = load_policy(folder, config).to(device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self._cpu_mesh = mesh if device.type == "cpu" else init_device_mesh("cpu", (dist.get_world_size(),))
@@ -81,23 +84,23 @@ class FsdpRank:
         """Take one optimizer step; see `LearnerRank.train_step`. A batch without a token to train on takes none."""
         self._check_awake()
         [micros] = batch.micro
-        supervised = batch.kind == "sft"
-        entropy_loss = not supervised and self.algorithm.needs_entropy
+        loss_of = self._losses[batch.kind]
+        with_entropy = batch.kind == "rl" and self.algo.needs_entropy
         # Before the policy's first pass, so that the weights of both models are never gathered at the same time.
         references = self._reference_logprobs(batch)
+        ratios = self._sequence_ratios(batch)
         metrics = StepMetrics(self.device)
         for index, micro in enumerate(micros):
             self._fsdp.set_requires_gradient_sync(index == len(micros) - 1)
             at_N = _at_mask(micro)
-            logprobs_N, entropy_N = self.model(micro, at_N, batch.temperature, entropy_loss)
-            weight_N, advantages_N, sampled_N = (
-                values_R_L.reshape(-1)[at_N].to(self.device)
-                for values_R_L in (micro.weight_R_L, micro.advantages_R_L, micro.logprobs_R_L)
+            logprobs_N, entropy_N = self.model(micro, at_N, batch.temperature, with_entropy)
+            given = LossInput(
+                **self._fields(batch, micro, at_N),
+                sequence_log_ratio_N=ratios[index],
+                reference_logprobs_N=references[index],
+                entropy_N=entropy_N if with_entropy else None,
             )
-            inputs = LossInput(
-                weight_N, advantages_N, sampled_N, references[index], entropy_N if entropy_loss else None
-            )
-            loss, loss_metrics = (sft_loss if supervised else self.algorithm.loss)(logprobs_N, inputs)
+            loss, loss_metrics = loss_of(logprobs_N, given)
             torch.autograd.backward(loss)
             metrics.add(loss, entropy_N.detach(), loss_metrics)
         result = metrics.reduce()
@@ -106,11 +109,49 @@ class FsdpRank:
         self._zero_grad()
         return result
 
+    def _fields(self, batch: GlobalBatch, micro: MicroBatch, at_N: torch.Tensor) -> dict[str, Any]:
+        """Return the fields of a `LossInput` that the driver set, at flat positions and on the device."""
+        fields = {
+            "weight_N": micro.weight_R_L,
+            "advantages_N": micro.advantages_R_L,
+            "logprobs_N": micro.logprobs_R_L,
+            "learner_logprobs_N": micro.learner_logprobs_R_L,
+            "correction_N": micro.correction_R_L,
+        }
+        chosen = {name: None if values is None else values.reshape(-1)[at_N] for name, values in fields.items()}
+        numbers = torch.tensor(micro.sequences, dtype=torch.int64)
+        chosen["sequence_N"] = numbers[micro.row_R_L.reshape(-1)[at_N].long()]
+        chosen["sequence_size_N"] = torch.tensor(batch.sequence_sizes, dtype=torch.float32)[chosen["sequence_N"]]
+        return {name: None if values_N is None else values_N.to(self.device) for name, values_N in chosen.items()}
+
+    @torch.no_grad()
+    def _sequence_ratios(self, batch: GlobalBatch) -> list[torch.Tensor | None]:
+        """Return, for each micro-batch, the mean log-ratio of each token's sequence, ``[N]``; None if the loss computes it.
+
+        It cannot where parts of a sequence are in other micro-batches or on other ranks. That takes a forward pass.
+        """
+        [micros] = batch.micro
+        if not (batch.kind == "rl" and batch.divided_sequences and self.algo.needs_sequences):
+            return [None] * len(micros)
+        sums_S = torch.zeros(len(batch.sequence_sizes), dtype=torch.float64, device=self.device)
+        numbers = []
+        for micro in micros:
+            given = LossInput(**self._fields(batch, micro, at_N := _at_mask(micro)))
+            logprobs_N, _ = self.model(micro, at_N, batch.temperature)
+            assert given.sequence_N is not None
+            log_ratio_N = logprobs_N - self.objective.old_logprobs(logprobs_N, given)
+            sums_S.index_add_(0, given.sequence_N, log_ratio_N.double())
+            numbers.append(given.sequence_N)
+        _reshard(self.model)
+        dist.all_reduce(sums_S)
+        means_S = (sums_S / torch.tensor(batch.sequence_sizes, device=self.device)).to(log_ratio_N.dtype)
+        return [means_S[sequence_N] for sequence_N in numbers]
+
     @torch.no_grad()
     def _reference_logprobs(self, batch: GlobalBatch) -> list[torch.Tensor | None]:
         """Return the reference policy's log-probabilities at the mask of each micro-batch, on the device."""
         [micros] = batch.micro
-        if batch.kind != "rl" or not self.algorithm.needs_reference:
+        if batch.kind != "rl" or not self.algo.needs_reference or self.algo.kl_in == "reward":
             return [None] * len(micros)
         model = self._policy("reference")
         found: list[torch.Tensor | None] = [model(micro, _at_mask(micro), batch.temperature)[0] for micro in micros]

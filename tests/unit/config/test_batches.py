@@ -53,9 +53,32 @@ def test_the_advice_is_accepted(prompts: int, samples: int, wanted: int | None, 
         assert wanted is None or wanted * steps == prompts * samples
 
 
-def test_the_learners_own_logprobs_go_with_one_optimizer_step_only() -> None:
-    load_config(None, ["algo.old_logprobs=learner"])
-    with pytest.raises(ConfigError, match=r"train\.steps_per_rollout=2.*algo\.old_logprobs=sampler"):
-        load_config(None, ["algo.old_logprobs=learner", "train.steps_per_rollout=2"])
+def test_older_weights_of_the_engines_are_corrected_for() -> None:
+    load_config(None, ["algo.old_logprobs=learner", "weights.sync_every=3"])
     with pytest.raises(ConfigError, match=r"weights\.sync_every=3.*algo\.old_logprobs=sampler"):
-        load_config(None, ["algo.old_logprobs=learner", "weights.sync_every=3"])
+        load_config(None, ["algo.old_logprobs=learner", "algo.correction.rollout_is=none", "weights.sync_every=3"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["algo.advantage.name=grpa"], r"unknown advantage 'grpa' \(algo\.advantage\.name\)\. Did you mean 'grpo'\?"),
+        (["algo.loss.name=gpso"], r"unknown loss 'gpso' \(algo\.loss\.name\)\. Did you mean 'gspo'\?"),
+        (["algo.loss.options.clip_hihg=1"], r"unknown key 'algo\.loss\.options\.clip_hihg'\. Did you mean"),
+        (["algo.loss.options.clip_low=2"], r"algo\.loss\.options\.clip_low=2: "),
+        (["algo.correction.rollout_is=token"], r"rollout_is=token with algo\.old_logprobs=sampler"),
+        (["algo.overlong.max_tokens=5"], r"buffer_tokens=512 is more than algo\.overlong\.max_tokens=5"),
+        (["algo.correction.rollout_rs=[token_k1]", "algo.correction.rollout_rs_threshold=0.5"], "set it above 1"),
+        (["algo.reference_steps=5"], r"algo\.kl_coef above 0"),
+    ],
+)  # fmt: skip
+def test_an_objective_that_does_not_fit_is_refused(settings: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, settings)
+
+
+def test_an_engine_that_computes_otherwise_is_corrected_for() -> None:
+    algo = load_config(None, ["sampler.backend=sglang"]).algo
+    assert (algo.old_logprobs, algo.correction.rollout_is) == ("learner", "token")
+    algo = load_config(None, []).algo
+    assert (algo.old_logprobs, algo.correction.rollout_is) == ("sampler", "none")

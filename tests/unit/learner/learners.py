@@ -12,10 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
-from agentrl.config.algo import GrpoConfig
+from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.core.types import MaskReason, Provenance, Row, RowKey
 from agentrl.learner.in_process import LocalLearnerGroup
+from tests.algo_config import make_algo
 
 VOCAB = 96
 SIZES = {
@@ -102,7 +103,7 @@ class Learners:
         *,
         folder: Path | None = None,
         reference: Path | None = None,
-        algo: GrpoConfig | None = None,
+        algo: AlgoConfig | None = None,
         lr: float = 1e-2,
         max_grad_norm: float = 1e6,
         optimizer: Mapping[str, object] | None = None,
@@ -112,9 +113,7 @@ class Learners:
         self.close()
         settings = {"name": name, "lr": lr, "max_grad_norm": max_grad_norm, **(optimizer or {})}
         config = LearnerConfig(device="cpu", threads=1, optimizer=OptimizerConfig(**settings), **options)
-        self.current = LocalLearnerGroup(
-            folder or self.model, config, algo or GrpoConfig(), seed=0, reference=reference
-        )
+        self.current = LocalLearnerGroup(folder or self.model, config, algo or make_algo(), seed=0, reference=reference)
         return self.current
 
     def close(self) -> None:

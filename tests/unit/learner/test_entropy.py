@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.config.algo import GrpoConfig
+from tests.algo_config import make_algo
 from tests.unit.learner.learners import make_batch
 
 LENGTHS = [30, 50, 20, 7, 60, 33, 12]
@@ -12,7 +12,7 @@ LENGTHS = [30, 50, 20, 7, 60, 33, 12]
 
 @pytest.mark.parametrize("logits_chunk", [7, 1024])
 def test_the_bonus_alone_raises_the_entropy(learners, logits_chunk):
-    learner = learners.open(algo=GrpoConfig(entropy_coef=1.0), lr=3e-3, max_grad_norm=1.0, logits_chunk=logits_chunk)
+    learner = learners.open(algo=make_algo(entropy_coef=1.0), lr=3e-3, max_grad_norm=1.0, logits_chunk=logits_chunk)
     batch = make_batch(LENGTHS)
     for micro in batch.micro[0]:
         micro.advantages_R_L.zero_()
@@ -21,7 +21,7 @@ def test_the_bonus_alone_raises_the_entropy(learners, logits_chunk):
 
 
 def test_without_it_and_without_advantages_nothing_moves(learners):
-    learner = learners.open(algo=GrpoConfig(), lr=3e-3, max_grad_norm=1.0)
+    learner = learners.open(algo=make_algo(), lr=3e-3, max_grad_norm=1.0)
     batch = make_batch(LENGTHS)
     for micro in batch.micro[0]:
         micro.advantages_R_L.zero_()

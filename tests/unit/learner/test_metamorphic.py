@@ -22,33 +22,35 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.algo.base import rollout_advantages
-from agentrl.algo.registry import ALGORITHMS, make_algorithm
+from agentrl.algo.estimate import mean_advantages
 from agentrl.batch.groups import RolloutGroups, group_rollouts
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
+from agentrl.config.algo import ADVANTAGES, LOSSES
 from agentrl.config.load import validate
 from agentrl.config.schema import Config
-from agentrl.core.types import FinishReason, Generation, MaskReason, Rollout, StopReason
+from agentrl.core.types import FinishReason, Generation, MaskReason, Rollout, StopReason, Turn
 from agentrl.episode.trajectory import Trajectory
 from agentrl.learner.in_process import LocalLearnerGroup
-from agentrl.train.optimizer_steps import advantages_by_step
+from agentrl.train.optimizer_steps import StepScores, optimizer_steps, packing_options, step_advantages
 from tests.unit.learner.learners import VOCAB, Learners, gradients, make_model
 
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
 """The largest relative difference."""
 CHANGES = ({}, {"kl_coef": 0.5}, {"entropy_coef": 0.5}, {"old_logprobs": "learner"})
-"""Settings of ``algo`` to test in addition to the defaults, if the algorithm has them."""
+"""Settings of ``algo`` to test with the default estimator and loss."""
 
 
 def _cases() -> Iterator[dict[str, object]]:
-    for name in ALGORITHMS:
-        known = type(validate({"algo": {"name": name}}).algo).model_fields
-        yield from ({"name": name, **change} for change in CHANGES if change.keys() <= known.keys())
+    yield from CHANGES
+    wide = {"clip_low": 0.9, "clip_high": 9.0}  # so that few ratios are clipped
+    for name in LOSSES:
+        yield {"loss": {"name": name, "options": wide if name.startswith("gspo") else {}}}
+    yield from ({"advantage": {"name": name}} for name in ADVANTAGES if name != "gae")
 
 
 def _id(case: dict[str, object]) -> str:
-    return ",".join(f"{key}={value}" for key, value in case.items())
+    return ",".join(f"{key}={value['name'] if isinstance(value, dict) else value}" for key, value in case.items())
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ def rollout_of(script: Script, cuts: Sequence[int] = ()) -> Rollout:
                 other = next(token for token in range(2, VOCAB) if token != after)
                 trajectory.extend_to((*known[:cut], other, 5, 7))
     rows = trajectory.rows(script.prompt_id, script.rollout_id)
-    return Rollout(script.prompt_id, script.rollout_id, rows, script.reward, StopReason.TERMINATED)
+    turns = [Turn("", "", FinishReason.STOP, script.reward / len(script.turns)) for _ in script.turns]
+    return Rollout(script.prompt_id, script.rollout_id, rows, script.reward, StopReason.TERMINATED, turns=turns)
 
 
 def length(script: Script) -> int:
@@ -132,22 +135,36 @@ def gradient(
     learner: LocalLearnerGroup, config: Config, rollouts: Sequence[Rollout], dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the gradient of all parameters, summed over the ranks' shares, as one vector."""
-    groups = group_rollouts(rollouts)
-    batch = packed(config, groups, rollout_advantages(make_algorithm(config.algo), groups))
-    return batch_gradient(learner, batch, dtype)
+    return batch_gradient(learner, packed(config, group_rollouts(rollouts)), dtype)
 
 
-def packed(config: Config, groups: RolloutGroups, advantages: dict[str, float]) -> GlobalBatch:
+def packed(config: Config, groups: RolloutGroups) -> GlobalBatch:
     """Return the batch of the only optimizer step."""
-    (step,) = advantages_by_step(config, groups, advantages)
-    rows = [row for each in groups.rollouts_N if each.rollout_id in step for row in each.rows]
-    sizes = config.batch.model_dump(include={"tokens_per_bin", "tokens_per_micro", "aggregation"})
-    return pack(rows, step, ranks=config.learner.ranks, pad_id=0, **sizes)
+    advantages = step_advantages(config, groups, StepScores())
+    (step,) = optimizer_steps(config, groups, advantages)
+    return pack(step.rows, advantages, trained=step.trained, **packing_options(config, 0))
+
+
+def advantages_of(config: Config, groups: RolloutGroups) -> dict[str, float]:
+    return mean_advantages(step_advantages(config, groups, StepScores()))
 
 
 def batch_gradient(learner: LocalLearnerGroup, batch: GlobalBatch, dtype: torch.dtype) -> torch.Tensor:
-    shares = [gradients(learner, replace(batch, micro=(share,)), dtype) for share in batch.micro]
+    """Return the sum of the gradients of all ranks' shares, computed one after the other by one rank."""
+    rank, one_share = learner.rank, learner.rank._sequence_ratios
+    of_micro = dict(zip(map(id, everything(batch).micro[0]), one_share(everything(batch)), strict=True))
+    # Ranks add up what they have of a sequence; this rank computes all of it, as the sum would be.
+    rank._sequence_ratios = lambda share: [of_micro[id(micro)] for micro in share.micro[0]]
+    try:
+        shares = [gradients(learner, replace(batch, micro=(share,)), dtype) for share in batch.micro]
+    finally:
+        rank._sequence_ratios = one_share
     return sum(torch.cat([value.flatten() for value in share.values()]) for share in shares)
+
+
+def everything(batch: GlobalBatch) -> GlobalBatch:
+    """Return the batch with all micro-batches as one share."""
+    return replace(batch, micro=(tuple(micro for share in batch.micro for micro in share),))
 
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -200,7 +217,7 @@ def test_the_gradient_stays(algo, aggregation, dtype, learners, folders):
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_the_comparison_sees_a_token_that_is_trained_twice(dtype, learners, folders):
-    config = make_config({"name": "grpo"}, "token_mean")
+    config = make_config({}, "token_mean")
     learner = opened(learners, folders, config, dtype)
     scripts = make_scripts(0)
     wanted = gradient(learner, config, [rollout_of(script) for script in scripts], dtype)
@@ -216,13 +233,13 @@ def test_the_comparison_sees_a_token_that_is_trained_twice(dtype, learners, fold
 
 def test_a_rollout_of_many_rows_counts_once_in_its_group():
     scripts = make_scripts(3)
-    config = make_config({"name": "grpo"}, "rollout_mean")
-    whole = rollout_advantages(make_algorithm(config.algo), group_rollouts(rollout_of(script) for script in scripts))
+    config = make_config({}, "rollout_mean")
+    whole = advantages_of(config, group_rollouts(rollout_of(script) for script in scripts))
     many = [rollout_of(scripts[0], range(1, length(scripts[0]) + 1)), *map(rollout_of, scripts[1:])]
     assert len(many[0].rows) > 8
     groups = group_rollouts(many)
-    assert rollout_advantages(make_algorithm(config.algo), groups) == whole
-    batch = packed(config, groups, whole)
+    assert advantages_of(config, groups) == whole
+    batch = packed(config, groups)
     weights = dict.fromkeys(whole, 0.0)
     for micro in batch.micro[0]:
         for number, key in enumerate(micro.keys):

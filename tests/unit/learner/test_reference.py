@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.config.algo import GrpoConfig
 from agentrl.core.errors import ConfigError, LearnerError, ModelError
+from tests.algo_config import make_algo
 from tests.unit.learner.learners import gradients, make_batch, make_model, make_rows, tensors
 
 LENGTHS = [30, 50, 20, 7, 60, 33, 12]
@@ -40,7 +40,7 @@ def without_advantages(batch: GlobalBatch) -> GlobalBatch:
 
 @pytest.mark.parametrize("kind", ["k2", "k3", "low_var_kl"])
 def test_the_kl_term_alone_pulls_the_policy_back_to_the_reference(learners, other, kind):
-    learner = learners.open(reference=other, algo=GrpoConfig(kl_coef=10.0, kl_kind=kind), lr=3e-3, max_grad_norm=1.0)
+    learner = learners.open(reference=other, algo=make_algo(kl_coef=10.0, kl_kind=kind), lr=3e-3, max_grad_norm=1.0)
     batch = without_advantages(make_batch(LENGTHS))
     metrics = [learner.train_step(batch) for _ in range(12)]
     kls = [row["train/kl"] for row in metrics]
@@ -51,7 +51,7 @@ def test_the_kl_term_alone_pulls_the_policy_back_to_the_reference(learners, othe
 
 def test_the_references_log_probabilities_are_those_of_its_model(learners, other):
     batch = make_batch(LENGTHS)
-    learner = learners.open(reference=other, algo=GrpoConfig(kl_coef=0.1))
+    learner = learners.open(reference=other, algo=make_algo(kl_coef=0.1))
     found, own = learner.logprobs(batch, "reference"), learner.logprobs(batch)
     expected = learners.open(folder=other).logprobs(batch)
     assert found.keys() == expected.keys()
@@ -63,7 +63,7 @@ def test_a_policy_that_is_its_reference_takes_the_step_it_takes_without(learners
     batch = make_batch(LENGTHS)
     plain = learners.open()
     expected, wanted = plain.train_step(batch), tensors(plain)
-    held = learners.open(reference=model, algo=GrpoConfig(kl_coef=10.0))
+    held = learners.open(reference=model, algo=make_algo(kl_coef=10.0))
     found = held.train_step(batch)
     assert found.pop("train/kl") == 0
     assert found.pop("train/kl_loss") == 0
@@ -77,7 +77,7 @@ def test_without_a_coefficient_no_metric_and_no_step_changes(learners, other):
     plain = learners.open()
     assert list(plain.rank.policies) == ["main"]
     expected, wanted = plain.train_step(batch), tensors(plain)
-    held = learners.open(reference=other, algo=GrpoConfig(kl_coef=0.0, reference=str(other)))
+    held = learners.open(reference=other, algo=make_algo(kl_coef=0.0, reference=str(other)))
     assert held.train_step(batch) == expected
     assert all(torch.equal(value, wanted[name]) for name, value in tensors(held).items())
 
@@ -85,7 +85,7 @@ def test_without_a_coefficient_no_metric_and_no_step_changes(learners, other):
 def test_the_gradient_is_that_of_two_plain_models(learners, model, other):
     from transformers import AutoModelForCausalLM
 
-    algo = GrpoConfig(kl_coef=0.7, kl_kind="k3")
+    algo = make_algo(kl_coef=0.7, kl_kind="k3")
     batch = make_batch(LENGTHS)
     batch.temperature = 1.3
     ours = gradients(learners.open(reference=other, algo=algo, logits_chunk=5), batch, torch.float32)
@@ -114,7 +114,7 @@ def test_the_gradient_is_that_of_two_plain_models(learners, model, other):
 
 
 def test_kl_and_gradient_do_not_depend_on_how_rows_are_packed(learners, other):
-    algo = GrpoConfig(kl_coef=1.0)
+    algo = make_algo(kl_coef=1.0)
     found = []
     for bin_, micro in [(8, 8), (512, 512)]:
         learner = learners.open(reference=other, algo=algo)
@@ -126,7 +126,7 @@ def test_kl_and_gradient_do_not_depend_on_how_rows_are_packed(learners, other):
 
 
 def test_a_resumed_learner_keeps_the_reference_and_goes_on_bit_for_bit(learners, model, other, tmp_path):
-    algo = GrpoConfig(kl_coef=0.5)
+    algo = make_algo(kl_coef=0.5)
     learner = learners.open(reference=other, algo=algo)
     batches = [make_batch(LENGTHS, seed=seed) for seed in range(3)]
     learner.train_step(batches[0])
@@ -147,7 +147,7 @@ def test_a_resumed_learner_keeps_the_reference_and_goes_on_bit_for_bit(learners,
 
 
 def test_training_leaves_the_reference_as_it_is_and_frozen(learners, other):
-    learner = learners.open(reference=other, algo=GrpoConfig(kl_coef=1.0))
+    learner = learners.open(reference=other, algo=make_algo(kl_coef=1.0))
     batch = make_batch(LENGTHS)
     before = learner.logprobs(batch, "reference")
     learner.train_step(batch)
@@ -163,7 +163,7 @@ def test_training_leaves_the_reference_as_it_is_and_frozen(learners, other):
 
 
 def test_a_loss_without_its_reference_is_refused_before_anything_changes(learners):
-    learner = learners.open(algo=GrpoConfig(kl_coef=0.1))
+    learner = learners.open(algo=make_algo(kl_coef=0.1))
     before = tensors(learner)
     with pytest.raises(LearnerError, match=r"no policy 'reference', only main; set algo\.kl_coef"):
         learner.train_step(make_batch(LENGTHS))
@@ -173,19 +173,19 @@ def test_a_loss_without_its_reference_is_refused_before_anything_changes(learner
 
 
 def test_supervised_batches_need_no_reference(learners):
-    learner = learners.open(algo=GrpoConfig(kl_coef=0.1))
+    learner = learners.open(algo=make_algo(kl_coef=0.1))
     batch = copy.deepcopy(make_batch(LENGTHS))
     batch.kind = "sft"
     assert "train/kl" not in learner.train_step(batch)
 
 
 def test_a_batch_that_trains_nothing_has_no_kl(learners, other):
-    metrics = learners.open(reference=other, algo=GrpoConfig(kl_coef=1.0)).train_step(make_batch([]))
+    metrics = learners.open(reference=other, algo=make_algo(kl_coef=1.0)).train_step(make_batch([]))
     assert metrics["train/trained_tokens"] == metrics["train/kl"] == metrics["train/kl_loss"] == 0
 
 
 def test_a_reference_that_does_not_fit_or_load_names_its_key(learners, tmp_path):
-    algo = GrpoConfig(kl_coef=0.1)
+    algo = make_algo(kl_coef=0.1)
     small = make_model(tmp_path / "small", vocab_size=64)
     with pytest.raises(ConfigError, match=r"algo\.reference=\S+small: its vocabulary has 64 tokens, \S+qwen3 has 96"):
         learners.open(reference=small, algo=algo)

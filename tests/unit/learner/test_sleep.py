@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from agentrl.config.algo import GrpoConfig
 from agentrl.core.errors import LearnerError
+from tests.algo_config import make_algo
 from tests.unit.learner.learners import make_batch, make_model, tensors
 
 LENGTHS = (9, 14, 30, 22)
@@ -20,7 +20,7 @@ def device_bytes(learner) -> int:
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 def test_training_is_bit_for_bit_the_same(learners, tmp_path, name, kl):
     batches = [make_batch(LENGTHS, seed=seed) for seed in range(3)]
-    options = {"algo": GrpoConfig(kl_coef=kl)}
+    options = {"algo": make_algo(kl_coef=kl)}
     if kl:
         options["reference"] = make_model(tmp_path / "reference")
 

@@ -9,18 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl import Message, Task
-from agentrl.algo.base import rollout_advantages
-from agentrl.algo.registry import make_algorithm
-from agentrl.batch.groups import group_rollouts
+from agentrl.algo.estimate import mean_advantages
+from agentrl.batch.groups import RolloutGroups, group_rollouts
+from agentrl.batch.packing import pack
 from agentrl.bench.episode_runner import synthetic_rows
 from agentrl.config.load import load_config
+from agentrl.config.schema import Config
 from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError
 from agentrl.core.task import MadeTasks, TaskSet
 from agentrl.core.types import Rollout, StopReason
 from agentrl.runtime.jobs import step_jobs
 from agentrl.runtime.task_order import EnvTasks, TaskOrder, episode_seed, read_split
-from agentrl.train.optimizer_steps import advantages_by_step
+from agentrl.train.optimizer_steps import StepScores, live_share, optimizer_steps, packing_options, step_advantages
 from agentrl.train.step_metrics import merge_metrics, rollout_metrics
 
 TASKS = [Task(f"t{index}", (Message("user", "?"),)) for index in range(7)]
@@ -137,20 +138,41 @@ def rollout(prompt: str, sample: int, reward: float, hops: int = 1) -> Rollout:
     )
 
 
+def trained(config: Config, groups: RolloutGroups) -> list[set[str]]:
+    """The rollouts that each optimizer step trains."""
+    advantages = step_advantages(config, groups, StepScores())
+    return [step.trained for step in optimizer_steps(config, groups, advantages)]
+
+
+def test_rollouts_without_an_advantage_count_in_the_denominators_if_they_shall() -> None:
+    rollouts = [rollout("a", 0, 1.0), rollout("a", 1, 0.0), rollout("b", 0, 1.0), rollout("b", 1, 1.0)]
+    groups = group_rollouts(rollouts)
+    for denominator, counted in (("live", 2), ("all", 4)):
+        config = load_config(None, [f"batch.denominator={denominator}", "batch.aggregation=rollout_mean"])
+        advantages = step_advantages(config, groups, StepScores())
+        [step] = optimizer_steps(config, groups, advantages)
+        batch = pack(step.rows, advantages, trained=step.trained, **packing_options(config, 0))
+        assert batch.metrics["batch/rows"] == 2
+        weight = sum(float(micro.weight_R_L.sum()) for share in batch.micro for micro in share)
+        assert weight == pytest.approx(2 / counted)
+        assert live_share(groups, advantages) == 0.5
+
+
 def test_only_rollouts_with_an_advantage_are_trained_on() -> None:
     config = load_config(None)
     rollouts = [rollout("a", 0, 1.0), rollout("a", 1, 0.0), rollout("b", 0, 1.0), rollout("b", 1, 1.0)]
     groups = group_rollouts(rollouts)
-    advantages = rollout_advantages(make_algorithm(config.algo), groups)
-    assert advantages == pytest.approx({"a/0": 1.0, "a/1": -1.0, "b/0": 0.0, "b/1": 0.0}, rel=1e-4)
-    assert advantages_by_step(config, groups, advantages) == [{name: advantages[name] for name in ("a/0", "a/1")}]
-    assert advantages_by_step(config, group_rollouts(rollouts[2:]), advantages) == []
+    advantages = step_advantages(config, groups, StepScores())
+    half = 0.5**0.5
+    assert mean_advantages(advantages) == pytest.approx({"a/0": half, "a/1": -half, "b/0": 0.0, "b/1": 0.0}, rel=1e-4)
+    assert trained(config, groups) == [{"a/0", "a/1"}]
+    assert trained(config, group_rollouts(rollouts[2:])) == []
     with_kl = load_config(None, ["algo.kl_coef=0.001"])
-    assert advantages_by_step(with_kl, groups, advantages) == [advantages]
+    assert trained(with_kl, groups) == [{"a/0", "a/1", "b/0", "b/1"}]
     rollouts[0].rows[0].mask[:] = 0
-    assert advantages_by_step(config, groups, advantages) == [{"a/1": advantages["a/1"]}]
+    assert trained(config, groups) == [{"a/1"}]
     rollouts[1].rows[0].mask[:] = 0
-    assert advantages_by_step(config, groups, advantages) == []
+    assert trained(config, groups) == []
     metrics = rollout_metrics(rollouts, groups, 2.0)
     assert metrics["train/reward"] == 0.75
     assert metrics["train/flat_groups"] == 0.5
@@ -172,8 +194,7 @@ def test_optimizer_steps_share_whole_groups() -> None:
     config = load_config(None, ["rollout.batch_size=4", "train.steps_per_rollout=2"])
     rollouts = [rollout(prompt, sample, float(sample)) for sample in range(2) for prompt in "abcd"]
     groups = group_rollouts(rollouts)
-    steps = advantages_by_step(config, groups, rollout_advantages(make_algorithm(config.algo), groups))
-    assert [set(step) for step in steps] == [{"a/0", "a/1", "b/0", "b/1"}, {"c/0", "c/1", "d/0", "d/1"}]
+    assert trained(config, groups) == [{"a/0", "a/1", "b/0", "b/1"}, {"c/0", "c/1", "d/0", "d/1"}]
 
 
 def test_metrics_of_optimizer_steps_are_added_averaged_or_the_largest() -> None:

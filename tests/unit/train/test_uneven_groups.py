@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.algo.base import rollout_advantages
-from agentrl.algo.registry import make_algorithm
+from agentrl.algo.estimate import mean_advantages
 from agentrl.batch.groups import group_rollouts
 from agentrl.batch.packing import pack
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.types import MaskReason, Provenance, Rollout, Row, RowKey, StopReason
-from agentrl.train.optimizer_steps import advantages_by_step
+from agentrl.train.optimizer_steps import StepScores, optimizer_steps, step_advantages
 
 PLAIN = load_config(None)
 WITH_KL = load_config(None, ["algo.kl_coef=0.001"])
@@ -40,16 +39,16 @@ def rollout(prompt: str, sample: int, reward: float, *, dropped: bool = False) -
 
 
 def advantages(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
-    return rollout_advantages(make_algorithm(config.algo), group_rollouts(rollouts))
+    return mean_advantages(step_advantages(config, group_rollouts(rollouts), StepScores()))
 
 
 def in_batches(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
     """By rollout, the advantage that its trained tokens carry in the packed batches."""
     found: dict[str, float] = {}
     groups = group_rollouts(rollouts)
-    for step in advantages_by_step(config, groups, advantages(config, rollouts)):
-        rows = [row for each in groups.rollouts_N if each.rollout_id in step for row in each.rows]
-        batch = pack(rows, step, ranks=1, tokens_per_bin=64, tokens_per_micro=64, pad_id=0)
+    given = step_advantages(config, groups, StepScores())
+    for step in optimizer_steps(config, groups, given):
+        batch = pack(step.rows, given, ranks=1, tokens_per_bin=64, tokens_per_micro=64, pad_id=0)
         for micro in (micro for rank in batch.micro for micro in rank):
             for number, key in enumerate(micro.keys):
                 [value] = set(micro.advantages_R_L[(micro.row_R_L == number) & micro.mask_R_L].tolist())
@@ -64,10 +63,10 @@ def test_a_batch_of_uneven_groups_by_hand():
         rollout("easy", 1, 11.0), rollout("hard", 2, 99.0, dropped=True), rollout("hard", 3, 0.0),
         rollout("lone", 1, -7.0, dropped=True), rollout("gone", 0, 1.0, dropped=True),
     ]  # fmt: skip
-    third = 2**0.5 / 3
+    third, half = 3**-0.5, 0.5**0.5
     expected = {
         "hard/0": -(1 / 3) / third, "hard/1": (2 / 3) / third, "hard/3": -(1 / 3) / third,
-        "easy/0": -1.0, "easy/1": 1.0,
+        "easy/0": -half, "easy/1": half,
     }  # fmt: skip
     assert advantages(PLAIN, rollouts) == pytest.approx(expected | {"lone/0": 0.0}, rel=1e-4)
     assert advantages(PLAIN, rollouts)["lone/0"] == 0.0

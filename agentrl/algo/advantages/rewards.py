@@ -1,0 +1,103 @@
+"""Rewards of rollouts and their groups, as estimators use them. Legend: ``N`` rollouts, ``G`` groups, ``S`` tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.algo.base import AdvantageInput
+from agentrl.batch.sequences import SampledSequence, sampled_sequences
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Rollout, RowKey
+
+Floats = NDArray[np.float64]
+
+
+def rewards_N(given: AdvantageInput) -> Floats:
+    """Return the reward of each rollout, minus the KL penalties of its tokens if they belong to the reward."""
+    return np.array(
+        [
+            rollout.reward - sum(float(sequence.gather(given.kl).sum()) for sequence in sampled_sequences(rollout))
+            if given.kl
+            else rollout.reward
+            for rollout in given.groups.rollouts_N
+        ],
+        np.float64,
+    )
+
+
+def group_sizes_N(given: AdvantageInput) -> Floats:
+    """Return the number of rollouts in each rollout's group."""
+    groups_N = given.groups.groups_N
+    return np.bincount(groups_N)[groups_N].astype(np.float64)
+
+
+def group_means_N(given: AdvantageInput, values_N: Floats) -> Floats:
+    """Return the mean over each rollout's group."""
+    groups_N = given.groups.groups_N
+    return np.bincount(groups_N, values_N)[groups_N] / group_sizes_N(given)
+
+
+def centred_N(given: AdvantageInput, values_N: Floats) -> Floats:
+    """Return values minus their group's mean; exact zeros if all of a group are equal, so that rounding in the mean does not
+    become a gradient.
+    """
+    groups_N = given.groups.groups_N
+    least_G, most_G = np.full(len(values_N), np.inf), np.full(len(values_N), -np.inf)
+    np.minimum.at(least_G, groups_N, values_N)
+    np.maximum.at(most_G, groups_N, values_N)
+    return np.where((least_G == most_G)[groups_N], 0.0, values_N - group_means_N(given, values_N))
+
+
+def by_rollout(given: AdvantageInput, advantages_N: Floats) -> dict[str, float]:
+    """Return advantages by ``rollout_id``."""
+    ids = (rollout.rollout_id for rollout in given.groups.rollouts_N)
+    return dict(zip(ids, advantages_N.tolist(), strict=True))
+
+
+def sequences_with_rewards(given: AdvantageInput) -> list[tuple[SampledSequence, Floats]]:
+    """Return all sequences with the reward of each token ``[S]``: minus its KL penalty, and at the end the rollout's.
+
+    Every agent of a rollout gets its reward.
+    """
+    found = []
+    for rollout in given.groups.rollouts_N:
+        for sequence in sampled_sequences(rollout):
+            rewards_S = -sequence.gather(given.kl)
+            if len(rewards_S):
+                rewards_S[-1] += rollout.reward
+                found.append((sequence, rewards_S))
+    return found
+
+
+def turn_rewards(rollout: Rollout, turns: int) -> Floats:
+    """Return the reward of each of the ``turns`` that a rollout's sequence has; what the turns' do not sum up to is the last's.
+
+    Raises:
+        ConfigError: the episode recorded another number of turns.
+    """
+    rewards = np.array([turn.reward for turn in rollout.turns], np.float64)
+    if len(rewards) != turns:
+        raise ConfigError(
+            f"rollout {rollout.rollout_id!r} has {len(rewards)} turns with a reward, but its tokens are of {turns} requests, so "
+            "turns cannot be told apart; choose an estimator of whole rollouts (algo.advantage.name)"
+        )
+    rewards[-1] += rollout.reward - rewards.sum()
+    return rewards
+
+
+def normalised(tokens: list[tuple[SampledSequence, Floats]]) -> dict[RowKey, NDArray[np.float32]]:
+    """Return ``(a - mean) / sqrt(var + 1e-8)`` over the tokens of all sequences, by row; the variance is the sample's (n - 1).
+
+    A single token, and equal values, get zeros.
+    """
+    if not tokens:
+        return {}
+    values = np.concatenate([values_S for _, values_S in tokens])
+    scale = np.sqrt(values.var(ddof=1) + 1e-8) if len(values) > 1 and np.ptp(values) else np.inf
+    return by_row([(sequence, (values_S - values.mean()) / scale) for sequence, values_S in tokens])
+
+
+def by_row(tokens: list[tuple[SampledSequence, Floats]]) -> dict[RowKey, NDArray[np.float32]]:
+    """Return the tokens' values by row."""
+    return {key: row for sequence, values_S in tokens for key, row in sequence.scatter(values_S).items()}

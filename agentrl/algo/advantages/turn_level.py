@@ -1,0 +1,47 @@
+"""Turn-level advantages. Legend: ``S`` sampled tokens of a sequence, ``K`` turns."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from agentrl.algo.advantages.rewards import by_row, turn_rewards
+from agentrl.algo.base import AdvantageInput, Advantages
+from agentrl.batch.sequences import sampled_sequences
+from agentrl.config.algo import TurnLevelAdvantage
+
+
+def turn_level(given: AdvantageInput, options: TurnLevelAdvantage) -> Advantages:
+    """Return for each turn its return minus the mean return of the group's *other* rollouts that reached this turn.
+
+    The return of turn k is ``Σ_{j ≥ k} gamma^(j - k) · reward_j``. Whether a rollout reaches turn k is decided before turn k,
+    so the baseline does not depend on what is sampled in it, and the gradient has no bias. (Centring each turn's *reward*
+    before summing has one: every further turn adds a term whose mean is not 0, so that longer episodes are paid for;
+    verl-project/verl#7244.) A turn that no other rollout of the group reached gets 0.
+    """
+    returns: dict[tuple[int, str], list[tuple[object, np.ndarray]]] = defaultdict(list)
+    sequences = []
+    for rollout, group in zip(given.groups.rollouts_N, given.groups.groups_N.tolist(), strict=True):
+        for sequence in sampled_sequences(rollout):
+            turns_S = sequence.turns_S
+            if not len(turns_S):
+                continue
+            rewards_K = turn_rewards(rollout, int(turns_S.max()) + 1)
+            if given.kl:
+                rewards_K -= np.bincount(turns_S, sequence.gather(given.kl))
+            returns_K, later = np.zeros(len(rewards_K)), 0.0
+            for turn in reversed(range(len(rewards_K))):
+                later = returns_K[turn] = rewards_K[turn] + options.gamma * later
+            name = (group, sequence.rows[0].key.agent_id)
+            returns[name].append((sequence, returns_K))
+            sequences.append((name, sequence, turns_S, returns_K))
+    tokens = []
+    for name, sequence, turns_S, returns_K in sequences:
+        advantages_K = np.zeros(len(returns_K))
+        for turn, value in enumerate(returns_K):
+            others = [other[turn] for one, other in returns[name] if one is not sequence and len(other) > turn]
+            if any(other != value for other in others):  # rounding in the mean of equal returns is no advantage
+                advantages_K[turn] = value - np.mean(others)
+        tokens.append((sequence, advantages_K[turns_S]))
+    return by_row(tokens)

@@ -1,0 +1,62 @@
+"""Advantages of a training step: penalties, estimator, and what the loss needs of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.algo.base import AdvantageInput, Advantages
+from agentrl.algo.overlong import with_penalties
+from agentrl.algo.registry import make_estimator
+from agentrl.batch.sequences import sampled_sequences
+from agentrl.config.algo import AlgoConfig
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Rollout, Row, RowKey
+
+RowAdvantages = dict[RowKey, NDArray[np.float32]]
+"""By row: ``[T]``, 0 at tokens that are not trained."""
+
+
+def estimate_advantages(config: AlgoConfig, given: AdvantageInput) -> RowAdvantages:
+    """Return the advantage of every trained token of a training step.
+
+    Raises:
+        ConfigError: the rewards do not fit the estimator, or it returned no finite number for a rollout.
+
+    """
+    given = replace(given, groups=with_penalties(given.groups, config.overlong))
+    found = make_estimator(config.advantage)(given)
+    advantages: RowAdvantages = {}
+    for rollout in given.groups.rollouts_N:
+        of_rows = {row.key: _of_row(found, rollout, row, config.advantage.name) for row in rollout.rows}
+        for sequence in sampled_sequences(rollout):
+            values_S = sequence.gather(of_rows)
+            if config.loss.name == "gspo" and len(values_S):  # its objective has one advantage a sequence
+                values_S[:] = values_S.mean() if np.ptp(values_S) else values_S
+            advantages |= sequence.scatter(values_S)
+    return advantages
+
+
+def _of_row(found: Advantages, rollout: Rollout, row: Row, name: str) -> NDArray[np.float32]:
+    """Return the advantages of a row's tokens, of which those that are not trained are any number."""
+    by_key: dict[object, object] = found  # type: ignore[assignment]
+    value = by_key.get(row.key, by_key.get(row.key.rollout_id))
+    if value is None:
+        raise ConfigError(f"algo.advantage.name={name} returned no advantage for rollout {rollout.rollout_id!r}")
+    values = np.broadcast_to(np.asarray(value, np.float32), row.mask.shape)
+    if not np.isfinite(values[row.mask.astype(bool)]).all():
+        raise ConfigError(
+            f"algo.advantage.name={name}: an advantage of rollout {rollout.rollout_id!r}, with reward {rollout.reward:g}, is "
+            "not finite"
+        )
+    return values
+
+
+def mean_advantages(advantages: RowAdvantages) -> dict[str, float]:
+    """Return the mean advantage of each rollout's trained tokens, by ``rollout_id``; those without one have 0."""
+    sums: dict[str, list[float]] = {}
+    for key, values in advantages.items():
+        sums.setdefault(key.rollout_id, []).extend(values[values != 0].tolist())
+    return {rollout_id: float(np.mean(values)) if values else 0.0 for rollout_id, values in sums.items()}

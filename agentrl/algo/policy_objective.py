@@ -1,0 +1,95 @@
+"""The loss of reinforcement learning: policy loss, importance correction, KL term and entropy bonus."""
+
+from __future__ import annotations
+
+import torch
+
+from agentrl.algo.base import LossInput, LossMetrics, PolicyLoss
+from agentrl.algo.correction import importance_weights
+from agentrl.algo.kl import kl_estimate
+from agentrl.config.algo import AlgoConfig
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this in the metrics, so that one token cannot make the mean infinite."""
+
+
+class PolicyObjective:
+    """``Σ weight · (correction · policy loss + kl_coef · KL estimate - entropy_coef · entropy)`` over a micro-batch.
+
+    The last two terms have a gradient also where the policy loss is clipped, has no advantage or is rejected.
+
+    Args:
+        config: of the objective.
+        policy_loss: the loss of each token.
+
+    """
+
+    def __init__(self, config: AlgoConfig, policy_loss: PolicyLoss) -> None:
+        self.config = config
+        self.policy_loss = policy_loss
+        correction = config.correction
+        self._corrects_here = correction.active and not correction.needs_all_tokens
+
+    def __call__(self, logprobs_N: torch.Tensor, given: LossInput) -> tuple[torch.Tensor, LossMetrics]:
+        """Return the loss and its metrics. ``kl`` is k3 regardless of ``kl_kind``, ``kl_loss`` is before ``kl_coef``."""
+        old_N, weight_N = self.old_logprobs(logprobs_N, given), given.weight_N
+        token = self.policy_loss(logprobs_N, old_N, given)
+        metrics = _metrics(logprobs_N.detach(), old_N, token.clipped_N, given)
+        correction_N = self._correction(logprobs_N.detach(), given)
+        loss_N = token.loss_N
+        if correction_N is not None:
+            loss_N = correction_N * loss_N
+            metrics.sums |= {
+                "correction_mean": correction_N.sum(),
+                "correction_rejected": (correction_N == 0).sum().float(),
+            }
+        if self.config.needs_reference and self.config.kl_in == "loss":
+            reference_N = given.reference_logprobs_N
+            assert reference_N is not None, "the learner gave no log-probabilities of the reference policy"
+            kl_N = kl_estimate(logprobs_N, reference_N, self.config.kl_kind)
+            loss_N = loss_N + self.config.kl_coef * kl_N
+            metrics.sums["kl"] = kl_estimate(logprobs_N.detach(), reference_N, "k3").sum()
+            metrics.totals["kl_loss"] = (weight_N * kl_N.detach()).sum()
+        if self.config.needs_entropy:
+            assert given.entropy_N is not None, "the learner gave no entropies"
+            loss_N = loss_N - self.config.entropy_coef * given.entropy_N
+        return (weight_N * loss_N).sum(), metrics
+
+    def old_logprobs(self, logprobs_N: torch.Tensor, given: LossInput) -> torch.Tensor:
+        """Return the log-probabilities in the ratio's denominator, ``[N]`` without gradient; see ``algo.old_logprobs``."""
+        return given.logprobs_N if self.config.old_logprobs == "sampler" else _learners(logprobs_N.detach(), given)
+
+    def _correction(self, logprobs_N: torch.Tensor, given: LossInput) -> torch.Tensor | None:
+        """Return importance weights: the driver's, or those of each token alone."""
+        if given.correction_N is not None or not self._corrects_here:
+            return given.correction_N
+        log_ratio_N = _learners(logprobs_N, given) - given.logprobs_N
+        return importance_weights(log_ratio_N, torch.arange(len(log_ratio_N)), self.config.correction)
+
+
+def _learners(logprobs_N: torch.Tensor, given: LossInput) -> torch.Tensor:
+    """Return the learner's log-probabilities before the first optimizer step: computed then, or of this pass, the first."""
+    return logprobs_N if given.learner_logprobs_N is None else given.learner_logprobs_N
+
+
+@torch.no_grad()
+def _metrics(logprobs_N: torch.Tensor, old_N: torch.Tensor, clipped_N: torch.Tensor, given: LossInput) -> LossMetrics:
+    """Return metrics of ratio and clipping, and of the difference between sampler and learner.
+
+    ``sampler_kl`` is the estimator k3 of KL(sampler ‖ learner), ``r - 1 - log r`` with ``r`` learner over sampler
+    (Schulman, "Approximating KL Divergence"): never negative, and 0 if both agree on every token.
+    """
+    ratio_N = (logprobs_N - old_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    gap_N = (_learners(logprobs_N, given) - given.logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    zero = ratio_N.new_zeros(1)
+    return LossMetrics(
+        sums={
+            "ratio_mean": ratio_N.sum(),
+            "clip_fraction": clipped_N.sum().float(),
+            "sampler_kl": (gap_N.expm1() - gap_N).sum(),
+        },
+        maxima={
+            "ratio_max": torch.cat([ratio_N, zero]).max(),
+            "sampler_gap_max": torch.cat([gap_N.abs(), zero]).max(),
+        },
+    )

@@ -1,0 +1,85 @@
+"""Sequences of sampled tokens: what one agent sampled in a rollout, over all of its rows. Legend: ``S`` tokens of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.core.types import Rollout, Row, RowKey
+
+SequenceKey = tuple[str, str]
+"""``rollout_id`` and ``agent_id``."""
+
+
+def sequence_key(key: RowKey) -> SequenceKey:
+    """Return the key of the sequence that a row belongs to."""
+    return key.rollout_id, key.agent_id
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSequence:
+    """The trained tokens of one agent in one rollout, in the order of its rows.
+
+    A conversation's rows are in the order in which they were begun, and a token that several share is trained in the
+    first: so this is the order sampled, but for branches (subagents), which follow the conversation that they left.
+    """
+
+    rows: tuple[Row, ...]
+    """Ordered by ``RowKey.row``."""
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return sum(int(_trained(row).sum()) for row in self.rows)
+
+    @property
+    def turns_S(self) -> NDArray[np.int64]:
+        """Index of each token's turn: how many requests of the sequence were before its own."""
+        numbers: dict[str, int] = {}
+        turns: list[int] = []
+        for row in self.rows:
+            for request in row.requests[_trained(row)].tolist():
+                turns.append(numbers.setdefault(row.request_ids[request], len(numbers)))
+        return np.array(turns, np.int64)
+
+    def gather(self, values: Mapping[RowKey, NDArray[np.float32]]) -> NDArray[np.float64]:
+        """Return ``[S]`` values of the sequence's tokens; rows without values have zeros."""
+        parts = [
+            np.asarray(values[row.key] if row.key in values else np.zeros(len(row.mask)), np.float64)[_trained(row)]
+            for row in self.rows
+        ]
+        return np.concatenate(parts) if parts else np.zeros(0)
+
+    def scatter(self, values_S: NDArray[np.float64]) -> dict[RowKey, NDArray[np.float32]]:
+        """Return ``[S]`` values as ``[T]`` values of each row, 0 at tokens that are not trained."""
+        found, start = {}, 0
+        for row in self.rows:
+            trained = _trained(row)
+            values = np.zeros(len(trained), np.float32)
+            values[trained] = values_S[start : start + int(trained.sum())]
+            start += int(trained.sum())
+            found[row.key] = values
+        return found
+
+
+def _trained(row: Row) -> NDArray[np.bool_]:
+    """Return where a row is trained; never its first token, which nothing predicts."""
+    trained = row.mask.astype(bool)
+    trained[:1] = False
+    return trained
+
+
+def sampled_sequences(rollout: Rollout) -> list[SampledSequence]:
+    """Return the sequences of a rollout, one an agent."""
+    return sequences_of(rollout.rows)
+
+
+def sequences_of(rows: Iterable[Row]) -> list[SampledSequence]:
+    """Return the sequences of any rows, in the order in which they first occur."""
+    found: dict[SequenceKey, list[Row]] = {}
+    for row in rows:
+        found.setdefault(sequence_key(row.key), []).append(row)
+    return [SampledSequence(tuple(sorted(of_one, key=lambda row: row.key.row))) for of_one in found.values()]

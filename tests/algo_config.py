@@ -1,0 +1,13 @@
+"""Objectives as a run has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentrl.config.algo import AlgoConfig
+from agentrl.config.load import validate
+
+
+def make_algo(**changes: Any) -> AlgoConfig:
+    """Return the ``algo`` section of a run on the embedded engine."""
+    return validate({"algo": changes}).algo
