@@ -10,10 +10,8 @@ from agentrl.render.parsers.base import Piece, between, text_of, truncated
 from agentrl.render.parsers.pythonic import python_calls
 
 
-class Lfm2Parser:
-    """Parser of the calls of LFM2: ``<|tool_call_start|>[f(a=1), g(b="x")]<|tool_call_end|>``."""
-
-    markers = ("<|tool_call_start|>", "<|tool_call_end|>")
+class _PythonicBetweenMarkers:
+    markers: tuple[str, str]
 
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         """See `CallParser`."""
@@ -25,7 +23,13 @@ class Lfm2Parser:
         ]
 
 
-class ToolCodeParser:
+class Lfm2Parser(_PythonicBetweenMarkers):
+    """Parser of the calls of LFM2: ``<|tool_call_start|>[f(a=1), g(b="x")]<|tool_call_end|>``."""
+
+    markers = ("<|tool_call_start|>", "<|tool_call_end|>")
+
+
+class ToolCodeParser(_PythonicBetweenMarkers):
     """Parser of calls in a code block ``tool_code``, as Gemma 3 is prompted to write them::
 
     ```tool_code
@@ -34,12 +38,3 @@ class ToolCodeParser:
     """
 
     markers = ("```tool_code", "```")
-
-    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """See `CallParser`."""
-        opening, closing = self.markers
-        return [
-            call
-            for body, closed in between(pieces, opening, closing)
-            for call in (python_calls(text_of(body).strip()) if closed else [truncated(closing)])
-        ]

@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +15,7 @@ from agentrl.render.registry import make_renderer
 from tests.unit.render.oracles import template
 from tests.unit.render.test_parsers_glm import typed
 from tests.unit.render.tokenizers import qwen_tokenizer
+from tests.unit.test_hostile_text import CPU_S, cpu_s
 
 
 def json_of(value):
@@ -189,27 +189,7 @@ def test_a_call_within_reasoning_calls_nothing(name, thought):
 _PREFIXES = ("", "atem:", "steptml:", "｜DSML｜")
 PIECES = sorted(
     {marker for make in PARSERS.values() for marker in (*make().markers, *sum(reasoning_markers(make()), ()))}
-    | {
-        " ",
-        "\n",
-        "x",
-        "{",
-        "}",
-        "[",
-        "]",
-        "(",
-        ")",
-        '"',
-        "'",
-        ":",
-        "=",
-        ",",
-        "\\",
-        "call:f",
-        "to=functions.f",
-        "f",
-        "1",
-    }
+    | {*" \nx{}[]()\"':=,\\f1", "call:f", "to=functions.f"}
     | {"<function=f>", "<parameter=a>", "</parameter>", "</function>", "<f>", "</f>"}
     | {f"<{prefix}{rest}" for prefix in _PREFIXES for rest in ('invoke name="f">', 'parameter name="a">')}
     | {f"</{prefix}{rest}" for prefix in _PREFIXES for rest in ("invoke>", "parameter>")}
@@ -231,21 +211,19 @@ def openings(name):
     return ["", *(text[:at] for text in whole for at in (text.index("typed"), text.index("QQ")))]
 
 
-REPEATED = 64_000
-"""Characters of a hostile text."""
+REPEATED = 18_000
+"""Characters of a hostile text: where they take `CPU_S` if the time is quadratic, 64,000 take two seconds."""
 
 
 @pytest.mark.parametrize("name", sorted(PARSERS))
 def test_hostile_repetitions_take_linear_time(name):
-    """Anything that a call is made of, thousands of times, alone and within a call. Quadratic time would be minutes."""
+    """Anything that a call is made of, thousands of times, alone and within a call."""
     units = [*PARSERS[name]().markers[:8], " ", "\n", "x", "{", "[ ", "(", '"', "'", '\\"', "a b", "a:", "1", "<typed>"]
     units += [f'<{prefix}invoke name="f"><{prefix}parameter name="a">' for prefix in _PREFIXES[:3]]
     for opening in openings(name):
         for unit in units:
             text = opening + unit * (REPEATED // len(unit))
-            begun = time.process_time()
-            read(name, text, (typed,))
-            assert time.process_time() - begun < 2.0, (opening, unit)
+            assert cpu_s(lambda text: read(name, text, (typed,)), text) < CPU_S, (opening, unit)
 
 
 TEMPLATES = {"gptoss": "harmony", "gemma4_v5": "gemma", "lfm2_2_5_v2": "lfm2", "muse_glimmer": "atem"}

@@ -14,6 +14,7 @@ from agentrl_tasks.multihop.world import RELATIONS, World
 
 from agentrl.core.errors import ConfigError, UnknownNameError
 from agentrl.core.registry import make_env, make_tasks, tool_service
+from agentrl.core.tool import ToolClient
 from agentrl.core.types import Message, ToolCalls, ToolResults
 
 
@@ -21,9 +22,14 @@ def words(text: str) -> set[str]:
     return set(re.findall(r"\w+", text.lower()))
 
 
-def play(tasks: Multihop, task, seed: int = 0) -> tuple[float, dict[str, float], list[str]]:
+@pytest.fixture(scope="module")
+def search() -> ToolClient:
+    """A client of the search tool with the corpora of the taskset, which no fault changes."""
+    return tool_service("search").local_client(Multihop().corpora(), {})
+
+
+def play(tasks: Multihop, task, search: ToolClient, seed: int = 0) -> tuple[float, dict[str, float], list[str]]:
     """Let the task's expert act in the real environment; return reward, metrics and the expert's turns."""
-    search = tool_service("search").local_client(tasks.corpora(), {})
     env = make_env("search_r1", {"topk": 2})
     expert = tasks.demonstrator(task, np.random.default_rng(seed))
     observation, _ = env.reset(seed=seed, options={"task": task})
@@ -124,19 +130,19 @@ def test_shuffled_titles_leave_no_document_its_own_facts() -> None:
     assert tasks.corpora()["heldout"] != Multihop().corpora()["heldout"]
 
 
-def test_clean_experts_are_always_right() -> None:
+def test_clean_experts_are_always_right(search: ToolClient) -> None:
     tasks = Multihop()
     for task in tasks.split("eval")[:45]:
-        reward, metrics, _ = play(tasks, task)
+        reward, metrics, _ = play(tasks, task, search)
         assert reward == 1.0, task.question
         assert metrics["searches"] == task.metadata["hops"]
         assert metrics["valid_format"] == 1.0
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_what_they_say(fault: str) -> None:
+def test_faults_are_what_they_say(fault: str, search: ToolClient) -> None:
     tasks = Multihop(faults={fault: 1.0})
-    played = [(task, *play(tasks, task, seed)) for seed, task in enumerate(tasks.split("eval")[:24])]
+    played = [(task, *play(tasks, task, search, seed)) for seed, task in enumerate(tasks.split("eval")[:24])]
     for task, reward, metrics, turns in played:
         hops = task.metadata["hops"]
         assert turns[-1].endswith("</answer>")
