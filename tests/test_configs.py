@@ -45,7 +45,7 @@ def test_with_a_gpu_the_main_job_is_the_same_but_for_the_engine() -> None:
         section["learner"]["device"] = None
     assert (cpu["algo"].pop("old_logprobs"), gpu["algo"].pop("old_logprobs")) == ("sampler", "learner")
     assert (cpu["algo"]["correction"].pop("rollout_is"), gpu["algo"]["correction"].pop("rollout_is")) == (
-        "off",
+        "none",
         "token",
     )
     assert cpu == gpu
