@@ -175,6 +175,10 @@ class RayLearnerGroup:
         ]
         return {key: row for share in self._results(refs, "logprobs") for key, row in share.items()}
 
+    def update_reference(self) -> None:
+        """Copy the policy into the reference; see `LearnerGroup.update_reference`."""
+        self._call(lambda actor: actor.learner.update_reference(), "update_reference")
+
     def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
         """Iterate over the weights; see `LearnerGroup.buckets`."""
         head = self._call(lambda actor: actor.first_bucket(bucket_bytes, dtype), "first_bucket")[0]

@@ -62,6 +62,10 @@ class LearnerRank(WeightSource, Protocol):
         """
         ...
 
+    def update_reference(self) -> None:
+        """Make the reference policy a copy of the policy; see `LearnerGroup.update_reference`."""
+        ...
+
     def sleep(self) -> None:
         """Offload to the CPU and release the device's memory; see `LearnerGroup.sleep`."""
         ...
@@ -154,6 +158,15 @@ class LearnerGroup(Protocol):
 
         Raises:
             LearnerError: no such policy is loaded, or a rank failed.
+
+        """
+        ...
+
+    def update_reference(self) -> None:
+        """Make the reference policy a copy of the policy. Checkpoints have it from then on.
+
+        Raises:
+            LearnerError: there is no reference, or it is of another architecture.
 
         """
         ...

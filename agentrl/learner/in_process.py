@@ -46,6 +46,10 @@ class LocalLearnerGroup(WeightExporter):
         """Return log-probabilities by row; see `LearnerGroup.logprobs`."""
         return self.rank.logprobs(batch, policy)
 
+    def update_reference(self) -> None:
+        """Copy the policy into the reference; see `LearnerGroup.update_reference`."""
+        self.rank.update_reference()
+
     def sleep(self) -> None:
         """Release the device's memory; see `LearnerGroup.sleep`."""
         self.rank.sleep()

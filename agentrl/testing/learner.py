@@ -54,6 +54,10 @@ class FakeLearner:
         self.steps += 1
         return dict(self._metrics)
 
+    def update_reference(self) -> None:
+        """There is no reference policy."""
+        raise LearnerError("the fake learner has no reference policy; set algo.reference_steps=0")
+
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> dict[RowKey, Any]:
         """Return by row key the float32 log-probabilities ``[T]`` in the batch, which are the sampler's."""
         self._check_awake()

@@ -126,6 +126,9 @@ class Trainer:
                     self._ahead += 1
         self.step, self._ahead = self.step + 1, 0
         self.position += self.config.rollout.batch_size
+        if self.config.algo.reference_steps and self.step % self.config.algo.reference_steps == 0:
+            await self.source.release_gpus_for_training(self.learner, watch)
+            await asyncio.to_thread(self.learner.update_reference)
         await self.source.on_step_trained(self.step, mean_advantages(advantages))
         try:
             await self._sync_weights(watch)

@@ -63,6 +63,7 @@ class FsdpRank:
         self.device = device
         self.source = folder
         self.step = 0
+        self.reference_updated = False
         seed_everything(seed + dist.get_rank())
         self.algo = algo
         self.objective = make_objective(algo)
@@ -198,6 +199,20 @@ class FsdpRank:
             flat[at_N] = scored_N.float().cpu()
             found |= {key: flat[row == number].numpy() for number, key in enumerate(micro.keys)}
         return found
+
+    @torch.no_grad()
+    def update_reference(self) -> None:
+        """Copy the policy into the reference; see `LearnerRank.update_reference`."""
+        self._check_awake()
+        theirs = dict(self._policy("reference").hf.named_parameters())
+        if {name: p.shape for name, p in theirs.items()} != {name: p.shape for name, p in self._parameters.items()}:
+            raise LearnerError(
+                "the reference has another architecture than the policy, so it cannot become the policy: set "
+                "algo.reference_steps=0, or algo.reference to a model of the policy's architecture"
+            )
+        for name, parameter in self._parameters.items():
+            theirs[name].copy_(parameter)
+        self.reference_updated = True
 
     @property
     def gathers_on(self) -> torch.device:

@@ -5,6 +5,7 @@
     folder/
       model/         Hugging Face folder: float32 safetensors, configuration, the tokenizer's files
       optimizer/     torch.distributed.checkpoint: loads on any number of ranks; absent before the first step
+      reference/     the reference policy, likewise; only once it is not the one that the run started with
       random/        one file per rank: torch, CUDA, NumPy and Python states
       learner.json   finished steps, optimizer, number of ranks, shapes of all weights; written last
 """
@@ -55,6 +56,10 @@ class SavedRank(WeightSource, Protocol):
     optimizers: list[torch.optim.Optimizer]
     step: int
     """Finished optimizer steps."""
+    policies: dict[str, PolicyModel]
+    """The policy as ``main``, and the reference, if there is one."""
+    reference_updated: bool
+    """Whether the reference was the policy of an earlier step (``algo.reference_steps``)."""
 
     def present(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the state in readable memory: the offloaded copy while the rank sleeps."""
@@ -76,6 +81,8 @@ def save_state(rank: SavedRank, folder: Path) -> None:
     if rank.step:
         states = tree_map_only(torch.Tensor, rank.present, _optimizer_states(rank))
         save_sharded(states, checkpoint_id=part / "optimizer")
+    if rank.reference_updated:
+        save_sharded(tree_map_only(torch.Tensor, rank.present, _reference(rank)), checkpoint_id=part / "reference")
     dist.barrier()
     if dist.get_rank() == 0:
         (part / "learner.json").write_text(json.dumps(_description(rank), indent=1), encoding="utf-8")
@@ -100,6 +107,9 @@ def load_state(rank: SavedRank, folder: Path) -> None:
         full = StateDictOptions(full_state_dict=True, strict=False)
         set_model_state_dict(rank.model, {f"hf.{name}": value for name, value in weights.items()}, options=full)
         states = _load_optimizers(rank, folder / "optimizer") if found["step"] else {}
+        rank.reference_updated = (folder / "reference").is_dir() and "reference" in rank.policies
+        if rank.reference_updated:
+            load_sharded(_reference(rank), checkpoint_id=folder / "reference")
     except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
         words = str(error).strip().splitlines() or ["no message"]
         raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {words[-1]}") from error
@@ -143,6 +153,11 @@ def _load_optimizers(rank: SavedRank, folder: Path) -> dict[str, Any]:
     states = _optimizer_states(rank)
     load_sharded(states, checkpoint_id=folder)
     return states
+
+
+def _reference(rank: SavedRank) -> dict[str, torch.Tensor]:
+    """Return the sharded weights of the reference policy by name; loading writes into them."""
+    return {name: parameter.detach() for name, parameter in rank.policies["reference"].hf.named_parameters()}
 
 
 def _set_moments(rank: SavedRank, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

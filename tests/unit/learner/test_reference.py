@@ -146,6 +146,36 @@ def test_a_resumed_learner_keeps_the_reference_and_goes_on_bit_for_bit(learners,
     assert all(torch.equal(value, wanted[name]) for name, value in tensors(learner).items())
 
 
+def test_a_reference_that_follows_the_policy_is_it_and_is_in_checkpoints(learners, model, tmp_path):
+    algo = make_algo(kl_coef=0.5, reference_steps=1)
+    learner = learners.open(reference=model, algo=algo)
+    batches = [make_batch(LENGTHS, seed=seed) for seed in range(3)]
+    learner.train_step(batches[0])
+    learner.update_reference()
+    followed = learner.logprobs(batches[0])
+    learner.train_step(batches[1])
+    learner.sleep()
+    learner.save(tmp_path / "state")
+    learner.wake()
+    straight = learner.train_step(batches[2])
+    for key, value in learner.logprobs(batches[0], "reference").items():
+        assert np.array_equal(value, followed[key])
+        assert not np.array_equal(value, learner.logprobs(batches[0])[key])
+
+    learner = learners.open(reference=model, algo=algo, folder=tmp_path / "state" / "model")
+    learner.load(tmp_path / "state")
+    assert all(np.array_equal(value, followed[key]) for key, value in learner.logprobs(batches[0], "reference").items())
+    assert learner.train_step(batches[2]) == straight
+
+
+def test_a_reference_of_another_architecture_cannot_follow(learners, tmp_path):
+    learner = learners.open(
+        reference=make_model(tmp_path / "llama", "llama"), algo=make_algo(kl_coef=0.5, reference_steps=1)
+    )
+    with pytest.raises(LearnerError, match=r"another architecture.*algo\.reference_steps=0"):
+        learner.update_reference()
+
+
 def test_training_leaves_the_reference_as_it_is_and_frozen(learners, other):
     learner = learners.open(reference=other, algo=make_algo(kl_coef=1.0))
     batch = make_batch(LENGTHS)
