@@ -1,9 +1,14 @@
 """Every shipped configuration loads, names things that exist, and starts with the command that runs it."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from agentrl.algo.registry import make_estimator, make_objective
+from agentrl.cli.main import build_parser
+from agentrl.cli.options import config_layers
+from agentrl.config.layers import differences, load_layers
 from agentrl.config.load import dump, load_config, read_yaml, validate
 from agentrl.config.reference import reference
 from agentrl.config.schema import Config
@@ -14,7 +19,8 @@ from agentrl.train.preflight import plan_run
 from agentrl.train.warm_start import warm_start_config
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = sorted(shipped_folder().rglob("*.yaml"))
+RECIPES = sorted((shipped_folder() / "algo").glob("*.yaml"))
+CONFIGS = sorted({*shipped_folder().rglob("*.yaml")} - {*RECIPES})
 MACHINE = {
     "model.path",
     "sampler.backend",
@@ -36,6 +42,33 @@ def test_shipped_configuration(path: Path) -> None:
     plan = plan_run(config)
     for lack in plan.missing:
         assert lack.split("=")[0] in MACHINE, f"a mistake, and nothing that a machine could lack: {lack}"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("env", ["search_r1", "python_math", "code_contest"])
+def test_recipe(path: Path, env: str) -> None:
+    command = f"agentrl train --env {env} --config algo/{path.stem}"
+    assert path.read_text().splitlines()[0] == "# " + command.replace(env, "search_r1")
+    layers = config_layers(build_parser("train").parse_args(command.split()[1:]))
+    assert [layer.origin.split()[0] for layer in layers] == ["default", "preset", "recipe", "command"]
+    config, preset = load_layers(layers), load_layers(layers[:2])
+    make_estimator(config.algo.advantage)
+    make_objective(config.algo)
+    changed = {found.key.split(".")[0] for found in differences(preset, config)}
+    assert changed <= {"algo", "batch"}, "it fits on every preset"
+    assert {*layers[2].tree} == {"algo", "batch"}
+    assert {"advantage", "loss"} <= {*layers[2].tree["algo"]}, "another recipe's would stay otherwise"
+    assert {*layers[2].tree["batch"]} == {"aggregation", "denominator"}
+
+
+def test_the_page_lists_every_recipe() -> None:
+    page = (ROOT / "docs" / "presets.md").read_text()
+    rows = re.findall(r"^\| `algo/(\w+)` \| `(\w+)` \| `(\w+)` \| `(\w+)` \| `(\w+)` \|$", page, re.MULTILINE)
+    assert sorted(row[0] for row in rows) == [path.stem for path in RECIPES]
+    for name, *said in rows:
+        config = load_config(find_config(f"algo/{name}"))
+        algo, batch = config.algo, config.batch
+        assert said == [algo.advantage.name, algo.loss.name, batch.aggregation, batch.denominator], name
 
 
 def test_with_a_gpu_the_main_job_is_the_same_but_for_the_engine() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from agentrl.config.layers import Layer, load_layers
 from agentrl.config.load import Tree, merge, parse_override, read_yaml
 from agentrl.config.schema import Config
-from agentrl.config.shipped import default_config, find_config, preset_name
+from agentrl.config.shipped import default_config, find_config, is_recipe, shipped_name
 from agentrl.core.registry import env_class
 
 COMMAND_LINE = "command line"
@@ -27,7 +28,8 @@ def add_plain_config_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         action="append",
         default=[],
-        help="a YAML file, or a preset such as search_r1/cpu; may be repeated, later ones override earlier ones",
+        help="a YAML file, a preset such as search_r1/cpu, or a recipe such as algo/gspo; may be repeated, the last one "
+        "overrides",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over those of the files")
 
@@ -78,7 +80,7 @@ def config_layers(arguments: argparse.Namespace) -> list[Layer]:
     """Return preset, ``--config`` files in their order, and settings of the command line, from bottom to top.
 
     The preset is that of the environment for this hardware. There is none if files are given without an environment, and
-    none if one of the files is a preset itself.
+    none if one of the files is a preset itself. Recipes are no such files: they change nothing of this.
 
     Raises:
         ConfigError, UnknownNameError: a file or the environment does not exist, or a setting does not parse.
@@ -88,12 +90,13 @@ def config_layers(arguments: argparse.Namespace) -> list[Layer]:
     files = _file_layers(arguments.config)
     layers = [_hardware()]
     named = settings.get("env", {}).get("name") if isinstance(settings.get("env"), dict) else None
-    if named is not None or not files:
+    others = [file for name in arguments.config if not is_recipe(file := find_config(name))]
+    if named is not None or not others:
         env = str(named or "search_r1")
         env_class(env)
         preset = default_config(env, gpu=has_gpu())
-        if preset is not None and not any(preset_name(find_config(name)) for name in arguments.config):
-            layers.append(Layer(f"preset {preset_name(preset)}", read_yaml(preset)))
+        if preset is not None and not any(map(shipped_name, others)):
+            layers.append(Layer(_origin(preset), read_yaml(preset)))
     return [*layers, *files, Layer(COMMAND_LINE, settings)]
 
 
@@ -110,9 +113,14 @@ def command_line_layers(arguments: argparse.Namespace) -> list[Layer]:
 def _file_layers(names: Sequence[str]) -> list[Layer]:
     files = [find_config(name) for name in names]
     return [
-        Layer(f"preset {preset}" if (preset := preset_name(file)) else f"--config {name}", read_yaml(file))
-        for name, file in zip(names, files, strict=True)
+        Layer(_origin(file) or f"--config {name}", read_yaml(file)) for name, file in zip(names, files, strict=True)
     ]
+
+
+def _origin(file: Path) -> str:
+    """Return the origin of values from a shipped configuration; empty for another file."""
+    name = shipped_name(file)
+    return f"{'recipe' if is_recipe(file) else 'preset'} {name}" if name else ""
 
 
 def _overrides(arguments: argparse.Namespace) -> Tree:

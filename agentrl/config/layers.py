@@ -8,11 +8,9 @@ from typing import Any
 
 import yaml
 
-from agentrl.config.load import Tree, merge, validate
+from agentrl.config.load import Key, Tree, merge, put_on, replaced_options, validate
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import REDACTED, redact, secret_part
-
-Key = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ def stack(layers: Sequence[Layer]) -> Tree:
     """Return all layers merged."""
     tree: Tree = {}
     for layer in layers:
-        tree = merge(tree, layer.tree)
+        tree = put_on(tree, layer.tree)
     return tree
 
 
@@ -72,7 +70,9 @@ def annotated(config: Config, layers: Sequence[Layer]) -> str:
     """Return the configuration of ``layers`` as YAML, with the origin of every value as a comment; secrets are redacted."""
     tree = redact(config.model_dump(mode="json"))
     origins: dict[Key, str] = {}
-    for layer in layers:
+    for number, layer in enumerate(layers):
+        for replaced in replaced_options(stack(layers[:number]), layer.tree):
+            origins = {key: origin for key, origin in origins.items() if key[: len(replaced)] != replaced}
         origins |= {key: layer.origin for key, _ in _leaves(layer.tree)}
     lines = list(_lines(tree, origins, ()))
     width = min(60, max(len(line) for line, _ in lines))

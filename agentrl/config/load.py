@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from agentrl.config.algo import AdvantageConfig, LossConfig
 from agentrl.config.checks import check
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import REDACTED, redacted_keys
@@ -16,6 +17,8 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.reading import one_line
 
 Tree = dict[str, Any]
+Key = tuple[str, ...]
+"""The names that lead to a value."""
 
 
 def load_config(file: Path | None, overrides: Sequence[str] = (), base: Tree | None = None) -> Config:
@@ -27,10 +30,10 @@ def load_config(file: Path | None, overrides: Sequence[str] = (), base: Tree | N
         ConfigError: the file cannot be read, a key is unknown, or a value does not fit.
 
     """
-    tree = merge(base or {}, read_yaml(file) if file else {})
+    settings: Tree = {}
     for override in overrides:
-        tree = merge(tree, parse_override(override))
-    return validate(tree)
+        settings = merge(settings, parse_override(override))
+    return validate(put_on(put_on(base or {}, read_yaml(file) if file else {}), settings))
 
 
 def read_yaml(file: Path) -> Tree:
@@ -99,6 +102,39 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
         else:
             merged[key] = value
     return merged
+
+
+def put_on(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
+    """Return a layer merged over those below, without the options there of an estimator or loss that it replaces."""
+    for key in replaced_options(below, above):
+        below = _without(below, key)
+    return merge(below, above)
+
+
+def replaced_options(below: Mapping[str, Any], above: Mapping[str, Any]) -> list[Key]:
+    """Return the keys of options below that belong to another estimator or loss than the one that ``above`` names."""
+    found: list[Key] = []
+    for key, default in ((("algo", "advantage"), AdvantageConfig().name), (("algo", "loss"), LossConfig().name)):
+        old, new = _section(below, key), _section(above, key)
+        if "name" in new and new["name"] != old.get("name", default):
+            found.append((*key, "options"))
+    return found
+
+
+def _section(tree: Mapping[str, Any], key: Key) -> Mapping[str, Any]:
+    """Return the mapping at a key, or an empty one if there is none."""
+    for name in key:
+        value = tree.get(name)
+        tree = value if isinstance(value, Mapping) else {}
+    return tree
+
+
+def _without(tree: Mapping[str, Any], key: Key) -> Tree:
+    """Return the tree without what is at a key."""
+    name, *rest = key
+    kept = {other: value for other, value in tree.items() if other != name}
+    below = tree.get(name)
+    return {**kept, name: _without(below, tuple(rest))} if rest and isinstance(below, Mapping) else kept
 
 
 def validate(tree: Mapping[str, Any]) -> Config:

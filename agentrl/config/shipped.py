@@ -7,6 +7,9 @@ from pathlib import Path
 
 from agentrl.core.errors import ConfigError
 
+RECIPES = "algo/"
+"""What the names of shipped recipes begin with."""
+
 
 def shipped_folder() -> Path:
     """Return the folder that holds the shipped YAML files."""
@@ -42,7 +45,12 @@ def default_config(env: str, *, gpu: bool) -> Path | None:
     return path if path.is_file() else None
 
 
-def preset_name(file: Path) -> str | None:
+def shipped_name(file: Path) -> str | None:
     """Return the name of a shipped configuration such as ``search_r1/cpu``, or None for another file."""
     folder, path = shipped_folder().resolve(), file.resolve()
     return str(path.relative_to(folder).with_suffix("")) if path.is_relative_to(folder) else None
+
+
+def is_recipe(file: Path) -> bool:
+    """Return whether a file is a shipped recipe of an algorithm, which is put on top of any preset."""
+    return (shipped_name(file) or "").startswith(RECIPES)

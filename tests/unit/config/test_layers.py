@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import yaml
 
 from agentrl.cli.main import build_parser, main
 from agentrl.cli.options import config_layers, has_gpu
+from agentrl.config.algo import AlgoConfig
 from agentrl.config.layers import Layer, annotated, differences, load_layers
 from agentrl.config.load import load_config
+from agentrl.core.errors import ConfigError
 
 CPU = "preset search_r1/gpu" if has_gpu() else "preset search_r1/cpu"
 
@@ -86,6 +89,64 @@ def test_a_file_without_an_environment_is_the_whole_configuration(files: tuple[s
     layers = config_layers(parsed("--config", files[0], "train.steps=3"))
     assert load_layers(layers).tasks.name is None
     assert not any(layer.origin.startswith("preset") for layer in layers)
+
+
+@pytest.mark.parametrize(
+    ("words", "preset"),
+    [
+        ((), CPU),
+        (("--env", "search_r1"), CPU),
+        (("--config", "search_r1/cpu_discover"), "preset search_r1/cpu_discover"),
+        (("--config", "FILE"), None),
+        (("--env", "search_r1", "--config", "FILE"), CPU),
+    ],
+)
+def test_a_recipe_is_put_on_any_preset(words: tuple[str, ...], preset: str | None, files: tuple[str, str]) -> None:
+    words = tuple(word.replace("FILE", files[0]) for word in words)
+    plain, layers = config_layers(parsed(*words)), config_layers(parsed(*words, "--config", "algo/gspo"))
+    assert [layer.origin for layer in layers if layer.origin.startswith("preset")] == ([preset] if preset else [])
+    assert [layer.origin for layer in layers][:-1] == [*[layer.origin for layer in plain][:-1], "recipe algo/gspo"]
+    assert load_layers(layers).algo.loss.name == "gspo"
+
+
+def test_the_dry_run_shows_what_a_recipe_sets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--env", "search_r1", "--config", "algo/gspo", "--dry-run"]) == 0
+    text, plan = capsys.readouterr()
+    assert re.search(r"    name: gspo +# recipe algo/gspo\n", text)
+    assert re.search(r"  aggregation: sequence_mean +# recipe algo/gspo\n", text)
+    assert "grpo advantages, gspo loss" in plan
+
+
+def test_a_recipe_on_another_is_the_whole_recipe() -> None:
+    layers = config_layers(parsed("--config", "algo/gspo", "--config", "algo/cispo"))
+    alone = load_layers(config_layers(parsed("--config", "algo/cispo")))
+    assert differences(alone, load_layers(layers)) == []
+    found = origins("--config", "algo/gspo", "--config", "algo/cispo")
+    assert {origin for key, origin in found.items() if key.startswith("algo.loss")} == {"recipe algo/cispo"}
+
+
+def test_options_go_with_the_name_they_are_for(tmp_path: Path) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text("algo: {loss: {options: {clip_low: 0.1}}, advantage: {name: grpo, options: {std_eps: 0.1}}}\n")
+
+    def algo(*words: str) -> AlgoConfig:
+        return load_layers(config_layers(parsed("--config", str(base), *words))).algo
+
+    assert algo("--config", "algo/cispo").loss.options == {"clip_high": 2.0}, "options without a name are the default's"
+    assert algo("algo.loss.name=reinforce").loss.options == {}
+    assert algo("algo.loss.name=reinforce").advantage.options == {"std_eps": 0.1}
+    assert algo("algo.loss.name=ppo_clip").loss.options == {"clip_low": 0.1}, "the same loss"
+    assert algo("algo.loss.options.clip_high=0.3").loss.options == {"clip_low": 0.1, "clip_high": 0.3}
+    assert algo("algo.advantage.name=rloo").advantage.options == {}
+    for words in (("algo.loss.options.clip_high=3", "algo.loss.name=cispo"), ("algo.loss={name: cispo}",)):
+        assert algo(*words).loss.name == "cispo", "settings of the command line are one layer, in any order"
+    assert load_config(base, ["algo.loss.name=cispo"]).algo.loss.options == {}
+    with pytest.raises(ConfigError, match=r"unknown key 'algo\.loss\.options\.clip_low'"):
+        algo("algo.loss.name=cispo", "algo.loss.options.clip_low=0.1")
+    with pytest.raises(ConfigError, match=r"algo\.loss"):
+        algo("algo.loss=null")
+    found = origins("--config", str(base), "algo.loss.name=cispo", "algo.advantage.name=rloo")
+    assert found["algo.loss.options"] == found["algo.advantage.options"] == "default"
 
 
 def test_text_of_any_kind_stays_one_line() -> None:
