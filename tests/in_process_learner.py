@@ -9,7 +9,7 @@ from agentrl.cli.main import main as command_line
 from agentrl.cluster import run_cluster
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
-from agentrl.learner.in_process import LocalLearnerGroup
+from agentrl.learner.in_process import LocalCritic, LocalLearnerGroup
 
 
 class InProcessLearner(LocalLearnerGroup):
@@ -28,13 +28,37 @@ def start_learners(
     run_dir: Path,
     reference: Path | None = None,
     placement: Any = None,
+    critic_ranks: int = 0,
 ) -> InProcessLearner:
     """Load the learner; takes the place of `agentrl.cluster.learner_group.start_learners`."""
     assert placement is None, "a placement group is Ray's"
     return InProcessLearner(model, learner, algo, seed=seed, reference=reference)
 
 
+class InProcessCritic(LocalCritic):
+    """The part of `RayCritic` that `agentrl.cluster.run_cluster` uses."""
+
+    def ready(self) -> None:
+        """Return at once: it is loaded since it was made."""
+
+
+def start_critic(
+    model: Path,
+    learner: LearnerConfig,
+    algo: AlgoConfig,
+    *,
+    seed: int,
+    run_dir: Path,
+    policy: Any,
+    placement: Any = None,
+) -> InProcessCritic:
+    """Load the critic; takes the place of `agentrl.cluster.learner_group.start_critic`."""
+    assert placement is None, "a placement group is Ray's"
+    return InProcessCritic(model, learner, algo, seed=seed)
+
+
 def main() -> int:
     """Run the command line."""
+    run_cluster.start_critic = start_critic  # type: ignore[assignment]
     run_cluster.start_learners = start_learners  # type: ignore[assignment]
     return command_line()

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from agentrl.batch.groups import RolloutGroups
 from agentrl.core.types import RowKey
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this before they are exponentiated: an infinite ratio has no gradient but NaN."""
 RowValues = Mapping[RowKey, NDArray[np.float32]]
 """By row: ``[T]``, a value of each token; what stands at unmasked tokens is ignored."""
 Advantages = Mapping[str, float] | RowValues
@@ -63,6 +61,10 @@ class LossInput:
     """Mean log-ratio of the token's sequence, if it is divided among micro-batches; else losses compute it."""
     reference_logprobs_N: torch.Tensor | None = None
     """The reference policy's, at the same temperature; None if the loss needs none."""
+    values_N: torch.Tensor | None = None
+    """The critic's values before the first optimizer step of the training step, in its batches."""
+    returns_N: torch.Tensor | None = None
+    """What the critic learns to predict, in its batches."""
     entropy_N: torch.Tensor | None = None
     """Entropies (nats) of the learner's distributions, with a gradient; None if the loss needs none."""
 

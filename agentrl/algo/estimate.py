@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.algo.base import AdvantageInput, Advantages
+from agentrl.algo.advantages.gae import gae_returns
+from agentrl.algo.base import AdvantageInput, Advantages, RowValues
 from agentrl.algo.overlong import with_penalties
 from agentrl.algo.registry import make_estimator
 from agentrl.batch.sequences import sampled_sequences
-from agentrl.config.algo import AlgoConfig
+from agentrl.config.algo import ADVANTAGES, AlgoConfig, GaeAdvantage, parse_options
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Rollout, Row, RowKey
 
@@ -26,7 +27,7 @@ def estimate_advantages(config: AlgoConfig, given: AdvantageInput) -> RowAdvanta
         ConfigError: the rewards do not fit the estimator, or it returned no finite number for a rollout.
 
     """
-    given = replace(given, groups=with_penalties(given.groups, config.overlong))
+    given = _penalised(config, given)
     found = make_estimator(config.advantage)(given)
     advantages: RowAdvantages = {}
     for rollout in given.groups.rollouts_N:
@@ -37,6 +38,17 @@ def estimate_advantages(config: AlgoConfig, given: AdvantageInput) -> RowAdvanta
                 values_S[:] = values_S.mean() if np.ptp(values_S) else values_S
             advantages |= sequence.scatter(values_S)
     return advantages
+
+
+def estimate_returns(config: AlgoConfig, given: AdvantageInput) -> RowValues:
+    """Return what the critic learns to predict for every trained token; see `gae_returns`."""
+    options = parse_options("algo.advantage", config.advantage, ADVANTAGES)
+    assert isinstance(options, GaeAdvantage), "only gae has a critic"
+    return gae_returns(_penalised(config, given), options)
+
+
+def _penalised(config: AlgoConfig, given: AdvantageInput) -> AdvantageInput:
+    return replace(given, groups=with_penalties(given.groups, config.overlong))
 
 
 def _of_row(found: Advantages, rollout: Rollout, row: Row, name: str) -> NDArray[np.float32]:

@@ -14,6 +14,9 @@ import torch
 
 from agentrl.core.types import RowKey
 
+Kind = Literal["rl", "sft", "value"]
+"""Reinforcement learning, supervised fine-tuning, or a critic's values."""
+
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
@@ -47,6 +50,10 @@ class MicroBatch:
     """float32 log-probabilities of the learner before the first optimizer step of the training step, if computed."""
     correction_R_L: torch.Tensor | None = None
     """float32 importance weights, if the driver computed them."""
+    values_R_L: torch.Tensor | None = None
+    """float32 values of the critic before the first optimizer step of the training step, in its batches."""
+    returns_R_L: torch.Tensor | None = None
+    """float32 returns that the critic learns to predict, in its batches."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +62,9 @@ class GlobalBatch:
 
     micro: tuple[tuple[MicroBatch, ...], ...]
     """``micro[rank][i]``. A rank receives a batch with only its share, ``micro[0]``."""
-    kind: Literal["rl", "sft"] = "rl"
-    """In ``rl`` mask 1 implies sampled (`check_provenance`); in ``sft`` the mask may hold demonstrated and observed tokens."""
+    kind: Kind = "rl"
+    """The learner's loss. In ``sft`` the mask may hold demonstrated and observed tokens; else mask 1 implies sampled
+    (`check_provenance`)."""
     temperature: float = 1.0
     """The sampling temperature; the learner computes log-probabilities at the same temperature."""
     lr_scale: float = 1.0

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from agentrl.batch.loss_weights import Aggregation, row_weights
-from agentrl.batch.microbatch import GlobalBatch, MicroBatch
+from agentrl.batch.microbatch import GlobalBatch, Kind, MicroBatch
 from agentrl.batch.provenance import check_temperature, leave_out
 from agentrl.batch.sequences import SequenceKey, sequence_key
 from agentrl.core.types import Row, RowKey
@@ -42,7 +42,7 @@ def pack(
     tokens_per_micro: int,
     pad_id: int,
     aggregation: Aggregation = "token_mean",
-    kind: Literal["rl", "sft"] = "rl",
+    kind: Kind = "rl",
     temperature: float = 1.0,
     context_weight: float = 0.0,
     lr_scale: float = 1.0,
@@ -51,6 +51,8 @@ def pack(
     trained: Collection[str] | None = None,
     learner_logprobs: Mapping[RowKey, NDArray[np.float32]] | None = None,
     correction: Mapping[RowKey, NDArray[np.float32]] | None = None,
+    values: Mapping[RowKey, NDArray[np.float32]] | None = None,
+    returns: Mapping[RowKey, NDArray[np.float32]] | None = None,
 ) -> GlobalBatch:
     """Return the batch of one optimizer step. Rows without a token to train on are left out.
 
@@ -73,10 +75,12 @@ def pack(
         trained: ids of the rollouts to train on; rows of others only count in the denominators. None are all.
         learner_logprobs: ``[T]`` by row, of the learner before the first optimizer step of the training step.
         correction: ``[T]`` importance weights by row.
+        values: ``[T]`` by row, of the critic before the first optimizer step of the training step.
+        returns: ``[T]`` by row, which the critic learns to predict.
 
     Raises:
         KeyError: a row to train on has no advantage.
-        ProvenanceError: an ``rl`` row was sampled at another temperature.
+        ProvenanceError: a row of a batch that is not supervised was sampled at another temperature.
         ValueError: ``context_weight`` outside a supervised batch, or a limit below 1.
     """
     if context_weight and kind != "sft":
@@ -84,7 +88,7 @@ def pack(
     if min(ranks, tokens_per_bin, tokens_per_micro) < 1:
         raise ValueError(f"{ranks=}, {tokens_per_bin=} and {tokens_per_micro=} must be at least 1")
     weights = row_weights(rows, aggregation, context_weight, constant_tokens)
-    left_out = leave_out(rows, weights) if kind == "rl" and provenance == "warn" else 0
+    left_out = leave_out(rows, weights) if kind != "sft" and provenance == "warn" else 0
     # Sorting by length, then key, makes the batch a function of the set of rows.
     chosen = sorted(
         (
@@ -94,7 +98,7 @@ def pack(
         ),
         key=lambda i: (-len(rows[i].token_ids), rows[i].key),
     )
-    if kind == "rl":
+    if kind != "sft":
         check_temperature((rows[i] for i in chosen), temperature)
     bins = _first_fit([len(rows[i].token_ids) for i in chosen], tokens_per_bin)
     groups = _micro_batches([[chosen[i] for i in group] for group in bins], rows, ranks, tokens_per_micro)
@@ -102,6 +106,7 @@ def pack(
     for batch in micro:
         batch.learner_logprobs_R_L = _values(batch, learner_logprobs)
         batch.correction_R_L = _values(batch, correction)
+        batch.values_R_L, batch.returns_R_L = _values(batch, values), _values(batch, returns)
     sizes = _number_sequences(micro)
     parts = Counter(number for batch in micro for number in {*batch.sequences})
     shares = tuple(tuple(micro[rank::ranks]) for rank in range(ranks))

@@ -64,7 +64,7 @@ def leave_out(rows: Sequence[Row], weights: Sequence[NDArray[np.float32]]) -> in
 
 
 def check_provenance(batch: GlobalBatch) -> None:
-    """Check that every masked token of an ``rl`` batch was sampled, with a log-probability, a version and a request.
+    """Check that every masked token was sampled, with a log-probability, a version and a request, unless it is supervised.
 
     Learner groups call this on the driver before any rank gets its share, so that the ranks stay usable after a refused
     batch.
@@ -72,7 +72,7 @@ def check_provenance(batch: GlobalBatch) -> None:
     Raises:
         ProvenanceError: with the first row and token that breaks this, and what is wrong.
     """
-    if batch.kind != "rl":
+    if batch.kind == "sft":
         return
     for micro in (micro for share in batch.micro for micro in share):
         faults = _micro_faults(micro)

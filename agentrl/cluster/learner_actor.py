@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ from agentrl.core.child_process import LOOPBACK
 from agentrl.distributed.base import TensorSpec
 
 if TYPE_CHECKING:
-    from agentrl.learner.base import LearnerRank
+    from agentrl.learner.base import LearnerRank, Role
     from agentrl.learner.export.bucket import RankBucket
     from agentrl.learner.export.exporter import WeightExporter
 
@@ -40,6 +41,8 @@ class RankSpec:
     """``cpu`` or ``cuda``."""
     reference: Path | None = None
     """Folder of the reference policy, if the loss needs one."""
+    role: Role = "policy"
+    """What the ranks train."""
 
 
 class LearnerActor:
@@ -77,8 +80,8 @@ class LearnerActor:
         self._store = TCPStore(host, 0, self._ranks, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
-    def set_up(self, spec: RankSpec, host: str, port: int, same_machine: bool) -> None:
-        """Join the process group, then load and shard the model."""
+    def set_up(self, spec: RankSpec, host: str, port: int, same_machine: bool, gpus: Sequence[str] = ()) -> None:
+        """Join the process group, then load and shard the model, on ``gpus`` if Ray assigned none to this actor."""
         import torch.distributed as dist
         from torch._C._distributed_c10d import TCPStore
 
@@ -87,6 +90,8 @@ class LearnerActor:
         from agentrl.learner.export.exporter import WeightExporter
         from agentrl.learner.registry import make_rank
 
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         if self._store is None:
             self._store = TCPStore(host, port, self._ranks, is_master=False)
         device = pick_device(spec.learner.model_copy(update={"device": spec.device}), local_rank=0)
@@ -99,7 +104,13 @@ class LearnerActor:
                 timeout=timedelta(seconds=spec.learner.step_timeout_s),
             )
             self.learner = make_rank(
-                spec.folder, spec.learner, spec.algo, device=device, seed=spec.seed, reference=spec.reference
+                spec.folder,
+                spec.learner,
+                spec.algo,
+                device=device,
+                seed=spec.seed,
+                reference=spec.reference,
+                role=spec.role,
             )
         self.exporter = WeightExporter(self.learner)
 

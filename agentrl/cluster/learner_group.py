@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import ray
 import torch
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.batch.provenance import check_provenance
 from agentrl.cluster.learner_actor import LearnerActor, RankSpec
-from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement, actor_location, check_cluster
+from agentrl.cluster.placement_group import ReservedPlacement, check_cluster
+from agentrl.cluster.rank_actors import GRACE_S, RankActors, T
 from agentrl.cluster.ray_address import learner_device
 from agentrl.cluster.ray_runtime import RayRuntime, store_bytes
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
-from agentrl.core.child_process import LOOPBACK
-from agentrl.core.errors import AgentrlError, LearnerError
 from agentrl.distributed.base import TensorSpec, WeightGroup
-from agentrl.learner.base import RowLogprobs, WeightBucket
+from agentrl.learner.base import RowLogprobs, RowScores, WeightBucket
 from agentrl.learner.export.bucket import RankBucket, views
 from agentrl.obs.waiting import waiting
-
-T = TypeVar("T")
-
-GRACE_S = 5.0
-"""Seconds for the other ranks to fail with the same cause after one failed; ranks still running then wait for it."""
 
 
 def start_learners(
@@ -44,6 +34,7 @@ def start_learners(
     run_dir: Path,
     reference: Path | None = None,
     placement: ReservedPlacement | None = None,
+    critic_ranks: int = 0,
 ) -> RayLearnerGroup:
     """Start the ranks, and Ray if none runs. Returns before the ranks have loaded the model: see `ready`.
 
@@ -55,9 +46,10 @@ def start_learners(
         run_dir: a failed rank's traceback is appended to ``learner.log`` there.
         reference: the folder of the frozen reference policy of the loss; see `resolve_reference`.
         placement: contains the ranks; it has started Ray, and is closed after them. None: anywhere on the cluster.
+        critic_ranks: ranks of a critic that `start_critic` starts next; a Ray that is started here has room for them.
 
     Raises:
-        ConfigError: there is no such ``learner.device``.
+        ConfigError: there is no such ``learner.device``, or the cluster is too small.
         LearnerError: Ray does not start.
 
     """
@@ -66,114 +58,58 @@ def start_learners(
     log = run_dir / "learner.log"
     if placement is not None:
         return RayLearnerGroup(None, spec, log, placement.rank_options)
-    runtime = RayRuntime(cpus=learner.ranks, store_bytes=store_bytes(model_folder))
+    ranks = learner.ranks + critic_ranks
+    runtime = RayRuntime(cpus=ranks, store_bytes=store_bytes(model_folder))
     with waiting("start", "of Ray"):
         runtime.start()
     try:
-        check_cluster([{"CPU": 1, "GPU": int(device == "cuda")}] * learner.ranks)
+        check_cluster([{"CPU": 1, "GPU": int(device == "cuda")}] * ranks)
         return RayLearnerGroup(runtime, spec, log)
     except BaseException:
         runtime.stop()
         raise
 
 
-class RayLearnerGroup:
-    """Implements `agentrl.learner.base.LearnerGroup`. If a rank is lost or hangs, all ranks are ended."""
+def start_critic(
+    model_folder: Path,
+    learner: LearnerConfig,
+    algo: AlgoConfig,
+    *,
+    seed: int,
+    run_dir: Path,
+    policy: RayLearnerGroup,
+    placement: ReservedPlacement | None = None,
+) -> RayCritic:
+    """Start the ranks of the critic, as many as the policy's; see `start_learners`.
 
-    def __init__(
-        self,
-        runtime: RayRuntime | None,
-        spec: RankSpec,
-        log: Path,
-        rank_options: Callable[[int], Mapping[str, Any]] = lambda rank: {},
-    ) -> None:
-        """Start the ranks.
+    Args:
+        model_folder: of the critic.
+        learner: as of the policy.
+        algo: has the critic's optimizer and loss.
+        seed: as of the policy.
+        run_dir: has ``critic.log``.
+        policy: has started Ray, and is closed after the critic.
+        placement: contains the ranks. If they share the GPUs of the policy's ranks, each has the GPU of one of them.
 
-        Args:
-            runtime: stopped by `close`; None leaves Ray running.
-            spec: of the ranks.
-            log: gets the ranks' tracebacks.
-            rank_options: Ray actor options by rank, such as a scheduling strategy.
+    """
+    spec = RankSpec(model_folder, learner, algo, seed, learner_device(learner), role="critic")
+    if placement is None:
+        return RayCritic(None, spec, run_dir / "critic.log")
+    shared = policy if placement.layout.critic_needs.get("GPU") == 0 else None
+    return RayCritic(None, spec, run_dir / "critic.log", placement.critic_options, gpus_of=shared)
 
-        """
-        self._runtime = runtime
-        self._spec = spec
-        self._log = log
-        self._over: str | None = None
-        self._is_ready = False
-        self._bucket_number = 0
-        """Number of the current bucket, counted over all iterations."""
-        self._group_s = 0.0
-        """Seconds that joining the broadcast group, or a broadcast in it, may take."""
-        ranks = spec.learner.ranks
-        options: dict[str, Any] = {"num_gpus": int(spec.device == "cuda"), "concurrency_groups": {"leaving": 1}}
-        actor: Any = ray.remote(num_cpus=1, max_restarts=0, **options)(LearnerActor)
-        self._actors: list[Any] = [actor.options(**rank_options(rank)).remote(rank, ranks) for rank in range(ranks)]
-        self._locations = [actor.__ray_call__.remote(actor_location) for actor in self._actors]
-        # Imports take seconds: the actors start them now, while the caller starts engines.
-        self._nodes = [actor.node.remote() for actor in self._actors]
 
-    def actor_locations(self) -> list[ActorLocation]:
-        """Wait until every rank has its process, and return the locations by rank.
+class RayLearnerGroup(RankActors):
+    """Implements `agentrl.learner.base.LearnerGroup`."""
 
-        Raises:
-            LearnerError: one could not start, or not within ``learner.start_timeout_s``.
-
-        """
-        limit = time.monotonic() + self._spec.learner.start_timeout_s
-        return self._gather(self._locations, "start", limit, "learner.start_timeout_s")
-
-    def ready(self) -> None:
-        """Wait until every rank has loaded the model. Other calls include this; a second call returns at once.
-
-        Raises:
-            ModelError: the model cannot be loaded.
-            LearnerError: a rank failed, or took longer than ``learner.start_timeout_s``.
-
-        """
-        if self._is_ready:
-            return
-        limit = time.monotonic() + self._spec.learner.start_timeout_s
-        nodes = self._gather(self._nodes, "start", limit, "learner.start_timeout_s")
-        same = len(set(nodes)) == 1
-        host = LOOPBACK if same else nodes[0]
-        store = [self._actors[0].open_store.remote(host)]
-        [port] = self._gather(store, "start", limit, "learner.start_timeout_s")
-        refs = [actor.set_up.remote(self._spec, host, port, same) for actor in self._actors]
-        self._gather(refs, "loading the model", limit, "learner.start_timeout_s")
-        self._is_ready = True
-
-    def train_step(self, batch: GlobalBatch) -> dict[str, float]:
-        """Take one optimizer step; see `LearnerGroup.train_step`. The ranks stay usable after a refused batch."""
-        check_provenance(batch)
-        sizes, ranks = [len(share) for share in batch.micro], len(self._actors)
-        assert sizes == sizes[:1] * ranks, (
-            f"a batch with shares of {sizes} micro-batches came to a learner of {ranks} ranks"
-        )
-        self._check_usable()
-        # Ray copies CPU tensors: 0.06 s for a batch of 512,000 tokens (22 MB), 0.04 s more than as NumPy arrays.
-        refs = [
-            actor.__ray_call__.remote(
-                lambda actor, share: actor.learner.train_step(share), replace(batch, micro=(share,), metrics={})
-            )
-            for actor, share in zip(self._actors, batch.micro, strict=True)
-        ]
-        metrics: dict[str, float] = self._results(refs, "train_step")[0]
-        return metrics
+    _bucket_number = 0
+    """Number of the current bucket, counted over all iterations."""
+    _group_s = 0.0
+    """Seconds that joining the broadcast group, or a broadcast in it, may take."""
 
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
         """Return log-probabilities by row; see `LearnerGroup.logprobs`."""
-        assert len(batch.micro) == len(self._actors), (
-            f"a batch for {len(batch.micro)} ranks came to a learner of {len(self._actors)}"
-        )
-        self._check_usable()
-        refs = [
-            actor.__ray_call__.remote(
-                lambda actor, share: actor.learner.logprobs(share, policy), replace(batch, micro=(share,), metrics={})
-            )
-            for actor, share in zip(self._actors, batch.micro, strict=True)
-        ]
-        return {key: row for share in self._results(refs, "logprobs") for key, row in share.items()}
+        return self._scores(batch, lambda rank, share: rank.logprobs(share, policy), "logprobs")
 
     def update_reference(self) -> None:
         """Copy the policy into the reference; see `LearnerGroup.update_reference`."""
@@ -218,100 +154,15 @@ class RayLearnerGroup:
     def sleep(self) -> None:
         """Release the device's memory, including that of a bucket; see `LearnerGroup.sleep`."""
         self._bucket_number += 1
-        self._call(LearnerActor.sleep, "sleep")
+        super().sleep()
 
-    def wake(self) -> None:
-        """Restore the device's memory; see `LearnerGroup.wake`."""
-        self._call(lambda actor: actor.learner.wake(), "wake")
 
-    def save(self, folder: Path) -> None:
-        """Write the state; see `LearnerGroup.save`."""
-        path = folder.absolute()
-        self._call(lambda actor: actor.learner.save(path), "save")
+class RayCritic(RankActors):
+    """Implements `agentrl.learner.base.CriticGroup`."""
 
-    def load(self, folder: Path) -> None:
-        """Read the state; see `LearnerGroup.load`."""
-        path = folder.absolute()
-        self._call(lambda actor: actor.learner.load(path), "load")
-
-    def close(self) -> None:
-        """End the ranks, and Ray if it was started for them. Idempotent."""
-        if self._actors:
-            self._end("it was closed")
-            self._actors = []
-            if self._runtime is not None:
-                self._runtime.stop()
-
-    def _call(
-        self,
-        function: Callable[[LearnerActor], T],
-        phase: str,
-        *,
-        ranks: int | None = None,
-        at_least_s: float = 0.0,
-    ) -> list[T]:
-        """Call a function in the processes of the first ``ranks`` actors, or of all; return the results by rank.
-
-        Messages call it ``phase``. The time limit is ``learner.step_timeout_s``, and ``at_least_s``.
-        """
-        self._check_usable()
-        refs = [actor.__ray_call__.remote(function) for actor in self._actors[:ranks]]
-        return self._results(refs, phase, at_least_s)
-
-    def _results(self, refs: Sequence[Any], phase: str, at_least_s: float = 0.0) -> list[Any]:
-        """Wait for calls within ``learner.step_timeout_s``, or ``at_least_s``; return the results by rank."""
-        limit = time.monotonic() + max(self._spec.learner.step_timeout_s, at_least_s)
-        return self._gather(refs, phase, limit, "learner.step_timeout_s")
-
-    def _check_usable(self) -> None:
-        self.ready()
-        self._check_over()
-
-    def _check_over(self) -> None:
-        if self._over is not None:
-            raise LearnerError(f"the learner has ended: {self._over}")
-
-    def _gather(self, refs: Sequence[Any], phase: str, limit: float, key: str) -> list[Any]:
-        """Return all results, or raise the first failure; then ranks that still wait for the failed one are ended."""
-        self._check_over()
-        left = list(refs)
-
-        def late() -> list[int]:
-            return sorted(refs.index(ref) for ref in left)
-
-        with waiting("learner", lambda: f"rank {' and '.join(map(str, late()))} of {len(self._actors)}", phase):
-            while left:
-                done, left = ray.wait(left, timeout=max(0.0, limit - time.monotonic()))
-                if not done:
-                    self._end(f"{phase} took longer than {key}")
-                    raise LearnerError(f"{phase}: rank {late()} gave no answer in time; {key} can be raised")
-                try:
-                    ray.get(done)
-                except RayError as error:
-                    raise self._failure(error, refs.index(done[0]), left, phase) from None
-            return list(ray.get(list(refs)))
-
-    def _failure(self, error: RayError, rank: int, waiting: list[Any], phase: str) -> AgentrlError:
-        """Return the error to raise for a failed rank, and end the other ranks if they cannot go on without it."""
-        cause = error.cause if isinstance(error, RayTaskError) else error
-        text = str(cause).strip().splitlines()
-        summary = f"{type(cause).__name__}: {text[0] if text else 'no message'}"
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("a", encoding="utf-8") as log:
-            log.write(f"rank {rank}, {phase}\n{error}\n")
-        done, late = ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_S) if waiting else ([], [])
-        # A rank may notice that another has died before Ray does.
-        if isinstance(error, RayActorError) or late or any(_lost(ref) for ref in done):
-            self._end(f"rank {rank} failed in {phase}: {summary}")
-        if isinstance(cause, AgentrlError):
-            return cause
-        return LearnerError(f"rank {rank} of {len(self._actors)} failed in {phase}: {summary} (see {self._log})")
-
-    def _end(self, why: str) -> None:
-        """Kill all ranks; the errors of later calls name the reason ``why``."""
-        self._over = self._over or why
-        for actor in self._actors:
-            ray.kill(actor)
+    def values(self, batch: GlobalBatch) -> RowScores:
+        """Return values by row; see `CriticGroup.values`."""
+        return self._scores(batch, lambda rank, share: rank.values(share), "values")
 
 
 class RayBucket:
@@ -345,14 +196,3 @@ class RayBucket:
         """Return the handles by rank; see `WeightBucket.share`."""
         shares = self._group.call_bucket(self._number, "share", lambda bucket: bucket.share())
         return [handle for handles in shares for handle in handles]
-
-
-def _lost(ref: Any) -> bool:
-    """Return whether a finished call failed because its rank died."""
-    try:
-        ray.get(ref)
-    except RayActorError:
-        return True
-    except RayError:
-        return False
-    return False

@@ -79,6 +79,11 @@ class ReservedPlacement:
         """Return the actor options that place a learner rank."""
         return {"scheduling_strategy": self._strategy(self.layout.ranks[rank])}
 
+    def critic_options(self, rank: int) -> dict[str, Any]:
+        """Return the actor options that place a rank of the critic, with its resources."""
+        needs = self.layout.critic_needs
+        return {"num_gpus": needs.get("GPU", 0), "scheduling_strategy": self._strategy(self.layout.critics[rank])}
+
     def engine_options(self, engine: int) -> dict[str, Any]:
         """Return the actor options that place the host of an engine, with its resources."""
         needs = self.layout.engine_needs

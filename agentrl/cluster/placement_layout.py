@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agentrl.config.schema import Config
 
@@ -26,6 +26,10 @@ class Layout:
     """The resources that a rank takes from its bundle."""
     engine_needs: Resources
     """The resources that an engine takes from its bundle: none if it shares the GPUs of ranks."""
+    critics: tuple[int, ...] = ()
+    """The bundle of each of the critic's ranks, if there is a critic."""
+    critic_needs: Resources = field(default_factory=dict)
+    """The resources that a rank of the critic takes from its bundle: no GPU if it shares that of a rank of the learner."""
 
     @property
     def total(self) -> Resources:
@@ -40,7 +44,8 @@ def lay_out(config: Config, device: str) -> Layout:
     """Return the layout of a run with ``placement.mode`` ``colocate`` or ``disaggregate``.
 
     Colocated, the bundle of engine ``e`` also holds the learner's ranks ``e*g`` to ``e*g+g-1``, where ``g`` is
-    `engine_ranks`; otherwise each engine and each rank has a separate bundle.
+    `engine_ranks`; otherwise each engine and each rank has a separate bundle. Colocated, a critic's rank is in the bundle of
+    the learner's rank with its number.
 
     Args:
         config: checked by `agentrl.runtime.placement_check.check_placement`.
@@ -48,13 +53,19 @@ def lay_out(config: Config, device: str) -> Layout:
 
     """
     workers, engines, each = config.learner.ranks, config.sampler.engines, config.sampler.engine_ranks
+    critics = workers if config.algo.needs_critic else 0
     rank = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
     if config.placement.mode == "colocate":
         shared = engines * each
         assert shared <= workers
-        bundles = [{name: count * each for name, count in rank.items()}] * engines + [rank] * (workers - shared)
-        ranks = [index // each if index < shared else engines + index - shared for index in range(workers)]
-        return Layout(tuple(bundles), tuple(ranks), tuple(range(engines)), rank, {})
+        critic = {"CPU": 1, "GPU": 0} if critics else {}
+        slot = {name: count + critic.get(name, 0) for name, count in rank.items()}
+        bundles = [{name: count * each for name, count in slot.items()}] * engines + [slot] * (workers - shared)
+        ranks = tuple(index // each if index < shared else engines + index - shared for index in range(workers))
+        return Layout(tuple(bundles), ranks, tuple(range(engines)), rank, {}, ranks[:critics], critic)
     engine = {"GPU": each} if config.sampler.device == "cuda" else {"CPU": each}
-    bundles = [rank] * workers + [engine] * engines
-    return Layout(tuple(bundles), tuple(range(workers)), tuple(range(workers, workers + engines)), rank, engine)
+    bundles = [rank] * workers + [engine] * engines + [rank] * critics
+    own = tuple(range(workers + engines, len(bundles)))
+    return Layout(
+        tuple(bundles), tuple(range(workers)), tuple(range(workers, workers + engines)), rank, engine, own, rank
+    )

@@ -9,20 +9,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.cluster.engine_actors import RayLauncher
-from agentrl.cluster.learner_group import RayLearnerGroup, start_learners
+from agentrl.cluster.learner_group import RayCritic, RayLearnerGroup, start_critic, start_learners
 from agentrl.cluster.placement_group import ReservedPlacement
 from agentrl.cluster.placement_layout import lay_out
 from agentrl.cluster.ray_address import learner_device
 from agentrl.cluster.ray_runtime import RayRuntime, store_bytes
 from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError
 from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLauncher
-from agentrl.learner.base import LearnerGroup
+from agentrl.learner.base import CriticGroup, LearnerGroup
+from agentrl.learner.checkpoints import CRITIC
+from agentrl.models.critic import resolve_critic
 from agentrl.models.reference_policy import resolve_reference
 
 
 @dataclass(slots=True)
 class RunCluster:
-    """Starts the learner in the background while the caller starts engines, and ends everything in `aclose`.
+    """Starts the learner, with its critic if there is one, in the background while the caller starts engines, and ends
+    everything in `aclose`.
 
     With ``placement.mode=colocate`` the learner loads its model only in `learner`, after the engines have released the
     GPUs.
@@ -38,6 +42,7 @@ class RunCluster:
     with_engines: bool = True
     """Whether the run has engines; a replay has none, and reserves nothing."""
     _placement: ReservedPlacement | None = field(default=None, init=False)
+    _critic: RayCritic | None = field(default=None, init=False)
     _started: asyncio.Future[RayLearnerGroup] = field(init=False)
     _loaded: asyncio.Future[RayLearnerGroup] | None = field(default=None, init=False)
     _exits: AsyncExitStack = field(default_factory=AsyncExitStack, init=False)
@@ -71,17 +76,25 @@ class RunCluster:
         locations = await asyncio.to_thread(ranks.actor_locations)
         return lambda spec: RayLauncher(spec, placement, locations)
 
-    async def learner(self) -> LearnerGroup:
-        """Return the learner once it has loaded its weights."""
-        return await (self._loaded or self._load())
+    async def learner(self) -> tuple[LearnerGroup, CriticGroup | None]:
+        """Return the learner and its critic once they have loaded their weights."""
+        return await (self._loaded or self._load()), self._critic
 
     async def aclose(self) -> None:
         """End the ranks and give the placement back."""
         await self._exits.aclose()
 
     def _start_ranks(self) -> RayLearnerGroup:
-        config = self.config
-        return start_learners(
+        config, checkpoint = self.config, self.checkpoint
+        critic = resolve_critic(config, self.model)
+        if critic is not None and checkpoint is not None:
+            critic = checkpoint / CRITIC / "model"
+            if not critic.is_dir():
+                raise ConfigError(
+                    f"algo.advantage.name={config.algo.advantage.name}: {checkpoint} has no critic; start a new run with "
+                    f"model.path={checkpoint / 'model'}"
+                )
+        learner = start_learners(
             self.model,
             config.learner,
             config.algo,
@@ -89,13 +102,27 @@ class RunCluster:
             run_dir=self.folder,
             reference=resolve_reference(config),
             placement=self._placement,
+            critic_ranks=config.learner.ranks if critic is not None else 0,
         )
+        if critic is not None:
+            self._critic = start_critic(
+                critic,
+                config.learner,
+                config.algo,
+                seed=config.run.seed,
+                run_dir=self.folder,
+                policy=learner,
+                placement=self._placement,
+            )
+        return learner
 
     async def _load(self) -> RayLearnerGroup:
         learner = await asyncio.shield(self._started)
-        await asyncio.to_thread(learner.ready)
+        await asyncio.gather(*(asyncio.to_thread(one.ready) for one in (learner, self._critic) if one is not None))
         if self.checkpoint is not None:
             await asyncio.to_thread(learner.load, self.checkpoint)
+            if self._critic is not None:
+                await asyncio.to_thread(self._critic.load, self.checkpoint / CRITIC)
         return learner
 
     async def _wait_for_load(self, loaded: asyncio.Future[RayLearnerGroup]) -> None:
@@ -106,4 +133,6 @@ class RunCluster:
             learner = await self._started
         except Exception:
             return
+        if self._critic is not None:
+            await asyncio.to_thread(self._critic.close)
         await asyncio.to_thread(learner.close)

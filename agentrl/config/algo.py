@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from agentrl.config.base import Section
+from agentrl.config.learner import OptimizerConfig
 from agentrl.config.validation import parse_section
 from agentrl.core.errors import unknown_name
 
@@ -198,6 +199,20 @@ class OverlongConfig(Section):
     """The reward that a rollout of ``max_tokens`` loses."""
 
 
+class CriticConfig(Section):
+    """The critic of ``gae``: a learner of the values of states, with its own ranks, as many as ``learner.ranks``."""
+
+    path: str | None = None
+    """Its initial weights: a folder, a shipped model's name or a hub id. Without it, the policy that the run starts with. A
+    language head is replaced by a value head of zeros. It must have the policy's tokenizer."""
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """The critic's optimizer; all other settings are those of ``learner``."""
+    value_clip: PositiveFloat | None = 0.5
+    """A value gains nothing by moving farther than this from the value before the training step; null does not clip."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """First steps of the run that train the critic alone."""
+
+
 class AlgoConfig(Section):
     """The objective. docs/algorithms.md has each algorithm with its formula."""
 
@@ -230,11 +245,18 @@ class AlgoConfig(Section):
     rollouts without an advantage are trained on too."""
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
     """A penalty for long rollouts."""
+    critic: CriticConfig = Field(default_factory=CriticConfig)
+    """The critic of ``algo.advantage.name=gae``."""
 
     @property
     def described(self) -> str:
         """Estimator and loss in a few words."""
-        return f"{self.advantage.name} advantages, {self.loss.name} loss"
+        return f"{self.advantage.name} advantages, {self.loss.name} loss" + (", a critic" if self.needs_critic else "")
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the estimator needs a critic."""
+        return self.advantage.name == "gae"
 
     @property
     def needs_reference(self) -> bool:

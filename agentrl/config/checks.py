@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from agentrl.config.algo import ADVANTAGES, LOSSES, parse_options
+from agentrl.config.algo import ADVANTAGES, LOSSES, CriticConfig, parse_options
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, UserError
 from agentrl.core.imports import is_reference
@@ -33,6 +33,7 @@ def check(config: Config) -> None:
         _warm_start,
         _curriculum,
         _algo,
+        _critic,
         _batches,
         _weights,
     )
@@ -133,17 +134,25 @@ def _algo(config: Config) -> Iterator[str]:
             f"algo.overlong.buffer_tokens={overlong.buffer_tokens} is more than algo.overlong.max_tokens="
             f"{overlong.max_tokens}"
         )
-    penalties = {
-        "algo.overlong.max_tokens": overlong.max_tokens is not None,
-        "algo.kl_in=reward": algo.needs_reference and algo.kl_in == "reward",
-    }
-    if algo.advantage.name == "maxrl" and any(penalties.values()):
-        yield (
-            f"algo.advantage.name=maxrl with {' and '.join(key for key, used in penalties.items() if used)}: it divides by the "
-            "group's mean reward, which penalties can make negative; leave them out, or choose algo.advantage.name=grpo"
-        )
     if algo.reference_steps and not algo.needs_reference:
         yield f"algo.reference_steps={algo.reference_steps} without a reference: set algo.kl_coef above 0, or leave it out"
+
+
+def _critic(config: Config) -> Iterator[str]:
+    critic, steps = config.algo.critic, config.train.steps
+    if not config.algo.needs_critic:
+        defaults = CriticConfig().model_dump()
+        for key, value in critic.model_dump().items():
+            if value != defaults[key]:
+                yield (
+                    f"algo.critic.{key} is set, and algo.advantage.name={config.algo.advantage.name} has no critic; set "
+                    f"algo.advantage.name=gae, or leave out algo.critic.{key}"
+                )
+    elif steps and critic.warmup_steps >= steps:
+        yield (
+            f"algo.critic.warmup_steps={critic.warmup_steps} with train.steps={steps}: the policy is never trained; lower "
+            "algo.critic.warmup_steps"
+        )
 
 
 def _batches(config: Config) -> Iterator[str]:

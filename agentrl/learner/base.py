@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 
     from agentrl.batch.microbatch import GlobalBatch
 
-RowLogprobs = dict[RowKey, NDArray[np.float32]]
-"""By row: float32 ``[T]``, each token's log-probability given the tokens before it; 0 for the first."""
+RowScores = dict[RowKey, NDArray[np.float32]]
+"""By row: float32 ``[T]``, a number for each token given the tokens before it; 0 for the first."""
+RowLogprobs = RowScores
+"""Log-probabilities of tokens."""
+Role = Literal["policy", "critic"]
+"""What a rank trains: a model with a language head, or with a value head."""
 
 
 class WeightSource(Protocol):
@@ -64,6 +68,15 @@ class LearnerRank(WeightSource, Protocol):
 
     def update_reference(self) -> None:
         """Make the reference policy a copy of the policy; see `LearnerGroup.update_reference`."""
+        ...
+
+    def values(self, batch: GlobalBatch) -> RowScores:
+        """Return the values of the rows in the only share of ``batch``, this rank's; see `CriticGroup.values`.
+
+        Raises:
+            LearnerError: the rank is not a critic's.
+
+        """
         ...
 
     def sleep(self) -> None:
@@ -232,6 +245,45 @@ class LearnerGroup(Protocol):
             CheckpointError: the folder is incomplete, or of another model.
 
         """
+        ...
+
+    def close(self) -> None:
+        """End the ranks."""
+        ...
+
+
+class CriticGroup(Protocol):
+    """The driver side of a critic: a learner whose model has a value head."""
+
+    def train_step(self, batch: GlobalBatch) -> dict[str, float]:
+        """Take one optimizer step on a ``value`` batch; see `LearnerGroup.train_step`."""
+        ...
+
+    def values(self, batch: GlobalBatch) -> RowScores:
+        """Return, by row key, float32 values ``[T]`` of the states in which the tokens were sampled.
+
+        A state is what was before the token, so that its value is predicted from the same position as its log-probability.
+
+        Raises:
+            LearnerError: a rank failed.
+
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Release the device's memory; see `LearnerGroup.sleep`."""
+        ...
+
+    def wake(self) -> None:
+        """Restore the device's memory; see `LearnerGroup.wake`."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write model, optimizer and random states; see `LearnerGroup.save`."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Load what `save` wrote; see `LearnerGroup.load`."""
         ...
 
     def close(self) -> None:

@@ -5,6 +5,7 @@
     checkpoints/
       step_000020/
         model/ optimizer/ random/ learner.json   written by the learner's `save`
+      critic/                                  the same, written by the critic's `save`
         state.json                               the driver's state
       step_000030.partial/                       being written, or left behind by a kill
 """
@@ -21,10 +22,12 @@ from typing import Any
 from agentrl.core.atomic_files import PARTIAL, partial_path, publish, replacing
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
-from agentrl.learner.base import LearnerGroup
+from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.learner.random_states import random_states, restore_random, states_from_json, states_to_json
 
 STATE = "state.json"
+CRITIC = "critic"
+"""Folder of the critic's state in a checkpoint."""
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -44,13 +47,14 @@ class Checkpoints:
         self.keep = keep
         self.began_with = began_with
 
-    def save(self, step: int, learner: LearnerGroup, state: dict[str, Any]) -> Path:
+    def save(self, step: int, learner: LearnerGroup, state: dict[str, Any], critic: CriticGroup | None = None) -> Path:
         """Write the checkpoint of ``step`` and return its folder. A kill at any time leaves all older checkpoints complete.
 
         Args:
             step: finished optimizer steps.
             learner: writes its state into the folder.
             state: JSON-able; the driver's random states are added as ``random``.
+            critic: of the learner; writes its state too.
 
         """
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -60,6 +64,8 @@ class Checkpoints:
             shutil.rmtree(left)
         try:
             learner.save(part)
+            if critic is not None:
+                critic.save(part / CRITIC)
             _write_state(part, state)
             publish(part, target)
         except BaseException:

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from agentrl.batch.provenance import check_provenance
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
-from agentrl.learner.base import RowLogprobs
+from agentrl.learner.base import LearnerRank, Role, RowLogprobs, RowScores
 from agentrl.learner.device import collectives, pick_device
 from agentrl.learner.export.exporter import WeightExporter
 from agentrl.learner.registry import make_rank
@@ -21,34 +21,30 @@ if TYPE_CHECKING:
     from agentrl.batch.microbatch import GlobalBatch
 
 
-class LocalLearnerGroup(WeightExporter):
-    """Implements `agentrl.learner.base.LearnerGroup` with one rank in this process."""
+class _LocalRank:
+    """One rank in this process. A process has one process group: a second rank uses that of the first, and closes before it."""
 
     def __init__(
-        self, folder: Path, config: LearnerConfig, algo: AlgoConfig, *, seed: int, reference: Path | None = None
+        self, folder: Path, config: LearnerConfig, algo: AlgoConfig, seed: int, reference: Path | None, role: Role
     ) -> None:
         device = pick_device(config, local_rank=0)
         timeout = timedelta(seconds=config.step_timeout_s)
-        dist.init_process_group(collectives(device.type), store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        self._shares_group = dist.is_initialized()
+        if not self._shares_group:
+            dist.init_process_group(collectives(device.type), store=HashStore(), rank=0, world_size=1, timeout=timeout)
         try:
-            self.rank = make_rank(folder, config, algo, device=device, seed=seed, reference=reference)
+            self.rank: LearnerRank = make_rank(
+                folder, config, algo, device=device, seed=seed, reference=reference, role=role
+            )
         except BaseException:
-            dist.destroy_process_group()
+            if not self._shares_group:
+                dist.destroy_process_group()
             raise
-        super().__init__(self.rank)
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step; see `LearnerGroup.train_step`."""
         check_provenance(batch)
         return self.rank.train_step(batch)
-
-    def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
-        """Return log-probabilities by row; see `LearnerGroup.logprobs`."""
-        return self.rank.logprobs(batch, policy)
-
-    def update_reference(self) -> None:
-        """Copy the policy into the reference; see `LearnerGroup.update_reference`."""
-        self.rank.update_reference()
 
     def sleep(self) -> None:
         """Release the device's memory; see `LearnerGroup.sleep`."""
@@ -68,5 +64,39 @@ class LocalLearnerGroup(WeightExporter):
 
     def close(self) -> None:
         """Leave the process group."""
+        if not self._shares_group:
+            self.rank.close()
+
+
+class LocalLearnerGroup(_LocalRank, WeightExporter):
+    """Implements `agentrl.learner.base.LearnerGroup` with one rank in this process."""
+
+    def __init__(
+        self, folder: Path, config: LearnerConfig, algo: AlgoConfig, *, seed: int, reference: Path | None = None
+    ) -> None:
+        _LocalRank.__init__(self, folder, config, algo, seed, reference, "policy")
+        WeightExporter.__init__(self, self.rank)
+
+    def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
+        """Return log-probabilities by row; see `LearnerGroup.logprobs`."""
+        return self.rank.logprobs(batch, policy)
+
+    def update_reference(self) -> None:
+        """Copy the policy into the reference; see `LearnerGroup.update_reference`."""
+        self.rank.update_reference()
+
+    def close(self) -> None:
+        """Leave the process group."""
         self.leave_group()
-        self.rank.close()
+        super().close()
+
+
+class LocalCritic(_LocalRank):
+    """Implements `agentrl.learner.base.CriticGroup` with one rank in this process."""
+
+    def __init__(self, folder: Path, config: LearnerConfig, algo: AlgoConfig, *, seed: int) -> None:
+        super().__init__(folder, config, algo, seed, None, "critic")
+
+    def values(self, batch: GlobalBatch) -> RowScores:
+        """Return values by row; see `CriticGroup.values`."""
+        return self.rank.values(batch)

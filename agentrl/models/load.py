@@ -133,26 +133,74 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
+    model, missing = _load(AutoModelForCausalLM, folder, dtype, attn_implementation, key)
+    _check_missing(missing, folder, key)
+    return model
+
+
+def load_value_model(
+    folder: Path, dtype: torch.dtype | str = "float32", attn_implementation: str = "sdpa", *, key: str = "model.path"
+) -> PreTrainedModel:
+    """Return the model in ``folder`` with a value head (see `value_head`) in place of its language head.
+
+    It is a token classifier of transformers with one label. A folder without such a head gets one of zeros.
+
+    Args:
+        folder: a Hugging Face folder of a causal language model, or of what this function returned.
+        dtype: as in `load_model`.
+        attn_implementation: as in `load_model`.
+        key: configuration key of the folder, for messages.
+
+    Raises:
+        ModelError: as in `load_model`, or transformers has no token classifier of this architecture.
+
+    """
+    import torch
+    from transformers import AutoModelForTokenClassification
+
+    model, missing = _load(AutoModelForTokenClassification, folder, dtype, attn_implementation, key, num_labels=1)
+    of_head = {id(parameter) for parameter in value_head(model).parameters()}
+    new = {name for name, parameter in model.named_parameters() if id(parameter) in of_head}
+    _check_missing(missing - new, folder, key)
+    if missing:
+        for parameter in value_head(model).parameters():
+            torch.nn.init.zeros_(parameter)
+    return model
+
+
+def value_head(model: Any) -> torch.nn.Linear:
+    """Return the head of a model of `load_value_model`: from hidden states to one number."""
+    import torch
+
+    [head] = [module for module in model.children() if isinstance(module, torch.nn.Linear)]
+    return head
+
+
+def _load(
+    kind: Any, folder: Path, dtype: torch.dtype | str, attn_implementation: str, key: str, **options: Any
+) -> tuple[PreTrainedModel, set[str]]:
+    """Return a model in evaluation mode, and the names of the weights that the folder lacks."""
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model, report = kind.from_pretrained(
             str(folder),
             dtype=as_dtype(dtype),
             attn_implementation=attn_implementation,
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **options,
         )
     except Exception as error:  # transformers raises errors of many kinds
         code = "; agentrl loads weights with the code of transformers only" if _hint(error) else ""
         raise ModelError(f"{key}={folder}: the model cannot be loaded: {_words(error)}{code}") from error
-    model: PreTrainedModel = loaded[0]
-    report = loaded[1]
-    # transformers initialises missing weights randomly and only warns.
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ModelError(f"{key}={folder}: {len(missing)} weights are missing, such as {missing[0]!r}")
     model.train(False)
-    return model
+    return model, set(report["missing_keys"])
+
+
+def _check_missing(missing: set[str], folder: Path, key: str) -> None:
+    """Refuse a folder that lacks weights, which transformers initialises randomly."""
+    if missing:
+        raise ModelError(f"{key}={folder}: {len(missing)} weights are missing, such as {min(missing)!r}")
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:

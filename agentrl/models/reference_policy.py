@@ -46,8 +46,8 @@ def pin_reference(config: Config, start: Path | None = None) -> Config:
     return config.model_copy(update={"algo": config.algo.model_copy(update={"reference": pinned})})
 
 
-def check_reference(policy: Path, reference: Path) -> None:
-    """Check that the reference and the policy use the same tokens.
+def check_reference(policy: Path, reference: Path, key: str = KEY) -> None:
+    """Check that the reference, or another model that reads the policy's tokens, and the policy use the same tokens.
 
     The reference's vocabulary may be larger than the tokenizer's (models are padded to round sizes), but not smaller; if
     both folders have a tokenizer, all tokens must have the same ids.
@@ -55,6 +55,7 @@ def check_reference(policy: Path, reference: Path) -> None:
     Args:
         policy: Hugging Face folder of the policy.
         reference: Hugging Face folder of the reference.
+        key: configuration key of the reference, for messages.
 
     Raises:
         ConfigError: they differ; the message has both sizes.
@@ -69,15 +70,15 @@ def check_reference(policy: Path, reference: Path) -> None:
     if available < needed:
         what = f"the tokenizer of {policy} has {needed}" if tokens else f"{policy} has {needed}"
         raise ConfigError(
-            f"{KEY}={reference}: its vocabulary has {available} tokens, {what}; set {KEY} to a model with the policy's "
+            f"{key}={reference}: its vocabulary has {available} tokens, {what}; set {key} to a model with the policy's "
             "tokenizer"
         )
     others = _tokens(reference)
     if tokens and others and tokens != others:
         odd = min(tokens.items() ^ others.items(), key=lambda item: item[1])
         raise ConfigError(
-            f"{KEY}={reference}: its tokenizer ({len(others)} tokens) is not the policy's ({len(tokens)} tokens, "
-            f"{policy}): they differ from id {odd[1]} on, at {odd[0]!r}; set {KEY} to a model with the same one"
+            f"{key}={reference}: its tokenizer ({len(others)} tokens) is not the policy's ({len(tokens)} tokens, "
+            f"{policy}): they differ from id {odd[1]} on, at {odd[0]!r}; set {key} to a model with the same one"
         )
 
 

@@ -18,9 +18,12 @@ def check_placement(config: Config) -> None:
 
     """
     mode, ranks = config.placement.mode, config.learner.ranks
-    if config.learner.device == "cuda" and running_address() is None and ranks > gpus_here():
+    own = config.algo.needs_critic and mode != "colocate"
+    wanted = 2 * ranks if own else ranks
+    if config.learner.device == "cuda" and running_address() is None and wanted > gpus_here():
+        critic = " for the policy and as many for its critic" if own else ""
         raise MissingError(
-            f"learner.device=cuda with learner.ranks={ranks} wants as many GPUs; there are {gpus_here()} here"
+            f"learner.device=cuda with learner.ranks={ranks} wants as many GPUs{critic}; there are {gpus_here()} here"
         )
     if mode == "separate":
         return
@@ -28,10 +31,11 @@ def check_placement(config: Config) -> None:
     check_placement_keys(config, device)
     gpus = lay_out(config, device).total.get("GPU", 0)
     if gpus > gpus_here() and running_address() is None:
+        learner = f"learner.ranks={ranks}{' and its critic' if own else ''}"
         raise MissingError(
-            f"placement.mode={mode} wants {gpus} GPUs for learner.ranks={ranks} and sampler.engines="
-            f"{config.sampler.engines} of {config.sampler.engine_ranks} each; there are {gpus_here()} here, and no Ray runs "
-            "that has more (`ray start`, or RAY_ADDRESS)"
+            f"placement.mode={mode} wants {gpus} GPUs for {learner} and sampler.engines={config.sampler.engines} of "
+            f"{config.sampler.engine_ranks} each; there are {gpus_here()} here, and no Ray runs that has more (`ray start`, or "
+            "RAY_ADDRESS)"
         )
 
 
@@ -40,8 +44,10 @@ def describe_placement(config: Config) -> str:
     ranks, engines, each = config.learner.ranks, config.sampler.engines, config.sampler.engine_ranks
     of_each = f"{engines} engine{'s' if engines > 1 else ''} of {each}"
     if config.placement.mode == "colocate":
-        return f"colocate: {ranks} for the learner, in turns with {of_each}"
-    return f"disaggregate: {ranks} for the learner, and {of_each}"
+        critic = " and its critic" if config.algo.needs_critic else ""
+        return f"colocate: {ranks} for the learner{critic}, in turns with {of_each}"
+    critic = f", {ranks} for its critic" if config.algo.needs_critic else ""
+    return f"disaggregate: {ranks} for the learner{critic}, and {of_each}"
 
 
 def gpus_here() -> int:

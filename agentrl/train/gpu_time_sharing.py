@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from agentrl.core.errors import EngineError
 from agentrl.inference.base import EngineControl
 from agentrl.inference.fleet.fleet import Fleet
-from agentrl.learner.base import LearnerGroup
+from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.obs.progress import Stopwatch
 
 
@@ -19,6 +19,8 @@ class GpuTimeSharing:
         """Share with the engines of ``fleet``, none of which may be restarted while the learner holds the GPUs."""
         self._fleet = fleet
         self._learner_active = False
+        self.critic: CriticGroup | None = None
+        """It holds GPU memory while the learner trains."""
 
     async def switch_to_learner(self, learner: LearnerGroup, watch: Stopwatch) -> None:
         """Release the engines' memory and wake the learner; ``watch`` gets the seconds as ``wake``.
@@ -35,13 +37,16 @@ class GpuTimeSharing:
         with watch("wake"):
             await self.on_live(lambda engine: engine.memory.release())
             await self._fleet.wait_ended()
-            await asyncio.to_thread(learner.wake)
+            for one in (learner, self.critic):
+                if one is not None:
+                    await asyncio.to_thread(one.wake)
         self._learner_active = True
 
     async def switch_to_engines(
         self, learner: LearnerGroup, sync: Callable[[], Awaitable[None]], watch: Stopwatch
     ) -> None:
-        """Sync the weights while learner and engines both hold theirs, offload the learner, and restore KV caches.
+        """Offload the critic, sync the weights while learner and engines both hold theirs, offload the learner, and restore
+        KV caches.
 
         ``watch`` gets the seconds of ``sync`` as ``sync`` and all others as ``sleep``.
 
@@ -52,6 +57,8 @@ class GpuTimeSharing:
         """
         await self.switch_to_learner(learner, watch)
         with watch("sleep"):
+            if self.critic is not None:
+                await asyncio.to_thread(self.critic.sleep)
             await self.on_live(lambda engine: engine.memory.resume("weights"))
         with watch("sync"):
             await sync()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from agentrl.batch.packing import pack
 from agentrl.batch.sequences import SampledSequence, sequences_of
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout, Row, RowKey
-from agentrl.learner.base import LearnerGroup
+from agentrl.learner.base import CriticGroup, LearnerGroup
 
 GROUP_RELATIVE = ("grpo", "rloo", "maxrl", "turn_level")
 """Estimators that compare a group's rollouts with each other."""
@@ -34,15 +34,19 @@ class StepScores:
     """Log-probabilities of the learner."""
     reference: RowValues = field(default_factory=dict)
     """Log-probabilities of the reference policy, if the KL term is in the reward."""
+    values: RowValues = field(default_factory=dict)
+    """The critic's values."""
 
 
 def needs_scores(config: Config) -> bool:
     """Return whether a training step begins with passes over its rollouts."""
-    return _needs_learner(config) or _kl_in_reward(config)
+    return _needs_learner(config) or _kl_in_reward(config) or config.algo.needs_critic
 
 
-def score_rollouts(config: Config, groups: RolloutGroups, learner: LearnerGroup, pad_id: int) -> StepScores:
-    """Compute log-probabilities of all rollouts that the advantages, the loss or the correction need. Blocks.
+def score_rollouts(
+    config: Config, groups: RolloutGroups, learner: LearnerGroup, critic: CriticGroup | None, pad_id: int
+) -> StepScores:
+    """Compute what the advantages, the loss or the correction need of all rollouts. Blocks.
 
     Raises:
         LearnerError: a rank failed.
@@ -52,6 +56,7 @@ def score_rollouts(config: Config, groups: RolloutGroups, learner: LearnerGroup,
     return StepScores(
         learner=learner.logprobs(batch) if _needs_learner(config) else {},
         reference=learner.logprobs(batch, "reference") if _kl_in_reward(config) else {},
+        values=critic.values(batch) if critic is not None else {},
     )
 
 
@@ -72,7 +77,12 @@ def step_advantages(config: Config, groups: RolloutGroups, scores: StepScores) -
         ConfigError: see `estimate_advantages`.
 
     """
-    return estimate_advantages(config.algo, AdvantageInput(groups, kl=_kl_penalties(config, groups, scores)))
+    return estimate_advantages(config.algo, advantage_input(config, groups, scores))
+
+
+def advantage_input(config: Config, groups: RolloutGroups, scores: StepScores) -> AdvantageInput:
+    """Return what an estimator gets."""
+    return AdvantageInput(groups, kl=_kl_penalties(config, groups, scores), values=scores.values)
 
 
 def _kl_penalties(config: Config, groups: RolloutGroups, scores: StepScores) -> dict[RowKey, NDArray[np.float32]]:
@@ -129,13 +139,18 @@ def optimizer_steps(config: Config, groups: RolloutGroups, advantages: RowAdvant
     """
     live = {key.rollout_id for key, values in advantages.items() if config.algo.trains_everything or values.any()}
     steps = []
-    for share in np.array_split(np.arange(len(groups.prompt_ids_G)), config.train.steps_per_rollout):
-        rollouts = [one for one, group in zip(groups.rollouts_N, groups.groups_N, strict=True) if group in share]
+    for rollouts in divided(config, groups):
         trained = {one.rollout_id for one in rollouts if any(row.mask.any() for row in one.rows)} & live
         counted = [one for one in rollouts if config.batch.denominator == "all" or one.rollout_id in trained]
         if trained:
             steps.append(OptimizerStep([row for one in counted for row in one.rows], trained))
     return steps
+
+
+def divided(config: Config, groups: RolloutGroups) -> Iterator[list[Rollout]]:
+    """Yield the rollouts of each of ``train.steps_per_rollout`` optimizer steps, whole groups."""
+    for share in np.array_split(np.arange(len(groups.prompt_ids_G)), config.train.steps_per_rollout):
+        yield [one for one, group in zip(groups.rollouts_N, groups.groups_N, strict=True) if group in share]
 
 
 def packing_options(config: Config, pad_id: int) -> dict[str, Any]:

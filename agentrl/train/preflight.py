@@ -13,6 +13,8 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.core.task import Task, TaskSet
 from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
+from agentrl.models.critic import KEY as CRITIC_KEY
+from agentrl.models.critic import resolve_critic
 from agentrl.models.load import count_parameters, read_max_positions
 from agentrl.models.reference_policy import check_reference, resolve_reference
 from agentrl.models.resolve import has_chat_template, resolve_model
@@ -85,7 +87,11 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     model = _check_model(config, missing, fetch=fetch and not missing)  # no gigabytes for a run that is refused
     template = "" if model is None else check_chat_template(config, model, train)
     lines = _describe(config, tasks, model, sets, template)
-    warnings = [] if model is None else learning_rate_warnings(config, count_parameters(model))
+    warnings = []
+    if model is not None:
+        critic = resolve_critic(config, model)
+        sizes = [count_parameters(folder) if folder is not None else 0 for folder in (model, critic)]
+        warnings = learning_rate_warnings(config, *sizes)
     if warm is not None:
         lines.append(f"{'warm start':<13}{config.model.warm_start}: {describe(warm)}")
     return Plan(lines, missing, warnings, template)
@@ -122,19 +128,26 @@ def _check_model(config: Config, missing: list[str], *, fetch: bool) -> Path | N
         reference = resolve_reference(config, fetch=fetch)
         if config.algo.reference is not None and reference is not None:
             check_reference(model, reference)
+        critic = resolve_critic(config, model, fetch=fetch)
+        if critic is not None:
+            check_reference(model, critic, CRITIC_KEY)
     return model
 
 
-def learning_rate_warnings(config: Config, count: int) -> list[str]:
-    """Return a warning if the learning rate is many times what models of ``count`` weights are trained with."""
-    lr = config.learner.optimizer.lr
-    for size, most, usual in _LEARNING_RATES:
-        if count >= size and lr > most:
-            return [
-                f"warning: learner.optimizer.lr={lr:g} is many times the usual {usual:g} for a model of {count / 1e9:.2g} "
-                f"billion weights, and may destroy it: set learner.optimizer.lr={usual:g} and learner.optimizer.warmup_steps"
-            ]
-    return []
+def learning_rate_warnings(config: Config, count: int, critic_count: int = 0) -> list[str]:
+    """Return warnings if the learning rate of the policy, of ``count`` weights, or of the critic is many times the usual."""
+    rates = {"learner.optimizer": (config.learner.optimizer.lr, count)}
+    rates["algo.critic.optimizer"] = (config.algo.critic.optimizer.lr, critic_count)
+    found = []
+    for key, (lr, weights) in rates.items():
+        limits = [(most, usual) for size, most, usual in _LEARNING_RATES if weights >= size]
+        if limits and lr > limits[0][0]:
+            usual = limits[0][1]
+            found.append(
+                f"warning: {key}.lr={lr:g} is many times the usual {usual:g} for a model of {weights / 1e9:.2g} billion "
+                f"weights, and may destroy it: set {key}.lr={usual:g} and {key}.warmup_steps"
+            )
+    return found
 
 
 def _describe(config: Config, tasks: str, model: Path | None, sets: list[EvalTasks] | None, template: str) -> list[str]:

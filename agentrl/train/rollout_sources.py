@@ -31,7 +31,7 @@ async def open_sampling(
     *,
     launcher: Callable[[EngineSpec], Launcher],
     resume_after: int | None,
-) -> RolloutSource:
+) -> Sampling:
     """Start engines and tool servers, which ``exits`` ends, and return their rollout source.
 
     Args:

@@ -14,7 +14,7 @@ from agentrl.cluster.run_cluster import RunCluster
 from agentrl.config.saved import save_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import AgentrlError, CheckpointError, ConfigError, RunStopped
-from agentrl.learner.base import LearnerGroup
+from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state, whole_checkpoints
 from agentrl.obs.console import print_message
 from agentrl.obs.progress import ProgressView
@@ -53,13 +53,14 @@ class TrainingRun:
             view.phase("starting")
             exits.enter_context(Watchdog(config.obs.stall_warning_s, view.print_text, folder / "logs" / "watchdog.log"))
             with waiting(PHASE, "start"):
-                source, learner = await self._open(interrupt, exits)
+                source, learner, critic = await self._open(interrupt, exits)
             view.total = source.steps
             metrics = open_metrics(config, folder, view.note, resume_after=step if self.checkpoint else None)
             trainer = Trainer(
                 config=config,
                 source=source,
                 learner=learner,
+                critic=critic,
                 checkpoints=Checkpoints(folder / "checkpoints", keep=config.train.keep, began_with=self.checkpoint),
                 metrics=exits.enter_context(metrics),
                 view=view,
@@ -72,14 +73,16 @@ class TrainingRun:
             await trainer.run()
             return trainer
 
-    async def _open(self, interrupt: Interrupt, exits: AsyncExitStack) -> tuple[RolloutSource, LearnerGroup]:
-        """Start rollout source and learner: concurrently, or one after the other if they share GPUs."""
+    async def _open(
+        self, interrupt: Interrupt, exits: AsyncExitStack
+    ) -> tuple[RolloutSource, LearnerGroup, CriticGroup | None]:
+        """Start rollout source, learner and critic: concurrently, or one after the other if they share GPUs."""
         config, folder, model = self.config, self.folder, self.model
         cluster = RunCluster(config, folder, model, self.checkpoint, with_engines=self.replay is None)
         exits.push_async_callback(cluster.aclose)
         await cluster.open()
         if self.replay is not None:
-            return open_replay(config, self.replay, model, interrupt), await cluster.learner()
+            return open_replay(config, self.replay, model, interrupt), *(await cluster.learner())
         source = await open_sampling(
             config,
             folder,
@@ -89,7 +92,9 @@ class TrainingRun:
             launcher=await cluster.engine_launcher(),
             resume_after=self.state["step"] if self.checkpoint else None,
         )
-        return source, await cluster.learner()
+        learner, critic = await cluster.learner()
+        source.add_critic(critic)
+        return source, learner, critic
 
 
 def resume_command(folder: Path, replay: Path | None) -> str:

@@ -17,7 +17,7 @@ from agentrl.evaluation.evaluate import evaluate
 from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.inference.base import EngineControl
-from agentrl.learner.base import LearnerGroup
+from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.obs.progress import Stopwatch
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.runtime.interrupt import Interrupt
@@ -138,6 +138,11 @@ class Sampling:
     def pad_token_id(self) -> int:
         """Return the tokenizer's pad token."""
         return self.services.renderer.pad_token_id
+
+    def add_critic(self, critic: CriticGroup | None) -> None:
+        """Let the critic share the GPUs, if the learner does."""
+        if self._gpu_sharing is not None:
+            self._gpu_sharing.critic = critic
 
     async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
         """Sync the weights to all engines, or only every ``weights.sync_every`` versions.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.algo.estimate import mean_advantages
-from agentrl.batch.groups import group_rollouts
+from agentrl.batch.groups import RolloutGroups, group_rollouts
 from agentrl.batch.packing import pack
 from agentrl.config.schema import Config
 from agentrl.core.errors import AgentrlError
@@ -17,12 +17,13 @@ from agentrl.core.types import Rollout
 from agentrl.evaluation.result import flat_metrics
 from agentrl.evaluation.sets import check_goals_are_measured, reached
 from agentrl.evaluation.table import results_lines
-from agentrl.learner.base import LearnerGroup
+from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.learner.checkpoints import Checkpoints
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.obs.rollout_panel import rollout_panel
 from agentrl.obs.waiting import PHASE, waiting
+from agentrl.train.critic import returns_of, value_batches, value_metrics, warming_up
 from agentrl.train.optimizer_steps import (
     StepScores,
     live_share,
@@ -37,10 +38,15 @@ from agentrl.train.optimizer_steps import (
 from agentrl.train.sampling import RolloutSource
 from agentrl.train.step_metrics import merge_metrics, rollout_metrics
 
-NONFINITE = (
-    "the gradient is not finite, so the optimizer step was skipped; a smaller learner.optimizer.lr or "
-    "learner.autocast=none may help. train/nonfinite_gradients counts such steps"
-)
+NONFINITE = {
+    f"train/{prefix}nonfinite_gradients": f"{whose} gradient is not finite, so the optimizer step was skipped; a smaller {key} "
+    f"or learner.autocast=none may help. train/{prefix}nonfinite_gradients counts such steps"
+    for prefix, whose, key in (
+        ("", "the", "learner.optimizer.lr"),
+        ("value_", "the critic's", "algo.critic.optimizer.lr"),
+    )
+}
+"""Warnings by metric."""
 
 
 @dataclass(slots=True)
@@ -59,6 +65,8 @@ class Trainer:
     """Tasks taken from the task order since the start of the run."""
     saved: int = -1
     """The step of the newest checkpoint."""
+    critic: CriticGroup | None = None
+    """Predicts values, if the estimator needs them."""
     spent_s: float = 0.0
     """Seconds in training steps, without evaluations."""
     evaluated: int = -1
@@ -66,7 +74,7 @@ class Trainer:
     evaluation: dict[str, float] = field(default_factory=dict)
     """Metrics of the newest evaluation."""
     _ahead: int = field(default=0, init=False)
-    """Optimizer steps that the learner has taken in the unfinished training step."""
+    """Optimizer steps that learner and critic have taken in the unfinished training step."""
     _warned: set[str] = field(default_factory=set, init=False)
 
     async def run(self) -> None:
@@ -102,8 +110,8 @@ class Trainer:
         if groups.rollouts_N and needs_scores(self.config):
             await self.source.release_gpus_for_training(self.learner, watch)
             with watch("score"), waiting(PHASE, name, "scores"):
-                pad_id = self.source.pad_token_id
-                scores = await asyncio.to_thread(score_rollouts, self.config, groups, self.learner, pad_id)
+                models = self.learner, self.critic
+                scores = await asyncio.to_thread(score_rollouts, self.config, groups, *models, self.source.pad_token_id)
         advantages = step_advantages(self.config, groups, scores)
         correction = step_correction(self.config, groups, scores)
         batches = [
@@ -116,11 +124,14 @@ class Trainer:
                 **packing_options(self.config, self.source.pad_token_id),
             )
             for part in optimizer_steps(self.config, groups, advantages)
+            if not warming_up(self.config, self.step)
         ]
         learned: list[Mapping[str, float]] = []
-        if batches:
+        values: dict[str, float] = {}
+        if batches or scores.values:
             await self.source.release_gpus_for_training(self.learner, watch)
             with watch("train"), waiting(PHASE, name, "train"):
+                values = await self._train_critic(groups, scores)
                 for batch in batches:
                     learned.append(batch.metrics | await asyncio.to_thread(self.learner.train_step, batch))
                     self._ahead += 1
@@ -137,16 +148,30 @@ class Trainer:
             times = watch.metrics() | {"time/step_s": time.perf_counter() - start}
             sampled_s = times["time/rollout_s"] if self.source.samples else None
             row = rollout_metrics(rollouts, groups, sampled_s) | self.source.metrics()
-            row |= merge_metrics(learned) if learned else {"train/skipped": 1.0}
-            row |= {"batch/live_share": live_share(groups, advantages)}
-            row |= times | {"train/version": float(self.step)}
-            self.metrics.write(self.step, row)
-            self.view.step(self.step, row, self._seconds_left())
-            self.metrics.samples(self.step, rollouts)
-            if not learned:
-                self._warn_once("skipped", f"nothing was trained: {nothing_trained(self.config, rollouts, groups)}")
-            if row.get("train/nonfinite_gradients"):
-                self._warn_once("nonfinite", NONFINITE)
+            row |= {"batch/live_share": live_share(groups, advantages)} | values
+            row |= merge_metrics(learned) if learned else {} if values else {"train/skipped": 1.0}
+            self._log(row | times | {"train/version": float(self.step)}, rollouts, groups)
+
+    async def _train_critic(self, groups: RolloutGroups, scores: StepScores) -> dict[str, float]:
+        """Take the critic's optimizer steps on the rollouts of a training step, and return its metrics."""
+        if self.critic is None or not scores.values:
+            return {}
+        learned, returns = [], returns_of(self.config, groups, scores)
+        for batch in value_batches(self.config, groups, scores, returns, self.source.pad_token_id):
+            learned.append(await asyncio.to_thread(self.critic.train_step, batch))
+            self._ahead += 1
+        return value_metrics(learned, groups, scores, returns)
+
+    def _log(self, row: Mapping[str, float], rollouts: Sequence[Rollout], groups: RolloutGroups) -> None:
+        """Log the metrics and rollouts of the step that has ended, and print warnings about them."""
+        self.metrics.write(self.step, row)
+        self.view.step(self.step, row, self._seconds_left())
+        self.metrics.samples(self.step, rollouts)
+        if row.get("train/skipped"):
+            self._warn_once("skipped", f"nothing was trained: {nothing_trained(self.config, rollouts, groups)}")
+        for key, text in NONFINITE.items():
+            if row.get(key):
+                self._warn_once(key, text)
 
     def _warn_once(self, about: str, text: str) -> None:
         """Print a warning about the step that has ended, unless there was one about the same."""
@@ -221,7 +246,7 @@ class Trainer:
             if self.saved == self.step:
                 self.checkpoints.save_state(self.step, state)
             else:
-                await asyncio.to_thread(self.checkpoints.save, self.step, self.learner, state)
+                await asyncio.to_thread(self.checkpoints.save, self.step, self.learner, state, self.critic)
         self.saved = self.step
 
     async def _save_after(self, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""A Hugging Face causal model for the learner: from packed tokens to log-probabilities at given positions."""
+"""A Hugging Face causal model for the learner: from packed tokens to log-probabilities, or values, at given positions."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ModelError
 from agentrl.learner.device import uses_bfloat16
 from agentrl.learner.fsdp.attention import IMPLEMENTATION, move, packed_rows, separated
-from agentrl.models.load import load_model
+from agentrl.models.load import load_model, load_value_model, value_head
 
 _log = logging.getLogger(__name__)
 _MIXED = 1e-5
 """Relative change of a row's hidden states, when another row changes, that is not rounding."""
+_PROBE_T, _OTHER_T = torch.arange(1, 8), torch.arange(6, 0, -1)
+"""Token ids of the rows that probe a model."""
 
 
-class PolicyModel(nn.Module):
+class PackedModel(nn.Module):
     """Wraps the model so that one ``forward``, and with it one set of FSDP hooks, covers body and head.
 
-    Logits are computed only at the given positions, in chunks of ``logits_chunk`` positions.
+    The head is applied only at the given positions, in chunks of ``logits_chunk`` positions.
     """
 
     def __init__(self, model: Any, logits_chunk: int) -> None:
@@ -42,7 +44,7 @@ class PolicyModel(nn.Module):
 
     def forward(
         self, micro: MicroBatch, at_N: torch.Tensor, temperature: float, entropy_gradient: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         """Score the tokens at ``at_N`` given the tokens before them in their rows.
 
         Args:
@@ -52,7 +54,7 @@ class PolicyModel(nn.Module):
             entropy_gradient: whether entropies have a gradient too.
 
         Returns:
-            float32 ``[N]`` log-probabilities, and entropies (nats) of their distributions.
+            what `_score` returns, float32 ``[N]`` each.
 
         """
         device = self.hf.device
@@ -80,7 +82,28 @@ class PolicyModel(nn.Module):
                 checkpoint(self._score, hidden, targets, temperature, entropy_gradient, **options)
                 for hidden, targets in chunks
             ]
-            return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+            return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+    @property
+    def head(self) -> nn.Module:
+        """What is applied to hidden states."""
+        raise NotImplementedError
+
+    def _score(
+        self, hidden_N_H: torch.Tensor, targets_N: torch.Tensor, temperature: float, entropy_gradient: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the scores of tokens from the hidden states before them."""
+        raise NotImplementedError
+
+
+class PolicyModel(PackedModel):
+    """With a language head: the scores are log-probabilities, and entropies (nats) of their distributions."""
+
+    @property
+    def head(self) -> nn.Module:
+        """From hidden states to logits."""
+        head: nn.Module = self.hf.get_output_embeddings()
+        return head
 
     def _score(
         self, hidden_N_H: torch.Tensor, targets_N: torch.Tensor, temperature: float, entropy_gradient: bool
@@ -98,7 +121,7 @@ class PolicyModel(nn.Module):
         Under autocast the factors are rounded, but not the logits: these are about 20 in size, where adjacent bfloat16
         values differ by an eighth, so that log-probabilities would be off by several hundredths.
         """
-        head: Any = self.hf.get_output_embeddings()
+        head: Any = self.head
         device = hidden_N_H.device.type
         if not torch.is_autocast_enabled(device):
             logits_N_V: torch.Tensor = head(hidden_N_H)
@@ -107,6 +130,24 @@ class PolicyModel(nn.Module):
         with torch.autocast(device, enabled=False):
             bias = head.bias.float() if head.bias is not None else None
             return F.linear(hidden_N_H.to(dtype).float(), head.weight.to(dtype).float(), bias)
+
+
+class ValueModel(PackedModel):
+    """With a value head: the score is the value of the state in which the token was sampled."""
+
+    @property
+    def head(self) -> nn.Linear:
+        """From hidden states to values."""
+        return value_head(self.hf)
+
+    def _score(
+        self, hidden_N_H: torch.Tensor, targets_N: torch.Tensor, temperature: float, entropy_gradient: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """Return values, computed in at least float32."""
+        head, dtype = self.head, torch.promote_types(hidden_N_H.dtype, torch.float32)
+        with torch.autocast(hidden_N_H.device.type, enabled=False):
+            bias = None if head.bias is None else head.bias.to(dtype)
+            return (F.linear(hidden_N_H.to(dtype), head.weight.to(dtype), bias).sum(-1),)
 
 
 def load_policy(folder: Path, config: LearnerConfig, key: str = "model.path") -> PolicyModel:
@@ -123,17 +164,35 @@ def load_policy(folder: Path, config: LearnerConfig, key: str = "model.path") ->
         ModelError: the folder cannot be loaded, or the architecture does more than a head on hidden states.
 
     """
-    model: Any = load_model(folder, torch.float32, IMPLEMENTATION, key=key)
-    model.train()
-    _disable_dropout(model)
-    if config.gradient_checkpointing:
-        # transformers renames this method between versions 5 and 6.
-        name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-        getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
-    policy = PolicyModel(model, config.logits_chunk)
-    _probe_rows(policy, folder, key)  # in float32
+    policy = PolicyModel(load_model(folder, torch.float32, IMPLEMENTATION, key=key), config.logits_chunk)
+    _prepare(policy, config)
+    _check_logits(policy, folder, key)  # in float32
     policy.autocast = uses_bfloat16(config)
     return policy
+
+
+def load_critic(folder: Path, config: LearnerConfig, key: str = "algo.critic.path") -> ValueModel:
+    """Load ``folder`` as a critic: as `load_policy`, with a value head, which is one of zeros if the folder has none.
+
+    Raises:
+        ModelError: the folder cannot be loaded, or transformers has no such head for the architecture.
+
+    """
+    critic = ValueModel(load_value_model(folder, torch.float32, IMPLEMENTATION, key=key), config.logits_chunk)
+    _prepare(critic, config)
+    critic.autocast = uses_bfloat16(config)
+    return critic
+
+
+def _prepare(model: PackedModel, config: LearnerConfig) -> None:
+    """Set a loaded model up for training, and separate rows if it mixes packed ones."""
+    model.hf.train()
+    _disable_dropout(model.hf)
+    if config.gradient_checkpointing:
+        # transformers renames this method between versions 5 and 6.
+        name = "activation" if hasattr(model.hf, "activation_checkpointing_enable") else "gradient"
+        getattr(model.hf, f"{name}_checkpointing_enable")({"use_reentrant": False})
+    _probe_rows(model)
 
 
 def load_frozen(folder: Path, config: LearnerConfig, device: torch.device, mesh: DeviceMesh, key: str) -> PolicyModel:
@@ -156,22 +215,27 @@ def _disable_dropout(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _probe_rows(policy: PolicyModel, folder: Path, key: str) -> None:
-    """Separate rows if the model mixes packed ones, and compare log-probabilities with the model's own.
+def _probe_rows(model: PackedModel) -> None:
+    """Separate rows if the model mixes packed ones."""
+    first, second = _packed_pair(_PROBE_T, _OTHER_T), _packed_pair(_PROBE_T + 1, _OTHER_T)
+    hidden = [_hidden(model.hf, micro)[:, len(_PROBE_T) :] for micro in (first, second)]
+    model.separates_rows = bool((hidden[0] - hidden[1]).norm() > _MIXED * hidden[0].norm())
+    if model.separates_rows:
+        _log.warning(
+            "%s mixes packed rows: the learner computes one row a bin, with more padding", type(model.hf).__name__
+        )
+
+
+@torch.no_grad()
+def _check_logits(policy: PolicyModel, folder: Path, key: str) -> None:
+    """Compare log-probabilities of packed rows with the model's own.
 
     Raises:
         ModelError: they differ: the architecture scales or caps logits after the head.
     """
-    row_T, other_T = torch.arange(1, 8), torch.arange(6, 0, -1)
-    first, second = _packed_pair(row_T, other_T), _packed_pair(row_T + 1, other_T)
-    hidden = [_hidden(policy.hf, micro)[:, len(row_T) :] for micro in (first, second)]
-    policy.separates_rows = bool((hidden[0] - hidden[1]).norm() > _MIXED * hidden[0].norm())
-    if policy.separates_rows:
-        _log.warning(
-            "%s mixes packed rows: the learner computes one row a bin, with more padding", type(policy.hf).__name__
-        )
-    expected_N = torch.cat([_logprobs_alone(policy.hf, tokens_T) for tokens_T in (row_T, other_T)])
-    found_N, _ = policy(first, first.position_ids_R_L[0].nonzero()[:, 0], 1.0)
+    packed = _packed_pair(_PROBE_T, _OTHER_T)
+    expected_N = torch.cat([_logprobs_alone(policy.hf, tokens_T) for tokens_T in (_PROBE_T, _OTHER_T)])
+    found_N, _ = policy(packed, packed.position_ids_R_L[0].nonzero()[:, 0], 1.0)
     if not torch.allclose(found_N, expected_N, atol=1e-4, rtol=1e-4):
         raise ModelError(
             f"{key}={folder}: {type(policy.hf).__name__} changes logits after its head, which the fsdp learner lacks; "
@@ -206,23 +270,23 @@ def _logprobs_alone(hf: Any, token_ids_T: torch.Tensor) -> torch.Tensor:
     return logits_T_V.float().log_softmax(-1).gather(-1, token_ids_T[1:, None])[:, 0]
 
 
-def shard(policy: PolicyModel, mesh: DeviceMesh, config: LearnerConfig) -> FSDPModule:
+def shard(model: PackedModel, mesh: DeviceMesh, config: LearnerConfig) -> FSDPModule:
     """Shard the parameters over ``mesh``: one unit per decoder layer, and one for the rest. Gradients are summed over ranks.
 
     Returns:
-        ``policy`` itself, with the FSDP methods that ``fully_shard`` adds.
+        ``model`` itself, with the FSDP methods that ``fully_shard`` adds.
 
     """
-    blocks = set(getattr(policy.hf, "_no_split_modules", None) or ())
-    layers = [module for module in policy.modules() if type(module).__name__ in blocks]
-    assert layers, f"{type(policy.hf).__name__} names no decoder layer in _no_split_modules"
+    blocks = set(getattr(model.hf, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in blocks]
+    assert layers, f"{type(model.hf).__name__} names no decoder layer in _no_split_modules"
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=config.reshard_after_forward)
-    fully_shard(policy, mesh=mesh, reshard_after_forward=False)
-    for module in policy.modules():
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is a plain sum with the denominator in the weights: averaging over ranks would scale it down.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo lacks the scaled sum that is used otherwise
-    assert isinstance(policy, FSDPModule)
-    return policy
+    assert isinstance(model, FSDPModule)
+    return model

@@ -15,15 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.algo.base import Loss, LossInput
 from agentrl.algo.losses.sft import sft_loss
+from agentrl.algo.losses.value import ValueLoss
 from agentrl.algo.registry import make_objective
 from agentrl.batch.microbatch import GlobalBatch, MicroBatch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import LearnerError
 from agentrl.distributed.base import TensorSpec
-from agentrl.learner.base import RowLogprobs
+from agentrl.learner.base import Role, RowLogprobs, RowScores
 from agentrl.learner.export.bucket import spec_of
-from agentrl.learner.fsdp.model import PolicyModel, load_frozen, load_policy, shard
+from agentrl.learner.fsdp.model import PackedModel, load_critic, load_frozen, load_policy, shard
 from agentrl.learner.fsdp.optimizer import learning_rate, make_optimizers
 from agentrl.learner.fsdp.state import load_state, save_state
 from agentrl.learner.fsdp.step_metrics import StepMetrics
@@ -42,6 +43,7 @@ class FsdpRank:
         device: where this rank computes.
         seed: of the random states; the rank is added.
         reference: the frozen policy, if the loss needs one. It is not saved in checkpoints.
+        role: a critic has a value head in place of the language head, ``algo.critic.optimizer``, and the loss of values.
 
     Raises:
         ConfigError: the reference reads other tokens than the policy.
@@ -58,7 +60,10 @@ class FsdpRank:
         device: torch.device,
         seed: int,
         reference: Path | None = None,
+        role: Role = "policy",
     ) -> None:
+        if role == "critic":
+            config = config.model_copy(update={"optimizer": algo.critic.optimizer})
         self.config = config
         self.device = device
         self.source = folder
@@ -68,18 +73,19 @@ class FsdpRank:
         self.algo = algo
         self.objective = make_objective(algo)
         self._losses: dict[str, Loss] = {"rl": self.objective, "sft": sft_loss}
-        self.model: PolicyModel = load_policy(folder, config).to(device)
+        if role == "critic":
+            self._losses = {"value": ValueLoss(algo.critic.value_clip)}
+        self.model: PackedModel = (load_critic if role == "critic" else load_policy)(folder, config).to(device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self._cpu_mesh = mesh if device.type == "cpu" else init_device_mesh("cpu", (dist.get_world_size(),))
         self._offload = CpuOffload()
         self._fsdp = shard(self.model, mesh, config)
         self._parameters = dict(self.model.hf.named_parameters())
-        self.policies = {"main": self.model}
+        self.models: dict[str, PackedModel] = {"critic" if role == "critic" else "main": self.model}
         if reference is not None:
             check_reference(folder, reference)
-            self.policies["reference"] = load_frozen(reference, config, device, mesh, "algo.reference")
-        head = self.model.hf.get_output_embeddings()
-        self.optimizers = make_optimizers(self.model, head, config.optimizer)
+            self.models["reference"] = load_frozen(reference, config, device, mesh, "algo.reference")
+        self.optimizers = make_optimizers(self.model, self.model.head, config.optimizer)
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step; see `LearnerRank.train_step`. A batch without a token to train on takes none."""
@@ -94,16 +100,18 @@ class FsdpRank:
         for index, micro in enumerate(micros):
             self._fsdp.set_requires_gradient_sync(index == len(micros) - 1)
             at_N = _at_mask(micro)
-            logprobs_N, entropy_N = self.model(micro, at_N, batch.temperature, with_entropy)
+            scores_N, *entropy_N = self.model(micro, at_N, batch.temperature, with_entropy)
             given = LossInput(
                 **self._fields(batch, micro, at_N),
                 sequence_log_ratio_N=ratios[index],
                 reference_logprobs_N=references[index],
-                entropy_N=entropy_N if with_entropy else None,
+                entropy_N=entropy_N[0] if with_entropy else None,
             )
-            loss, loss_metrics = loss_of(logprobs_N, given)
+            loss, loss_metrics = loss_of(scores_N, given)
             torch.autograd.backward(loss)
-            metrics.add(loss, entropy_N.detach(), loss_metrics)
+            if entropy_N:
+                loss_metrics.sums["entropy"] = entropy_N[0].detach().sum()
+            metrics.add(loss, len(at_N), loss_metrics)
         result = metrics.reduce()
         if result["train/trained_tokens"]:
             result |= self._update(batch.lr_scale)
@@ -118,6 +126,8 @@ class FsdpRank:
             "logprobs_N": micro.logprobs_R_L,
             "learner_logprobs_N": micro.learner_logprobs_R_L,
             "correction_N": micro.correction_R_L,
+            "values_N": micro.values_R_L,
+            "returns_N": micro.returns_R_L,
         }
         chosen = {name: None if values is None else values.reshape(-1)[at_N] for name, values in fields.items()}
         numbers = torch.tensor(micro.sequences, dtype=torch.int64)
@@ -154,16 +164,16 @@ class FsdpRank:
         [micros] = batch.micro
         if batch.kind != "rl" or not self.algo.needs_reference or self.algo.kl_in == "reward":
             return [None] * len(micros)
-        model = self._policy("reference")
+        model = self._model("reference")
         found: list[torch.Tensor | None] = [model(micro, _at_mask(micro), batch.temperature)[0] for micro in micros]
         _reshard(model)
         return found
 
-    def _policy(self, name: str) -> PolicyModel:
-        if name not in self.policies:
+    def _model(self, name: str) -> PackedModel:
+        if name not in self.models:
             hint = "; set algo.kl_coef above 0, or give the learner its folder" if name == "reference" else ""
-            raise LearnerError(f"the learner has no policy {name!r}, only {', '.join(self.policies)}{hint}")
-        return self.policies[name]
+            raise LearnerError(f"the learner has no policy {name!r}, only {', '.join(self.models)}{hint}")
+        return self.models[name]
 
     def _update(self, lr_scale: float) -> dict[str, float]:
         """Clip the gradient and take an optimizer step, at the learning rate of this step; none if it is not finite."""
@@ -186,14 +196,22 @@ class FsdpRank:
     @torch.no_grad()
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
         """Return the log-probabilities of this rank's rows; see `LearnerRank.logprobs`."""
+        return self._scores(batch, self._model(policy))
+
+    @torch.no_grad()
+    def values(self, batch: GlobalBatch) -> RowScores:
+        """Return the critic's values of this rank's rows; see `LearnerRank.values`."""
+        return self._scores(batch, self._model("critic"))
+
+    def _scores(self, batch: GlobalBatch, model: PackedModel) -> RowScores:
+        """Return the first score of every token by row, 0 for the first token."""
         self._check_awake()
-        model = self._policy(policy)
-        found: RowLogprobs = {}
+        found: RowScores = {}
         [micros] = batch.micro
         for micro in micros:
             row = micro.row_R_L.reshape(-1)
             at_N = ((row >= 0) & (micro.position_ids_R_L.reshape(-1) > 0)).nonzero()[:, 0]
-            scored_N, _ = model(micro, at_N, batch.temperature)
+            scored_N = model(micro, at_N, batch.temperature)[0]
             _reshard(model)
             flat = torch.zeros(row.numel())
             flat[at_N] = scored_N.float().cpu()
@@ -204,7 +222,7 @@ class FsdpRank:
     def update_reference(self) -> None:
         """Copy the policy into the reference; see `LearnerRank.update_reference`."""
         self._check_awake()
-        theirs = dict(self._policy("reference").hf.named_parameters())
+        theirs = dict(self._model("reference").hf.named_parameters())
         if {name: p.shape for name, p in theirs.items()} != {name: p.shape for name, p in self._parameters.items()}:
             raise LearnerError(
                 "the reference has another architecture than the policy, so it cannot become the policy: set "
@@ -245,7 +263,7 @@ class FsdpRank:
         """Release the device's memory; see `LearnerRank.sleep`."""
         if self._offload:
             return
-        for model in self.policies.values():
+        for model in self.models.values():
             _reshard(model)
         self._zero_grad()
         self._offload.offload(self._state())
@@ -265,7 +283,7 @@ class FsdpRank:
     @torch.no_grad()
     def _state(self) -> list[torch.Tensor]:
         """Return this rank's shards of weights, optimizer states and reference."""
-        tensors: list[torch.Tensor] = [p for model in self.policies.values() for p in model.parameters()]
+        tensors: list[torch.Tensor] = [p for model in self.models.values() for p in model.parameters()]
         for optimizer in self.optimizers:
             tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
@@ -295,7 +313,7 @@ def _at_mask(micro: MicroBatch) -> torch.Tensor:
     return at_N
 
 
-def _reshard(model: PolicyModel) -> None:
+def _reshard(model: PackedModel) -> None:
     """Free gathered weights, which stay in place of the shards after a forward pass without a backward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -37,7 +37,7 @@ from agentrl.core.errors import CheckpointError
 from agentrl.core.file_modes import give_default_mode
 from agentrl.core.reading import reading
 from agentrl.learner.base import WeightSource
-from agentrl.learner.fsdp.model import PolicyModel
+from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.random_states import random_states, restore_random
 
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
@@ -52,12 +52,12 @@ class SavedRank(WeightSource, Protocol):
     device: torch.device
     source: Path
     """The model folder that the rank was loaded from; its tokenizer files are copied."""
-    model: PolicyModel
+    model: PackedModel
     optimizers: list[torch.optim.Optimizer]
     step: int
     """Finished optimizer steps."""
-    policies: dict[str, PolicyModel]
-    """The policy as ``main``, and the reference, if there is one."""
+    models: dict[str, PackedModel]
+    """The policy as ``main``, and the reference, if there is one; or the critic."""
     reference_updated: bool
     """Whether the reference was the policy of an earlier step (``algo.reference_steps``)."""
 
@@ -107,7 +107,7 @@ def load_state(rank: SavedRank, folder: Path) -> None:
         full = StateDictOptions(full_state_dict=True, strict=False)
         set_model_state_dict(rank.model, {f"hf.{name}": value for name, value in weights.items()}, options=full)
         states = _load_optimizers(rank, folder / "optimizer") if found["step"] else {}
-        rank.reference_updated = (folder / "reference").is_dir() and "reference" in rank.policies
+        rank.reference_updated = (folder / "reference").is_dir() and "reference" in rank.models
         if rank.reference_updated:
             load_sharded(_reference(rank), checkpoint_id=folder / "reference")
     except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
@@ -157,7 +157,7 @@ def _load_optimizers(rank: SavedRank, folder: Path) -> dict[str, Any]:
 
 def _reference(rank: SavedRank) -> dict[str, torch.Tensor]:
     """Return the sharded weights of the reference policy by name; loading writes into them."""
-    return {name: parameter.detach() for name, parameter in rank.policies["reference"].hf.named_parameters()}
+    return {name: parameter.detach() for name, parameter in rank.models["reference"].hf.named_parameters()}
 
 
 def _set_moments(rank: SavedRank, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -18,11 +18,11 @@ class StepMetrics:
         self._maxima: dict[str, torch.Tensor] = {}
         self._tokens = 0
 
-    def add(self, loss: torch.Tensor, entropy_N: torch.Tensor, metrics: LossMetrics) -> None:
-        """Add one micro-batch: its summed loss, the entropy of each trained token's distribution, its metrics."""
-        self._tokens += len(entropy_N)
+    def add(self, loss: torch.Tensor, tokens: int, metrics: LossMetrics) -> None:
+        """Add one micro-batch: its summed loss, the number of its trained tokens, its metrics."""
+        self._tokens += tokens
         for into, values in (
-            (self._sums, {"entropy": entropy_N.sum(), **metrics.sums}),
+            (self._sums, metrics.sums),
             (self._totals, {"loss": loss.detach(), **metrics.totals}),
         ):
             for name, value in values.items():

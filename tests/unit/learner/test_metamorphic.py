@@ -182,7 +182,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def opened(learners: Learners, folders: tuple[Path, Path], config: Config, dtype: torch.dtype) -> LocalLearnerGroup:
     reference = folders[1] if config.algo.needs_reference else None
     learner = learners.open(folder=folders[0], algo=config.algo, reference=reference, logits_chunk=16)
-    for policy in learner.rank.policies.values():
+    for policy in learner.rank.models.values():
         policy.to(dtype)
     return learner
 

@@ -75,7 +75,7 @@ def test_a_policy_that_is_its_reference_takes_the_step_it_takes_without(learners
 def test_without_a_coefficient_no_metric_and_no_step_changes(learners, other):
     batch = make_batch(LENGTHS)
     plain = learners.open()
-    assert list(plain.rank.policies) == ["main"]
+    assert list(plain.rank.models) == ["main"]
     expected, wanted = plain.train_step(batch), tensors(plain)
     held = learners.open(reference=other, algo=make_algo(kl_coef=0.0, reference=str(other)))
     assert held.train_step(batch) == expected
@@ -118,7 +118,7 @@ def test_kl_and_gradient_do_not_depend_on_how_rows_are_packed(learners, other):
     found = []
     for bin_, micro in [(8, 8), (512, 512)]:
         learner = learners.open(reference=other, algo=algo)
-        for policy in learner.rank.policies.values():
+        for policy in learner.rank.models.values():
             policy.double()
         found.append(gradients(learner, make_batch(LENGTHS, bin_=bin_, micro=micro), torch.float64))
     for name, value in found[0].items():
@@ -183,7 +183,7 @@ def test_training_leaves_the_reference_as_it_is_and_frozen(learners, other):
     learner.train_step(batch)
     after = learner.logprobs(batch, "reference")
     assert all(np.array_equal(value, after[key]) for key, value in before.items())
-    frozen = learner.rank.policies["reference"]
+    frozen = learner.rank.models["reference"]
     assert not frozen.training
     assert not any(parameter.requires_grad or parameter.grad is not None for parameter in frozen.parameters())
     trained = {

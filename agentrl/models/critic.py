@@ -1,0 +1,29 @@
+"""The critic of a run: the folder of its initial weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agentrl.config.schema import Config
+from agentrl.models.resolve import resolve_model
+
+KEY = "algo.critic.path"
+
+
+def resolve_critic(config: Config, policy: Path, *, fetch: bool = True) -> Path | None:
+    """Return the folder of the critic's initial weights, or None if the algorithm needs no critic.
+
+    Args:
+        config: configuration of the run.
+        policy: folder of the run's initial policy, which the critic starts from without ``algo.critic.path``.
+        fetch: whether a model may be downloaded.
+
+    Raises:
+        MissingError: ``fetch`` is False and the model would have to be downloaded.
+        ModelError: the model does not exist; the message names ``algo.critic.path``.
+
+    """
+    if not config.algo.needs_critic:
+        return None
+    path = config.algo.critic.path
+    return policy if path is None else resolve_model(path, KEY, fetch=fetch)

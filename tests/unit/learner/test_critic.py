@@ -1,0 +1,214 @@
+"""The critic's learner: its head, values, gradients, learning and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForTokenClassification
+
+from agentrl.batch.microbatch import GlobalBatch
+from agentrl.batch.packing import pack
+from agentrl.config.learner import LearnerConfig
+from agentrl.core.errors import CheckpointError, LearnerError
+from agentrl.core.types import Row, RowKey
+from agentrl.learner.fsdp.rank import FsdpRank
+from agentrl.learner.in_process import LocalCritic, LocalLearnerGroup
+from tests.algo_config import make_algo
+from tests.unit.learner.learners import VOCAB, make_model, make_rows
+
+LENGTHS = [30, 12, 44, 9, 25]
+
+
+def open_critic(folder: Path, *, lr: float = 1e-2, clip: float | None = None, **learner: object) -> LocalCritic:
+    optimizer = {"lr": lr, "max_grad_norm": 1e6}
+    algo = make_algo(advantage={"name": "gae"}, critic={"optimizer": optimizer, "value_clip": clip})
+    return LocalCritic(folder, LearnerConfig(device="cpu", threads=1, **learner), algo, seed=0)
+
+
+@pytest.fixture
+def critic(model: Path) -> Iterator[LocalCritic]:
+    opened = open_critic(model)
+    yield opened
+    opened.close()
+
+
+def constant(rows: list[Row], value: float) -> dict[RowKey, np.ndarray]:
+    return {row.key: np.full(len(row.mask), value, np.float32) for row in rows}
+
+
+def value_batch(rows: list[Row], returns: dict[RowKey, np.ndarray], **sizes: int) -> GlobalBatch:
+    sizes = {"ranks": 1, "tokens_per_bin": 64, "tokens_per_micro": 128, "pad_id": 0} | sizes
+    return pack(rows, kind="value", returns=returns, values=constant(rows, 0.0), **sizes)  # type: ignore[arg-type]
+
+
+def rank_of(critic: LocalCritic) -> FsdpRank:
+    assert isinstance(critic.rank, FsdpRank)
+    return critic.rank
+
+
+def spread_head(critic: LocalCritic) -> None:
+    """Give the head weights that are not 0, so that values and the gradient of all weights are not."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in rank_of(critic).model.head.parameters():
+            local = parameter.to_local()
+            local.copy_(torch.randn(local.shape, generator=generator))
+
+
+def test_a_new_head_gives_every_state_a_value_of_zero(critic):
+    rows = make_rows(LENGTHS)
+    values = critic.values(value_batch(rows, constant(rows, 0.0)))
+    assert {key: row.shape for key, row in values.items()} == {row.key: row.mask.shape for row in rows}
+    assert not any(row.any() for row in values.values())
+
+
+def test_a_value_is_of_the_state_before_its_token(critic, tmp_path):
+    """It is what the saved token classifier says one position earlier, so what follows does not change it."""
+    spread_head(critic)
+    [row] = make_rows([20])
+    batch = value_batch([row], constant([row], 0.0))
+    values = critic.values(batch)[row.key]
+    critic.save(tmp_path / "critic")
+    saved = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic" / "model")
+    with torch.no_grad():
+        alone = saved.eval()(input_ids=torch.from_numpy(row.token_ids)[None].long()).logits[0, :, 0]
+    assert np.allclose(values[1:], alone[:-1].numpy(), atol=1e-4)
+    assert values[0] == 0
+    row.token_ids[12] = (row.token_ids[12] + 1) % VOCAB
+    changed = critic.values(value_batch([row], constant([row], 0.0)))[row.key]
+    assert (changed[:13] == values[:13]).all()
+    assert changed[13] != values[13]
+
+
+def gradient(critic: LocalCritic, batch: GlobalBatch) -> torch.Tensor:
+    rank, found = rank_of(critic), []
+
+    def keep(lr_scale: float) -> dict[str, float]:
+        found.append(torch.cat([p.grad.full_tensor().flatten().clone() for p in rank.model.hf.parameters()]))
+        return {}
+
+    rank._update = keep  # type: ignore[method-assign]
+    for share in batch.micro:
+        critic.train_step(GlobalBatch((share,), "value", sequence_sizes=batch.sequence_sizes))
+    return torch.stack(found).sum(0)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-6), (torch.float32, 1e-4)], ids=str)
+def test_the_gradient_does_not_depend_on_packing_order_ranks_or_chunks(critic, dtype, limit):
+    rank_of(critic).model.to(dtype)
+    spread_head(critic)
+    rows, rng = make_rows(LENGTHS), np.random.default_rng(0)
+    returns = {row.key: rng.normal(size=len(row.mask)).astype(np.float32) for row in rows}
+    wanted = gradient(critic, value_batch(rows, returns))
+    found = {
+        "packing": gradient(critic, value_batch(rows, returns, tokens_per_bin=8, tokens_per_micro=8)),
+        "order": gradient(critic, value_batch(rows[::-1], returns)),
+        "ranks": gradient(critic, value_batch(rows, returns, ranks=2, tokens_per_micro=64)),
+    }
+    rank_of(critic).model.logits_chunk = 3
+    found["chunks"] = gradient(critic, value_batch(rows, returns))
+    far = {name: float((one - wanted).norm() / wanted.norm()) for name, one in found.items()}
+    assert max(far.values()) < limit, far
+
+
+def test_it_learns_a_constant_and_then_the_last_token(critic):
+    rows = make_rows(LENGTHS)
+    before = {row.key: np.roll(row.token_ids, 1) for row in rows}
+    steps = {
+        "constant": constant(rows, 0.7),
+        "state": {key: np.where(ids < VOCAB // 2, 1.0, -1.0).astype(np.float32) for key, ids in before.items()},
+    }
+    for returns in steps.values():
+        batch = value_batch(rows, returns)
+        losses = [critic.train_step(batch)["train/loss"] for _ in range(40)]
+        assert losses[-1] < 0.02, losses
+    values = critic.values(batch)
+    for row in rows:
+        there = row.mask.astype(bool)
+        assert (np.sign(values[row.key]) == steps["state"][row.key])[there].all()
+
+
+def test_clipping_stops_a_value_that_has_moved_far_enough(model):
+    critic = open_critic(model, clip=0.1, lr=3e-3)
+    try:
+        rows = make_rows(LENGTHS)
+        batch = value_batch(rows, constant(rows, 5.0))
+        shares = [critic.train_step(batch)["train/clip_fraction"] for _ in range(30)]
+        values = critic.values(batch)
+    finally:
+        critic.close()
+    assert (shares[0], shares[-1]) == (0, pytest.approx(1, abs=0.05))
+    trained = np.concatenate([values[row.key][row.mask.astype(bool)] for row in rows])
+    assert trained.mean() < 1, "far from the returns of 5"
+
+
+def test_a_saved_critic_goes_on_bit_for_bit(model, tmp_path):
+    rows = make_rows(LENGTHS)
+    batch = value_batch(rows, constant(rows, 1.0))
+    critic = open_critic(model)
+    try:
+        critic.train_step(batch)
+        critic.save(tmp_path / "critic")
+        wanted = [critic.train_step(batch), critic.train_step(batch)]
+        values = critic.values(batch)
+    finally:
+        critic.close()
+    critic = open_critic(tmp_path / "critic" / "model")
+    try:
+        assert any(row.any() for row in critic.values(batch).values()), "the head was read too"
+        critic.load(tmp_path / "critic")
+        assert [critic.train_step(batch), critic.train_step(batch)] == wanted
+        again = critic.values(batch)
+        assert all((again[key] == row).all() for key, row in values.items())
+        with pytest.raises(CheckpointError, match="learner"):
+            critic.load(tmp_path)
+    finally:
+        critic.close()
+
+
+def test_it_shares_the_process_with_the_policy_and_changes_nothing_of_it(model):
+    config = LearnerConfig(device="cpu", threads=1)
+    policy = LocalLearnerGroup(model, config, make_algo(), seed=0)
+    critic = open_critic(model)
+    try:
+        rows = make_rows(LENGTHS)
+        batch = value_batch(rows, constant(rows, 1.0))
+        before = policy.logprobs(batch)
+        critic.train_step(batch)
+        after = policy.logprobs(batch)
+        assert all((after[key] == row).all() for key, row in before.items())
+        with pytest.raises(LearnerError, match="'critic'"):
+            policy.rank.values(batch)
+        critic.sleep()
+        with pytest.raises(LearnerError, match="sleeps"):
+            critic.values(batch)
+        critic.wake()
+        critic.close()
+        policy.train_step(
+            pack(
+                rows,
+                {row.key.rollout_id: 1.0 for row in rows},
+                ranks=1,
+                tokens_per_bin=64,
+                tokens_per_micro=64,
+                pad_id=0,
+            )
+        )
+    finally:
+        policy.close()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_heads_of_other_architectures(family, tmp_path):
+    critic = open_critic(make_model(tmp_path, family))
+    try:
+        rows = make_rows([12, 9])
+        batch = value_batch(rows, constant(rows, 0.3))
+        losses = [critic.train_step(batch)["train/loss"] for _ in range(3)]
+        assert losses[-1] < losses[0]
+    finally:
+        critic.close()
