@@ -1,7 +1,7 @@
 """agentrl: multi-turn agentic reinforcement learning for language models.
 
 The names here are the public interface for environments, tools, tasks, rewards and multi-turn loops of other projects;
-`agentrl.testing` has the fakes and contract checks for their tests.
+`agentrl.testing` has the fakes and contract checks for their tests. `agentrl.algo.base` has the contracts of algorithms.
 """
 
 from agentrl.core.env import AsyncEnv, Env, Step

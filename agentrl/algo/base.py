@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from agentrl.batch.groups import RolloutGroups
 from agentrl.core.types import RowKey
 
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this before they are exponentiated: an infinite ratio has no gradient but NaN."""
 RowValues = Mapping[RowKey, NDArray[np.float32]]
 """By row: ``[T]``, a value of each token; what stands at unmasked tokens is ignored."""
 Advantages = Mapping[str, float] | RowValues

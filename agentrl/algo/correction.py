@@ -11,11 +11,8 @@ import math
 
 import torch
 
-from agentrl.algo.base import over_sequences
+from agentrl.algo.base import MAX_LOG_RATIO, over_sequences
 from agentrl.config.algo import CorrectionConfig, RejectionKind
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this before they are exponentiated."""
 
 
 def importance_weights(log_ratio_N: torch.Tensor, sequence_N: torch.Tensor, config: CorrectionConfig) -> torch.Tensor:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from agentrl.algo.base import MAX_LOG_RATIO
 from agentrl.config.algo import KlKind
 
-MAX_LOG_RATIO = 20.0
-"""Upper limit of the log-ratio of reference over policy; e^20 is far from float32's maximum."""
 LOW_VAR_LIMIT = 10.0
 """Upper limit of ``low_var_kl``."""
 

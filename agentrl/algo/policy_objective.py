@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from agentrl.algo.base import LossInput, LossMetrics, PolicyLoss
+from agentrl.algo.base import MAX_LOG_RATIO, LossInput, LossMetrics, PolicyLoss
 from agentrl.algo.correction import importance_weights
 from agentrl.algo.kl import kl_estimate
 from agentrl.config.algo import AlgoConfig
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this in the metrics, so that one token cannot make the mean infinite."""
 
 
 class PolicyObjective:

@@ -134,6 +134,15 @@ def _algo(config: Config) -> Iterator[str]:
             f"algo.overlong.buffer_tokens={overlong.buffer_tokens} is more than algo.overlong.max_tokens="
             f"{overlong.max_tokens}"
         )
+    penalties = {
+        "algo.overlong.max_tokens": overlong.max_tokens is not None,
+        "algo.kl_in=reward": algo.needs_reference and algo.kl_in == "reward",
+    }
+    if algo.advantage.name == "maxrl" and any(penalties.values()):
+        yield (
+            f"algo.advantage.name=maxrl with {' and '.join(key for key, used in penalties.items() if used)}: it divides by the "
+            "group's mean reward, which penalties can make negative; leave them out, or choose algo.advantage.name=grpo"
+        )
     if algo.reference_steps and not algo.needs_reference:
         yield f"algo.reference_steps={algo.reference_steps} without a reference: set algo.kl_coef above 0, or leave it out"
 

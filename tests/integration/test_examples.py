@@ -22,10 +22,11 @@ LOGS = {
     "03_own_tool": ("right", "calls", "refused"),
     "04_own_generate": ("right", "chats"),
     "05_own_documents": ("exact_match", "searches"),
+    "06_own_algorithm": ("exact_match", "searches"),
 }
 """The figures that an example's own code gives, by its folder."""
 
-SEARCHES = ("04_own_generate",)
+SEARCHES = ("04_own_generate", "06_own_algorithm")
 """Those that search the documents of the shipped taskset; all others run without a search server or start their own."""
 
 

@@ -12,7 +12,7 @@ def maxrl(given: AdvantageInput, options: MaxRlAdvantage) -> Advantages:
     """Return ``(r - mean(group)) / (mean(group) + eps)``.
 
     Source: MaxRL, arXiv:2602.02710. With rewards of 0 and 1, it estimates the gradient of the log-probability of success,
-    expanded to as many terms as the group has rollouts.
+    expanded to one term less than the group has rollouts: the last is in groups without success, which get 0.
 
     Raises:
         ConfigError: a reward is negative.

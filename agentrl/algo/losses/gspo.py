@@ -20,5 +20,6 @@ def gspo(logprobs_N: torch.Tensor, old_N: torch.Tensor, given: LossInput, option
     log_ratio_N = given.sequence_log_ratio_N
     if log_ratio_N is None:
         log_ratio_N = given.sequence_mean(logprobs_N.detach() - old_N)
-    ratio_N = (log_ratio_N + logprobs_N - logprobs_N.detach()).exp()
-    return clipped(ratio_N, given.advantages_N, options.clip_low, options.clip_high)
+    return clipped(
+        log_ratio_N + logprobs_N - logprobs_N.detach(), given.advantages_N, options.clip_low, options.clip_high
+    )

@@ -70,6 +70,8 @@ def test_older_weights_of_the_engines_are_corrected_for() -> None:
         (["algo.overlong.max_tokens=5"], r"buffer_tokens=512 is more than algo\.overlong\.max_tokens=5"),
         (["algo.correction.rollout_rs=[token_k1]", "algo.correction.rollout_rs_threshold=0.5"], "set it above 1"),
         (["algo.reference_steps=5"], r"algo\.kl_coef above 0"),
+        (["algo.advantage.name=maxrl", "algo.overlong.max_tokens=900"], r"maxrl with algo\.overlong\.max_tokens: .*negative"),
+        (["algo.advantage.name=maxrl", "algo.kl_in=reward", "algo.kl_coef=0.1"], r"maxrl with algo\.kl_in=reward: "),
     ],
 )  # fmt: skip
 def test_an_objective_that_does_not_fit_is_refused(settings: list[str], said: str) -> None:

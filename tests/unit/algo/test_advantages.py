@@ -1,0 +1,285 @@
+"""Every estimator against its formula, written from the paper with plain sums in float64, one token at a time.
+
+Compared are the advantages at the places of sampled tokens, after `estimate_advantages`, which has them in float32.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from agentrl.algo.advantages.gae import gae_returns
+from agentrl.algo.base import AdvantageInput
+from agentrl.algo.estimate import estimate_advantages
+from agentrl.algo.overlong import overlong_penalty
+from agentrl.config.algo import AlgoConfig, GaeAdvantage, OverlongConfig
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import RowKey
+from tests.algo_config import make_algo
+from tests.unit.algo.ragged import Ragged, SampledTokens, make_ragged
+
+Values = Mapping[RowKey, NDArray[np.float32]]
+Rewards = dict[str, float]
+"""Of each rollout, with all that is taken off."""
+
+
+def rewards_of(data: Ragged, kl: Values) -> Rewards:
+    found = {one.rollout_id: one.reward for one in data.sequences}
+    for one in data.sequences if kl else ():
+        found[one.rollout_id] -= math.fsum(one.of(kl))
+    return found
+
+
+def group_of(data: Ragged, rewards: Rewards, sequence: SampledTokens) -> list[float]:
+    names = {one.rollout_id for one in data.sequences if one.group == sequence.group}
+    return [rewards[name] for name in sorted(names)]
+
+
+def others_of(data: Ragged, rewards: Rewards, sequence: SampledTokens) -> list[float]:
+    names = {one.rollout_id for one in data.sequences if one.group == sequence.group} - {sequence.rollout_id}
+    return [rewards[name] for name in sorted(names)]
+
+
+def each_rollout(value: Callable[[float, list[float], list[float]], float]) -> Callable[[Ragged, Values, Values], list]:
+    """Return a reference of one number a rollout, from its reward, its group's, and those of the group's others."""
+
+    def reference(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
+        rewards = rewards_of(data, kl)
+        return [
+            np.full(
+                len(one.places),
+                value(rewards[one.rollout_id], group_of(data, rewards, one), others_of(data, rewards, one)),
+            )
+            for one in data.sequences
+        ]
+
+    return reference
+
+
+def grpo(reward: float, group: list[float], others: list[float]) -> float:
+    return (reward - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6) if others else 0.0
+
+
+def centred(reward: float, group: list[float], others: list[float]) -> float:
+    return reward - statistics.fmean(group)
+
+
+def rloo(reward: float, group: list[float], others: list[float]) -> float:
+    return reward - statistics.fmean(others) if others else 0.0
+
+
+def maxrl(reward: float, group: list[float], others: list[float]) -> float:
+    mean = statistics.fmean(group)
+    return (reward - mean) / (mean + 1e-6)
+
+
+def whitened(parts: list[list[float]]) -> list[np.ndarray]:
+    every = [value for part in parts for value in part]
+    mean, variance = statistics.fmean(every), statistics.variance(every)
+    return [np.array([(value - mean) / math.sqrt(variance + 1e-8) for value in part]) for part in parts]
+
+
+def token_rewards(one: SampledTokens, kl: Values) -> list[float]:
+    rewards = [-value for value in one.of(kl)] if kl else [0.0] * len(one.places)
+    rewards[-1] += one.reward
+    return rewards
+
+
+def reinforce_plus_plus(gamma: float) -> Callable[[Ragged, Values, Values], list[np.ndarray]]:
+    def reference(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
+        parts = []
+        for one in data.sequences:
+            rewards = token_rewards(one, kl)
+            parts.append(
+                [sum(gamma ** (j - t) * rewards[j] for j in range(t, len(rewards))) for t in range(len(rewards))]
+            )
+        return whitened(parts)
+
+    return reference
+
+
+def baseline(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
+    rewards = rewards_of(data, kl)
+    parts = []
+    for one in data.sequences:
+        group = group_of(data, rewards, one)
+        value = rewards[one.rollout_id] - (statistics.fmean(group) if len(group) > 1 else 0.0)
+        parts.append([value] * len(one.places))
+    return whitened(parts)
+
+
+def gae(gamma: float, lam: float, step: str, normalise: bool) -> Callable[[Ragged, Values, Values], list[np.ndarray]]:
+    def reference(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
+        parts = []
+        for one in data.sequences:
+            steps = list(range(len(one.places))) if step == "token" else list(one.turns)
+            count = max(steps) + 1
+            rewards, value = [0.0] * count, [0.0] * (count + 1)
+            for at, reward in zip(steps, token_rewards(one, kl), strict=True):
+                rewards[at] += reward
+            for at, token in reversed(list(zip(steps, one.of(values), strict=True))):
+                value[at] = token  # the step's first token is the last to be written
+            error = [rewards[k] + gamma * value[k + 1] - value[k] for k in range(count)]
+            of_step = [sum((gamma * lam) ** (j - k) * error[j] for j in range(k, count)) for k in range(count)]
+            parts.append([of_step[at] for at in steps])
+        return whitened(parts) if normalise else [np.array(part) for part in parts]
+
+    return reference
+
+
+def turn_level(gamma: float) -> Callable[[Ragged, Values, Values], list[np.ndarray]]:
+    def returns(one: SampledTokens, kl: Values) -> list[float]:
+        rewards = list(one.turn_rewards)
+        for turn, value in zip(one.turns, one.of(kl) if kl else (), strict=bool(kl)):
+            rewards[turn] -= value
+        return [sum(gamma ** (j - k) * rewards[j] for j in range(k, len(rewards))) for k in range(len(rewards))]
+
+    def reference(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
+        parts = []
+        for one in data.sequences:
+            others = [returns(other, kl) for other in data.sequences if other.group == one.group and other is not one]
+            advantages = []
+            for turn, value in enumerate(returns(one, kl)):
+                reached = [at for at in range(turn + 1) if any(len(other) > at for other in others)]
+                compared = [other[reached[-1]] for other in others if len(other) > reached[-1]] if reached else [value]
+                advantages.append(value - statistics.fmean(compared))
+            parts.append(np.array([advantages[turn] for turn in one.turns]))
+        return parts
+
+    return reference
+
+
+REFERENCES: dict[str, tuple[str, dict[str, object], Callable[[Ragged, Values, Values], list[np.ndarray]]]] = {
+    "grpo": ("grpo", {}, each_rollout(grpo)),
+    "grpo without std": ("grpo", {"std_normalise": False}, each_rollout(centred)),
+    "rloo": ("rloo", {}, each_rollout(rloo)),
+    "maxrl": ("maxrl", {}, each_rollout(maxrl)),
+    "reinforce++": ("reinforce_plus_plus", {"gamma": 0.9}, reinforce_plus_plus(0.9)),
+    "reinforce++ undiscounted": ("reinforce_plus_plus", {}, reinforce_plus_plus(1.0)),
+    "reinforce++ baseline": ("reinforce_plus_plus_baseline", {}, baseline),
+    "gae": ("gae", {"gamma": 0.95, "lam": 0.8, "normalise": False}, gae(0.95, 0.8, "token", False)),
+    "gae normalised": ("gae", {"lam": 0.5}, gae(1.0, 0.5, "token", True)),
+    "gae of turns": ("gae", {"gamma": 0.9, "lam": 0.7, "step": "turn"}, gae(0.9, 0.7, "turn", True)),
+    "turn level": ("turn_level", {"gamma": 0.9}, turn_level(0.9)),
+}
+
+
+def advantage_config(name: str, options: dict[str, object]) -> AlgoConfig:
+    return make_algo(advantage={"name": name, "options": options})
+
+
+@pytest.mark.parametrize("with_kl", [False, True], ids=["", "kl in the reward"])
+@pytest.mark.parametrize("case", REFERENCES)
+def test_advantages_are_the_papers(case, with_kl):
+    name, options, reference = REFERENCES[case]
+    # Rewards of maxrl must stay above 0, whatever the KL is.
+    rewards, agents = (
+        (5.0, 6.0, 6.0, 9.0) if name == "maxrl" else (-1.0, 0.0, 0.5, 2.0),
+        1 if name == "turn_level" else 3,
+    )
+    for seed in range(5):
+        rng = np.random.default_rng([seed, 1])
+        data = make_ragged(seed, agents=agents, rewards=rewards)
+        kl = data.random_values(rng, 0.01) if with_kl else {}
+        values = data.random_values(rng)
+        found = estimate_advantages(advantage_config(name, options), AdvantageInput(data.groups, kl, values))
+        wanted = reference(data, kl, values)
+        assert sum(np.count_nonzero(value) for value in wanted) > 20
+        for one, value in zip(data.sequences, wanted, strict=True):
+            assert one.of(found) == pytest.approx(value, rel=1e-6, abs=1e-6), one.rollout_id
+        trained = {(key, place) for one in data.sequences for key, place in one.places}
+        for row in data.rows:
+            assert not any(value and (row.key, at) not in trained for at, value in enumerate(found[row.key]))
+
+
+@pytest.mark.parametrize("step", ["token", "turn"])
+def test_returns_for_the_critic_are_advantages_before_normalisation_plus_values(step):
+    options = GaeAdvantage(gamma=0.95, lam=0.8, step=step)
+    data = make_ragged(7)
+    values = data.random_values(np.random.default_rng(0))
+    found = gae_returns(AdvantageInput(data.groups, values=values), options)
+    wanted = gae(0.95, 0.8, step, False)(data, {}, values)
+    for one, advantages in zip(data.sequences, wanted, strict=True):
+        own = one.of(values)
+        if step == "turn":
+            own = np.array([own[one.turns.index(turn)] for turn in one.turns])
+        assert one.of(found) == pytest.approx(advantages + own, rel=1e-6, abs=1e-6)
+
+
+def test_gspo_gives_a_sequence_the_mean_advantage_of_its_tokens():
+    data = make_ragged(3)
+    values = data.random_values(np.random.default_rng(0))
+    options = {"name": "gae", "options": {"lam": 0.5}}
+    found = estimate_advantages(
+        make_algo(advantage=options, loss={"name": "gspo"}), AdvantageInput(data.groups, values=values)
+    )
+    wanted = gae(1.0, 0.5, "token", True)(data, {}, values)
+    for one, advantages in zip(data.sequences, wanted, strict=True):
+        assert one.of(found) == pytest.approx(np.full(len(advantages), advantages.mean()), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl", "turn_level"])
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3])
+def test_equal_rewards_are_exactly_no_advantage(name, reward):
+    data = make_ragged(1, sizes=(3, 7, 6), agents=1, rewards=(reward,))
+    same = [
+        rollout for rollout in data.groups.rollouts_N if len(rollout.turns) == 1 or name != "turn_level"
+    ]  # with several turns, returns differ
+    assert same
+    found = estimate_advantages(advantage_config(name, {}), AdvantageInput(data.groups))
+    if name == "turn_level":
+        assert all(np.isfinite(values).all() for values in found.values())
+    else:
+        assert not any(values.any() for values in found.values())
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["grpo", "rloo", "turn_level"]), st.integers(-5, 5))
+def test_a_constant_added_to_every_reward_of_a_group_changes_nothing(seed, name, shift):
+    data = make_ragged(seed, sizes=(2, 3), agents=1)
+    moved = make_ragged(seed, sizes=(2, 3), agents=1, rewards=tuple(reward + shift for reward in (-1.0, 0.0, 0.5, 2.0)))
+    if name == "turn_level":  # the last turn has the difference, so that a return from any turn has it
+        assert [one.turn_rewards[:-1] for one in data.sequences] == [one.turn_rewards[:-1] for one in moved.sequences]
+    config = advantage_config(name, {})
+    before, after = (estimate_advantages(config, AdvantageInput(one.groups)) for one in (data, moved))
+    for key, values in before.items():
+        assert after[key] == pytest.approx(values, abs=1e-4)
+
+
+@given(st.integers(1, 3000), st.integers(1, 1000), st.integers(0, 2000), st.floats(0.1, 5))
+def test_the_overlong_penalty_is_equation_13(tokens, buffer, more, penalty):
+    limit = buffer + more
+    config = OverlongConfig(max_tokens=limit, buffer_tokens=buffer, penalty=penalty)
+    if tokens <= limit - buffer:
+        wanted = 0.0
+    elif tokens <= limit:
+        wanted = penalty * (tokens - (limit - buffer)) / buffer
+    else:
+        wanted = penalty
+    assert overlong_penalty(tokens, config) == pytest.approx(wanted, rel=1e-9)
+
+
+def test_penalties_are_taken_off_before_advantages():
+    data = make_ragged(5, agents=2)
+    config = make_algo(advantage={"name": "rloo"}, overlong={"max_tokens": 12, "buffer_tokens": 8, "penalty": 0.7})
+    found = estimate_advantages(config, AdvantageInput(data.groups))
+    rewards = {one.rollout_id: one.reward for one in data.sequences}
+    sizes = {name: sum(len(one.places) for one in data.sequences if one.rollout_id == name) for name in rewards}
+    penalties = {name: min(max(size - 4, 0) / 8, 1) * 0.7 for name, size in sizes.items()}
+    assert len(set(penalties.values())) > 3
+    lower = {name: reward - penalties[name] for name, reward in rewards.items()}
+    for one in data.sequences:
+        wanted = rloo(lower[one.rollout_id], [], others_of(data, lower, one))
+        assert one.of(found) == pytest.approx(np.full(len(one.places), wanted), rel=1e-6, abs=1e-6)
+    assert all(rollout.reward == rewards[rollout.rollout_id] for rollout in data.groups.rollouts_N)
+
+
+def test_maxrl_refuses_negative_rewards():
+    with pytest.raises(ConfigError, match=r"algo\.advantage\.name=maxrl"):
+        estimate_advantages(advantage_config("maxrl", {}), AdvantageInput(make_ragged(0).groups))
