@@ -20,18 +20,28 @@ RowAdvantages = dict[RowKey, NDArray[np.float32]]
 """By row: ``[T]``, 0 at tokens that are not trained."""
 
 
-def estimate_advantages(config: AlgoConfig, given: AdvantageInput) -> RowAdvantages:
+def estimate_advantages(
+    config: AlgoConfig, given: AdvantageInput, teacher_gaps: RowValues | None = None
+) -> RowAdvantages:
     """Return the advantage of every trained token of a training step.
+
+    Args:
+        config: of the objective.
+        given: the rollouts, and what the estimator needs of them.
+        teacher_gaps: of every row, if there are teachers; see `agentrl.algo.distillation`.
 
     Raises:
         ConfigError: the rewards do not fit the estimator, or it returned no finite number for a rollout.
 
     """
     given = _penalised(config, given)
-    found = make_estimator(config.advantage)(given)
+    found = make_estimator(config.advantage)(given) if config.needs_reward else None
     advantages: RowAdvantages = {}
     for rollout in given.groups.rollouts_N:
         of_rows = {row.key: _of_row(found, rollout, row, config.advantage.name) for row in rollout.rows}
+        if teacher_gaps is not None:
+            reward_coef, coef = config.distillation.reward_coef, config.distillation.coef
+            of_rows = {key: reward_coef * values - coef * teacher_gaps[key] for key, values in of_rows.items()}
         for sequence in sampled_sequences(rollout):
             values_S = sequence.gather(of_rows)
             if config.loss.name == "gspo" and len(values_S):  # its objective has one advantage a sequence
@@ -51,8 +61,10 @@ def _penalised(config: AlgoConfig, given: AdvantageInput) -> AdvantageInput:
     return replace(given, groups=with_penalties(given.groups, config.overlong))
 
 
-def _of_row(found: Advantages, rollout: Rollout, row: Row, name: str) -> NDArray[np.float32]:
-    """Return the advantages of a row's tokens, of which those that are not trained are any number."""
+def _of_row(found: Advantages | None, rollout: Rollout, row: Row, name: str) -> NDArray[np.float32]:
+    """Return the advantages of a row's tokens, of which those that are not trained are any number; None are zeros."""
+    if found is None:
+        return np.zeros(row.mask.shape, np.float32)
     by_key: dict[object, object] = found  # type: ignore[assignment]
     value = by_key.get(row.key, by_key.get(row.key.rollout_id))
     if value is None:

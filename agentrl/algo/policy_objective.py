@@ -40,7 +40,7 @@ class PolicyObjective:
                 "correction_mean": correction_N.sum(),
                 "correction_rejected": (correction_N == 0).sum().float(),
             }
-        if self.config.needs_reference and self.config.kl_in == "loss":
+        if self.config.has_kl and self.config.kl_in == "loss":
             reference_N = given.reference_logprobs_N
             assert reference_N is not None, "the learner gave no log-probabilities of the reference policy"
             kl_N = kl_estimate(logprobs_N, reference_N, self.config.kl_kind)

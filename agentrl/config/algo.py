@@ -213,6 +213,40 @@ class CriticConfig(Section):
     """First steps of the run that train the critic alone."""
 
 
+class TeacherConfig(Section):
+    """A teacher: one of ``url``, ``path`` and ``policy``. It must have the policy's tokenizer."""
+
+    url: str | None = None
+    """Address of a running server that speaks SGLang's protocol; ``sglang-router`` puts several behind one."""
+    path: str | None = None
+    """A folder, a shipped model's name or a hub id. The run starts an engine with it, as ``sampler`` configures its own."""
+    policy: Literal["main", "reference"] | None = None
+    """Self-distillation: the policy with its weights of the step (``main``, needs ``context``), or ``algo.reference``."""
+    context: str | None = None
+    """What the teacher reads in place of the first prompt, such as a hint: a text that replaces its last message, with
+    ``{message}`` and ``{answer}`` in it, or a function as ``module:function`` or ``FILE.py:function``, which gets the
+    finished rollout as a ``Sample`` and returns messages."""
+    weight: PositiveFloat = Field(default=1.0, allow_inf_nan=False)
+    """Share in the weighted mean of several teachers."""
+
+
+class DistillationConfig(Section):
+    """On-policy distillation from teachers, on top of the rewards' advantages or in their place. docs/distillation.md."""
+
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
+    """The teachers by name; none is no distillation."""
+    coef: PositiveFloat = Field(default=1.0, allow_inf_nan=False)
+    """Weight of the term: this times the difference of the log-probabilities, the policy's minus the teacher's, is taken off
+    each token's advantage (slime's ``opd_kl_coef``)."""
+    reward_coef: NonNegativeFloat = Field(default=1.0, allow_inf_nan=False)
+    """Weight of the advantages that the estimator computes from rewards. 0 trains on the teachers alone: no reward is needed."""
+    task_key: str | None = None
+    """Key of a task's metadata with the name of its teacher. Without it, every teacher scores every rollout, and the term
+    has the weighted mean of their log-probabilities."""
+    default: str | None = None
+    """Teacher of tasks without that key, or with a value that names no teacher; without it, such a task ends the run."""
+
+
 class AlgoConfig(Section):
     """The objective. docs/algorithms.md has each algorithm with its formula."""
 
@@ -248,10 +282,17 @@ class AlgoConfig(Section):
     critic: CriticConfig = Field(default_factory=CriticConfig)
     """The critic of ``algo.advantage.name=gae``."""
 
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig)
+    """On-policy distillation."""
+
     @property
     def described(self) -> str:
-        """Estimator and loss in a few words."""
-        return f"{self.advantage.name} advantages, {self.loss.name} loss" + (", a critic" if self.needs_critic else "")
+        """Estimator, teachers and loss in a few words."""
+        teachers = self.distillation.teachers
+        estimator = [f"{self.advantage.name} advantages"] if self.distillation.reward_coef or not teachers else []
+        distillation = [f"distillation from {', '.join(teachers)}"] if teachers else []
+        critic = ["a critic"] if self.needs_critic else []
+        return ", ".join([*estimator, *distillation, f"{self.loss.name} loss", *critic])
 
     @property
     def needs_critic(self) -> bool:
@@ -259,9 +300,19 @@ class AlgoConfig(Section):
         return self.advantage.name == "gae"
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether a reference policy is needed."""
+    def needs_reward(self) -> bool:
+        """Whether advantages are computed from rewards, and not by teachers alone."""
+        return self.distillation.reward_coef > 0
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether there is a KL term."""
         return self.kl_coef > 0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference policy is needed: for the KL term, or as a teacher."""
+        return self.has_kl or any(one.policy == "reference" for one in self.distillation.teachers.values())
 
     @property
     def needs_sequences(self) -> bool:
@@ -276,7 +327,7 @@ class AlgoConfig(Section):
     @property
     def trains_everything(self) -> bool:
         """Whether tokens without an advantage have a gradient too."""
-        return (self.needs_reference and self.kl_in == "loss") or self.needs_entropy
+        return (self.has_kl and self.kl_in == "loss") or self.needs_entropy
 
 
 def parse_options(key: str, config: AdvantageConfig | LossConfig, known: dict[str, type[Section]]) -> Section:

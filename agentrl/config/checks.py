@@ -7,6 +7,7 @@ configuration for training can be used for an evaluation elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from string import Formatter
 
 from agentrl.config.algo import ADVANTAGES, LOSSES, CriticConfig, parse_options
 from agentrl.config.schema import Config
@@ -34,6 +35,7 @@ def check(config: Config) -> None:
         _curriculum,
         _algo,
         _critic,
+        _distillation,
         _batches,
         _weights,
     )
@@ -162,6 +164,59 @@ def _critic(config: Config) -> Iterator[str]:
             f"algo.critic.warmup_steps={critic.warmup_steps} with train.steps={steps}: the policy is never trained; lower "
             "algo.critic.warmup_steps"
         )
+
+
+def _distillation(config: Config) -> Iterator[str]:
+    key, given = "algo.distillation", config.algo.distillation
+    if not given.teachers and (given.task_key is not None or not given.reward_coef):
+        setting = f"task_key={given.task_key}" if given.task_key is not None else f"reward_coef={given.reward_coef:g}"
+        yield f"{key}.{setting} without teachers: set {key}.teachers.NAME.url to a server, or leave it out"
+    if config.algo.needs_critic and not given.reward_coef:
+        yield f"{key}.reward_coef=0 with algo.advantage.name=gae: no reward is left for the critic; set another estimator"
+    if given.default is not None and (given.task_key is None or given.default not in given.teachers):
+        yield (
+            f"{key}.default={given.default} must be one of {key}.teachers ({', '.join(given.teachers) or 'none'}), and is for "
+            f"tasks that {key}.task_key assigns to none; set both, or leave it out"
+        )
+    for name, one in given.teachers.items():
+        teacher = f"{key}.teachers.{name}"
+        kinds = {"url": one.url, "path": one.path, "policy": one.policy}
+        named = [f"{kind}={value}" for kind, value in kinds.items() if value is not None]
+        if len(named) != 1:
+            yield f"{teacher} has {' and '.join(named) or 'none of url, path and policy'}; set exactly one of the three"
+        if one.policy == "main" and one.context is None:
+            yield f"{teacher}.policy=main without {teacher}.context: the policy would be its own teacher; set a context"
+        if one.policy is None and config.sampler.temperature != 1:
+            yield (
+                f"{teacher}: servers score at temperature 1, and sampler.temperature={config.sampler.temperature:g}; set "
+                "sampler.temperature=1"
+            )
+        if one.path is not None and config.placement.mode != "separate":
+            yield (
+                f"{teacher}.path={one.path} with placement.mode={config.placement.mode}: a teacher's engine is not placed; start "
+                f"a server and set {teacher}.url, or placement.mode=separate"
+            )
+        if one.context is not None:
+            yield from _context(f"{teacher}.context", one.context)
+
+
+def _context(key: str, text: str) -> Iterator[str]:
+    if not is_context_template(text):
+        if not is_reference(text):
+            yield f"{key}={text!r:.200} has neither {{message}} nor {{answer}}, and is no module:function"
+        return
+    try:
+        fields = {name for _, name, _, _ in Formatter().parse(text) if name is not None}
+    except ValueError as error:
+        yield f"{key}={text!r:.200} is no template: {error}; write {{{{ and }}}} for braces"
+        return
+    if unknown := sorted(fields - {"message", "answer"}):
+        yield f"{key}={text!r:.200} has {{{unknown[0]}}}; a template has {{message}} and {{answer}}"
+
+
+def is_context_template(text: str) -> bool:
+    """Return whether a teacher's ``context`` is a text with places to fill in, and not a function's import path."""
+    return "{" in text
 
 
 def _batches(config: Config) -> Iterator[str]:

@@ -395,6 +395,10 @@ class Rollout:
     """The task's metadata."""
     label: Any = None
     """The task's answer, JSON-able."""
+    messages: tuple[Message, ...] = ()
+    """The messages of the first prompt. Not recorded in files."""
+    tools: tuple[Any, ...] = ()
+    """The `agentrl.core.tool.Tool`s that it offers. Not recorded in files."""
 
 
 def json_state(value: Any) -> Any:

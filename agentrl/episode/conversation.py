@@ -78,6 +78,7 @@ class Conversation:
         state.messages.extend(messages)
         state.prompt_ids, state.added = prompt.token_ids, None
         state.prompt = self._context.renderer.decode(prompt.token_ids)
+        state.first_messages = tuple(messages)
 
     def branch(self, tools: Sequence[Tool] | None = None) -> Conversation:
         """Return another conversation of the same episode that continues from here; both may be sampled concurrently."""
@@ -207,6 +208,8 @@ class Conversation:
             sampled_tokens=state.trajectory.sampled_tokens,
             metadata=dict(task.metadata),
             label=json_state(task.answer),
+            messages=state.first_messages,
+            tools=tuple(self.tools),
         )
 
     async def close(self) -> None:

@@ -54,6 +54,8 @@ class EpisodeState:
     """Metrics of the environment from the latest ``info``."""
     prompt: str = ""
     """The first prompt as text."""
+    first_messages: tuple[Message, ...] = ()
+    """The messages of the first prompt."""
     seconds: float = 0.0
     """Wall time used before the episode was last resumed."""
     counted_seconds: float = 0.0
@@ -89,6 +91,7 @@ class EpisodeState:
         other.trajectory = self.trajectory.branch()
         other.prompt_ids, other.added, other.fork = self.prompt_ids, self.added, self.fork
         other.messages, other.prompt = list(self.messages), self.prompt
+        other.first_messages = self.first_messages
         self.branches.append(other)
         return other
 
@@ -116,6 +119,7 @@ class EpisodeState:
             "reward": self.reward,
             "metrics": dict(self.metrics),
             "prompt": self.prompt,
+            "first_messages": [message_to_dict(message) for message in self.first_messages],
             "seconds": self.seconds,
             "counted_seconds": self.counted_seconds,
             "branches": [branch._conversation_to_dict() for branch in self.branches],
@@ -145,6 +149,7 @@ class EpisodeState:
             added=data["added"],
             fork=ForkReason(data["fork"]) if data["fork"] else None,
             messages=[message_from_dict(message) for message in data["messages"]],
+            first_messages=tuple(message_from_dict(message) for message in data["first_messages"]),
             turns=[turn_from_dict(turn) for turn in data["turns"]],
             metrics=dict(data["metrics"]),
         )

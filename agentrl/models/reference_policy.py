@@ -49,13 +49,13 @@ def pin_reference(config: Config, start: Path | None = None) -> Config:
 def check_reference(policy: Path, reference: Path, key: str = KEY) -> None:
     """Check that the reference, or another model that reads the policy's tokens, and the policy use the same tokens.
 
-    The reference's vocabulary may be larger than the tokenizer's (models are padded to round sizes), but not smaller; if
+    Its vocabulary may be larger than the tokenizer's (models are padded to round sizes), but not smaller; if
     both folders have a tokenizer, all tokens must have the same ids.
 
     Args:
         policy: Hugging Face folder of the policy.
-        reference: Hugging Face folder of the reference.
-        key: configuration key of the reference, for messages.
+        reference: Hugging Face folder of the other model.
+        key: the configuration key that names it, for messages.
 
     Raises:
         ConfigError: they differ; the message has both sizes.

@@ -54,7 +54,7 @@ def check_episodes(config: Config) -> None:
     if config.rollout.generate is None and (lacks := lacking_step(cls)):
         raise ConfigError(f"env.name={config.env.name}: {cls.__name__} defines no {lacks}")
     run_services(config)
-    check_reward(config, needs_reward=cls.needs_reward and config.rollout.generate is None)
+    check_reward(config, needs_reward=cls.needs_reward and config.rollout.generate is None and config.algo.needs_reward)
 
 
 def _make_env(config: Config) -> Env:

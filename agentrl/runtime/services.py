@@ -21,7 +21,7 @@ from agentrl.episode.custom_loop import load_generate
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner
-from agentrl.inference.client.generation import Vocabulary
+from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLauncher
 from agentrl.models.load import load_tokenizer, read_vocab_size

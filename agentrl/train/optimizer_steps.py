@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from agentrl.algo.base import AdvantageInput, RowValues
 from agentrl.algo.correction import importance_weights
+from agentrl.algo.distillation import teacher_gaps, teacher_metrics
 from agentrl.algo.estimate import RowAdvantages, estimate_advantages
 from agentrl.algo.kl import kl_estimate
 from agentrl.batch.groups import RolloutGroups
@@ -36,6 +37,12 @@ class StepScores:
     """Log-probabilities of the reference policy, if the KL term is in the reward."""
     values: RowValues = field(default_factory=dict)
     """The critic's values."""
+    teachers: Mapping[str, RowValues] = field(default_factory=dict)
+    """Log-probabilities of teachers by name, of the rows that each scores."""
+
+    def policy(self, row: Row) -> NDArray[np.float32]:
+        """Return the policy's log-probabilities of a row: the learner's if they were computed, else the engine's."""
+        return np.asarray(self.learner.get(row.key, row.logprobs), np.float32)
 
 
 def needs_scores(config: Config) -> bool:
@@ -63,11 +70,12 @@ def score_rollouts(
 def _needs_learner(config: Config) -> bool:
     algo = config.algo
     later_steps = algo.old_logprobs == "learner" and config.train.steps_per_rollout > 1
-    return later_steps or algo.correction.needs_all_tokens or (_kl_in_reward(config) and algo.old_logprobs == "learner")
+    compares = (_kl_in_reward(config) or bool(algo.distillation.teachers)) and algo.old_logprobs == "learner"
+    return later_steps or algo.correction.needs_all_tokens or compares
 
 
 def _kl_in_reward(config: Config) -> bool:
-    return config.algo.needs_reference and config.algo.kl_in == "reward"
+    return config.algo.has_kl and config.algo.kl_in == "reward"
 
 
 def step_advantages(config: Config, groups: RolloutGroups, scores: StepScores) -> RowAdvantages:
@@ -77,12 +85,26 @@ def step_advantages(config: Config, groups: RolloutGroups, scores: StepScores) -
         ConfigError: see `estimate_advantages`.
 
     """
-    return estimate_advantages(config.algo, advantage_input(config, groups, scores))
+    gaps = _gaps(config, groups, scores) if scores.teachers else None
+    return estimate_advantages(config.algo, advantage_input(config, groups, scores), gaps)
 
 
 def advantage_input(config: Config, groups: RolloutGroups, scores: StepScores) -> AdvantageInput:
     """Return what an estimator gets."""
     return AdvantageInput(groups, kl=_kl_penalties(config, groups, scores), values=scores.values)
+
+
+def _gaps(config: Config, groups: RolloutGroups, scores: StepScores) -> RowValues:
+    weights = {name: one.weight for name, one in config.algo.distillation.teachers.items()}
+    return teacher_gaps(groups.rows, {row.key: scores.policy(row) for row in groups.rows}, scores.teachers, weights)
+
+
+def distillation_metrics(config: Config, groups: RolloutGroups, scores: StepScores) -> dict[str, float]:
+    """Return the mean divergence from the teachers, if there are any."""
+    if not scores.teachers:
+        return {}
+    policy = {row.key: scores.policy(row) for row in groups.rows}
+    return teacher_metrics(groups.rows, policy, scores.teachers, _gaps(config, groups, scores))
 
 
 def _kl_penalties(config: Config, groups: RolloutGroups, scores: StepScores) -> dict[RowKey, NDArray[np.float32]]:
@@ -92,7 +114,7 @@ def _kl_penalties(config: Config, groups: RolloutGroups, scores: StepScores) -> 
     found = {}
     for row in groups.rows:
         if row.key in scores.reference:
-            policy_T = torch.from_numpy(scores.learner.get(row.key, row.logprobs))
+            policy_T = torch.from_numpy(scores.policy(row))
             reference_T = torch.from_numpy(scores.reference[row.key])
             kl_T = kl_estimate(policy_T, reference_T, config.algo.kl_kind)
             found[row.key] = np.asarray(config.algo.kl_coef * kl_T.numpy(), np.float32)
@@ -180,6 +202,8 @@ def nothing_trained(config: Config, rollouts: Sequence[Rollout], groups: Rollout
         kinds = ", ".join(f"{kind.value} {count}" for kind, count in Counter(one.kind for one in failures).items())
         first = f" (failures: {kinds}; the first: {failures[0].error}: {failures[0].message})" if failures else ""
         return f"all {len(rollouts)} episodes were dropped{first}; rollout.failure sets what follows a failure"
+    if not config.algo.needs_reward:
+        return "every sampled token has the probability that its teachers give it (algo.distillation.teachers)"
     if config.rollout.n_samples_per_prompt == 1 and config.algo.advantage.name in GROUP_RELATIVE:
         return (
             "rollout.n_samples_per_prompt=1, but an advantage compares the rewards of a task's rollouts; "

@@ -23,6 +23,7 @@ from agentrl.runtime.placement_check import check_placement, describe_placement
 from agentrl.runtime.run_tools import check_tools
 from agentrl.runtime.task_order import read_split
 from agentrl.runtime.template_check import check_chat_template
+from agentrl.train.teachers import check_teachers
 from agentrl.train.warm_start import describe, warm_start_config
 
 _LEARNING_RATES = ((500_000_000, 2e-5, 1e-6), (50_000_000, 2e-4, 5e-5))
@@ -131,6 +132,7 @@ def _check_model(config: Config, missing: list[str], *, fetch: bool) -> Path | N
         critic = resolve_critic(config, model, fetch=fetch)
         if critic is not None:
             check_reference(model, critic, CRITIC_KEY)
+        check_teachers(config, model, fetch=fetch)
     return model
 
 

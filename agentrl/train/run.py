@@ -25,6 +25,7 @@ from agentrl.runtime.run_dir import run_folder
 from agentrl.train.rollout_sources import open_replay, open_sampling
 from agentrl.train.run_outputs import draw_curve, open_metrics, print_summary
 from agentrl.train.sampling import RolloutSource
+from agentrl.train.teachers import open_teachers
 from agentrl.train.trainer import Trainer
 from agentrl.train.warm_start import initial_policy
 
@@ -53,6 +54,7 @@ class TrainingRun:
             view.phase("starting")
             exits.enter_context(Watchdog(config.obs.stall_warning_s, view.print_text, folder / "logs" / "watchdog.log"))
             with waiting(PHASE, "start"):
+                teachers = await open_teachers(config, self.model, folder / "logs", exits)
                 source, learner, critic = await self._open(interrupt, exits)
             view.total = source.steps
             metrics = open_metrics(config, folder, view.note, resume_after=step if self.checkpoint else None)
@@ -64,6 +66,7 @@ class TrainingRun:
                 checkpoints=Checkpoints(folder / "checkpoints", keep=config.train.keep, began_with=self.checkpoint),
                 metrics=exits.enter_context(metrics),
                 view=view,
+                teachers=teachers,
                 step=step,
                 position=self.state["position"],
                 spent_s=self.state["spent_s"],

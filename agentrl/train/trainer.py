@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.algo.estimate import mean_advantages
@@ -26,6 +26,7 @@ from agentrl.obs.waiting import PHASE, waiting
 from agentrl.train.critic import returns_of, value_batches, value_metrics, warming_up
 from agentrl.train.optimizer_steps import (
     StepScores,
+    distillation_metrics,
     live_share,
     needs_scores,
     nothing_trained,
@@ -37,6 +38,7 @@ from agentrl.train.optimizer_steps import (
 )
 from agentrl.train.sampling import RolloutSource
 from agentrl.train.step_metrics import merge_metrics, rollout_metrics
+from agentrl.train.teachers import Teachers
 
 NONFINITE = {
     f"train/{prefix}nonfinite_gradients": f"{whose} gradient is not finite, so the optimizer step was skipped; a smaller {key} "
@@ -59,6 +61,8 @@ class Trainer:
     checkpoints: Checkpoints
     metrics: MetricsLog
     view: ProgressView
+    teachers: Teachers | None = None
+    """The teachers of on-policy distillation."""
     step: int = 0
     """Finished steps, each of one batch of rollouts; also the policy version."""
     position: int = 0
@@ -106,12 +110,7 @@ class Trainer:
 
         self.view.phase("learn")
         groups = group_rollouts(rollouts)
-        scores = StepScores()
-        if groups.rollouts_N and needs_scores(self.config):
-            await self.source.release_gpus_for_training(self.learner, watch)
-            with watch("score"), waiting(PHASE, name, "scores"):
-                models = self.learner, self.critic
-                scores = await asyncio.to_thread(score_rollouts, self.config, groups, *models, self.source.pad_token_id)
+        scores = await self._score(groups, watch)
         advantages = step_advantages(self.config, groups, scores)
         correction = step_correction(self.config, groups, scores)
         batches = [
@@ -149,6 +148,7 @@ class Trainer:
             sampled_s = times["time/rollout_s"] if self.source.samples else None
             row = rollout_metrics(rollouts, groups, sampled_s) | self.source.metrics()
             row |= {"batch/live_share": live_share(groups, advantages)} | values
+            row |= distillation_metrics(self.config, groups, scores)
             row |= merge_metrics(learned) if learned else {} if values else {"train/skipped": 1.0}
             self._log(row | times | {"train/version": float(self.step)}, rollouts, groups)
 
@@ -172,6 +172,22 @@ class Trainer:
         for key, text in NONFINITE.items():
             if row.get(key):
                 self._warn_once(key, text)
+
+    async def _score(self, groups: RolloutGroups, watch: Stopwatch) -> StepScores:
+        """Return what models say of the rollouts before the first optimizer step: the learner's, then the teachers'."""
+        scores, pad_id, name = StepScores(), self.source.pad_token_id, f"step {self.step + 1}"
+        if not groups.rollouts_N:
+            return scores
+        if needs_scores(self.config):
+            await self.source.release_gpus_for_training(self.learner, watch)
+            with watch("score"), waiting(PHASE, name, "scores"):
+                scores = await asyncio.to_thread(score_rollouts, self.config, groups, self.learner, self.critic, pad_id)
+        if self.teachers is not None:
+            if self.teachers.need_learner:
+                await self.source.release_gpus_for_training(self.learner, watch)
+            with watch("teachers"), waiting(PHASE, name, "teachers"):
+                scores = replace(scores, teachers=await self.teachers.score(groups, self.learner, pad_id))
+        return scores
 
     def _warn_once(self, about: str, text: str) -> None:
         """Print a warning about the step that has ended, unless there was one about the same."""

@@ -7,6 +7,7 @@ from conformance.control import Control
 from conformance.engine import Engine
 from conformance.memory import Memory
 from conformance.sampling import Sampling
+from conformance.scoring import Scoring
 from conformance.syncs import Syncs
 from conformance.weights import Weights
 
@@ -19,6 +20,10 @@ def engine(tiny_engine: Engine) -> Engine:
 
 
 class TestSampling(Sampling):
+    pass
+
+
+class TestScoring(Scoring):
     pass
 
 

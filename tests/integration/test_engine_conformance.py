@@ -11,6 +11,7 @@ from conformance.engine import Engine, Traits, running
 from conformance.memory import Memory
 from conformance.router import ThroughRouter
 from conformance.sampling import Sampling
+from conformance.scoring import Scoring
 from conformance.syncs import Syncs
 from conformance.weights import Weights
 
@@ -29,6 +30,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 class TestSampling(Sampling):
+    pass
+
+
+class TestScoring(Scoring):
     pass
 
 

@@ -15,6 +15,7 @@ from conformance.engine import Engine, Traits, running
 from conformance.memory import Memory
 from conformance.router import ThroughRouter
 from conformance.sampling import Sampling
+from conformance.scoring import Scoring
 from conformance.syncs import Syncs
 from conformance.weights import Weights
 from packaging.version import Version
@@ -76,6 +77,10 @@ def engine(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory, starte
 
 
 class TestSampling(Sampling):
+    pass
+
+
+class TestScoring(Scoring):
     pass
 
 

@@ -1,6 +1,6 @@
 """Generations at one address, an engine's or a router's: requests, replies, and what a pause cuts in two.
 
-`read_reply` is the only place where an engine's answer is checked and believed.
+`read_reply` and, for scored prompts, `read_scores` are the only places where an engine's answer is checked and believed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, 
 from agentrl.core.errors import EngineLostError, SamplerError
 from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
+from agentrl.inference.client.segments import Segment, Vocabulary, join
 from agentrl.obs.waiting import waiting
 
 _KEEPING = ("retract", "in_place")
@@ -27,25 +28,7 @@ _ABORT_RETRY_S = 0.2
 ROUNDING = 1e-4
 """Log-probabilities up to this value above 0 are rounding errors of the engine, and become 0."""
 _MAX_ID = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What a client must know of the policy's tokens."""
-
-    size: int
-    """Ids that the model can sample: 0 to ``size - 1``."""
-    decode: Callable[[Sequence[int]], str]
-    """Returns the text of ids, special tokens included."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The tokens of one or more requests of a turn."""
-
-    generation: Generation
-    exact: bool
-    """Whether the versions are the engine's own, token by token, and not one for the whole reply."""
+_TokenId = Annotated[int, Field(ge=0, le=_MAX_ID)]
 
 
 @dataclass(slots=True)
@@ -250,7 +233,7 @@ class _Meta(_Part):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: NonNegativeInt = 0
-    output_token_logprobs: list[tuple[FiniteFloat, Annotated[int, Field(ge=0, le=_MAX_ID)], str | None]] | None
+    output_token_logprobs: list[tuple[FiniteFloat, _TokenId, str | None]] | None
     weight_version: str | int = "default"
     weight_versions: list[_Span] | None = None
 
@@ -258,6 +241,20 @@ class _Meta(_Part):
 class _Reply(_Part):
     meta_info: _Meta
     output_ids: list[int] | None = None
+
+
+class _ScoreMeta(_Part):
+    """``meta_info`` of a scored prompt."""
+
+    finish_reason: _Finish
+    id: str
+    prompt_tokens: int
+    completion_tokens: int
+    input_token_logprobs: list[tuple[FiniteFloat | None, _TokenId, str | None]]
+
+
+class _ScoreReply(_Part):
+    meta_info: _ScoreMeta
 
 
 def read_reply(
@@ -322,6 +319,55 @@ def _faults(
     }
 
 
+def score_body(ids: Sequence[int], start: int, rid: str) -> dict[str, Any]:
+    """Return the body for ``/generate`` that scores the tokens of a prompt from ``start`` on, which is at least 1."""
+    sampling = {"max_new_tokens": 0, "temperature": 1.0}
+    # Engines give the first token from logprob_start_len on no log-probability.
+    options = {"return_logprob": True, "logprob_start_len": start - 1, "rid": rid}
+    return {"input_ids": list(ids), "sampling_params": sampling, **options}
+
+
+def read_scores(content: bytes, body: Mapping[str, Any], vocabulary_size: int) -> tuple[float, ...]:
+    """Return the log-probabilities, at temperature 1, of a prompt's tokens.
+
+    Args:
+        content: the reply of ``/generate``.
+        body: the request that it answers; see `score_body`.
+        vocabulary_size: of the policy's model. SGLang 0.5.23 writes 0 in place of the last id.
+
+    Raises:
+        SamplerError: it is not a reply to this request: another prompt length, other ids, impossible values.
+    """
+    try:
+        meta = _ScoreReply.model_validate_json(content).meta_info
+    except ValidationError as error:
+        raise SamplerError(f"the reply to {body['rid']} is not one: {_first(error)}") from error
+    ids, (first, *rest) = (
+        body["input_ids"][body["logprob_start_len"] :],
+        meta.input_token_logprobs or [(None, -1, None)],
+    )
+    logprobs = [entry[0] for entry in rest if entry[0] is not None]
+    echoed = [first[1], *(entry[1] for entry in rest)]
+    same = all(
+        one == other or (one == vocabulary_size - 1 and not other) for one, other in zip(ids, echoed, strict=False)
+    )
+    faults = {
+        f"is to {meta.id[:100]!r}, not to {body['rid']!r}": meta.id != body["rid"],
+        f"ended with {meta.finish_reason.type[:100]!r}": meta.finish_reason.type != "length",
+        f"counts {meta.prompt_tokens} prompt tokens, {len(body['input_ids'])} were sent": meta.prompt_tokens
+        != len(body["input_ids"]),
+        f"has {meta.completion_tokens} sampled tokens": meta.completion_tokens != 0,
+        f"has {len(echoed)} scored tokens, {len(ids)} were requested": len(echoed) != len(ids),
+        "has other token ids than were sent": not same,
+        "has no log-probability for a token": len(logprobs) != len(rest),
+        f"has a log-probability of {max(logprobs, default=0.0)}": max(logprobs, default=0.0) > ROUNDING,
+    }
+    for fault, found in faults.items():
+        if found:
+            raise SamplerError(f"the reply to {body['rid']} {fault}")
+    return tuple(min(value, 0.0) for value in logprobs)
+
+
 def version_number(name: object) -> int:
     """Return a weight version as a number; SGLang calls the weights it started with ``default``: 0.
 
@@ -336,51 +382,6 @@ def version_number(name: object) -> int:
             f"the engine's weight_version is {text[:100]!r}: agentrl sets whole numbers, who changed it?"
         )
     return int(text)
-
-
-def join(left: Segment, right: Segment, stops: Sequence[str], vocabulary: Vocabulary | None = None) -> Segment:
-    """Return two consecutive segments of a turn as one; a stop string across the border ends the turn there.
-
-    Engines look for stop strings only in the tokens of one request, so they miss such a string. Tokens after the one
-    that completes it are dropped, as if they had not been sampled.
-
-    Raises:
-        SamplerError: there are stop strings, and without a ``vocabulary`` they cannot be found.
-    """
-    before, after = left.generation, right.generation
-    count, finish = len(after.token_ids), after.finish_reason
-    completed = _completed_stop(before.token_ids, after.token_ids, stops, vocabulary) if stops else None
-    if completed is not None:
-        count, finish = completed, FinishReason.STOP
-    versions = list(before.versions)
-    for start, version in after.versions:
-        if start < count and (not versions or versions[-1][1] != version):
-            versions.append((len(before.token_ids) + start, version))
-    generation = replace(
-        before,
-        token_ids=before.token_ids + after.token_ids[:count],
-        logprobs=before.logprobs + after.logprobs[:count],
-        finish_reason=finish,
-        versions=tuple(versions),
-    )
-    return Segment(generation, left.exact and right.exact)
-
-
-def _completed_stop(
-    left: Sequence[int], right: Sequence[int], stops: Sequence[str], vocabulary: Vocabulary | None
-) -> int | None:
-    """Return how many tokens of ``right`` complete the first stop string that begins in ``left``, or None.
-
-    Ids are decoded together, because the border may lie inside of a character.
-    """
-    if vocabulary is None:
-        raise SamplerError("a pause cut a turn with stop strings, and the client has no vocabulary to find them with")
-    longest = max(len(stop.encode()) for stop in stops)  # at least a byte a token
-    for count in range(1, min(longest, len(right)) + 1):
-        text = vocabulary.decode([*left[-longest:], *right[:count]])
-        if any(stop in text for stop in stops):
-            return count
-    return None
 
 
 def _finish_reason(kind: str) -> FinishReason:

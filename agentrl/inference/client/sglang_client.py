@@ -8,8 +8,9 @@ from typing import Literal
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.inference.client.control import ControlEndpoint, ControlRefused
 from agentrl.inference.client.engine_memory import SGLangMemory
-from agentrl.inference.client.generation import GenerationClient, Vocabulary, version_number
+from agentrl.inference.client.generation import GenerationClient, version_number
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
+from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.weight_groups import SGLangWeightGroups
 from agentrl.inference.client.weight_updates import SGLangWeightUpdates
 

@@ -28,6 +28,8 @@ class Segment:
     start: int
     """Position of the first one: the number of tokens whose keys and values the slot has."""
     tokens: NDArray[np.int32]
+    kept: int = 1
+    """Number of last tokens whose logits are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +72,17 @@ class ForwardBatch:
     """The tokens, positions, slots and attention blocks of one forward pass over ``segments``."""
 
     def __init__(self, segments: list[Segment]) -> None:
-        """Sort and concatenate the segments; ``order[b]`` is the index of the segment that row ``b`` of the logits is of."""
+        """Sort and concatenate the segments; ``order[b]`` is the index of segment ``b`` of the batch in ``segments``."""
         key = [(len(segment.tokens) > 1, segment.slot) for segment in segments]
         self.order = sorted(range(len(segments)), key=key.__getitem__)
         self.segments = [segments[index] for index in self.order]
         sizes = np.array([len(segment.tokens) for segment in self.segments])
         starts = np.array([segment.start for segment in self.segments])
         ends = sizes.cumsum()
-        self.last = torch.from_numpy(ends - 1)
-        """``[B]`` index of the last token of each request."""
+        kept = np.array([segment.kept for segment in self.segments])
+        last_kept = np.repeat(ends - kept.cumsum(), kept) + np.arange(int(kept.sum()))
+        self.kept = torch.from_numpy(last_kept)
+        """``[K]`` index of each token whose logits are computed: of most requests the last."""
         offsets = np.arange(int(ends[-1])) - np.repeat(ends - sizes, sizes)
         self.token_ids = torch.from_numpy(
             np.concatenate([segment.tokens for segment in self.segments]).astype(np.int64)

@@ -55,9 +55,12 @@ class SlotTable:
         self._top = 0
         """Slots from this index on have never been used."""
 
-    def assign(self, tokens: NDArray[np.int32]) -> SlotAssignment | NoSlot:
-        """Assign a slot to a request of ``tokens`` and make it active, or return why the request must wait."""
-        source, cached, pending = self._match(tokens)
+    def assign(self, tokens: NDArray[np.int32], most: int | None = None) -> SlotAssignment | NoSlot:
+        """Assign a slot to a request of ``tokens`` and make it active, or return why the request must wait.
+
+        At most ``most`` tokens of its prefix are reused; None: all but the last.
+        """
+        source, cached, pending = self._match(tokens, len(tokens) - 1 if most is None else most)
         if pending - cached >= DEFER_TOKENS:
             return NoSlot.PREFIX_PENDING
         if cached and not self.active[source] and self.held[source] - cached <= _SPARE_TOKENS:
@@ -74,10 +77,12 @@ class SlotTable:
         self._top = max(self._top, slot + 1)
         return SlotAssignment(slot, source if cached else slot, cached)
 
-    def _match(self, tokens: NDArray[np.int32]) -> tuple[int, int, int]:
-        """Return the slot with the longest cached prefix, that length, and the longest prefix after this step."""
-        # The last token is always computed: its logits are needed.
-        count, top = len(tokens) - 1, self._top
+    def _match(self, tokens: NDArray[np.int32], count: int) -> tuple[int, int, int]:
+        """Return the slot with the longest cached prefix, that length, and the longest prefix after this step.
+
+        Prefixes are of the first ``count`` tokens: those after them are computed, because their logits are needed.
+        """
+        top = self._top
         if count == 0 or top == 0:
             return 0, 0, 0
         differs = np.empty((top, count + 1), np.bool_)

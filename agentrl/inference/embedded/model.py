@@ -75,17 +75,17 @@ class Model:
         """Compute the new tokens of all requests, partitioned among the threads.
 
         Returns:
-            float32 logits ``[B, V]`` of each request's next token, and the index of the segment that each row is of.
+            float32 logits ``[K, V]`` of the tokens that are kept, segment by segment, and the order of the segments.
         """
         partitions = _partition(segments, self._threads)
         batches = [ForwardBatch([segments[index] for index in partition]) for partition in partitions]
         others = [self._pool.submit(self.forward, batch) for batch in batches[1:]]
         logits = [self.forward(batches[0]), *(other.result() for other in others)]
-        order = [partition[row] for partition, batch in zip(partitions, batches, strict=True) for row in batch.order]
+        order = [partition[at] for partition, batch in zip(partitions, batches, strict=True) for at in batch.order]
         return logits[0] if len(logits) == 1 else torch.cat(logits), order
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Return float32 logits ``[B, V]`` of each request's next token, in the order of ``batch.order``."""
+        """Return float32 logits ``[K, V]`` of the tokens ``batch.kept``, in the order of ``batch.order``."""
         self.cache.batch = batch
         with torch.inference_mode():
             output = self._model(
@@ -94,7 +94,7 @@ class Model:
                 attention_mask=self._no_mask,
                 past_key_values=self.cache,
                 use_cache=True,
-                logits_to_keep=batch.last,
+                logits_to_keep=batch.kept,
             )
             logits: Tensor = output.logits[0].float()
         return logits

@@ -103,13 +103,17 @@ class Request:
     logprobs_wanted: bool
     done: asyncio.Future[None]
     limit: int
-    """Most tokens it may sample."""
+    """Most tokens it may sample; 0 if the prompt is scored."""
     stop_ids: frozenset[int]
     may_stop: NDArray[np.bool_] | None
     """``[vocabulary]`` whether a token can complete one of the stop strings."""
     seed: int
     """uint64; together with a token's position in prompt and output it determines the random number, see `uniforms`."""
+    score_from: int | None = None
+    """With a number, the log-probabilities of the prompt's tokens after this one are computed, and nothing is sampled."""
     slot: int = -1
+    scores: list[float] = field(default_factory=list)
+    """Log-probabilities of the prompt's tokens after ``score_from``."""
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, str]] = field(default_factory=list)
@@ -141,6 +145,8 @@ class GenerateInput:
     rid: str
     logprobs: bool
     """``return_logprob``"""
+    score_from: int | None = None
+    """``logprob_start_len`` of a prompt that is scored."""
 
 
 def parse_generate(body: Mapping[str, Any]) -> tuple[list[GenerateInput], bool]:
@@ -154,8 +160,6 @@ def parse_generate(body: Mapping[str, Any]) -> tuple[list[GenerateInput], bool]:
         raise BadRequestError("input_ids must be a list of token ids, or of such lists; text is not accepted")
     if body.get("stream"):
         raise BadRequestError("stream=true: not supported by the embedded engine")
-    if body.get("logprob_start_len", -1) not in (-1, None):
-        raise BadRequestError("logprob_start_len: the embedded engine returns log-probabilities of the output only")
     batch = isinstance(ids[0], list)
     prompts = ids if batch else [ids]
     params = _each(body, "sampling_params", len(prompts), batch)
@@ -163,11 +167,26 @@ def parse_generate(body: Mapping[str, Any]) -> tuple[list[GenerateInput], bool]:
     if batch and isinstance(body.get("rid"), str):
         rids = [f"{body['rid']}_{index}" for index in range(len(prompts))]
     logprobs = _each(body, "return_logprob", len(prompts), batch)
-    inputs = [
-        GenerateInput(prompt, SamplingOptions.parse(param), rid or uuid.uuid4().hex, bool(wanted))
-        for prompt, param, rid, wanted in zip(prompts, params, rids, logprobs, strict=True)
-    ]
-    return inputs, batch
+    starts = _each(body, "logprob_start_len", len(prompts), batch)
+    given = zip(prompts, params, rids, logprobs, starts, strict=True)
+    return [_input(prompt, param, rid, wanted, start) for prompt, param, rid, wanted, start in given], batch
+
+
+def _input(prompt: Any, params: Any, rid: Any, logprobs: Any, start: Any) -> GenerateInput:
+    """Return one prompt: to sample after, or to score, which ``logprob_start_len`` and ``max_new_tokens=0`` request."""
+    name, scored = rid or uuid.uuid4().hex, start not in (-1, None)
+    if not scored:
+        return GenerateInput(prompt, SamplingOptions.parse(params), name, bool(logprobs))
+    last = len(prompt) - 1 if isinstance(prompt, list) else -1
+    if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start <= last:
+        raise BadRequestError(f"logprob_start_len={start!r} is not the index of one of the {last + 1} input_ids")
+    options = dict(params) if isinstance(params, Mapping) else {}
+    if not logprobs or options.pop("max_new_tokens", None) != 0:
+        raise BadRequestError(
+            f"logprob_start_len={start}: the embedded engine scores a prompt only with return_logprob=true and "
+            "sampling_params.max_new_tokens=0"
+        )
+    return GenerateInput(prompt, SamplingOptions.parse(options), name, True, start)
 
 
 def _each(body: Mapping[str, Any], name: str, count: int, batch: bool) -> list[Any]:

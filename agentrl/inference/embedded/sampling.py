@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl.inference.embedded.counter_rng import uniforms
@@ -33,6 +34,20 @@ def sample(logits_BV: Tensor, requests: Sequence[Request]) -> tuple[list[int], l
     if not bool(chosen.isfinite().all()):
         raise FloatingPointError("the model's logits are not finite: its weights are broken")
     return ids.tolist(), chosen.tolist()
+
+
+def prompt_logprobs(logits_TV: Tensor, token_ids: NDArray[np.int32]) -> list[float]:
+    """Return the log-probability of each token, at temperature 1 as in SGLang; ``logits_TV`` are those before each.
+
+    Raises:
+        FloatingPointError: the model's logits are not finite.
+    """
+    wanted = torch.from_numpy(token_ids.astype(np.int64))
+    chosen = logits_TV.log_softmax(-1).gather(1, wanted[:, None])[:, 0]
+    if not bool(chosen.isfinite().all()):
+        raise FloatingPointError("the model's logits are not finite: its weights are broken")
+    found: list[float] = chosen.tolist()
+    return found
 
 
 def _draw(probabilities_BV: Tensor, uniforms_B: Tensor) -> Tensor:

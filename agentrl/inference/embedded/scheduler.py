@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from agentrl.inference.embedded.counter_rng import as_uint64
 from agentrl.inference.embedded.errors import BadRequestError
@@ -20,13 +22,15 @@ from agentrl.inference.embedded.forward_batch import Segment
 from agentrl.inference.embedded.kv_slots import NoSlot, SlotAssignment, SlotTable
 from agentrl.inference.embedded.model import Model
 from agentrl.inference.embedded.request import GenerateInput, Request
-from agentrl.inference.embedded.sampling import sample
+from agentrl.inference.embedded.sampling import prompt_logprobs, sample
 from agentrl.inference.embedded.stop_strings import StopMatcher
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 MEMORY_PARTS = ("weights", "kv_cache")
 _PREFILL_TOKENS = 8192
 """Most prompt tokens of a step, unless one request alone has more."""
+_SCORE_LOGITS = 1 << 26
+"""Most logits of the requests that begin in a step, unless one request alone has more: 256 MiB."""
 _LOOP_ITERATIONS = 4
 """Iterations of the event loop between steps: as many as a request needs from its socket to the queue."""
 
@@ -69,10 +73,11 @@ class Scheduler:
             raise BadRequestError(
                 f"The input ({count} tokens) is longer than the model's context length ({context} tokens)."
             )
-        if count + given.options.max_new_tokens > context:
+        limit = given.options.max_new_tokens if given.score_from is None else 0
+        if count + limit > context:
             raise BadRequestError(
-                f"{count} tokens of input and max_new_tokens={given.options.max_new_tokens} exceed the model's maximum context "
-                f"length of {context} tokens: they are {count + given.options.max_new_tokens} tokens."
+                f"{count} tokens of input and max_new_tokens={limit} exceed the model's maximum context "
+                f"length of {context} tokens: they are {count + limit} tokens."
             )
         outside = next((token for token in given.token_ids if not 0 <= token < self.model.vocabulary), None)
         if outside is not None:
@@ -86,10 +91,11 @@ class Scheduler:
             rid=given.rid,
             logprobs_wanted=given.logprobs,
             done=asyncio.get_running_loop().create_future(),
-            limit=options.max_new_tokens,
+            limit=limit,
             stop_ids=ends,
             may_stop=self._stops.may_complete(options.stop) if options.stop else None,
             seed=as_uint64(self._new_seed() if options.sampling_seed is None else options.sampling_seed),
+            score_from=given.score_from,
         )
         self._waiting.append(request)
         self._wake.set()
@@ -127,6 +133,9 @@ class Scheduler:
         if request.logprobs_wanted:
             pairs = zip(request.logprobs, request.output, strict=True)
             meta["output_token_logprobs"] = [[lp, token, None] for lp, token in pairs]
+        if request.score_from is not None:  # the first has none, as in SGLang, whatever comes before it
+            scored = zip([None, *request.scores], request.prompt[request.score_from :].tolist(), strict=False)
+            meta["input_token_logprobs"] = [[lp, token, None] for lp, token in scored]
         text = self._stops.text(ids, trimmed, skip_special=options.skip_special_tokens)
         return {"text": text, "output_ids": request.output, "meta_info": meta}
 
@@ -163,21 +172,36 @@ class Scheduler:
         logits, order = self.model.compute(segments)
         self._table.mark_computed()
         requests = [self._running[index] for index in order]
-        tokens, logprobs = sample(logits, requests)
-        for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
-            self._append(request, token, logprob)
+        if any(request.score_from is not None for request in requests):
+            logits, requests = self._score(logits, requests, [segments[index].kept for index in order])
+        if requests:
+            tokens, logprobs = sample(logits, requests)
+            for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+                self._append(request, token, logprob)
         self._remove_finished()
         return True
+
+    def _score(self, logits: Tensor, requests: list[Request], kept: list[int]) -> tuple[Tensor, list[Request]]:
+        """End the requests that are scored; return the logits of the others' next tokens, and the others."""
+        sampled: list[tuple[Tensor, Request]] = []
+        for rows, request in zip(torch.split(logits, kept), requests, strict=True):
+            if request.score_from is None:
+                sampled.append((rows, request))
+                continue
+            request.scores = prompt_logprobs(rows[:-1], request.prompt[request.score_from + 1 :])
+            self._end(request, {"type": "length", "length": 0})
+        rows_of = [rows for rows, _ in sampled]
+        return torch.cat(rows_of) if rows_of else logits[:0], [request for _, request in sampled]
 
     def _admit(self) -> list[Segment]:
         """Assign slots to waiting requests in order, and return their tokens to be computed."""
         segments: list[Segment] = []
-        budget = _PREFILL_TOKENS
+        budget, logits = _PREFILL_TOKENS, _SCORE_LOGITS
         deferred: list[Request] = []
-        while self._waiting and budget > 0:
+        while self._waiting and budget > 0 and logits > 0:
             request = self._waiting[0]
             tokens = request.tokens()
-            assigned = self._table.assign(tokens)
+            assigned = self._table.assign(tokens, request.score_from)
             if assigned is NoSlot.FULL:
                 break
             self._waiting.popleft()
@@ -189,7 +213,9 @@ class Scheduler:
                 self.model.cache.copy(assigned.source, slot, cached)
             request.slot = slot
             request.cached = cached if request.cached < 0 else request.cached
-            segments.append(Segment(slot, cached, tokens[cached:]))
+            kept = 1 if request.score_from is None else len(tokens) - request.score_from
+            logits -= kept * self.model.vocabulary
+            segments.append(Segment(slot, cached, tokens[cached:], kept))
             budget -= len(tokens) - cached
             self._running.append(request)
         self._waiting.extendleft(reversed(deferred))

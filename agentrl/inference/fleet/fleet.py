@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import AgentrlError, ConfigError
-from agentrl.inference.client.generation import Vocabulary
+from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.health import Engine, HealthMonitor, SyncWeights
 from agentrl.inference.fleet.router import EngineRouter, RoutedSampler

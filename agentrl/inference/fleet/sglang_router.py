@@ -12,8 +12,9 @@ from pathlib import Path
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, EngineError
-from agentrl.inference.client.generation import GenerationClient, Vocabulary
+from agentrl.inference.client.generation import GenerationClient
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
+from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.router import RoutedSampler
 from agentrl.inference.fleet.sglang_router_process import Workers, launch_router

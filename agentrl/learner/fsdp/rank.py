@@ -162,7 +162,7 @@ class FsdpRank:
     def _reference_logprobs(self, batch: GlobalBatch) -> list[torch.Tensor | None]:
         """Return the reference policy's log-probabilities at the mask of each micro-batch, on the device."""
         [micros] = batch.micro
-        if batch.kind != "rl" or not self.algo.needs_reference or self.algo.kl_in == "reward":
+        if batch.kind != "rl" or not self.algo.has_kl or self.algo.kl_in == "reward":
             return [None] * len(micros)
         model = self._model("reference")
         found: list[torch.Tensor | None] = [model(micro, _at_mask(micro), batch.temperature)[0] for micro in micros]

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError, EngineError, SamplerError
 from agentrl.core.types import FinishReason, Prompt, SamplingParams
-from agentrl.inference.client.generation import Vocabulary
+from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher

@@ -14,7 +14,7 @@ def test_decoding_requests_come_first_by_slot_and_nothing_is_padded() -> None:
     assert batch.token_ids.tolist() == [0, 200, 300, 301, 302]
     assert batch.positions.tolist() == [4, 7, 0, 1, 2]
     assert batch.slots.tolist() == [0, 2, 3, 3, 3]
-    assert batch.last.tolist() == [0, 1, 4]
+    assert batch.kept.tolist() == [0, 1, 4]
     assert batch.decoding == 2
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from agentrl.core.errors import SamplerError
 from agentrl.core.types import FinishReason, Generation
 from agentrl.episode.trajectory import Trajectory
-from agentrl.inference.client.generation import Segment, Vocabulary, join, read_reply, version_number
+from agentrl.inference.client.generation import read_reply, version_number
+from agentrl.inference.client.segments import Segment, Vocabulary, join
 
 PIECES = ["x", "</", "sea", "rc", "h>x", "more", "</s", "ea", "rch>", "z", "side>", "é"[0]]
 VOCABULARY = Vocabulary(50, lambda ids: b"".join(TOKENS[token] for token in ids).decode(errors="replace"))

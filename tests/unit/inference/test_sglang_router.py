@@ -15,8 +15,8 @@ from aiohttp.test_utils import RawTestServer
 from agentrl.config.load import load_config
 from agentrl.core.errors import EngineLostError, MissingError, SamplerError
 from agentrl.core.types import Prompt, SamplingParams
-from agentrl.inference.client.generation import Vocabulary
 from agentrl.inference.client.http import EngineHttp
+from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet import sglang_router_process
 from agentrl.inference.fleet.router import RoutedSampler

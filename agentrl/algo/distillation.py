@@ -1,0 +1,59 @@
+"""On-policy distillation: the reverse KL divergence to teachers, by token, as an advantage.
+
+``log π(token) - log π_teacher(token)`` of a token that the policy sampled is the estimate k1 of its reverse KL divergence
+(Thinking Machines, "On-Policy Distillation", 2025). Its negative, times a coefficient, is the token's advantage, with no
+return from later tokens: a discount of 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.algo.base import RowValues
+from agentrl.batch.sequences import sequences_of
+from agentrl.core.types import Row, RowKey
+
+
+def teacher_gaps(
+    rows: Sequence[Row], policy: RowValues, teachers: Mapping[str, RowValues], weights: Mapping[str, float]
+) -> dict[RowKey, NDArray[np.float32]]:
+    """Return ``log π - mean of log π_teacher`` of each token, ``[T]`` by row; 0 in rows that no teacher has scored.
+
+    The mean of the teachers that have scored a row is weighted: its expectation is the same mean of the KL divergences.
+
+    Args:
+        rows: of the training step.
+        policy: log-probabilities of the policy, of every row.
+        teachers: log-probabilities by teacher, of the rows that each has scored.
+        weights: of the teachers.
+
+    """
+    found = {}
+    for row in rows:
+        shares = {name: weights[name] for name, scored in teachers.items() if row.key in scored}
+        gap = np.zeros(len(row.mask))
+        for name, weight in shares.items():
+            teacher = np.asarray(teachers[name][row.key], np.float64)
+            gap += weight / sum(shares.values()) * (np.asarray(policy[row.key], np.float64) - teacher)
+        found[row.key] = gap.astype(np.float32)
+    return found
+
+
+def teacher_metrics(
+    rows: Sequence[Row], policy: RowValues, teachers: Mapping[str, RowValues], gaps: RowValues
+) -> dict[str, float]:
+    """Return the mean of ``log π - log π_teacher`` over trained tokens: of all, and of those that each teacher has scored."""
+    means = {"train/teacher_kl": _mean(rows, gaps)}
+    for name, scored in teachers.items():
+        of_one = {key: policy[key] - values for key, values in scored.items()}
+        means[f"train/teacher_kl/{name}"] = _mean([row for row in rows if row.key in scored], of_one)
+    return means
+
+
+def _mean(rows: Sequence[Row], values: RowValues) -> float:
+    found = [sequence.gather(values) for sequence in sequences_of(rows)]
+    tokens = np.concatenate(found) if found else np.zeros(0)
+    return float(tokens.mean()) if len(tokens) else 0.0

@@ -1,0 +1,238 @@
+"""Teachers of on-policy distillation: the log-probabilities that they give the tokens that the policy sampled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.batch.groups import RolloutGroups
+from agentrl.batch.packing import pack
+from agentrl.config.algo import DistillationConfig
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError, EngineError, RunStopped
+from agentrl.core.types import Rollout, Row, RowKey
+from agentrl.inference.client.scoring import ScoringClient
+from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher, RunningEngine
+from agentrl.learner.base import LearnerGroup
+from agentrl.models.load import load_tokenizer, read_vocab_size
+from agentrl.models.reference_policy import check_reference
+from agentrl.models.resolve import resolve_model
+from agentrl.render.registry import make_renderer
+from agentrl.train.optimizer_steps import packing_options
+from agentrl.train.privileged import PrivilegedRows, load_context
+
+KEY = "algo.distillation.teachers"
+Scores = dict[RowKey, NDArray[np.float32]]
+"""By row: ``[T]`` log-probabilities; 0 where the teacher has scored nothing, which no trained token is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """A teacher of a run."""
+
+    policy: str | None = None
+    """Scored by the learner with this policy; None: by ``client``."""
+    client: ScoringClient | None = None
+    """Of its server."""
+    process: RunningEngine | None = None
+    """Its engine, if the run has started it."""
+    privileged: PrivilegedRows | None = None
+    """What it reads in place of the first prompt."""
+
+
+class Teachers:
+    """The teachers of a run, opened by `open_teachers`.
+
+    Args:
+        config: of the run.
+        teachers: by name.
+
+    """
+
+    def __init__(self, config: Config, teachers: Mapping[str, Teacher]) -> None:
+        self._config = config
+        self._teachers = teachers
+
+    @property
+    def need_learner(self) -> bool:
+        """Whether the learner scores for a teacher."""
+        return any(one.policy is not None for one in self._teachers.values())
+
+    async def score(self, groups: RolloutGroups, learner: LearnerGroup, pad_id: int) -> dict[str, Scores]:
+        """Return the log-probabilities of each teacher, of the rows of the rollouts that it scores.
+
+        Servers give them at temperature 1, the learner at that of sampling.
+
+        Raises:
+            EngineError: a server failed; the message has the teacher's key.
+            LearnerError: a rank failed.
+            RunStopped: a task has no teacher, or a context cannot be made.
+
+        """
+        assigned: dict[str, list[Rollout]] = {}
+        for rollout in groups.rollouts_N:
+            for name in teachers_of(self._config.algo.distillation, rollout):
+                assigned.setdefault(name, []).append(rollout)
+        found = {}
+        for name, rollouts in assigned.items():
+            teacher = self._teachers[name]
+            rows, longer = await asyncio.to_thread(_rows_of, teacher, rollouts)
+            if teacher.client is not None:
+                scored = await _score_at_server(teacher, teacher.client, rows)
+            else:
+                scored = await asyncio.to_thread(self._score_by_learner, teacher, rows, learner, pad_id)
+            found[name] = {key: _shortened(values, longer[key]) for key, values in scored.items()}
+        return found
+
+    def _score_by_learner(self, teacher: Teacher, rows: Sequence[Row], learner: LearnerGroup, pad_id: int) -> Scores:
+        assert teacher.policy is not None
+        batch = pack(rows, **packing_options(self._config, pad_id))
+        scored = learner.logprobs(batch, teacher.policy)
+        return {key: np.asarray(values, np.float32) for key, values in scored.items()}
+
+
+def teachers_of(config: DistillationConfig, rollout: Rollout) -> list[str]:
+    """Return the names of the teachers that score a rollout.
+
+    Raises:
+        RunStopped: its task names none.
+
+    """
+    if config.task_key is None:
+        return list(config.teachers)
+    name = rollout.metadata.get(config.task_key)
+    if isinstance(name, str) and name in config.teachers:
+        return [name]
+    if config.default is None:
+        raise RunStopped(
+            f"algo.distillation.task_key={config.task_key}: task {rollout.prompt_id!r} has {name!r:.100} there, and the teachers "
+            f"are {', '.join(config.teachers)}; set algo.distillation.default to one of them"
+        )
+    return [config.default]
+
+
+def _rows_of(teacher: Teacher, rollouts: Sequence[Rollout]) -> tuple[list[Row], dict[RowKey, int]]:
+    """Return the rows with a token to train on, as the teacher reads them, and how many tokens longer each is."""
+    rows: dict[Row, int] = {}
+    for rollout in rollouts:
+        rows |= dict.fromkeys(rollout.rows, 0) if teacher.privileged is None else teacher.privileged.rows(rollout)
+    trained = {row: longer for row, longer in rows.items() if row.mask[1:].any()}
+    return list(trained), {row.key: longer for row, longer in trained.items()}
+
+
+async def _score_at_server(teacher: Teacher, client: ScoringClient, rows: Sequence[Row]) -> Scores:
+    async def score(row: Row) -> NDArray[np.float32]:
+        at = np.flatnonzero(row.mask[1:]) + 1
+        start, end = int(at[0]), int(at[-1]) + 1
+        values = np.zeros(len(row.mask), np.float32)
+        values[start:end] = await client.score(row.token_ids[:end].tolist(), start)
+        return values
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(score(row)) for row in rows]
+    except BaseExceptionGroup as errors:
+        if teacher.process is not None:
+            teacher.process.check()
+        raise errors.exceptions[0] from None  # the first ended the others
+    return {row.key: task.result() for row, task in zip(rows, tasks, strict=True)}
+
+
+def _shortened(values: NDArray[np.float32], longer: int) -> NDArray[np.float32]:
+    """Return the values of a row from those of one with a prompt that is so many tokens longer, or shorter if negative."""
+    return values[longer:] if longer >= 0 else np.concatenate([np.zeros(-longer, np.float32), values])
+
+
+def check_teachers(config: Config, model: Path, *, fetch: bool) -> None:
+    """Check contexts and models of teachers before anything is started.
+
+    Raises:
+        MissingError: ``fetch`` is False and a model would have to be downloaded.
+        UserError: a function or a model does not exist, or a model has other tokens than the policy's folder ``model``.
+
+    """
+    for name, one in config.algo.distillation.teachers.items():
+        if one.context is not None:
+            load_context(one.context, f"{KEY}.{name}.context")
+        if one.path is not None:
+            key = f"{KEY}.{name}.path"
+            check_reference(model, resolve_model(one.path, key, fetch=fetch), key)
+
+
+async def open_teachers(config: Config, model: Path, logs: Path, exits: AsyncExitStack) -> Teachers | None:
+    """Return the teachers of a run, None if it has none. Engines are started, and servers checked.
+
+    Args:
+        config: of the run.
+        model: the policy's folder.
+        logs: folder for the logs of engines, ``teacher-NAME``.
+        exits: gets what ends engines and closes connections.
+
+    Raises:
+        ConfigError: a server does not answer, takes too few tokens, or has other tokens than the policy.
+        EngineError: an engine does not start.
+
+    """
+    if not (teachers := config.algo.distillation.teachers):
+        return None
+    found, sampler = {}, config.sampler
+    tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
+    renderer = make_renderer(tokenizer, config.render)
+    for number, (name, one) in enumerate(teachers.items()):
+        key = f"{KEY}.{name}.context"
+        privileged = PrivilegedRows(load_context(one.context, key), key, renderer) if one.context is not None else None
+        if one.policy is not None:
+            found[name] = Teacher(policy=one.policy, privileged=privileged)
+            continue
+        process = None
+        key, value = (f"{KEY}.{name}.url", one.url) if one.url is not None else (f"{KEY}.{name}.path", one.path)
+        url = one.url
+        if url is None:
+            assert one.path is not None, "the configuration was checked"
+            folder = resolve_model(one.path, key)
+            process = await _start(config, folder, logs / f"teacher-{name}", sampler.engines + number)
+            exits.push_async_callback(asyncio.to_thread, process.stop)
+            url = process.url
+        client = ScoringClient(
+            url,
+            f"teacher {name!r} ({key}={value})",
+            timeout_s=sampler.request_timeout_s,
+            vocabulary_size=read_vocab_size(model),
+        )
+        exits.push_async_callback(client.aclose)
+        await _check(client, f"{key}={value}", model, max(tokenizer.get_vocab().values()), config.rollout.max_tokens)
+        found[name] = Teacher(client=client, process=process, privileged=privileged)
+    return Teachers(config, found)
+
+
+async def _start(config: Config, folder: Path, logs: Path, number: int) -> RunningEngine:
+    """Start an engine with a teacher's model: of the run's kind, with twice the context, as contexts may be longer."""
+    logs.mkdir(parents=True, exist_ok=True)
+    embedded = config.sampler.embedded
+    longer = embedded.model_copy(update={"context": 2 * embedded.context})
+    sampler = config.sampler.model_copy(update={"embedded": longer, "port": 0})
+    launcher = LocalLauncher(EngineSpec(sampler, folder, logs, config.run.seed, config.model.trust_remote_code))
+    return await asyncio.to_thread(launcher.launch, number)
+
+
+async def _check(client: ScoringClient, key: str, model: Path, last_id: int, max_tokens: int) -> None:
+    """Check that a teacher's server scores the policy's tokens, and rollouts of ``rollout.max_tokens``."""
+    try:
+        info = await client.info()
+        await client.score([0, last_id], 1)
+    except EngineError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    most, folder = info.get("max_req_input_len"), info.get("model_path")
+    if not isinstance(most, int) or most <= max_tokens:
+        raise ConfigError(
+            f"{key} takes prompts of fewer than {most} tokens, and rollouts have up to rollout.max_tokens={max_tokens}: lower "
+            "it, or raise the server's context by at least one token more"
+        )
+    if isinstance(folder, str) and Path(folder).is_dir():
+        check_reference(model, Path(folder), key.partition("=")[0])

@@ -1,0 +1,134 @@
+"""The term of on-policy distillation: values, weights of teachers, and the gradient of the reverse KL divergence."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl.algo.base import LossInput
+from agentrl.algo.registry import make_objective
+from agentrl.batch.groups import group_rollouts
+from agentrl.config.load import load_config
+from agentrl.core.types import MaskReason, Provenance, Rollout, Row, RowKey, StopReason
+from agentrl.train.optimizer_steps import StepScores, distillation_metrics, nothing_trained, step_advantages
+from tests.algo_config import make_algo
+
+TEACHERS = ["algo.distillation.teachers.a.url=http://a", "algo.distillation.teachers.b.url=http://b"]
+
+
+def row(rollout: str, number: int, mask: list[int], seed: int) -> Row:
+    given = np.array(mask, np.uint8)
+    return Row(
+        key=RowKey("p", rollout, row=number),
+        token_ids=np.arange(len(mask), dtype=np.int32),
+        provenance=(given * Provenance.SAMPLED).astype(np.uint8),
+        mask=given,
+        mask_reason=np.where(given, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8),
+        logprobs=-np.random.default_rng(seed).exponential(1.0, len(mask)).astype(np.float32) * given,
+        versions=given.astype(np.int32) - 1,
+        requests=given.astype(np.int32) - 1,
+        request_ids=("q",),
+    )
+
+
+def rollouts() -> list[Rollout]:
+    """Two turns with an observation between them, and a rollout of two rows."""
+    first = Rollout("p", "r0", [row("r0", 0, [0, 0, 1, 1, 0, 0, 1], 0)], 1.0, StopReason.TERMINATED)
+    second = [row("r1", 0, [0, 1, 1], 1), row("r1", 1, [0, 0, 0, 1, 0, 1], 2)]
+    return [first, Rollout("p", "r1", second, 0.0, StopReason.TERMINATED)]
+
+
+def scores(given: list[Rollout], names: str, only: tuple[str, ...] = ("r0", "r1")) -> StepScores:
+    def of(name: str, one: Row) -> np.ndarray:
+        return -np.random.default_rng([ord(name), one.key.row, len(one.mask)]).exponential(1.0, len(one.mask))
+
+    rows = [one for rollout in given for one in rollout.rows if one.key.rollout_id in only]
+    return StepScores(teachers={name: {one.key: of(name, one).astype(np.float32) for one in rows} for name in names})
+
+
+@pytest.mark.parametrize("reward_coef", [0.0, 0.5])
+def test_the_term_equals_a_plain_reference_in_float64(reward_coef: float) -> None:
+    changes = [
+        *TEACHERS, "algo.distillation.teachers.b.weight=3", "algo.distillation.coef=0.25",
+        f"algo.distillation.reward_coef={reward_coef}",
+    ]  # fmt: skip
+    config, given = load_config(None, changes), rollouts()
+    groups, scored = group_rollouts(given), scores(given, "ab")
+    found = step_advantages(config, groups, scored)
+    rewards = {"r0": 2**-0.5, "r1": -(2**-0.5)}  # GRPO: of two rewards, 0 and 1
+    for rollout in given:
+        for one in rollout.rows:
+            teacher = sum(
+                share * scored.teachers[name][one.key].astype(np.float64) for name, share in (("a", 0.25), ("b", 0.75))
+            )
+            expected = reward_coef * rewards[rollout.rollout_id] - 0.25 * (one.logprobs.astype(np.float64) - teacher)
+            np.testing.assert_allclose(found[one.key], expected * one.mask, atol=2e-6)
+
+
+def test_a_rollout_has_the_teachers_that_scored_it_alone() -> None:
+    config, given = load_config(None, [*TEACHERS, "algo.distillation.reward_coef=0"]), rollouts()
+    a, b = scores(given, "a", ("r0",)).teachers["a"], scores(given, "b", ("r1",)).teachers["b"]
+    scored = StepScores(teachers={"a": a, "b": b})
+    found = step_advantages(config, group_rollouts(given), scored)
+    gaps = {}
+    for one in (one for rollout in given for one in rollout.rows):
+        teacher = (a if one.key.rollout_id == "r0" else b)[one.key]
+        gaps[one.key] = one.logprobs[one.mask == 1] - teacher[one.mask == 1]
+        np.testing.assert_allclose(found[one.key][one.mask == 1], -gaps[one.key], atol=1e-6)
+    metrics = distillation_metrics(config, group_rollouts(given), scored)
+    r0, r1 = gaps[given[0].rows[0].key], np.concatenate([gaps[one.key] for one in given[1].rows])
+    assert metrics == pytest.approx(
+        {
+            "train/teacher_kl": np.concatenate([r0, r1]).mean(),
+            "train/teacher_kl/a": r0.mean(),
+            "train/teacher_kl/b": r1.mean(),
+        },
+        rel=1e-5,
+    )
+
+
+def test_the_policy_is_the_learner_where_it_was_computed() -> None:
+    config, given = load_config(None, [TEACHERS[0], "algo.distillation.reward_coef=0"]), rollouts()
+    [one] = given[0].rows
+    learner = {each.key: np.full(len(each.mask), -2.0, np.float32) for rollout in given for each in rollout.rows}
+    found = step_advantages(config, group_rollouts(given), StepScores(learner, teachers=scores(given, "a").teachers))
+    teacher = scores(given, "a").teachers["a"][one.key]
+    np.testing.assert_allclose(found[one.key][one.mask == 1], (teacher + 2.0)[one.mask == 1], atol=1e-6)
+
+
+def test_teachers_alone_need_no_group_and_no_reward() -> None:
+    config = load_config(None, [TEACHERS[0], "algo.distillation.reward_coef=0", "rollout.n_samples_per_prompt=1"])
+    given = rollouts()[:1]
+    given[0].reward = float("nan")
+    advantages = step_advantages(config, group_rollouts(given), scores(given, "a"))
+    assert all(np.isfinite(values).all() and values.any() for values in advantages.values())
+    assert "algo.distillation.teachers" in nothing_trained(config, given, group_rollouts(given))
+
+
+def test_gspo_has_the_mean_of_the_term_over_a_sequence() -> None:
+    config = load_config(None, [TEACHERS[0], "algo.distillation.reward_coef=0", "algo.loss.name=gspo"])
+    given = rollouts()
+    found, plain = (
+        step_advantages(one, group_rollouts(given), scores(given, "a"))
+        for one in (config, load_config(None, [TEACHERS[0], "algo.distillation.reward_coef=0"]))
+    )
+    keys = [one.key for one in given[1].rows]
+    tokens = np.concatenate([plain[one.key][one.mask == 1] for one in given[1].rows])
+    for key, one in zip(keys, given[1].rows, strict=True):
+        np.testing.assert_allclose(found[key], tokens.mean() * one.mask, atol=1e-6)
+
+
+def test_the_expected_gradient_is_that_of_the_reverse_kl_divergence() -> None:
+    """Over all tokens of a vocabulary, each weighted by its probability, in place of samples."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(12, generator=generator, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(12, generator=generator, dtype=torch.float64).log_softmax(-1)
+    policy = logits.log_softmax(-1)
+    kl = (policy.exp() * (policy - teacher)).sum()
+    [wanted] = torch.autograd.grad(kl, logits, retain_graph=True)
+    old = policy.detach()
+    given = LossInput(weight_N=old.exp(), advantages_N=-(old - teacher), logprobs_N=old)
+    loss, _ = make_objective(make_algo(loss={"name": "reinforce"}))(policy, given)
+    [found] = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(found, wanted, atol=1e-9, rtol=1e-9)

@@ -1,0 +1,323 @@
+"""Teachers: whom they score, behind which prompt, and what a student learns of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import torch
+
+from agentrl.batch.groups import group_rollouts
+from agentrl.batch.packing import pack
+from agentrl.config.load import load_config
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError, EngineError, RunStopped
+from agentrl.core.types import ForkReason, MaskReason, Message, Provenance, Rollout, Row, RowKey, StopReason
+from agentrl.inference.client.scoring import ScoringClient
+from agentrl.learner.base import LearnerGroup
+from agentrl.rewards.sample import Sample
+from agentrl.testing import FakeLearner
+from agentrl.train.optimizer_steps import (
+    StepScores,
+    distillation_metrics,
+    optimizer_steps,
+    packing_options,
+    step_advantages,
+)
+from agentrl.train.privileged import PrivilegedRows, load_context
+from agentrl.train.teachers import Teacher, Teachers
+from tests.unit.episode.conftest import CHATML, renderer_of
+from tests.unit.learner.learners import MODELS, SIZES, Learners, make_model
+from tests.unit.train.in_process_engine import InProcessEngine
+
+VOCABULARY = 264
+RENDERER = renderer_of(CHATML)
+TOKENIZER = RENDERER._tokenizer
+ALONE = ["algo.distillation.reward_coef=0", "algo.distillation.teachers.a.url=http://a"]
+
+
+def row(prompt: Sequence[int], parts: Sequence[tuple[Sequence[int], bool]], *, name: str = "r", number: int = 0) -> Row:
+    """A row of a prompt and of parts, each sampled (True) or observed."""
+    sampled = [False] * len(prompt) + [one for ids, one in parts for _ in ids]
+    mask = np.array(sampled, np.uint8)
+    return Row(
+        key=RowKey("p", name, row=number),
+        token_ids=np.array([*prompt, *(token for ids, _ in parts for token in ids)], np.int32),
+        provenance=np.where(mask, Provenance.SAMPLED, Provenance.OBSERVED).astype(np.uint8),
+        mask=mask,
+        mask_reason=np.where(mask, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8),
+        logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+        versions=mask.astype(np.int32) - 1,
+        requests=mask.astype(np.int32) - 1,
+        request_ids=("q",),
+    )
+
+
+def rollout(*rows: Row, **fields: Any) -> Rollout:
+    return Rollout("p", rows[0].key.rollout_id, list(rows), 0.0, StopReason.TERMINATED, **fields)
+
+
+class Positions:
+    """A teacher's client whose log-probabilities say where a token is, and which records what it was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[list[int], int]] = []
+
+    async def score(self, token_ids: Sequence[int], start: int) -> np.ndarray:
+        self.sent.append((list(token_ids), start))
+        return -np.arange(start, len(token_ids), dtype=np.float32)
+
+
+def scored(config: Config, teachers: dict[str, Teacher], *given: Rollout, learner: LearnerGroup | None = None) -> Any:
+    return asyncio.run(Teachers(config, teachers).score(group_rollouts(given), learner or FakeLearner(), 0))
+
+
+def test_a_server_scores_from_the_first_sampled_token_to_the_last_over_observations() -> None:
+    client = Positions()
+    turns = row([5, 6, 7], [([8, 9], True), ([10, 11], False), ([12], True), ([13], False)])
+    second = row([5, 6], [([30], True)], number=1)
+    found = scored(load_config(None, ALONE), {"a": Teacher(client=client)}, rollout(turns, second))  # type: ignore[arg-type]
+    assert client.sent == [([5, 6, 7, 8, 9, 10, 11, 12], 3), ([5, 6, 30], 2)]
+    np.testing.assert_array_equal(found["a"][turns.key], [0, 0, 0, -3, -4, -5, -6, -7, 0])
+    np.testing.assert_array_equal(found["a"][second.key], [0, 0, -2])
+
+
+def test_rows_without_a_token_to_train_on_are_not_sent() -> None:
+    client = Positions()
+    shared = replace(row([5], [([6], True)], number=1), mask=np.zeros(2, np.uint8))
+    scored(load_config(None, ALONE), {"a": Teacher(client=client)}, rollout(row([5], [([7], True)]), shared))  # type: ignore[arg-type]
+    assert client.sent == [([5, 7], 1)]
+
+
+def test_a_task_names_its_teacher_and_others_have_the_default() -> None:
+    changes = [*ALONE, "algo.distillation.teachers.b.url=http://b", "algo.distillation.task_key=data_source"]
+    with_default = load_config(None, [*changes, "algo.distillation.default=b"])
+    given = [
+        rollout(row([5], [([number], True)], name=f"r{number}"), metadata=metadata)
+        for number, metadata in enumerate([{"data_source": "a"}, {"data_source": "zzz"}, {}, {"data_source": ["a"]}])
+    ]
+    clients = {"a": Positions(), "b": Positions()}
+    teachers: Any = {name: Teacher(client=client) for name, client in clients.items()}  # type: ignore[arg-type]
+    found = scored(with_default, teachers, *given)
+    assert {name: sorted(key.rollout_id for key in rows) for name, rows in found.items()} == {
+        "a": ["r0"],
+        "b": ["r1", "r2", "r3"],
+    }
+    with pytest.raises(RunStopped, match=r"task_key=data_source: task 'p' has 'zzz' there, and the teachers are a, b"):
+        scored(load_config(None, changes), teachers, *given)
+
+
+def test_a_server_that_fails_ends_the_step_with_its_name() -> None:
+    class Down(Positions):
+        async def score(self, token_ids: Sequence[int], start: int) -> np.ndarray:
+            raise EngineError("teacher 'a' (key) does not answer")
+
+    with pytest.raises(EngineError, match="teacher 'a'"):
+        scored(load_config(None, ALONE), {"a": Teacher(client=Down())}, rollout(row([5], [([6], True)])))  # type: ignore[arg-type]
+
+
+# Privileged contexts
+
+
+def prompt_of(text: str) -> list[int]:
+    return list(RENDERER.render([Message("user", text)]).token_ids)
+
+
+def privileged(context: str, key: str = "key") -> PrivilegedRows:
+    return PrivilegedRows(load_context(context, key), key, RENDERER)
+
+
+def hinted(sample: Sample) -> list[Message]:
+    return [Message("user", f"hint {sample.label} after reward {sample.rollout.reward:g}")]
+
+
+@pytest.mark.parametrize(
+    ("context", "text"),
+    [
+        ("{message} It is {answer}.", "q? It is c."),
+        ("{answer}", "c"),
+        (f"{__name__}:hinted", "hint c after reward 0"),
+    ],
+)
+def test_only_the_prompt_changes_and_values_come_back_to_the_tokens_that_were_sampled(context: str, text: str) -> None:
+    plain, other, client = prompt_of("q?"), prompt_of(text), Positions()
+    rows = [
+        row(plain, [([70, 71], True), ([80], False), ([72], True)]),
+        row([*plain, 90], [([73], True)], number=1),
+    ]
+    given = rollout(*rows, messages=(Message("user", "q?"),), label="c")
+    teacher = Teacher(client=client, privileged=privileged(context))  # type: ignore[arg-type]
+    found = scored(load_config(None, ALONE), {"a": teacher}, given)["a"]
+    assert client.sent == [([*other, 70, 71, 80, 72], len(other)), ([*other, 90, 73], len(other) + 1)]
+    for one in rows:
+        at = np.flatnonzero(one.mask)
+        np.testing.assert_array_equal(found[one.key][at], -(at + len(other) - len(plain)))
+        assert found[one.key].shape == one.mask.shape
+
+
+def test_a_list_of_answers_gives_its_first_one() -> None:
+    client = Positions()
+    given = rollout(row(prompt_of("q"), [([70], True)]), messages=(Message("user", "q"),), label=["x", "y"])
+    teacher = Teacher(client=client, privileged=privileged("{answer}"))  # type: ignore[arg-type]
+    scored(load_config(None, ALONE), {"a": teacher}, given)
+    assert client.sent == [([*prompt_of("x"), 70], len(prompt_of("x")))]
+
+
+def fails(sample: Sample) -> list[Message]:
+    raise KeyError("solution")
+
+
+def nothing(sample: Sample) -> list[Message]:
+    return []
+
+
+@pytest.mark.parametrize(
+    ("context", "changes", "words"),
+    [
+        ("{answer}", {"label": None}, "task 'p' has none"),
+        ("{message}", {"messages": ()}, "--replay"),
+        (f"{__name__}:fails", {}, r"key failed for rollout r: KeyError: 'solution'.*test_teachers.py"),
+        (f"{__name__}:nothing", {}, r"must return messages"),
+    ],
+)
+def test_a_context_that_cannot_be_made_ends_the_run(context: str, changes: dict[str, Any], words: str) -> None:
+    fields = {"messages": (Message("user", "q"),), "label": "x"} | changes
+    given = rollout(row(prompt_of("q"), [([70], True)]), **fields)
+    teacher = Teacher(client=Positions(), privileged=privileged(context))  # type: ignore[arg-type]
+    with pytest.raises(RunStopped, match=words):
+        scored(load_config(None, ALONE), {"a": teacher}, given)
+
+
+def test_a_row_with_another_beginning_ends_the_run() -> None:
+    rewritten = replace(row(prompt_of("summary"), [([70], True)], number=1), fork=ForkReason.CONTEXT)
+    given = rollout(row(prompt_of("q"), [([70], True)]), rewritten, messages=(Message("user", "q"),), label="x")
+    teacher = Teacher(client=Positions(), privileged=privileged("{answer}"))  # type: ignore[arg-type]
+    with pytest.raises(RunStopped, match=r"row 1 of rollout r \(fork: context\)"):
+        scored(load_config(None, ALONE), {"a": teacher}, given)
+
+
+def test_a_function_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no 'gone'"):
+        load_context(f"{__name__}:gone", "algo.distillation.teachers.a.context")
+
+
+# Learning
+
+
+def train(config: Config, learner: LearnerGroup, given: Sequence[Rollout], scores: StepScores) -> dict[str, float]:
+    """Take a training step, as `agentrl.train.trainer.Trainer` does, and return the distillation's metrics."""
+    groups = group_rollouts(given)
+    advantages = step_advantages(config, groups, scores)
+    for step in optimizer_steps(config, groups, advantages):
+        learner.train_step(pack(step.rows, advantages, trained=step.trained, **packing_options(config, 0)))
+    return distillation_metrics(config, groups, scores)
+
+
+def test_a_student_learns_its_teachers_distribution_through_the_engine(tmp_path: Path) -> None:
+    """Both have random weights. The teacher's server is the embedded engine, as is the student's."""
+    student_folder = make_model(tmp_path / "student", vocab_size=24, initializer_range=0.1)
+    torch.manual_seed(5)
+    teacher_folder = tmp_path / "teacher"
+    MODELS["qwen3"](SIZES | {"vocab_size": 24, "initializer_range": 0.5}).save_pretrained(teacher_folder)
+    config = load_config(None, [*ALONE, "algo.loss.name=reinforce"])
+    learners = Learners(student_folder)
+
+    async def play() -> list[float]:
+        learner = learners.open(lr=2e-2, max_grad_norm=1.0)
+        teacher, student = InProcessEngine(teacher_folder, TOKENIZER), InProcessEngine(student_folder, TOKENIZER)
+        client = ScoringClient("http://a", "teacher 'a'", timeout_s=9, vocabulary_size=24)
+        client._http = teacher  # type: ignore[assignment]
+        teachers, found = Teachers(config, {"a": Teacher(client=client)}), []
+        async with teacher.running(), student.running():
+            for step in range(16):
+                for bucket in learner.buckets(1 << 30):
+                    student.model.load_weights(bucket.tensors())
+                student.scheduler.flush()
+                given = await sample(student, [[5, 6, 7]] * 24, step)
+                scores = StepScores(teachers=await teachers.score(group_rollouts(given), learner, 0))
+                found.append(train(config, learner, given, scores)["train/teacher_kl"])
+        return found
+
+    try:
+        found = asyncio.run(play())
+    finally:
+        learners.close()
+    assert np.mean(found[:3]) > 2
+    assert np.mean(found[-3:]) < 0.35 * np.mean(found[:3]), found
+
+
+LETTERS = [RENDERER.encode(letter)[0] for letter in "abcd"]
+
+
+def next_token(learner: LearnerGroup, config: Config, prompt: Sequence[int]) -> np.ndarray:
+    """The policy's probabilities of all tokens after a prompt."""
+    rows = [row(prompt, [([token], True)], name=str(token)) for token in range(VOCABULARY)]
+    found = learner.logprobs(pack(rows, **packing_options(config, 0)))
+    return np.exp([found[one.key][-1] for one in rows])
+
+
+@pytest.mark.parametrize(("policy", "steps"), [("main", 5), ("reference", 9)])
+def test_self_distillation_moves_probability_towards_the_privileged_answer(
+    policy: str, steps: int, tmp_path: Path
+) -> None:
+    """A policy that copies an answer from its prompt, and guesses without one, teaches itself the answer c.
+
+    Its own current weights are a teacher that moves: after a few steps more it is worse than at first.
+    """
+    context = "{message} {answer}"
+    me = [f"algo.distillation.teachers.me.policy={policy}", f"algo.distillation.teachers.me.context='{context}'"]
+    config = load_config(None, ["algo.distillation.reward_coef=0", *me, "algo.loss.name=reinforce"])
+    learners = Learners(make_model(tmp_path / "model", vocab_size=VOCABULARY, initializer_range=0.1))
+    plain, told = prompt_of("q"), [prompt_of(f"q {letter}") for letter in "abcd"]
+    copies = [row(prompt, [([letter], True)], name=f"{prompt}") for prompt, letter in zip(told, LETTERS, strict=True)]
+    guesses = [row(plain, [([letter], True)], name=f"{letter}") for letter in LETTERS]
+    lessons = pack([*copies, *guesses], **packing_options(config, 0), kind="sft")
+    teachers = Teachers(config, {"me": Teacher(policy=policy, privileged=privileged(context))})
+    random = np.random.default_rng(0)
+    try:
+        learner = learners.open(lr=1e-2, max_grad_norm=1.0)
+        for _ in range(30):
+            learner.train_step(lessons)
+        learner.save(tmp_path / "warm")
+        warm = tmp_path / "warm" / "model"
+        learner = learners.open(folder=warm, reference=warm, algo=config.algo, lr=1e-2, max_grad_norm=1.0)
+        now = before = next_token(learner, config, plain)
+        assert before[LETTERS].max() < 0.5
+        assert next_token(learner, config, told[2])[LETTERS[2]] > 0.8
+        for step in range(steps):
+            given = []
+            for number, token in enumerate(random.choice(VOCABULARY, 16, p=now / now.sum())):
+                one = row(plain, [([int(token)], True)], name=f"{step}/{number}")
+                one.logprobs[-1] = np.log(now[token])
+                given.append(rollout(one, messages=(Message("user", "q"),), label="c"))
+            scored = asyncio.run(teachers.score(group_rollouts(given), learner, 0))
+            train(config, learner, given, StepScores(teachers=scored))
+            now = next_token(learner, config, plain)
+    finally:
+        learners.close()
+    assert now[LETTERS[2]] > 0.8, (before[LETTERS], now[LETTERS])
+
+
+async def sample(engine: InProcessEngine, prompts: Sequence[list[int]], step: int) -> list[Rollout]:
+    """Sample answers of 3 tokens."""
+    params = [
+        {"max_new_tokens": 3, "sampling_seed": 1000 * step + number, "ignore_eos": True}
+        for number in range(len(prompts))
+    ]
+    body = {"input_ids": list(prompts), "sampling_params": params, "return_logprob": True}
+    async with engine.request("POST", "/generate", body) as reply:
+        replies = orjson.loads(await reply.read())
+    found = []
+    for number, (prompt, one) in enumerate(zip(prompts, replies, strict=True)):
+        pairs = one["meta_info"]["output_token_logprobs"]
+        made = row(prompt, [([token for _, token, _ in pairs], True)], name=f"{step}/{number}")
+        logprobs = np.zeros(len(made.mask), np.float32)
+        logprobs[len(prompt) :] = [logprob for logprob, _, _ in pairs]
+        found.append(rollout(replace(made, logprobs=logprobs)))
+    return found
