@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -23,12 +24,12 @@ from safetensors.torch import load_file
 
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.cluster.learner_actor import LearnerActor
-from agentrl.cluster.learner_group import RayLearnerGroup, start_learners
+from agentrl.cluster.learner_group import RayLearnerGroup, start_critic, start_learners
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.core.errors import CheckpointError, EngineError, LearnerError, ModelError, ProvenanceError
 from agentrl.core.types import Provenance
 from agentrl.distributed.broadcast_group import BroadcastGroup
-from agentrl.learner.in_process import LocalLearnerGroup
+from agentrl.learner.in_process import LocalCritic, LocalLearnerGroup
 from agentrl.obs.watchdog import Watchdog
 from tests.algo_config import make_algo
 from tests.unit.learner.learners import make_batch, make_model
@@ -54,7 +55,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def group(model: Path, reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayLearnerGroup]:
     config = LearnerConfig(ranks=2, device="cpu", threads=1, optimizer=ADAMW, step_timeout_s=60)
     run = tmp_path_factory.mktemp("run")
-    group = start_learners(model, config, WITH_KL, seed=0, run_dir=run, reference=reference)
+    group = start_learners(model, config, WITH_KL, seed=0, run_dir=run, reference=reference, critic_ranks=1)
     yield group
     group.close()
     group.close()
@@ -104,6 +105,27 @@ def test_two_ranks_learn_what_one_learns(group, local, tmp_path):
     assert alone["train/loss"] == pytest.approx(straight["train/loss"], rel=1e-4)
     after = weights(local)
     assert all(torch.allclose(value, after[name], atol=1e-5) for name, value in weights(group).items())
+
+
+def test_a_critic_has_its_own_ranks(group, local, model, tmp_path):
+    algo = make_algo(advantage={"name": "gae"})
+    config = LearnerConfig(device="cpu", threads=1)
+    batch = replace(one(1, 0), kind="value")
+    for micro in batch.micro[0]:
+        micro.returns_R_L, micro.values_R_L = micro.advantages_R_L, torch.zeros_like(micro.advantages_R_L)
+    critic = start_critic(model, config, algo, seed=0, run_dir=tmp_path, policy=group)
+    alone = LocalCritic(model, config, algo, seed=0)
+    try:
+        assert critic.train_step(batch) == pytest.approx(alone.train_step(batch), rel=1e-5)
+        critic.save(tmp_path / "critic")
+        ours, theirs = critic.values(batch), alone.values(batch)
+        assert all(abs(ours[key] - theirs[key]).max() < 1e-6 for key in theirs)
+        alone.load(tmp_path / "critic")
+        assert critic.train_step(batch) == pytest.approx(alone.train_step(batch), rel=1e-5)
+    finally:
+        alone.close()
+        critic.close()
+    assert group.train_step(one(2, 0))["train/trained_tokens"], "the policy's ranks stay"
 
 
 def test_ray_listens_on_the_loopback_and_requires_its_token(group):

@@ -61,6 +61,25 @@ def test_engines_apart_from_the_learner_have_bundles_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
+    ("mode", "bundles", "critics"),
+    [
+        ("colocate", ({"CPU": 4, "GPU": 2}, {"CPU": 2, "GPU": 1}), (0, 0, 1)),
+        ("disaggregate", ({"CPU": 1, "GPU": 1},) * 3 + ({"GPU": 2},) + ({"CPU": 1, "GPU": 1},) * 3, (4, 5, 6)),
+    ],
+)
+def test_ranks_of_a_critic_share_the_gpus_of_the_policys_or_have_their_own(
+    mode: str, bundles: tuple[dict[str, int], ...], critics: tuple[int, ...]
+) -> None:
+    settings = [SGLANG, TP2, "learner.ranks=3", f"placement.mode={mode}", "algo.advantage.name=gae"]
+    layout = lay_out(load_config(None, settings), "cuda")
+    assert (layout.bundles, layout.critics) == (bundles, critics)
+    assert layout.critic_needs == {"CPU": 1, "GPU": int(mode == "disaggregate")}
+    assert "critic" in describe_placement(load_config(None, settings))
+    on_cpu = lay_out(load_config(None, [*settings, "sampler.backend=embedded"]), "cpu")
+    assert on_cpu.total == {"CPU": 6 if mode == "colocate" else 7}
+
+
+@pytest.mark.parametrize(
     ("settings", "words"),
     [
         (["sampler.url=http://10.0.0.1:30000"], r"placement\.mode=colocate with sampler\.url=http://10.*leave out"),

@@ -10,15 +10,20 @@ import pytest
 import torch
 from transformers import AutoModelForTokenClassification
 
+from agentrl.batch.groups import group_rollouts
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
 from agentrl.config.learner import LearnerConfig
+from agentrl.config.load import validate
 from agentrl.core.errors import CheckpointError, LearnerError
-from agentrl.core.types import Row, RowKey
+from agentrl.core.types import Rollout, Row, RowKey
 from agentrl.learner.fsdp.rank import FsdpRank
 from agentrl.learner.in_process import LocalCritic, LocalLearnerGroup
+from agentrl.train.critic import returns_of, value_batches
+from agentrl.train.optimizer_steps import StepScores, packing_options
 from tests.algo_config import make_algo
 from tests.unit.learner.learners import VOCAB, make_model, make_rows
+from tests.unit.learner.test_metamorphic import cut_anywhere, make_scripts, rollout_of, shuffled
 
 LENGTHS = [30, 12, 44, 9, 25]
 
@@ -115,6 +120,24 @@ def test_the_gradient_does_not_depend_on_packing_order_ranks_or_chunks(critic, d
     assert max(far.values()) < limit, far
 
 
+def test_the_gradient_does_not_depend_on_how_rollouts_are_cut_into_rows(critic):
+    """Values, returns and batches are the driver's own, of episodes that branch anywhere."""
+    rank_of(critic).model.to(torch.float64)
+    spread_head(critic)
+    config = validate({"algo": {"advantage": {"name": "gae", "options": {"lam": 0.5}}}})
+    scripts, rng = make_scripts(1, groups=2), np.random.default_rng(5)
+
+    def of(rollouts: list[Rollout]) -> torch.Tensor:
+        groups = group_rollouts(rollouts)
+        scores = StepScores(values=critic.values(pack(groups.rows, **packing_options(config, 0))))
+        [batch] = value_batches(config, groups, scores, returns_of(config, groups, scores), 0)
+        return gradient(critic, batch)
+
+    whole = [rollout_of(script) for script in scripts]
+    wanted, found = of(whole), of(shuffled([cut_anywhere(script, rng) for script in scripts], rng))
+    assert (found - wanted).norm() < 1e-6 * wanted.norm()
+
+
 def test_it_learns_a_constant_and_then_the_last_token(critic):
     rows = make_rows(LENGTHS)
     before = {row.key: np.roll(row.token_ids, 1) for row in rows}
@@ -124,7 +147,7 @@ def test_it_learns_a_constant_and_then_the_last_token(critic):
     }
     for returns in steps.values():
         batch = value_batch(rows, returns)
-        losses = [critic.train_step(batch)["train/loss"] for _ in range(40)]
+        losses = [critic.train_step(batch)["train/loss"] for _ in range(30)]
         assert losses[-1] < 0.02, losses
     values = critic.values(batch)
     for row in rows:
@@ -137,7 +160,7 @@ def test_clipping_stops_a_value_that_has_moved_far_enough(model):
     try:
         rows = make_rows(LENGTHS)
         batch = value_batch(rows, constant(rows, 5.0))
-        shares = [critic.train_step(batch)["train/clip_fraction"] for _ in range(30)]
+        shares = [critic.train_step(batch)["train/clip_fraction"] for _ in range(22)]
         values = critic.values(batch)
     finally:
         critic.close()

@@ -79,12 +79,6 @@ def opened(folder: Path, given: Config, model: Path, checkpoint: Path | None = N
         learner.close()
 
 
-def trained(run: Trainer) -> dict[str, torch.Tensor]:
-    asyncio.run(run.run())
-    assert isinstance(run.learner, LocalLearnerGroup)
-    return tensors(run.learner)
-
-
 def test_warm_up_trains_the_critic_alone(model: Path, tmp_path: Path) -> None:
     given = config("algo.critic.warmup_steps=2")
     with opened(tmp_path, given, model) as run:
@@ -121,25 +115,27 @@ def values_of(run: Trainer) -> list[torch.Tensor]:
 
 def test_a_run_that_goes_on_equals_one_that_was_not_ended(model: Path, tmp_path: Path) -> None:
     given = config("train.steps_per_rollout=2")
+
+    async def step_and_save(run: Trainer) -> None:
+        await run._step()
+        await run._save()
+
     with opened(tmp_path / "straight", given, model) as run:
-        wanted = trained(run)
-        critics = values_of(run)
-    with opened(tmp_path / "first", given, model) as run:
+        asyncio.run(step_and_save(run))
         asyncio.run(run._step())
-        asyncio.run(run._save())
-    checkpoint = tmp_path / "first" / "run" / "checkpoints" / "step_000001"
-    assert (checkpoint / CRITIC / "model" / "model.safetensors").is_file()
-    with opened(tmp_path / "second", given, model, checkpoint) as run:
-        run.step = run.saved = 1
-        run.position = 2
-        again = trained(run)
+        assert isinstance(run.learner, LocalLearnerGroup)
+        wanted, critics = tensors(run.learner), values_of(run)
+    checkpoint = tmp_path / "straight" / "run" / "checkpoints" / "step_000001"
+    with opened(tmp_path / "again", given, model, checkpoint) as run:
+        run.step, run.position = 1, 2
+        asyncio.run(run._step())
+        assert isinstance(run.learner, LocalLearnerGroup)
+        again = tensors(run.learner)
         assert all(torch.equal(again[name], value) for name, value in wanted.items())
         assert all(map(torch.equal, values_of(run), critics))
-    rows = [steps(tmp_path / name) for name in ("straight", "first", "second")]
     names = ["train/loss", "train/value_loss", "train/value_explained_variance"]
-    assert [[row[name] for name in names] for row in rows[1] + rows[2]] == [
-        [row[name] for name in names] for row in rows[0]
-    ]
+    straight, after = steps(tmp_path / "straight")[1], steps(tmp_path / "again")[0]
+    assert [after[name] for name in names] == [straight[name] for name in names]
 
 
 def test_returns_and_batches_are_of_all_rollouts() -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.load import load_config
 from agentrl.core.errors import EngineError, LearnerError
+from agentrl.core.types import RowKey
 from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.testing import FakeLearner
@@ -127,6 +129,33 @@ def test_the_order_of_steps() -> None:
         assert world.said() == [*BACK, "push 1 to e0 e1", "sleep", *KV]
         await source.sync_weights(world.learner, 2, watch)  # nothing was trained in this step
         assert world.said() == [*RELEASE, *BACK, "push 2 to e0 e1", "sleep", *KV]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("mode", ["colocate", "disaggregate"])
+def test_a_critic_is_awake_only_while_no_engine_holds_memory(mode: str) -> None:
+    class Critic(FakeLearner):
+        def values(self, batch: GlobalBatch) -> dict[RowKey, Any]:
+            return self.logprobs(batch)
+
+        def wake(self) -> None:
+            world.log.append("critic wakes")
+
+        def sleep(self) -> None:
+            world.log.append("critic sleeps")
+
+    world = World()
+
+    async def run() -> None:
+        source = world.sampling(mode)
+        await source.open()
+        source.add_critic(Critic())
+        await source.release_gpus_for_training(world.learner, Stopwatch())
+        assert world.said() == ([*RELEASE, "critic wakes"] if mode == "colocate" else [])
+        await source.sync_weights(world.learner, 0, Stopwatch())
+        pushed = ["push 0 to e0 e1"]
+        assert world.said() == (["critic sleeps", *BACK, *pushed, "sleep", *KV] if mode == "colocate" else pushed)
 
     asyncio.run(run())
 
