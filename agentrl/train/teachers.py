@@ -206,7 +206,9 @@ async def open_teachers(config: Config, model: Path, logs: Path, exits: AsyncExi
             vocabulary_size=read_vocab_size(model),
         )
         exits.push_async_callback(client.aclose)
-        await _check(client, f"{key}={value}", model, max(tokenizer.get_vocab().values()), config.rollout.max_tokens)
+        await check_server(
+            client, f"{key}={value}", model, max(tokenizer.get_vocab().values()), config.rollout.max_tokens
+        )
         found[name] = Teacher(client=client, process=process, privileged=privileged)
     return Teachers(config, found)
 
@@ -221,8 +223,20 @@ async def _start(config: Config, folder: Path, logs: Path, number: int) -> Runni
     return await asyncio.to_thread(launcher.launch, number)
 
 
-async def _check(client: ScoringClient, key: str, model: Path, last_id: int, max_tokens: int) -> None:
-    """Check that a teacher's server scores the policy's tokens, and rollouts of ``rollout.max_tokens``."""
+async def check_server(client: ScoringClient, key: str, model: Path, last_id: int, max_tokens: int) -> None:
+    """Check that a teacher's server scores the policy's tokens, and whole rollouts.
+
+    Args:
+        client: of the server.
+        key: the configuration key with its value, for messages.
+        model: the policy's folder.
+        last_id: of the policy's tokenizer.
+        max_tokens: ``rollout.max_tokens``.
+
+    Raises:
+        ConfigError: it does not answer, takes too few tokens, or has other tokens.
+
+    """
     try:
         info = await client.info()
         await client.score([0, last_id], 1)

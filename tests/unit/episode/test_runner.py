@@ -393,6 +393,8 @@ def test_the_environments_own_tools_are_run_for_the_policy(renderer):
     assert rollout.turns[1].observation.startswith("the call is not valid JSON: Expecting value")
     assert rollout.turns[2].observation == "there is no tool 'treble'; there are: double"
     assert rollout.metrics == {"words": 1.0}
+    assert rollout.tools == (double,)
+    assert renderer.render(rollout.messages, rollout.tools) == sampler.requests[0].prompt
     assert "<|im_start|>tool\n8<|im_end|>" in renderer.decode(sampler.requests[1].prompt.token_ids)
     assert len(rollout.rows) == 1
 
@@ -666,6 +668,7 @@ def test_an_episode_goes_on_from_its_state(renderer):
     state = asyncio.run(run())
     (row,), (expected,) = state.trajectory.rows("t0", "e"), whole.rows
     assert state.turns == whole.turns
+    assert state.first_messages == whole.messages != ()
     assert state.reward == whole.reward
     assert state.metrics == whole.metrics
     assert row.request_ids == expected.request_ids

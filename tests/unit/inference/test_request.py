@@ -47,6 +47,13 @@ BODIES = [
     {"input_ids": []},
     {"input_ids": [1], "stream": True},
     {"input_ids": [1], "logprob_start_len": 0},
+    {"input_ids": [1, 2], "logprob_start_len": 0, "return_logprob": True},
+    {"input_ids": [1, 2], "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}},
+    {"input_ids": [1, 2], "logprob_start_len": 0, "return_logprob": True, "sampling_params": {"max_new_tokens": 1}},
+    *(
+        {"input_ids": [1, 2], "logprob_start_len": at, "return_logprob": True, "sampling_params": {"max_new_tokens": 0}}
+        for at in (2, -2, True, "0", 0.5)
+    ),
 ]
 
 
@@ -54,3 +61,11 @@ BODIES = [
 def test_bodies_that_cannot_be_served(body: dict[str, Any]) -> None:
     with pytest.raises(BadRequestError):
         parse_generate(body)
+
+
+def test_a_prompt_is_scored_with_a_start_and_no_new_tokens() -> None:
+    body = {"return_logprob": True, "sampling_params": {"max_new_tokens": 0}}
+    [one], _ = parse_generate({**body, "input_ids": [1, 2, 3], "logprob_start_len": 1})
+    assert (one.score_from, one.logprobs) == (1, True)
+    inputs, _ = parse_generate({**body, "input_ids": [[1], [2, 3]], "logprob_start_len": [0, 1]})
+    assert [each.score_from for each in inputs] == [0, 1]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import orjson
 import pytest
@@ -31,11 +32,13 @@ from agentrl.train.optimizer_steps import (
     step_advantages,
 )
 from agentrl.train.privileged import PrivilegedRows, load_context
-from agentrl.train.teachers import Teacher, Teachers
+from agentrl.train.teachers import Teacher, Teachers, check_server
+from tests.test_readme import example
 from tests.unit.episode.conftest import CHATML, renderer_of
 from tests.unit.learner.learners import MODELS, SIZES, Learners, make_model
 from tests.unit.train.in_process_engine import InProcessEngine
 
+ROOT = Path(__file__).parents[3]
 VOCABULARY = 264
 RENDERER = renderer_of(CHATML)
 TOKENIZER = RENDERER._tokenizer
@@ -122,6 +125,55 @@ def test_a_server_that_fails_ends_the_step_with_its_name() -> None:
         scored(load_config(None, ALONE), {"a": Teacher(client=Down())}, rollout(row([5], [([6], True)])))  # type: ignore[arg-type]
 
 
+class InProcessNothing:
+    """Connections to an address where nothing listens."""
+
+    url = "http://a"
+
+    def request(self, *_: Any, **__: Any) -> Any:
+        raise aiohttp.ClientConnectionError("refused")
+
+
+class Reporting(Positions):
+    """A server that reports this of itself."""
+
+    def __init__(self, **info: Any) -> None:
+        super().__init__()
+        self._info = info
+
+    async def info(self) -> dict[str, Any]:
+        return self._info
+
+
+def test_a_server_must_score_the_last_token_and_a_whole_rollout(tmp_path: Path) -> None:
+    good = Reporting(max_req_input_len=101, model_path="/not/on/this/machine")
+    asyncio.run(check_server(good, "key.url=http://a", tmp_path, 263, 100))  # type: ignore[arg-type]
+    assert good.sent == [([0, 263], 1)]
+    for info, words in (
+        (
+            {"max_req_input_len": 100},
+            r"key.url=http://a takes prompts of fewer than 100 tokens.*rollout.max_tokens=100",
+        ),
+        ({}, "fewer than None tokens"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            asyncio.run(check_server(Reporting(**info), "key.url=http://a", tmp_path, 263, 100))  # type: ignore[arg-type]
+
+
+def test_a_server_whose_folder_is_here_must_have_the_policys_tokens(tmp_path: Path) -> None:
+    policy, teacher = make_model(tmp_path / "a", vocab_size=30), make_model(tmp_path / "b", vocab_size=20)
+    server = Reporting(max_req_input_len=101, model_path=str(teacher))
+    with pytest.raises(ConfigError, match=r"key.url=.*/b: its vocabulary has 20 tokens, .*/a has 30; set key.url"):
+        asyncio.run(check_server(server, "key.url=http://a", policy, 29, 100))  # type: ignore[arg-type]
+
+
+def test_a_server_that_does_not_answer_is_refused_with_its_key(tmp_path: Path) -> None:
+    client = ScoringClient("http://127.0.0.1:9", "teacher 'a'", timeout_s=1, vocabulary_size=30)
+    client._http = InProcessNothing()  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"key.url=http://a: .*does not answer /model_info"):
+        asyncio.run(check_server(client, "key.url=http://a", tmp_path, 29, 100))
+
+
 # Privileged contexts
 
 
@@ -159,6 +211,14 @@ def test_only_the_prompt_changes_and_values_come_back_to_the_tokens_that_were_sa
         at = np.flatnonzero(one.mask)
         np.testing.assert_array_equal(found[one.key][at], -(at + len(other) - len(plain)))
         assert found[one.key].shape == one.mask.shape
+
+
+def test_the_page_has_a_function_that_gives_hints(tmp_path: Path) -> None:
+    file = tmp_path / "hints.py"
+    file.write_text(example("hints.py", ROOT / "docs" / "distillation.md"))
+    given = rollout(row(prompt_of("q"), [([70], True)]), messages=(Message("user", "q"),), label="x")
+    [message] = load_context(f"{file}:told", "key")(Sample.of(given))
+    assert message.content == "q\n\nThe answer is x. An attempt was wrong."
 
 
 def test_a_list_of_answers_gives_its_first_one() -> None:

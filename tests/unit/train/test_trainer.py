@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
+from agentrl.batch.groups import RolloutGroups
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.evaluation import EvalSet
 from agentrl.config.schema import Config
@@ -171,6 +174,39 @@ def test_a_gradient_that_is_not_finite_is_counted_and_explained_once(tmp_path: P
     rows = steps(tmp_path)
     assert [row["train/nonfinite_gradients"] for row in rows] == [1.0, 1.0, 1.0]
     assert all("train/loss" not in row for row in rows), "no number"
+
+
+class Teaching:
+    """Teachers that give every token -3, until they fail."""
+
+    need_learner = False
+
+    def __init__(self, fail_at: int) -> None:
+        self.left = fail_at
+
+    async def score(self, groups: RolloutGroups, learner: LearnerGroup, pad_id: int) -> dict[str, Any]:
+        self.left -= 1
+        if not self.left:
+            raise EngineError("teacher 'a' (algo.distillation.teachers.a.url=http://a) does not answer")
+        return {"a": {row.key: np.full(len(row.mask), -3.0, np.float32) for row in groups.rows}}
+
+
+def test_a_teachers_term_is_trained_on_and_logged_until_it_fails(tmp_path: Path) -> None:
+    """A step whose teacher fails is not trained on, with the term or without it; the steps before are saved."""
+    given = config("algo.distillation.teachers.a.url=http://a", "algo.distillation.reward_coef=0", "train.save_every=0")
+    learner = FakeLearner()
+    run = trainer(tmp_path, given, learner)
+    run.teachers = Teaching(fail_at=3)  # type: ignore[assignment]
+    with pytest.raises(EngineError, match="teacher 'a'"):
+        asyncio.run(run.run())
+    assert (learner.steps, saved_state(tmp_path)["step"]) == (2, 2)
+    for row, batch in zip(steps(tmp_path), learner.batches, strict=True):
+        micros = [micro for rank in batch.micro for micro in rank]
+        gaps = torch.cat([(micro.logprobs_R_L + 3)[micro.mask_R_L] for micro in micros])
+        advantages = torch.cat([micro.advantages_R_L[micro.mask_R_L] for micro in micros])
+        torch.testing.assert_close(advantages, -gaps)
+        assert row["train/teacher_kl"] == row["train/teacher_kl/a"] == pytest.approx(float(gaps.mean()), rel=1e-5)
+        assert "time/teachers_s" in row
 
 
 def test_a_signal_is_acknowledged_while_the_learner_works(tmp_path: Path) -> None:
