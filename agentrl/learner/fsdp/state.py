@@ -101,7 +101,9 @@ def load_state(rank: SavedRank, folder: Path) -> None:
     expected = _description(rank)
     for key in ("optimizer", "shapes"):
         if found[key] != expected[key]:
-            raise CheckpointError(f"{folder} was written with another {key}: {_difference(found[key], expected[key])}")
+            raise CheckpointError(
+                f"{folder} was written with another {key}: {_difference(rank, found[key], expected[key])}"
+            )
     try:
         weights = load_file(folder / "model" / "model.safetensors")
         full = StateDictOptions(full_state_dict=True, strict=False)
@@ -184,12 +186,15 @@ def _read_description(folder: Path) -> dict[str, Any]:
         return {"step": int(found["step"]), "optimizer": str(found["optimizer"]), "shapes": dict(found["shapes"])}
 
 
-def _difference(found: Any, expected: Any) -> str:
+def _difference(rank: SavedRank, found: Any, expected: Any) -> str:
+    is_critic = "critic" in rank.models
     if not isinstance(found, dict):
-        return f"{found!r}, this run has {expected!r} (learner.optimizer.name)"
+        key = "algo.critic.optimizer.name" if is_critic else "learner.optimizer.name"
+        return f"{found!r}, this run has {expected!r} ({key})"
+    path = "algo.critic.path" if is_critic else "model.path"
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):
-            return f"{name} is {found.get(name)}, in this run's model {expected.get(name)} (model.path)"
+            return f"{name} is {found.get(name)}, in this run's model {expected.get(name)} ({path})"
     return "the order of weights"
 
 

@@ -189,6 +189,9 @@ def test_a_saved_critic_goes_on_bit_for_bit(model, tmp_path):
         assert all((again[key] == row).all() for key, row in values.items())
         with pytest.raises(CheckpointError, match="learner"):
             critic.load(tmp_path)
+        rank_of(critic).config.optimizer.name = "muon"
+        with pytest.raises(CheckpointError, match=r"'adamw', this run has 'muon' \(algo\.critic\.optimizer\.name\)"):
+            critic.load(tmp_path / "critic")
     finally:
         critic.close()
 

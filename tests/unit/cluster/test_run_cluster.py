@@ -1,0 +1,70 @@
+"""The critic of a run: where its weights come from, at the start and after a resume. The ranks are in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentrl.batch.packing import pack
+from agentrl.cluster import run_cluster
+from agentrl.cluster.run_cluster import RunCluster
+from agentrl.config.load import load_config
+from agentrl.core.errors import ConfigError
+from agentrl.learner.checkpoints import CRITIC
+from tests.in_process_learner import start_critic, start_learners
+from tests.unit.learner.learners import make_model, make_rows
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_cluster, "start_learners", start_learners)
+    monkeypatch.setattr(run_cluster, "start_critic", start_critic)
+
+
+def test_a_critic_starts_from_the_policy_or_its_checkpoint(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    config = load_config(None, ["algo.advantage.name=gae", "learner.device=cpu", "learner.threads=1"])
+    rows = make_rows([9, 14])
+    returns = {row.key: np.ones(len(row.mask), np.float32) for row in rows}
+    sizes = {"ranks": 1, "tokens_per_bin": 64, "tokens_per_micro": 64, "pad_id": 0}
+    batch = pack(rows, kind="value", returns=returns, values=returns, **sizes)  # type: ignore[arg-type]
+
+    async def values(checkpoint: Path | None, trains: bool = False) -> list[list[float]]:
+        cluster = RunCluster(config, tmp_path, model if checkpoint is None else checkpoint / "model", checkpoint)
+        await cluster.open()
+        try:
+            learner, critic = await cluster.learner()
+            assert critic is not None
+            if trains:
+                critic.train_step(batch)
+                learner.save(tmp_path / "step")
+                critic.save(tmp_path / "step" / CRITIC)
+            return [row.tolist() for row in critic.values(batch).values()]
+        finally:
+            await cluster.aclose()
+
+    assert not np.concatenate(asyncio.run(values(None))).any()
+    trained = asyncio.run(values(None, trains=True))
+    assert np.concatenate(trained).any()
+    assert asyncio.run(values(tmp_path / "step")) == trained
+    (tmp_path / "step" / CRITIC).rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"step has no critic; start a new run with model\.path="):
+        asyncio.run(values(tmp_path / "step"))
+
+
+def test_without_gae_there_is_no_critic(tmp_path: Path) -> None:
+    config = load_config(None, ["learner.device=cpu", "learner.threads=1"])
+
+    async def critic() -> Any:
+        cluster = RunCluster(config, tmp_path, make_model(tmp_path / "model"))
+        await cluster.open()
+        try:
+            return (await cluster.learner())[1]
+        finally:
+            await cluster.aclose()
+
+    assert asyncio.run(critic()) is None
