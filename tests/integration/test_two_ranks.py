@@ -1,0 +1,154 @@
+"""Two ranks compute what one computes: every loss and estimator, packed and padded, however micro-batches are cut.
+
+Two processes over gloo compute all batches of this file; one rank in this process computes the same rollouts as one batch.
+The rollouts have several agents and several rows, so that sequences are divided among micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import preloaded
+import pytest
+import torch
+
+from agentrl.algo.base import AdvantageInput
+from agentrl.algo.estimate import estimate_advantages
+from agentrl.batch.microbatch import GlobalBatch
+from agentrl.batch.packing import pack
+from agentrl.config.algo import ADVANTAGES, LOSSES
+from agentrl.config.load import validate
+from agentrl.learner.in_process import LocalLearnerGroup
+from agentrl.train.optimizer_steps import StepScores, optimizer_steps, packing_options, step_correction
+from tests.integration.two_ranks import CONFIG, Work, compute
+from tests.unit.algo.ragged import Ragged, make_ragged
+from tests.unit.learner.learners import make_model
+
+ROOT = Path(__file__).parents[2]
+WIDE = {"clip_low": 0.9, "clip_high": 9.0}  # so that few ratios of sequences are clipped
+ALGOS: dict[str, dict[str, object]] = {
+    **{name: {"loss": {"name": name, "options": WIDE if "gspo" in name else {}}} for name in LOSSES},
+    "dppo, kl": {"loss": {"name": "dppo", "options": {"divergence": "kl"}}},
+    **{f"advantages of {name}": {"advantage": {"name": name}} for name in ADVANTAGES},
+    "advantages of turns": {"advantage": {"name": "gae", "options": {"step": "turn"}}},
+    "gspo of token advantages": {"loss": {"name": "gspo_token", "options": WIDE}, "advantage": {"name": "gae"}},
+    "kl": {"kl_coef": 0.3},
+    "entropy": {"entropy_coef": 0.3},
+    "tokens corrected": {"old_logprobs": "learner", "correction": {"rollout_is_lower": 0.5}},
+    "sequences corrected": {
+        "old_logprobs": "learner",
+        "correction": {"rollout_is": "geometric", "rollout_is_batch_normalize": True, "rollout_rs": ["token_k3"]},
+    },
+    "gspo, corrected": {
+        "loss": {"name": "gspo", "options": WIDE}, "old_logprobs": "learner", "correction": {"rollout_is": "sequence"},
+    },
+}  # fmt: skip
+SHAPES = {
+    "packed": {"tokens_per_bin": 64, "tokens_per_micro": 128},
+    "padded": {"tokens_per_bin": 1, "tokens_per_micro": 160},
+    "cut small": {"tokens_per_bin": 1, "tokens_per_micro": 48},
+}
+"""Of the batches of two ranks. Advantages are computed before batches are packed: their cases have the last shape alone."""
+ONE_BATCH = {"tokens_per_bin": 4096, "tokens_per_micro": 4096}
+AGGREGATIONS = ("token_mean", "sequence_mean", "rollout_mean", "constant")
+
+
+def data_of(algo: dict[str, object]) -> Ragged:
+    """Return rollouts that the estimator of a case can take; the engine's log-probabilities are near those of the model."""
+    of_turns = algo.get("advantage", {}).get("name") == "turn_level"
+    return make_ragged(11, sizes=(3, 2), agents=1 if of_turns else 2, rewards=(0.0, 1.0, 3.0))
+
+
+def batch_of(
+    algo: dict[str, object], aggregation: str, ranks: int, sizes: dict[str, int]
+) -> tuple[object, GlobalBatch]:
+    data = data_of(algo)
+    batch = {"aggregation": aggregation, "denominator": "all", **sizes}
+    config = validate({"algo": algo, "batch": batch, "learner": {"ranks": ranks}, "rollout": {"batch_size": 2}})
+    rng = np.random.default_rng(0)
+    values, noise = data.random_values(rng), data.random_values(rng, 0.3)
+    learner = {row.key: row.logprobs + noise[row.key] for row in data.rows}
+    advantages = estimate_advantages(config.algo, AdvantageInput(data.groups, values=values))
+    correction = step_correction(config, data.groups, StepScores(learner))
+    (step,) = optimizer_steps(config, data.groups, advantages)
+    made = pack(
+        step.rows, advantages, trained=step.trained, lr_scale=0.0, correction=correction,
+        learner_logprobs=learner if config.algo.old_logprobs == "learner" else None, **packing_options(config, 0),
+    )  # fmt: skip
+    return config.algo, made
+
+
+CASES = [
+    (name, algo, AGGREGATIONS[number % len(AGGREGATIONS)], shape)
+    for number, (name, algo) in enumerate(ALGOS.items())
+    for shape in SHAPES
+    if not name.startswith("advantages") or shape == "cut small"
+]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
+    folder = tmp_path_factory.mktemp("two_ranks")
+    return Work(
+        make_model(folder / "policy", initializer_range=0.1),
+        make_model(folder / "reference", "llama", initializer_range=0.1),
+        [batch_of(algo, aggregation, 2, SHAPES[shape]) for _, algo, aggregation, shape in CASES],
+    )
+
+
+@pytest.fixture(scope="module")
+def of_two(work: Work, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, float]]:
+    """The metrics of two ranks, by case and shape."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.save(work, folder / "work.pt")
+    with (folder / "log").open("wb") as log:
+        ranks = [
+            preloaded.Forked(
+                "tests.integration.two_ranks:main",
+                [str(folder), str(number)],
+                cwd=ROOT, env=dict(os.environ), stdout=log.fileno(), stderr=log.fileno(),
+            )
+            for number in range(2)
+        ]  # fmt: skip
+        try:
+            codes = [rank.wait(timeout=300) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.end()
+    assert codes == [0, 0], (folder / "log").read_text()
+    found = torch.load(folder / "found.pt", weights_only=False)
+    return {(name, shape): metrics for (name, _, _, shape), metrics in zip(CASES, found, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def alone(work: Work) -> Iterator[LocalLearnerGroup]:
+    algo = work.cases[0][0].model_copy(update={"kl_coef": 1.0})
+    learner = LocalLearnerGroup(work.model, CONFIG, algo, seed=0, reference=work.reference)
+    yield learner
+    learner.close()
+
+
+@pytest.mark.parametrize("name", ALGOS)
+def test_two_ranks_have_the_loss_and_the_gradient_of_one(name, work, of_two, alone):
+    of_case = {shape: (algo, aggregation) for one, algo, aggregation, shape in CASES if one == name}
+    algo, aggregation = of_case["cut small"]
+    config, whole = batch_of(algo, aggregation, 1, ONE_BATCH)
+    assert len(whole.micro[0]) == 1
+    wanted = compute(alone.rank, config, whole)
+    assert wanted["train/grad_norm"] > 1e-4
+    for shape in of_case:
+        found = of_two[name, shape]
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-6), (shape, key)
+
+
+def test_sequences_are_divided_among_the_ranks(work):
+    for (_, _, _, shape), (_, batch) in zip(CASES, work.cases, strict=True):
+        assert len(batch.micro) == 2
+        assert batch.divided_sequences
+        first, second = ({number for micro in share for number in micro.sequences} for share in batch.micro)
+        assert first & second, shape
