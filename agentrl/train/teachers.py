@@ -18,7 +18,7 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, EngineError, RunStopped
 from agentrl.core.types import Rollout, Row, RowKey
 from agentrl.inference.client.scoring import ScoringClient
-from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher, RunningEngine
+from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher, RunningEngine, launch
 from agentrl.learner.base import LearnerGroup
 from agentrl.models.load import load_tokenizer, read_vocab_size
 from agentrl.models.reference_policy import check_reference
@@ -179,48 +179,51 @@ async def open_teachers(config: Config, model: Path, logs: Path, exits: AsyncExi
         EngineError: an engine does not start.
 
     """
-    if not (teachers := config.algo.distillation.teachers):
+    teachers = config.algo.distillation.teachers
+    if not teachers:
         return None
-    found, sampler = {}, config.sampler
-    tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
-    renderer = make_renderer(tokenizer, config.render)
-    for number, (name, one) in enumerate(teachers.items()):
-        key = f"{KEY}.{name}.context"
-        privileged = PrivilegedRows(load_context(one.context, key), key, renderer) if one.context is not None else None
-        if one.policy is not None:
-            found[name] = Teacher(policy=one.policy, privileged=privileged)
-            continue
-        process = None
-        key, value = (f"{KEY}.{name}.url", one.url) if one.url is not None else (f"{KEY}.{name}.path", one.path)
-        url = one.url
-        if url is None:
-            assert one.path is not None, "the configuration was checked"
-            folder = resolve_model(one.path, key)
-            process = await _start(config, folder, logs / f"teacher-{name}", sampler.engines + number)
-            exits.push_async_callback(asyncio.to_thread, process.stop)
-            url = process.url
-        client = ScoringClient(
-            url,
-            f"teacher {name!r} ({key}={value})",
-            timeout_s=sampler.request_timeout_s,
-            vocabulary_size=read_vocab_size(model),
-        )
-        exits.push_async_callback(client.aclose)
-        await check_server(
-            client, f"{key}={value}", model, max(tokenizer.get_vocab().values()), config.rollout.max_tokens
-        )
-        found[name] = Teacher(client=client, process=process, privileged=privileged)
+    opening = [_open(config, name, number, model, logs, exits) for number, name in enumerate(teachers)]
+    opened = await asyncio.gather(*opening, return_exceptions=True)
+    found: dict[str, Teacher] = {}
+    for name, one in zip(teachers, opened, strict=True):
+        if isinstance(one, BaseException):
+            raise one
+        found[name] = one
     return Teachers(config, found)
 
 
-async def _start(config: Config, folder: Path, logs: Path, number: int) -> RunningEngine:
-    """Start an engine with a teacher's model: of the run's kind, with twice the context, as contexts may be longer."""
+async def _open(config: Config, name: str, number: int, model: Path, logs: Path, exits: AsyncExitStack) -> Teacher:
+    """Return teacher ``name``, the run's teacher ``number``; see `open_teachers`."""
+    one, sampler = config.algo.distillation.teachers[name], config.sampler
+    tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
+    privileged = None
+    if one.context is not None:
+        key = f"{KEY}.{name}.context"
+        privileged = PrivilegedRows(load_context(one.context, key), key, make_renderer(tokenizer, config.render))
+    if one.policy is not None:
+        return Teacher(policy=one.policy, privileged=privileged)
+    process, url, setting = None, one.url, f"{KEY}.{name}.url={one.url}"
+    if url is None:
+        assert one.path is not None, "the configuration was checked"
+        folder, setting = resolve_model(one.path, f"{KEY}.{name}.path"), f"{KEY}.{name}.path={one.path}"
+        launcher = _launcher(config, folder, logs / f"teacher-{name}")
+        process = await launch(launcher, sampler.engines + number, f"teacher {name!r}")
+        exits.push_async_callback(asyncio.to_thread, process.stop)
+        url = process.url
+    who, size = f"teacher {name!r} ({setting})", read_vocab_size(model)
+    client = ScoringClient(url, who, timeout_s=sampler.request_timeout_s, vocabulary_size=size)
+    exits.push_async_callback(client.aclose)
+    await check_server(client, setting, model, max(tokenizer.get_vocab().values()), config.rollout.max_tokens)
+    return Teacher(client=client, process=process, privileged=privileged)
+
+
+def _launcher(config: Config, folder: Path, logs: Path) -> LocalLauncher:
+    """Return what starts an engine with a teacher's model: of the run's kind, with twice the context, for longer prompts."""
     logs.mkdir(parents=True, exist_ok=True)
     embedded = config.sampler.embedded
     longer = embedded.model_copy(update={"context": 2 * embedded.context})
     sampler = config.sampler.model_copy(update={"embedded": longer, "port": 0})
-    launcher = LocalLauncher(EngineSpec(sampler, folder, logs, config.run.seed, config.model.trust_remote_code))
-    return await asyncio.to_thread(launcher.launch, number)
+    return LocalLauncher(EngineSpec(sampler, folder, logs, config.run.seed, config.model.trust_remote_code))
 
 
 async def check_server(client: ScoringClient, key: str, model: Path, last_id: int, max_tokens: int) -> None:

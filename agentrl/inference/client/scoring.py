@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,8 +18,11 @@ from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorRe
 from agentrl.obs.waiting import waiting
 
 ATTEMPTS = 3
-"""How often a request is sent whose reply does not arrive, or reports a failure of the server."""
+"""How often a request is sent whose reply breaks off, or reports that the server cannot serve it now."""
+MAX_RUNNING = 64
+"""Concurrent requests: enough that a server has always more to do, so few that none waits there for its whole timeout."""
 _BACKOFF_S = 0.5
+_TOO_MANY = 429
 
 
 class ScoringClient:
@@ -36,6 +40,7 @@ class ScoringClient:
         self._name = name
         self._vocabulary_size = vocabulary_size
         self._numbers = itertools.count()
+        self._running = asyncio.Semaphore(MAX_RUNNING)
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -53,6 +58,10 @@ class ScoringClient:
 
         """
         body = score_body([int(token) for token in token_ids], start, f"score-{next(self._numbers)}")
+        async with self._running:
+            return await self._send(body)
+
+    async def _send(self, body: dict[str, Any]) -> NDArray[np.float32]:
         for attempt in itertools.count(1):
             try:
                 with waiting("teacher", self._http.url):
@@ -62,10 +71,11 @@ class ScoringClient:
             except SamplerError as error:
                 raise EngineError(f"{self._name}, {self._http.url}: {error}") from error
             except ErrorReply as error:
-                if error.status < 500 or attempt == ATTEMPTS:
+                if (error.status < 500 and error.status != _TOO_MANY) or attempt == ATTEMPTS:
                     raise EngineError(f"{self._name} refuses a request at {self._http.url}: {error}") from error
             except CONNECTION_ERRORS as error:
-                if isinstance(error, TimeoutError) or attempt == ATTEMPTS:
+                # Lost connections were tried again before, by the connection.
+                if isinstance(error, TimeoutError | aiohttp.ClientConnectionError) or attempt == ATTEMPTS:
                     why = f"{type(error).__name__} {error}"
                     raise EngineError(f"{self._name} does not answer at {self._http.url}: {why}") from error
             await asyncio.sleep(_BACKOFF_S * 2 ** (attempt - 1))

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from agentrl.config.sampler import SamplerConfig
-from agentrl.core.errors import AgentrlError, ConfigError
+from agentrl.core.errors import ConfigError
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.health import Engine, HealthMonitor, SyncWeights
 from agentrl.inference.fleet.router import EngineRouter, RoutedSampler
 from agentrl.inference.fleet.sglang_router import SGLangRouter
-from agentrl.inference.launch.launcher import Launcher, RunningEngine
-from agentrl.obs.waiting import waiting
+from agentrl.inference.launch.launcher import Launcher, launch
 
 
 class Fleet:
@@ -145,12 +143,12 @@ class Fleet:
         return Engine(f"engine-{number}", client, None)
 
     async def _launch(self, number: int) -> Engine:
-        process = await self._launch_process(number)
+        process = await launch(self._launcher, number, f"engine-{number}")
         return Engine(f"engine-{number}", self._client(number, process.url), process)
 
     async def _restart(self, engine: Engine) -> None:
         number = self._engines.index(engine)
-        process = await self._launch_process(number)
+        process = await launch(self._launcher, number, f"engine-{number}")
         self._retired.append(engine.client)
         engine.process, engine.client = process, self._client(number, process.url)
 
@@ -167,13 +165,3 @@ class Fleet:
                 f"at most {most} tokens: lower rollout.max_tokens, or raise the engine's context "
                 "(sampler.sglang.context_length) or the memory for its KV cache (sampler.sglang.mem_fraction_static)"
             )
-
-    async def _launch_process(self, number: int) -> RunningEngine:
-        starting = asyncio.ensure_future(asyncio.to_thread(self._launcher.launch, number))
-        try:
-            with waiting("start", f"of engine-{number}"):
-                return await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            with contextlib.suppress(AgentrlError):  # the start failed: there is no process to stop
-                await asyncio.to_thread((await starting).stop)
-            raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +12,9 @@ from typing import Protocol
 
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.child_process import LOOPBACK
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import AgentrlError, ConfigError
 from agentrl.inference.launch.processes import EngineProcess, launch_embedded, launch_sglang
+from agentrl.obs.waiting import waiting
 
 
 class RunningEngine(Protocol):
@@ -127,6 +130,28 @@ class LocalLauncher:
         config = self._spec.config
         gpus = visible_gpus() if config.device == "cuda" else []
         return self._spec.start(number, gpus=engine_gpus(number, config.engine_ranks, gpus) if gpus else ())
+
+
+async def launch(launcher: Launcher, number: int, name: str) -> RunningEngine:
+    """Start an engine without blocking; if this is canceled, the engine is stopped as soon as it has started.
+
+    Args:
+        launcher: starts it.
+        number: of the engine.
+        name: of the engine, for reports on what a run waits for.
+
+    Raises:
+        ConfigError, EngineError: see `Launcher.launch`.
+
+    """
+    starting = asyncio.ensure_future(asyncio.to_thread(launcher.launch, number))
+    try:
+        with waiting("start", f"of {name}"):
+            return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        with contextlib.suppress(AgentrlError):  # the start failed: there is no process to stop
+            await asyncio.to_thread((await starting).stop)
+        raise
 
 
 def visible_gpus() -> list[str]:

@@ -136,7 +136,7 @@ GOOD = {**REPLY, "meta_info": {**META, "id": "score-0"}}
 
 
 def test_a_failure_of_the_server_is_tried_again() -> None:
-    found, server = scored(ErrorReply(503, "starting"), aiohttp.ClientConnectionError(), GOOD)
+    found, server = scored(ErrorReply(503, "starting"), aiohttp.ClientPayloadError(), GOOD)
     np.testing.assert_array_equal(found, np.array([-0.5, -1.5], np.float32))
     assert server.requests == 3
 
@@ -147,6 +147,8 @@ def test_a_failure_of_the_server_is_tried_again() -> None:
         ([ErrorReply(400, "too long")], "teacher 'a' .key. refuses a request at http://teacher: HTTP 400: too long"),
         ([ErrorReply(500, "broken")] * 3, "refuses.*broken"),
         ([TimeoutError()], "does not answer"),
+        ([aiohttp.ClientConnectionError()], "does not answer"),
+        ([aiohttp.ClientPayloadError()] * 3, "does not answer"),
         ([REPLY], "teacher 'a' .key., http://teacher: the reply to score-0 is to 's-0'"),
     ],
 )

@@ -322,34 +322,38 @@ def next_token(learner: LearnerGroup, config: Config, prompt: Sequence[int]) -> 
     return np.exp([found[one.key][-1] for one in rows])
 
 
-@pytest.mark.parametrize(("policy", "steps"), [("main", 4), ("reference", 6)])
-def test_self_distillation_moves_probability_towards_the_privileged_answer(
-    policy: str, steps: int, tmp_path: Path
-) -> None:
-    """A policy that copies an answer from its prompt, and guesses without one, teaches itself the answer c.
-
-    Its own current weights are a teacher that moves: after a few steps more it is worse than at first.
-    """
-    context = "{message} {answer}"
-    me = [f"algo.distillation.teachers.me.policy={policy}", f"algo.distillation.teachers.me.context='{context}'"]
-    config = load_config(None, ["algo.distillation.reward_coef=0", *me, "algo.loss.name=reinforce"])
-    learners = Learners(make_model(tmp_path / "model", vocab_size=VOCABULARY, initializer_range=0.1))
-    plain, told = prompt_of("q"), [prompt_of(f"q {letter}") for letter in "abcd"]
-    copies = [row(prompt, [([letter], True)], name=f"{prompt}") for prompt, letter in zip(told, LETTERS, strict=True)]
-    guesses = [row(plain, [([letter], True)], name=f"{letter}") for letter in LETTERS]
-    lessons = pack([*copies, *guesses], **packing_options(config, 0), kind="sft")
-    teachers = Teachers(config, {"me": Teacher(policy=policy, privileged=privileged(context))})
-    random = np.random.default_rng(0)
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that copies an answer from its prompt, and guesses without one."""
+    folder = tmp_path_factory.mktemp("warm")
+    learners = Learners(make_model(folder / "random", vocab_size=VOCABULARY, initializer_range=0.1))
+    pairs = [(prompt_of(f"q {letter}"), token) for letter, token in zip("abcd", LETTERS, strict=True)]
+    pairs += [(prompt_of("q"), token) for token in LETTERS]
+    rows = [row(prompt, [([token], True)], name=str(number)) for number, (prompt, token) in enumerate(pairs)]
+    lessons = pack(rows, **packing_options(load_config(None), 0), kind="sft")
     try:
         learner = learners.open(lr=1e-2, max_grad_norm=1.0)
         for _ in range(30):
             learner.train_step(lessons)
-        learner.save(tmp_path / "warm")
-        warm = tmp_path / "warm" / "model"
-        learner = learners.open(folder=warm, reference=warm, algo=config.algo, lr=4e-3, max_grad_norm=1.0)
+        learner.save(folder / "trained")
+    finally:
+        learners.close()
+    return folder / "trained" / "model"
+
+
+@pytest.mark.parametrize(("policy", "steps"), [("main", 4), ("reference", 6)])
+def test_self_distillation_moves_probability_towards_the_privileged_answer(policy: str, steps: int, warm: Path) -> None:
+    """Its own current weights are a teacher that moves: after a few steps more it is worse than at first."""
+    context = "{message} {answer}"
+    me = [f"algo.distillation.teachers.me.policy={policy}", f"algo.distillation.teachers.me.context='{context}'"]
+    config = load_config(None, ["algo.distillation.reward_coef=0", *me, "algo.loss.name=reinforce"])
+    teachers = Teachers(config, {"me": Teacher(policy=policy, privileged=privileged(context))})
+    learners, random, plain = Learners(warm), np.random.default_rng(0), prompt_of("q")
+    try:
+        learner = learners.open(reference=warm, algo=config.algo, lr=4e-3, max_grad_norm=1.0)
         now = before = next_token(learner, config, plain)
         assert before[LETTERS].max() < 0.5
-        assert next_token(learner, config, told[2])[LETTERS[2]] > 0.8
+        assert next_token(learner, config, prompt_of("q c"))[LETTERS[2]] > 0.8
         for step in range(steps):
             given = []
             for number, token in enumerate(random.choice(VOCABULARY, 16, p=now / now.sum())):
