@@ -74,7 +74,8 @@ class PrivilegedRows:
         if not rollout.rows:
             return {}
         first = rollout.rows[0]
-        length = int(np.argmax(first.provenance == Provenance.SAMPLED))
+        sampled = np.flatnonzero(first.provenance == Provenance.SAMPLED)
+        length = int(sampled[0]) if len(sampled) else len(first.token_ids)
         opening, other = first.token_ids[:length], self._prompt(rollout)
         for row in rollout.rows:
             if not np.array_equal(row.token_ids[:length], opening):

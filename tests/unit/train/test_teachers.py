@@ -221,6 +221,14 @@ def test_the_page_has_a_function_that_gives_hints(tmp_path: Path) -> None:
     assert message.content == "q\n\nThe answer is x. An attempt was wrong."
 
 
+def test_a_first_row_without_a_sampled_token_is_the_prompt() -> None:
+    client, plain = Positions(), prompt_of("q")
+    given = rollout(row(plain, []), row(plain, [([70], True)], number=1), messages=(Message("user", "q"),), label="x")
+    teacher = Teacher(client=client, privileged=privileged("{answer}"))  # type: ignore[arg-type]
+    scored(load_config(None, ALONE), {"a": teacher}, given)
+    assert client.sent == [([*prompt_of("x"), 70], len(prompt_of("x")))]
+
+
 def test_a_list_of_answers_gives_its_first_one() -> None:
     client = Positions()
     given = rollout(row(prompt_of("q"), [([70], True)]), messages=(Message("user", "q"),), label=["x", "y"])
