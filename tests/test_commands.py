@@ -130,6 +130,11 @@ def play(words: list[str]) -> tuple[int, str]:
     return status, out.getvalue()
 
 
+def written_in(folder: Path) -> set[Path]:
+    """Return what lies in a folder, without the bytecode of modules that were imported from it."""
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
 def test_pages_have_commands() -> None:
     assert len(ALL) > 60
     assert {command.words[0] for command in ALL.values()} == {*COMMANDS}
@@ -139,13 +144,12 @@ def test_pages_have_commands() -> None:
 def test_command(line: str, folder: Path) -> None:
     words = ALL[line].words
     if words[0] in ("train", "sft") and "--replay" not in words:
-        before = {*folder.rglob("*")}
+        before = written_in(folder)
         status, said = play([*words, *({"--dry-run"} - {*words})])
         assert status == 0, said
         lacks = re.findall(r"^missing here (.+)$", said, re.MULTILINE)
         assert all(re.split(r"[=,]", lack)[0] in LACKS for lack in lacks), lacks
-        written = {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
-        assert written == before, "a dry run writes nothing"
+        assert written_in(folder) == before, "a dry run writes nothing"
     elif words[0] in RUN_HERE and words[:2] != ["models", "get"] and ADDED not in words:
         status, said = play(words)
         assert status == 0, said

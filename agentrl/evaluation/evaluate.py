@@ -126,7 +126,7 @@ async def evaluate_policy(config: Config, console: Console, samples: Path | None
 
     """
     tasks = open_eval_tasks(config)
-    sets = check_eval(config, tasks)
+    sets = await asyncio.to_thread(check_eval, config, tasks)
     model = resolve_model(config.model.path)
     episodes = sum(len(eval_set.tasks) * eval_set.plan.n_samples for eval_set in sets)
     file = RolloutFile(samples) if samples is not None else None

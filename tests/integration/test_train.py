@@ -131,7 +131,19 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
     for name in described:
         covered |= {key for key in written if key in _filled(name, names)}
     assert written - covered == set(), "written, but not on the page"
-    elsewhere = {"train/skipped", "train/kl", "train/kl_loss", "time/sleep_s", "time/wake_s"}
+    elsewhere = {
+        *("train/skipped", "train/kl", "train/kl_loss", "train/correction_mean", "train/correction_rejected"),
+        *(
+            "train/teacher_kl",
+            "train/teacher_kl/NAME",
+            "time/teachers_s",
+            "time/score_s",
+            "time/sleep_s",
+            "time/wake_s",
+        ),
+        *("train/value_loss", "train/value_mean", "train/value_explained_variance", "train/value_clip_fraction"),
+        "train/value_grad_norm",
+    }
     missing = {name for name in described if not set(_filled(name, names)) & written}
     assert missing == elsewhere, "on the page, but not written"
 

@@ -14,8 +14,10 @@ from agentrl.cli.options import config_layers, has_gpu
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.layers import Layer, annotated, differences, load_layers
 from agentrl.config.load import load_config
+from agentrl.config.shipped import shipped_folder
 from agentrl.core.errors import ConfigError
 
+RECIPES = [f"algo/{path.stem}" for path in sorted((shipped_folder() / "algo").glob("*.yaml"))]
 CPU = "preset search_r1/gpu" if has_gpu() else "preset search_r1/cpu"
 
 
@@ -117,10 +119,15 @@ def test_the_dry_run_shows_what_a_recipe_sets(capsys: pytest.CaptureFixture[str]
     assert "grpo advantages, gspo loss" in plan
 
 
-def test_a_recipe_on_another_is_the_whole_recipe() -> None:
-    layers = config_layers(parsed("--config", "algo/gspo", "--config", "algo/cispo"))
-    alone = load_layers(config_layers(parsed("--config", "algo/cispo")))
+@pytest.mark.parametrize("below", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_on_another_is_the_whole_recipe(recipe: str, below: str) -> None:
+    layers = config_layers(parsed("--config", below, "--config", recipe))
+    alone = load_layers(config_layers(parsed("--config", recipe)))
     assert differences(alone, load_layers(layers)) == []
+
+
+def test_the_origin_of_what_a_recipe_replaces_is_the_recipe() -> None:
     found = origins("--config", "algo/gspo", "--config", "algo/cispo")
     assert {origin for key, origin in found.items() if key.startswith("algo.loss")} == {"recipe algo/cispo"}
 
