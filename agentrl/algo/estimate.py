@@ -79,7 +79,7 @@ def _of_row(found: Advantages | None, rollout: Rollout, row: Row, name: str) -> 
 
 
 def mean_advantages(advantages: RowAdvantages) -> dict[str, float]:
-    """Return the mean advantage of each rollout's trained tokens, by ``rollout_id``; those without one have 0."""
+    """Return the mean of each rollout's advantages that are not 0, by ``rollout_id``; 0 without any."""
     sums: dict[str, list[float]] = {}
     for key, values in advantages.items():
         sums.setdefault(key.rollout_id, []).extend(values[values != 0].tolist())

@@ -83,7 +83,7 @@ def store_bytes(model: Path) -> int:
 
 
 def _end_own_ray() -> None:
-    """Disconnect, and kill the processes of the Ray that was started here: they block the SIGTERM by which Ray ends them."""
+    """Disconnect, and kill the processes of the Ray that was started here: they block the SIGTERM with which Ray ends them."""
     node = ray._private.worker._global_node
     if node is not None:
         kill_all = node.kill_all_processes

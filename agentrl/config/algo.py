@@ -257,7 +257,7 @@ class AlgoConfig(Section):
     old_logprobs: Literal["auto", "sampler", "learner"] = "auto"
     """The log-probabilities in the ratio's denominator: those the engine sampled with, or the learner's before the first
     optimizer step of the training step, with ``algo.correction`` for the difference. ``auto`` is ``sampler`` for the
-    embedded engine, which computes as the learner does, else ``learner``."""
+    embedded engine, which computes as a learner in float32 does, else ``learner``."""
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     """Correction of the gap between engine and learner."""
     kl_coef: NonNegativeFloat = Field(default=0.0, allow_inf_nan=False)

@@ -112,7 +112,7 @@ def put_on(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
 
 
 def replaced_options(below: Mapping[str, Any], above: Mapping[str, Any]) -> list[Key]:
-    """Return the keys of options below that belong to another estimator or loss than the one that ``above`` names."""
+    """Return the keys of options below whose estimator or loss ``above`` replaces."""
     found: list[Key] = []
     for key, default in ((("algo", "advantage"), AdvantageConfig().name), (("algo", "loss"), LossConfig().name)):
         old, new = _section(below, key), _section(above, key)

@@ -1,4 +1,4 @@
-"""A learner rank in a process of its own, which computes the gradient of many batches without taking a step.
+"""A learner rank in a separate process, which computes the gradient of many batches without taking a step.
 
 The calling test writes ``work.pt``: the model's folder and the batches, for each of which there is an ``algo`` section and
 both ranks' shares. Rank 0 writes the metrics to ``found.pt``.

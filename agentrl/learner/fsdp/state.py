@@ -5,7 +5,7 @@
     folder/
       model/         Hugging Face folder: float32 safetensors, configuration, the tokenizer's files
       optimizer/     torch.distributed.checkpoint: loads on any number of ranks; absent before the first step
-      reference/     the reference policy, likewise; only once it is not the one that the run started with
+      reference/     the reference policy, likewise; only once it differs from that of the start
       random/        one file per rank: torch, CUDA, NumPy and Python states
       learner.json   finished steps, optimizer, number of ranks, shapes of all weights; written last
 """
