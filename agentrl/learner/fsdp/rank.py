@@ -24,8 +24,10 @@ from agentrl.core.errors import LearnerError
 from agentrl.distributed.base import TensorSpec
 from agentrl.learner.base import Role, RowLogprobs, RowScores
 from agentrl.learner.export.bucket import spec_of
-from agentrl.learner.fsdp.model import PackedModel, load_critic, load_frozen, load_policy, shard
+from agentrl.learner.fsdp.loading import load_critic, load_frozen, load_policy
+from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import learning_rate, make_optimizers
+from agentrl.learner.fsdp.sharding import shard
 from agentrl.learner.fsdp.state import load_state, save_state
 from agentrl.learner.fsdp.step_metrics import StepMetrics
 from agentrl.learner.offload import CpuOffload

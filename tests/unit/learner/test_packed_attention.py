@@ -13,7 +13,7 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ModelError
 from agentrl.learner.fsdp import attention
 from agentrl.learner.fsdp.attention import blockwise_causal, packed_attention, packed_rows
-from agentrl.learner.fsdp.model import load_policy
+from agentrl.learner.fsdp.loading import load_policy
 from tests.unit.learner.learners import MODELS, make_batch, make_model
 
 

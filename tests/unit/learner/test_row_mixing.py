@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.config.learner import LearnerConfig
 from agentrl.learner.fsdp.attention import separated
-from agentrl.learner.fsdp.model import PolicyModel, load_policy
+from agentrl.learner.fsdp.loading import load_policy
+from agentrl.learner.fsdp.model import PolicyModel
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
