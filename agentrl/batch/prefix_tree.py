@@ -1,0 +1,89 @@
+"""Prefix trees: rows that begin with the same tokens share them, so that each is computed once.
+
+Unique tokens are in depth-first preorder, so the tokens below a token follow it without a gap. A query attends to its
+ancestors and itself: query ``q`` sees key ``k`` if ``k <= q < subtree_end_U[k]``. Rows without a common prefix are a
+forest of chains, for which this is causal attention within rows.
+
+Rows ``a b c``, ``a b d e`` and ``f``::
+
+    token        a b c d e f
+    depth        0 1 2 2 3 0
+    subtree end  5 5 3 5 5 6
+    index        0 1 2 | 0 1 3 4 | 5
+
+Legend: ``U`` unique tokens, ``N`` tokens of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenIds = NDArray[np.integer[Any]]
+"""``[T]`` token ids of a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """Tokens of rows, those of a shared prefix once."""
+
+    token_ids_U: NDArray[np.int64]
+    """Token ids, in preorder."""
+    depth_U: NDArray[np.int64]
+    """Position in the row: the number of ancestors."""
+    subtree_end_U: NDArray[np.int64]
+    """Index after the last token below, the token itself included."""
+    index_N: NDArray[np.int64]
+    """Unique token of each token of the rows, which are concatenated in the given order."""
+    shared: tuple[int, ...]
+    """Leading tokens of each row that the tree has from a row before it in preorder."""
+
+
+def by_prefix(rows: Sequence[TokenIds]) -> tuple[list[int], list[int]]:
+    """Return an order in which rows with a common prefix are adjacent, and the length of the prefix with the row before.
+
+    A row that is a prefix of others comes before them.
+
+    Args:
+        rows: token ids, all of one dtype.
+
+    """
+    keys = [row.tobytes() for row in rows]  # any order of single tokens will do, also that of their bytes
+    order = sorted(range(len(rows)), key=keys.__getitem__)
+    common = [_common(rows[before], rows[after]) for before, after in pairwise(order)]
+    return order, [0, *common][: len(order)]
+
+
+def _common(one: TokenIds, other: TokenIds) -> int:
+    """Return the length of the common prefix."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def prefix_tree(rows: Sequence[TokenIds]) -> PrefixTree:
+    """Return the tree of ``rows``, token ids of one dtype; linear in their tokens, after sorting the rows."""
+    order, common = by_prefix(rows)
+    starts = np.cumsum([0, *map(len, rows)])
+    unique = int(starts[-1]) - sum(common)
+    token_ids, depth, subtree_end = (np.empty(unique, np.int64) for _ in range(3))
+    index = np.empty(starts[-1], np.int64)
+    path = np.empty(max(map(len, rows), default=0), np.int64)  # unique tokens of the current row
+    shared = [0] * len(rows)
+    count = length = 0
+    for row, kept in zip(order, common, strict=True):
+        subtree_end[path[kept:length]] = count
+        length = len(rows[row])
+        stop = count + length - kept
+        token_ids[count:stop] = rows[row][kept:]
+        depth[count:stop] = np.arange(kept, length)
+        path[kept:length] = np.arange(count, stop)
+        index[starts[row] : starts[row + 1]] = path[:length]
+        shared[row], count = kept, stop
+    subtree_end[path[:length]] = count
+    return PrefixTree(token_ids, depth, subtree_end, index, tuple(shared))
