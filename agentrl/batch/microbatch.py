@@ -1,4 +1,4 @@
-"""The learner's input. Legend: ``R`` packed bins, ``L`` tokens a bin.
+"""The learner's input. Legend: ``L`` tokens of a micro-batch.
 
 The mask, advantage and log-probability of a token stand at the token's own position; the token is predicted from the
 position before it. All denominators are already in the weights: the loss is the plain sum ``Σ weight · loss(token)``, so
@@ -20,39 +20,39 @@ Kind = Literal["rl", "sft", "value"]
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
-    """Rows packed into ``R`` bins of ``L`` tokens. All tensors are on the CPU and shaped ``[R, L]``."""
+    """Rows packed one after the other into ``L`` tokens. All tensors are on the CPU and shaped ``[L]``."""
 
-    token_ids_R_L: torch.Tensor
+    token_ids_L: torch.Tensor
     """int64; padding holds the pad token."""
-    position_ids_R_L: torch.Tensor
+    position_ids_L: torch.Tensor
     """int64; starts at 0 in every row. Padding counts as a separate row, so attention never crosses into it."""
-    row_R_L: torch.Tensor
+    row_L: torch.Tensor
     """int32 index into ``keys``; -1 is padding."""
-    mask_R_L: torch.Tensor
+    mask_L: torch.Tensor
     """bool loss mask; never set on a row's first token."""
-    weight_R_L: torch.Tensor
+    weight_L: torch.Tensor
     """float32; 0 where the mask is 0, else the token's share of the global batch."""
-    advantages_R_L: torch.Tensor
+    advantages_L: torch.Tensor
     """float32; 0 where the mask is 0. Zeros in supervised batches."""
-    logprobs_R_L: torch.Tensor
+    logprobs_L: torch.Tensor
     """float32 log-probabilities from the sampler; 0 where not sampled."""
-    provenance_R_L: torch.Tensor
+    provenance_L: torch.Tensor
     """uint8 `Provenance`."""
-    versions_R_L: torch.Tensor
+    versions_L: torch.Tensor
     """int32 policy version; -1 where not sampled."""
-    requests_R_L: torch.Tensor
+    requests_L: torch.Tensor
     """int32 request index; -1 where not sampled."""
     keys: tuple[RowKey, ...]
     """The rows packed here."""
     sequences: tuple[int, ...] = ()
     """Number of each row's sequence, all that one agent sampled in a rollout, in the global batch."""
-    learner_logprobs_R_L: torch.Tensor | None = None
+    learner_logprobs_L: torch.Tensor | None = None
     """float32 log-probabilities of the learner before the first optimizer step of the training step, if computed."""
-    correction_R_L: torch.Tensor | None = None
+    correction_L: torch.Tensor | None = None
     """float32 importance weights, if the driver computed them."""
-    values_R_L: torch.Tensor | None = None
+    values_L: torch.Tensor | None = None
     """float32 values of the critic before the first optimizer step of the training step, in its batches."""
-    returns_R_L: torch.Tensor | None = None
+    returns_L: torch.Tensor | None = None
     """float32 returns that the critic learns to predict, in its batches."""
 
 

@@ -1,10 +1,9 @@
-"""Packs rows of any length into tensors, with final loss weights. Legend: ``R`` bins, ``L`` tokens a bin.
+"""Packs rows of any length into tensors, with final loss weights. Legend: ``L`` tokens of a micro-batch.
 
-Bins are filled by first-fit-decreasing. Bins of similar length form micro-batches, so that there is little padding; every
-rank gets the same number of micro-batches. Weights are shares of the *global* batch, so neither the packing nor the number
-of ranks changes the gradient.
+A micro-batch is one sequence of packed rows. Every rank gets the same number of micro-batches, of about the same cost.
+Weights are shares of the *global* batch, so neither the packing nor the number of ranks changes the gradient.
 
-Layout of one bin with rows ``a``, ``b`` and padding ``.``::
+Layout of a micro-batch with rows ``a``, ``b`` and padding ``.``::
 
     token     a0 a1 a2 b0 b1 .  .  .
     position   0  1  2  0  1 0  1  2
@@ -27,10 +26,10 @@ from agentrl.batch.provenance import check_temperature, leave_out
 from agentrl.batch.sequences import SequenceKey, sequence_key
 from agentrl.core.types import Row, RowKey
 
-MULTIPLE = 8
-"""Lengths of bins are multiples of this."""
-
-_Bin = list[int]  # indices of rows
+MULTIPLE = 32
+"""Lengths of micro-batches are multiples of this."""
+ATTENTION_TOKENS = 16_384
+"""Length of a row at which its attention costs as much as its matrix products: 8k at 0.6B, 25k at 4B, 47k at 8B."""
 
 
 def pack(
@@ -38,7 +37,6 @@ def pack(
     advantages: Mapping[RowKey, float | NDArray[np.float32]] | Mapping[str, float] | None = None,
     *,
     ranks: int,
-    tokens_per_bin: int,
     tokens_per_micro: int,
     pad_id: int,
     aggregation: Aggregation = "token_mean",
@@ -61,9 +59,8 @@ def pack(
         advantages: of every row by its key (one number, or ``[T]`` numbers), or of every rollout by ``rollout_id``.
             None is zeros, for supervised batches.
         ranks: data-parallel ranks.
-        tokens_per_bin: bins are filled up to this; a longer row gets a longer bin.
-        tokens_per_micro: maximum padded tokens of a micro-batch, which has at least one bin.
-        pad_id: fills bins.
+        tokens_per_micro: maximum tokens of a micro-batch, before padding; a longer row gets a separate one.
+        pad_id: fills micro-batches.
         aggregation: see `row_weights`.
         kind: ``sft`` may train on demonstrated and, with ``context_weight``, observed tokens.
         temperature: of sampling; the learner computes log-probabilities at the same temperature.
@@ -85,8 +82,8 @@ def pack(
     """
     if context_weight and kind != "sft":
         raise ValueError(f"context_weight={context_weight:g} trains on observed tokens; only kind='sft' may")
-    if min(ranks, tokens_per_bin, tokens_per_micro) < 1:
-        raise ValueError(f"{ranks=}, {tokens_per_bin=} and {tokens_per_micro=} must be at least 1")
+    if min(ranks, tokens_per_micro) < 1:
+        raise ValueError(f"{ranks=} and {tokens_per_micro=} must be at least 1")
     weights = row_weights(rows, aggregation, context_weight, constant_tokens)
     left_out = leave_out(rows, weights) if kind != "sft" and provenance == "warn" else 0
     # Sorting by length, then key, makes the batch a function of the set of rows.
@@ -100,13 +97,12 @@ def pack(
     )
     if kind != "sft":
         check_temperature((rows[i] for i in chosen), temperature)
-    bins = _first_fit([len(rows[i].token_ids) for i in chosen], tokens_per_bin)
-    groups = _micro_batches([[chosen[i] for i in group] for group in bins], rows, ranks, tokens_per_micro)
-    micro = [_tensors(group, rows, weights, advantages, pad_id) for group in groups]
+    groups = balanced([len(rows[i].token_ids) for i in chosen], ranks, tokens_per_micro)
+    micro = [_tensors([chosen[i] for i in group], rows, weights, advantages, pad_id) for group in groups]
     for batch in micro:
-        batch.learner_logprobs_R_L = _values(batch, learner_logprobs)
-        batch.correction_R_L = _values(batch, correction)
-        batch.values_R_L, batch.returns_R_L = _values(batch, values), _values(batch, returns)
+        batch.learner_logprobs_L = _values(batch, learner_logprobs)
+        batch.correction_L = _values(batch, correction)
+        batch.values_L, batch.returns_L = _values(batch, values), _values(batch, returns)
     sizes = _number_sequences(micro)
     parts = Counter(number for batch in micro for number in {*batch.sequences})
     shares = tuple(tuple(micro[rank::ranks]) for rank in range(ranks))
@@ -115,113 +111,109 @@ def pack(
     return GlobalBatch(shares, kind, temperature, lr_scale, sizes, divided, metrics)
 
 
-def _first_fit(lengths: Sequence[int], size: int) -> list[_Bin]:
-    """Put lengths, longest first, each into the first bin with enough space."""
-    bins: list[_Bin] = []
+def balanced(lengths: Sequence[int], ranks: int, tokens: int) -> list[list[int]]:
+    """Divide rows, longest first, among a multiple of ``ranks`` micro-batches of about the same cost.
+
+    There are as few as first-fit-decreasing needs. Each row, longest first, goes to the cheapest one with space for it;
+    where one finds none, the division of first-fit-decreasing stays. Micro-batch ``i`` belongs to rank ``i % ranks``, and
+    adjacent ones have similar costs, so that ranks wait little for each other. Some are empty if there are too few rows.
+    """
+    fitted = _first_fit(lengths, tokens)
+    count = -(-max(1, len(fitted)) // ranks) * ranks
+    groups = _spread(lengths, count, tokens) or fitted + [[] for _ in range(count - len(fitted))]
+    return sorted(groups, key=lambda group: -sum(_cost(lengths[i]) for i in group))
+
+
+def _cost(length: int) -> float:
+    """Return the cost of a row, in tokens of short rows."""
+    return length * (1 + length / ATTENTION_TOKENS)
+
+
+def _first_fit(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Put lengths, longest first, each into the first group with enough space."""
+    groups: list[list[int]] = []
     space = np.zeros(len(lengths), np.int64)
     for index, length in enumerate(lengths):
-        fits = space[: len(bins)] >= length
-        first = int(fits.argmax()) if len(bins) else 0
-        if not bins or not fits[first]:
-            first = len(bins)
-            bins.append([])
-            space[first] = max(size, length)
-        bins[first].append(index)
+        fits = space[: len(groups)] >= length
+        first = int(fits.argmax()) if len(groups) else 0
+        if not groups or not fits[first]:
+            first = len(groups)
+            groups.append([])
+            space[first] = max(tokens, length)
+        groups[first].append(index)
         space[first] -= length
-    return bins
+    return groups
 
 
-def _padded(group: Sequence[int], rows: Sequence[Row]) -> int:
-    used = sum(len(rows[i].token_ids) for i in group)
-    return -(-used // MULTIPLE) * MULTIPLE
-
-
-def _micro_batches(bins: list[_Bin], rows: Sequence[Row], ranks: int, tokens: int) -> list[list[_Bin]]:
-    """Divide bins, longest first, into a multiple of ``ranks`` groups of at most ``tokens`` padded tokens, or one bin.
-
-    Adjacent groups have similar sizes, and rank ``r`` gets every ``ranks``-th, so that ranks wait little for each other.
-    Groups may be empty.
-    """
-    bins = sorted(bins, key=lambda group: -_padded(group, rows))
-    lengths = [_padded(group, rows) for group in bins]
-    count = max(1, len(_cut(lengths, tokens)))
-    count = -(-count // ranks) * ranks
-    # Spread the bins evenly over `count` groups, instead of leaving the last groups empty.
-    low, high = 1, tokens
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(_cut(lengths, middle)) <= count else (middle + 1, high)
-    cuts = _cut(lengths, low)
-    return [[bins[i] for i in group] for group in cuts] + [[] for _ in range(count - len(cuts))]
-
-
-def _cut(lengths: Sequence[int], tokens: int) -> list[range]:
-    """Divide lengths, longest first, into runs of at most ``tokens`` when padded to the longest of the run."""
-    runs: list[range] = []
-    start = 0
-    while start < len(lengths):
-        stop = min(len(lengths), start + max(1, tokens // lengths[start]))
-        runs.append(range(start, stop))
-        start = stop
-    return runs
+def _spread(lengths: Sequence[int], count: int, tokens: int) -> list[list[int]] | None:
+    """Put lengths, longest first, each into the cheapest of ``count`` groups with enough space; None if one has none."""
+    groups: list[list[int]] = [[] for _ in range(count)]
+    costs, used = np.zeros(count), np.zeros(count, np.int64)
+    for index, length in enumerate(lengths):
+        fits = (used == 0) | (used + length <= tokens)
+        if not fits.any():
+            return None
+        cheapest = int(np.where(fits, costs, np.inf).argmin())
+        groups[cheapest].append(index)
+        costs[cheapest] += _cost(length)
+        used[cheapest] += length
+    return groups
 
 
 def _tensors(
-    group: Sequence[_Bin],
+    group: Sequence[int],
     rows: Sequence[Row],
     weights: Sequence[NDArray[np.float32]],
     advantages: Mapping[RowKey, float | NDArray[np.float32]] | Mapping[str, float] | None,
     pad_id: int,
 ) -> MicroBatch:
-    """Return the tensors of one group of bins; an empty group becomes one bin of padding."""
-    shape = (max(1, len(group)), max([MULTIPLE, *(_padded(bin_, rows) for bin_ in group)]))
-    token_ids, positions = np.full(shape, pad_id, np.int64), np.zeros(shape, np.int64)
-    row, versions, requests = (np.full(shape, -1, np.int32) for _ in range(3))
-    provenance = np.zeros(shape, np.uint8)
-    weight, advantage, logprobs = (np.zeros(shape, np.float32) for _ in range(3))
-    keys: list[RowKey] = []
-    for number, bin_ in enumerate(group or [[]]):
-        start = 0
-        for index in bin_:
-            source = rows[index]
-            here = (number, slice(start, start + len(source.token_ids)))
-            start += len(source.token_ids)
-            token_ids[here] = source.token_ids
-            positions[here] = np.arange(len(source.token_ids))
-            row[here] = len(keys)
-            provenance[here] = source.provenance
-            versions[here] = source.versions
-            requests[here] = source.requests
-            logprobs[here] = source.logprobs
-            weight[here] = weights[index]
-            if advantages is not None:
-                advantage[here] = _advantage(advantages, source.key)
-            keys.append(source.key)
-        positions[number, start:] = np.arange(shape[1] - start)
+    """Return the tensors of the rows of a micro-batch; without rows it is padding only."""
+    used = sum(len(rows[i].token_ids) for i in group)
+    length = -(-max(used, 1) // MULTIPLE) * MULTIPLE
+    token_ids, positions = np.full(length, pad_id, np.int64), np.zeros(length, np.int64)
+    row, versions, requests = (np.full(length, -1, np.int32) for _ in range(3))
+    provenance = np.zeros(length, np.uint8)
+    weight, advantage, logprobs = (np.zeros(length, np.float32) for _ in range(3))
+    start = 0
+    for number, index in enumerate(group):
+        source = rows[index]
+        here = slice(start, start + len(source.token_ids))
+        start = here.stop
+        token_ids[here] = source.token_ids
+        positions[here] = np.arange(len(source.token_ids))
+        row[here] = number
+        provenance[here] = source.provenance
+        versions[here] = source.versions
+        requests[here] = source.requests
+        logprobs[here] = source.logprobs
+        weight[here] = weights[index]
+        if advantages is not None:
+            advantage[here] = _advantage(advantages, source.key)
+    positions[start:] = np.arange(length - start)
     mask = weight > 0
     return MicroBatch(
-        token_ids_R_L=torch.from_numpy(token_ids),
-        position_ids_R_L=torch.from_numpy(positions),
-        row_R_L=torch.from_numpy(row),
-        mask_R_L=torch.from_numpy(mask),
-        weight_R_L=torch.from_numpy(weight),
-        advantages_R_L=torch.from_numpy(advantage * mask),
-        logprobs_R_L=torch.from_numpy(logprobs),
-        provenance_R_L=torch.from_numpy(provenance),
-        versions_R_L=torch.from_numpy(versions),
-        requests_R_L=torch.from_numpy(requests),
-        keys=tuple(keys),
+        token_ids_L=torch.from_numpy(token_ids),
+        position_ids_L=torch.from_numpy(positions),
+        row_L=torch.from_numpy(row),
+        mask_L=torch.from_numpy(mask),
+        weight_L=torch.from_numpy(weight),
+        advantages_L=torch.from_numpy(advantage * mask),
+        logprobs_L=torch.from_numpy(logprobs),
+        provenance_L=torch.from_numpy(provenance),
+        versions_L=torch.from_numpy(versions),
+        requests_L=torch.from_numpy(requests),
+        keys=tuple(rows[index].key for index in group),
     )
 
 
 def _values(batch: MicroBatch, values: Mapping[RowKey, NDArray[np.float32]] | None) -> torch.Tensor | None:
-    """Return ``[R, L]`` float32 values of the packed rows, 0 in padding."""
+    """Return ``[L]`` float32 values of the packed rows, 0 in padding."""
     if values is None:
         return None
-    found_R_L = torch.zeros(batch.row_R_L.shape)
+    found_L = torch.zeros(batch.row_L.shape)
     for number, key in enumerate(batch.keys):
-        found_R_L[batch.row_R_L == number] = torch.from_numpy(np.asarray(values[key], np.float32))
-    return found_R_L
+        found_L[batch.row_L == number] = torch.from_numpy(np.asarray(values[key], np.float32))
+    return found_L
 
 
 def _number_sequences(micro: Sequence[MicroBatch]) -> tuple[int, ...]:
@@ -231,7 +223,7 @@ def _number_sequences(micro: Sequence[MicroBatch]) -> tuple[int, ...]:
     for batch in micro:
         batch.sequences = tuple(numbers.setdefault(sequence_key(key), len(numbers)) for key in batch.keys)
         for row, number in enumerate(batch.sequences):
-            sizes[number] += int((batch.mask_R_L & (batch.row_R_L == row)).sum())
+            sizes[number] += int((batch.mask_L & (batch.row_L == row)).sum())
     return tuple(sizes[number] for number in range(len(numbers)))
 
 
@@ -244,11 +236,11 @@ def _advantage(
 
 def _metrics(rows: Sequence[Row], chosen: Sequence[int], micro: Sequence[MicroBatch]) -> dict[str, float]:
     tokens = sum(len(rows[i].token_ids) for i in chosen)
-    padded = sum(batch.token_ids_R_L.numel() for batch in micro)
+    padded = sum(batch.token_ids_L.numel() for batch in micro)
     return {
         "batch/rows": float(len(chosen)),
         "batch/tokens": float(tokens),
-        "batch/trained_tokens": float(sum(int(batch.mask_R_L.sum()) for batch in micro)),
+        "batch/trained_tokens": float(sum(int(batch.mask_L.sum()) for batch in micro)),
         "batch/padding_share": 1 - tokens / padded,
         "batch/micro_batches": float(len(micro)),
     }

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from agentrl.batch.microbatch import GlobalBatch, MicroBatch
@@ -87,25 +86,25 @@ def _row_faults(row: Row) -> dict[str, NDArray[np.bool_]]:
 
 
 def _micro_faults(batch: MicroBatch) -> dict[str, NDArray[np.bool_]]:
-    """Return masks ``[R, L]`` of the faulty tokens, by fault."""
+    """Return masks ``[L]`` of the faulty tokens, by fault."""
     faults = _faults(
-        batch.mask_R_L.numpy(),
-        batch.provenance_R_L.numpy(),
-        batch.logprobs_R_L.numpy(),
-        batch.versions_R_L.numpy(),
-        batch.requests_R_L.numpy(),
+        batch.mask_L.numpy(),
+        batch.provenance_L.numpy(),
+        batch.logprobs_L.numpy(),
+        batch.versions_L.numpy(),
+        batch.requests_L.numpy(),
     )
-    faults["it is padding"] = batch.mask_R_L.numpy() & (batch.row_R_L.numpy() < 0)
+    faults["it is padding"] = batch.mask_L.numpy() & (batch.row_L.numpy() < 0)
     return {fault: where for fault, where in faults.items() if where.any()}
 
 
 def _first(batch: MicroBatch, faults: dict[str, NDArray[np.bool_]]) -> str:
     """Describe the first token with a fault."""
     fault, where = next(iter(faults.items()))
-    at = tuple(torch.from_numpy(where).nonzero()[0].tolist())
-    row = int(batch.row_R_L[at])
+    at = int(where.argmax())
+    row = int(batch.row_L[at])
     key = batch.keys[row] if row >= 0 else None
-    return _words(key, int(batch.position_ids_R_L[at]), int(batch.token_ids_R_L[at]), fault)
+    return _words(key, int(batch.position_ids_L[at]), int(batch.token_ids_L[at]), fault)
 
 
 def _faults(

@@ -26,13 +26,13 @@ class MaskTimes:
     """All three."""
 
 
-def bench_masks(build_rows: Callable[[], Sequence[Row]], *, tokens_per_bin: int, tokens_per_micro: int) -> MaskTimes:
+def bench_masks(build_rows: Callable[[], Sequence[Row]], *, tokens_per_micro: int) -> MaskTimes:
     """Build rows, pack and check them once each."""
     start = time.thread_time()
     rows = build_rows()
     built = time.thread_time()
     advantages = {row.key: 1.0 for row in rows}
-    batch = pack(rows, advantages, ranks=2, tokens_per_bin=tokens_per_bin, tokens_per_micro=tokens_per_micro, pad_id=0)
+    batch = pack(rows, advantages, ranks=2, tokens_per_micro=tokens_per_micro, pad_id=0)
     packed = time.thread_time()
     check_provenance(batch)
     checked = time.thread_time()

@@ -102,9 +102,7 @@ def measure_masks(config: Config) -> Iterator[tuple[str, MaskTimes]]:
 
         yield (
             name,
-            bench_masks(
-                build, tokens_per_bin=config.batch.tokens_per_bin, tokens_per_micro=config.batch.tokens_per_micro
-            ),
+            bench_masks(build, tokens_per_micro=config.batch.tokens_per_micro),
         )
 
 
@@ -149,7 +147,7 @@ def measure_long(config: Config) -> Iterator[LongEpisodeTimes]:
 
     def seconds(episode: LongEpisode) -> tuple[float, int]:
         renderer = make_renderer(tokenizer, config.render)  # a new one has an empty cache
-        sizes = {"tokens_per_bin": config.batch.tokens_per_bin, "tokens_per_micro": config.batch.tokens_per_micro}
+        sizes = {"tokens_per_micro": config.batch.tokens_per_micro}
         start = time.thread_time()
         times = bench_masks(lambda: asyncio.run(converse(renderer, episode)), **sizes)
         return time.thread_time() - start, times.tokens

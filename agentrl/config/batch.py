@@ -22,7 +22,5 @@ class BatchConfig(Section):
     """Which rollouts count in the denominators of means: those with an advantage, or all (as in TRL and slime)."""
     global_batch_size: PositiveInt | None = None
     """Rollouts an optimizer step; without a number, all rollouts of a step divided by ``train.steps_per_rollout``."""
-    tokens_per_bin: PositiveInt = 2048
-    """Rows are packed into bins of this many tokens; a longer row gets a separate bin."""
     tokens_per_micro: PositiveInt = 4096
-    """Tokens a rank computes at the same time."""
+    """Tokens a rank computes at the same time, in one sequence of packed rows; a longer row gets a separate one."""

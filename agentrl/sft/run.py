@@ -182,7 +182,6 @@ class Packer:
         batch = pack(
             step.rows,
             ranks=self.config.learner.ranks,
-            tokens_per_bin=self.config.batch.tokens_per_bin,
             tokens_per_micro=self.config.batch.tokens_per_micro,
             pad_id=self.pad_id,
             kind="sft",

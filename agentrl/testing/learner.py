@@ -62,7 +62,7 @@ class FakeLearner:
         """Return by row key the float32 log-probabilities ``[T]`` in the batch, which are the sampler's."""
         self._check_awake()
         return {
-            key: micro.logprobs_R_L[micro.row_R_L == index].clone()
+            key: micro.logprobs_L[micro.row_L == index].clone()
             for rank in batch.micro
             for micro in rank
             for index, key in enumerate(micro.keys)

@@ -179,7 +179,6 @@ def packing_options(config: Config, pad_id: int) -> dict[str, Any]:
     """Return the arguments of `pack` that are the same for every batch of a run."""
     return {
         "ranks": config.learner.ranks,
-        "tokens_per_bin": config.batch.tokens_per_bin,
         "tokens_per_micro": config.batch.tokens_per_micro,
         "pad_id": pad_id,
         "aggregation": config.batch.aggregation,

@@ -81,7 +81,6 @@ def batch_of(rows: Sequence[Row]) -> GlobalBatch:
         rows,
         advantages,
         ranks=1,
-        tokens_per_bin=1024,
         tokens_per_micro=16384,
         pad_id=0,
         temperature=rows[0].temperature,

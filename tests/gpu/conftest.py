@@ -147,7 +147,6 @@ def struck(folder: Path) -> Iterator[list[dict[str, float]]]:
         "rollout.max_tokens": 1024,
         # An episode is over in a second or two: these are played one after the other.
         "rollout.concurrency": 8,
-        "batch.tokens_per_bin": 1024,
         "batch.tokens_per_micro": 8192,
         # Nothing that this policy says is rewarded: the KL term has it trained all the same.
         "algo.kl_coef": 0.001,

@@ -112,7 +112,7 @@ def test_a_critic_has_its_own_ranks(group, local, model, tmp_path):
     config = LearnerConfig(device="cpu", threads=1)
     batch = replace(one(1, 0), kind="value")
     for micro in batch.micro[0]:
-        micro.returns_R_L, micro.values_R_L = micro.advantages_R_L, torch.zeros_like(micro.advantages_R_L)
+        micro.returns_L, micro.values_L = micro.advantages_L, torch.zeros_like(micro.advantages_L)
     critic = start_critic(model, config, algo, seed=0, run_dir=tmp_path, policy=group)
     alone = LocalCritic(model, config, algo, seed=0)
     try:
@@ -153,15 +153,15 @@ def test_a_walk_over_the_weights_may_stop_early(group):
 def test_errors_come_typed_and_the_ranks_stay(group, tmp_path):
     batch = copy.deepcopy(one(2, 0))
     micro = batch.micro[1][0]
-    micro.provenance_R_L[tuple(micro.mask_R_L.nonzero()[0])] = Provenance.OBSERVED
+    micro.provenance_L[int(micro.mask_L.nonzero()[0])] = Provenance.OBSERVED
     with pytest.raises(ProvenanceError, match="no engine sampled it"):
         group.train_step(batch)
-    micro.mask_R_L[tuple(micro.mask_R_L.nonzero()[0])] = False
+    micro.mask_L[int(micro.mask_L.nonzero()[0])] = False
     assert group.train_step(batch)["train/trained_tokens"] == batch.metrics["batch/trained_tokens"] - 1
     with pytest.raises(CheckpointError, match=r"learner\.json"):
         group.load(tmp_path / "none")
     bad = copy.deepcopy(one(2, 0))
-    bad.micro[0][0].advantages_R_L[bad.micro[0][0].mask_R_L] = float("nan")
+    bad.micro[0][0].advantages_L[bad.micro[0][0].mask_L] = float("nan")
     assert group.train_step(bad)["train/nonfinite_gradients"] == 1
     assert group.train_step(one(2, 0))["train/grad_norm"] > 0
 

@@ -47,12 +47,12 @@ ALGOS: dict[str, dict[str, object]] = {
     },
 }  # fmt: skip
 SHAPES = {
-    "packed": {"tokens_per_bin": 64, "tokens_per_micro": 128},
-    "padded": {"tokens_per_bin": 1, "tokens_per_micro": 160},
-    "cut small": {"tokens_per_bin": 1, "tokens_per_micro": 48},
+    "packed": {"tokens_per_micro": 128},
+    "cut small": {"tokens_per_micro": 48},
+    "padded": {"tokens_per_micro": 1},
 }
 """Of the batches of two ranks. Advantages are computed before batches are packed: their cases have the last shape alone."""
-ONE_BATCH = {"tokens_per_bin": 4096, "tokens_per_micro": 4096}
+ONE_BATCH = {"tokens_per_micro": 4096}
 AGGREGATIONS = ("token_mean", "sequence_mean", "rollout_mean", "constant")
 
 

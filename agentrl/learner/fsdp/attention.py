@@ -74,27 +74,27 @@ def packed_rows(position_ids_R_L: torch.Tensor, row_R_L: torch.Tensor) -> Packed
 
 
 def separated(
-    token_ids_R_L: torch.Tensor, position_ids_R_L: torch.Tensor, row_R_L: torch.Tensor, at_N: torch.Tensor
+    token_ids_L: torch.Tensor, position_ids_L: torch.Tensor, row_L: torch.Tensor, at_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a micro-batch with one row a bin, padded at its end, for layers that would mix the rows of a bin.
 
     Args:
-        token_ids_R_L: ids.
-        position_ids_R_L: int64 on the CPU, from 0 in every row.
-        row_R_L: int32 on the CPU, -1 in padding.
-        at_N: flat positions of tokens.
+        token_ids_L: ids.
+        position_ids_L: int64 on the CPU, from 0 in every row.
+        row_L: int32 on the CPU, -1 in padding.
+        at_N: positions of tokens.
 
     Returns:
-        The first three as ``[N, T]``, and ``at_N`` in them; one bin of padding if there are no rows.
+        The first three as ``[R, L]``, and the flat positions of ``at_N`` in them; one bin of padding if there are no rows.
 
     """
-    positions, real = position_ids_R_L.reshape(-1), row_R_L.reshape(-1) >= 0
+    positions, real = position_ids_L, row_L >= 0
     starts = (positions == 0) & real
     bins = torch.where(real, starts.cumsum(0) - 1, 0)
     count, longest = max(int(starts.sum()), 1), int(positions[real].max()) + 1 if real.any() else 1
     place = (bins * longest + positions)[real]
-    ids, rows = token_ids_R_L.new_zeros(count * longest), row_R_L.new_full((count * longest,), -1)
-    ids[place], rows[place] = token_ids_R_L.reshape(-1)[real], row_R_L.reshape(-1)[real]
+    ids, rows = token_ids_L.new_zeros(count * longest), row_L.new_full((count * longest,), -1)
+    ids[place], rows[place] = token_ids_L[real], row_L[real]
     padded = torch.arange(longest).repeat(count)
     at = bins[at_N] * longest + positions[at_N]
     return ids.view(count, -1), padded.view(count, -1), rows.view(count, -1), at

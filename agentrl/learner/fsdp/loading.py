@@ -111,7 +111,7 @@ def _check_logits(policy: PolicyModel, folder: Path, key: str) -> None:
     """
     packed = _packed_pair(_PROBE_T, _OTHER_T)
     expected_N = torch.cat([_logprobs_alone(policy.hf, tokens_T) for tokens_T in (_PROBE_T, _OTHER_T)])
-    found_N, _ = policy(packed, packed.position_ids_R_L[0].nonzero()[:, 0], 1.0)
+    found_N, _ = policy(packed, packed.position_ids_L.nonzero()[:, 0], 1.0)
     if not torch.allclose(found_N, expected_N, atol=1e-4, rtol=1e-4):
         raise ModelError(
             f"{key}={folder}: {type(policy.hf).__name__} changes logits after its head, which the fsdp learner lacks; "
@@ -120,18 +120,18 @@ def _check_logits(policy: PolicyModel, folder: Path, key: str) -> None:
 
 
 def _packed_pair(row_T: torch.Tensor, other_T: torch.Tensor) -> MicroBatch:
-    """Return a micro-batch of two rows in one bin."""
+    """Return a micro-batch of two packed rows."""
     rows = (row_T, other_T)
-    positions = torch.cat([torch.arange(len(tokens_T)) for tokens_T in rows])[None]
-    row_R_L = torch.cat([torch.full_like(tokens_T, number) for number, tokens_T in enumerate(rows)])[None]
+    positions = torch.cat([torch.arange(len(tokens_T)) for tokens_T in rows])
+    row_L = torch.cat([torch.full_like(tokens_T, number) for number, tokens_T in enumerate(rows)])
     zeros = torch.zeros_like(positions)
-    return MicroBatch(torch.cat(rows)[None], positions, row_R_L, zeros, zeros, zeros, zeros, zeros, zeros, zeros, ())
+    return MicroBatch(torch.cat(rows), positions, row_L, zeros, zeros, zeros, zeros, zeros, zeros, zeros, ())
 
 
 def _hidden(hf: Any, micro: MicroBatch) -> torch.Tensor:
     """Return the last hidden states of packed rows, ``[R, L, H]``."""
-    packed, positions = packed_rows(micro.position_ids_R_L, micro.row_R_L), micro.position_ids_R_L
-    states = hf.base_model(input_ids=micro.token_ids_R_L, position_ids=positions, use_cache=False, packed=packed)
+    packed, positions = packed_rows(micro.position_ids_L[None], micro.row_L[None]), micro.position_ids_L[None]
+    states = hf.base_model(input_ids=micro.token_ids_L[None], position_ids=positions, use_cache=False, packed=packed)
     hidden: torch.Tensor = states.last_hidden_state
     return hidden
 

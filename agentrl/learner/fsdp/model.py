@@ -36,7 +36,7 @@ class PackedModel(nn.Module):
 
         Args:
             micro: token ids, positions and rows, on the CPU.
-            at_N: int64, flat positions of the tokens to score, never the first of a row.
+            at_N: int64, positions of the tokens to score, never the first of a row.
             temperature: logits are divided by it.
             entropy_gradient: whether entropies have a gradient too.
 
@@ -45,20 +45,20 @@ class PackedModel(nn.Module):
 
         """
         device = self.hf.device
-        token_ids_R_L, position_ids_R_L, row_R_L = micro.token_ids_R_L, micro.position_ids_R_L, micro.row_R_L
+        token_ids_L, position_ids_L, row_L = micro.token_ids_L, micro.position_ids_L, micro.row_L
+        targets_N = token_ids_L[at_N].to(device)
+        token_ids_R_L, position_ids_R_L, row_R_L = token_ids_L[None], position_ids_L[None], row_L[None]
         if self.separates_rows:
-            token_ids_R_L, position_ids_R_L, row_R_L, at_N = separated(token_ids_R_L, position_ids_R_L, row_R_L, at_N)
-        token_ids_R_L, at_N = token_ids_R_L.to(device), at_N.to(device)
+            token_ids_R_L, position_ids_R_L, row_R_L, at_N = separated(token_ids_L, position_ids_L, row_L, at_N)
         packed = move(packed_rows(position_ids_R_L, row_R_L), device)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             hidden = self.hf.base_model(
-                input_ids=token_ids_R_L,
+                input_ids=token_ids_R_L.to(device),
                 position_ids=position_ids_R_L.to(device),
                 use_cache=False,
                 packed=packed,
             ).last_hidden_state
-            hidden_N_H = hidden.flatten(0, 1).index_select(0, at_N - 1)
-            targets_N = token_ids_R_L.flatten().index_select(0, at_N)
+            hidden_N_H = hidden.flatten(0, 1).index_select(0, at_N.to(device) - 1)
             if len(targets_N) <= self.logits_chunk:
                 return self._score(hidden_N_H, targets_N, temperature, entropy_gradient)
             chunks = zip(

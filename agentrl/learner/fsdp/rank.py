@@ -121,19 +121,19 @@ class FsdpRank:
         return result
 
     def _fields(self, batch: GlobalBatch, micro: MicroBatch, at_N: torch.Tensor) -> dict[str, Any]:
-        """Return the fields of a `LossInput` that the driver set, at flat positions and on the device."""
+        """Return the fields of a `LossInput` that the driver set, at these positions and on the device."""
         fields = {
-            "weight_N": micro.weight_R_L,
-            "advantages_N": micro.advantages_R_L,
-            "logprobs_N": micro.logprobs_R_L,
-            "learner_logprobs_N": micro.learner_logprobs_R_L,
-            "correction_N": micro.correction_R_L,
-            "values_N": micro.values_R_L,
-            "returns_N": micro.returns_R_L,
+            "weight_N": micro.weight_L,
+            "advantages_N": micro.advantages_L,
+            "logprobs_N": micro.logprobs_L,
+            "learner_logprobs_N": micro.learner_logprobs_L,
+            "correction_N": micro.correction_L,
+            "values_N": micro.values_L,
+            "returns_N": micro.returns_L,
         }
-        chosen = {name: None if values is None else values.reshape(-1)[at_N] for name, values in fields.items()}
+        chosen = {name: None if values is None else values[at_N] for name, values in fields.items()}
         numbers = torch.tensor(micro.sequences, dtype=torch.int64)
-        chosen["sequence_N"] = numbers[micro.row_R_L.reshape(-1)[at_N].long()]
+        chosen["sequence_N"] = numbers[micro.row_L[at_N].long()]
         chosen["sequence_size_N"] = torch.tensor(batch.sequence_sizes, dtype=torch.float32)[chosen["sequence_N"]]
         return {name: None if values_N is None else values_N.to(self.device) for name, values_N in chosen.items()}
 
@@ -211,8 +211,8 @@ class FsdpRank:
         found: RowScores = {}
         [micros] = batch.micro
         for micro in micros:
-            row = micro.row_R_L.reshape(-1)
-            at_N = ((row >= 0) & (micro.position_ids_R_L.reshape(-1) > 0)).nonzero()[:, 0]
+            row = micro.row_L
+            at_N = ((row >= 0) & (micro.position_ids_L > 0)).nonzero()[:, 0]
             scored_N = model(micro, at_N, batch.temperature)[0]
             _reshard(model)
             flat = torch.zeros(row.numel())
@@ -309,9 +309,9 @@ class FsdpRank:
 
 
 def _at_mask(micro: MicroBatch) -> torch.Tensor:
-    """Return the flat positions at the loss mask, int64 ``[N]`` on the CPU."""
-    at_N = micro.mask_R_L.reshape(-1).nonzero()[:, 0]
-    assert bool((micro.position_ids_R_L.reshape(-1)[at_N] > 0).all()), "a row's first token cannot be trained on"
+    """Return the positions at the loss mask, int64 ``[N]`` on the CPU."""
+    at_N = micro.mask_L.nonzero()[:, 0]
+    assert bool((micro.position_ids_L[at_N] > 0).all()), "a row's first token cannot be trained on"
     return at_N
 
 

@@ -42,7 +42,7 @@ def test_tokens_weigh_what_the_aggregation_says(aggregation, denominator, steps)
     for seed in range(2):
         data = make_ragged(seed, sizes=(4, 1, 3, 2, 2, 3), agents=3, rewards=(0.0, 1.0))
         batch = {"aggregation": aggregation, "denominator": denominator, "constant_tokens": CONSTANT}
-        sizes = {"tokens_per_bin": 24, "tokens_per_micro": 48}
+        sizes = {"tokens_per_micro": 48}
         config = validate(
             {
                 "batch": batch | sizes,
@@ -58,12 +58,12 @@ def test_tokens_weigh_what_the_aggregation_says(aggregation, denominator, steps)
         for part, groups in zip(parts, np.array_split(data.groups.prompt_ids_G, steps), strict=True):
             packed = pack(part.rows, advantages, trained=part.trained, **packing_options(config, 0))
             found = {
-                (key, place): float(micro.weight_R_L.reshape(-1)[at])
+                (key, place): float(micro.weight_L[at])
                 for share in packed.micro
                 for micro in share
                 for number, key in enumerate(micro.keys)
-                for place, at in enumerate((micro.row_R_L.reshape(-1) == number).nonzero()[:, 0].tolist())
-                if micro.mask_R_L.reshape(-1)[at]
+                for place, at in enumerate((micro.row_L == number).nonzero()[:, 0].tolist())
+                if micro.mask_L[at]
             }
             own = [one for one in data.sequences if one.group in groups]
             trained = [one for one in own if one.of(advantages).any()]

@@ -33,7 +33,7 @@ def row(number, mask, rollout=None, part=0, provenance=Provenance.SAMPLED):
 
 
 def packed(rows, advantages=None, **changes):
-    given_ = {"ranks": 1, "tokens_per_bin": 16, "tokens_per_micro": 32, "pad_id": PAD} | changes
+    given_ = {"ranks": 1, "tokens_per_micro": 32, "pad_id": PAD} | changes
     return pack(rows, {made.key: 1.0 for made in rows} if advantages is None else advantages, **given_)
 
 
@@ -42,16 +42,15 @@ def tokens(batch: GlobalBatch):
     found = {}
     for rank in batch.micro:
         for micro in rank:
-            rows_R_L = micro.row_R_L.numpy()
-            assert rows_R_L.shape[1] % MULTIPLE == 0
-            assert micro.position_ids_R_L[:, 0].eq(0).all()
-            for (r, col), number in np.ndenumerate(rows_R_L):
-                token, position = int(micro.token_ids_R_L[r, col]), int(micro.position_ids_R_L[r, col])
-                if col and rows_R_L[r, col - 1] == number:
-                    assert position == int(micro.position_ids_R_L[r, col - 1]) + 1
+            rows_L = micro.row_L.tolist()
+            assert len(rows_L) % MULTIPLE == 0
+            for at, number in enumerate(rows_L):
+                token, position = int(micro.token_ids_L[at]), int(micro.position_ids_L[at])
+                if at and rows_L[at - 1] == number:
+                    assert position == int(micro.position_ids_L[at - 1]) + 1
                 else:
                     assert position == 0
-                fields = [getattr(micro, name)[r, col].item() for name in _FIELDS]
+                fields = [getattr(micro, name)[at].item() for name in _FIELDS]
                 if number < 0:
                     assert (token, fields) == (PAD, [False, 0, 0, 0, 0, -1, -1])
                     continue
@@ -62,7 +61,7 @@ def tokens(batch: GlobalBatch):
     return found
 
 
-_FIELDS = ("mask_R_L", "weight_R_L", "advantages_R_L", "logprobs_R_L", "provenance_R_L", "versions_R_L", "requests_R_L")
+_FIELDS = ("mask_L", "weight_L", "advantages_L", "logprobs_L", "provenance_L", "versions_L", "requests_L")
 
 
 @st.composite
@@ -73,7 +72,6 @@ def batches(draw):
     made = [row(n, mask, rollout, n) for n, (mask, rollout) in enumerate(zip(masks, rollouts, strict=True))]
     limits = {
         "ranks": draw(st.integers(1, 3)),
-        "tokens_per_bin": draw(st.integers(1, 64)),
         "tokens_per_micro": draw(st.integers(1, 128)),
         "aggregation": draw(st.sampled_from(["token_mean", "rollout_mean"])),
     }
@@ -113,9 +111,7 @@ def test_ranks_get_equally_many_micro_batches_within_the_limits(batch):
     for rank in batch.micro:
         assert rank
         for micro in rank:
-            bins, length = micro.token_ids_R_L.shape
-            assert bins == 1 or bins * length <= limits["tokens_per_micro"]
-            assert length < max(limits["tokens_per_bin"], longest) + MULTIPLE
+            assert len(micro.token_ids_L) < max(limits["tokens_per_micro"], longest) + MULTIPLE
 
 
 @given(batches(), st.randoms(use_true_random=False))
@@ -127,14 +123,14 @@ def test_the_batch_does_not_depend_on_the_order_of_rows(batch, random):
     for mine, theirs in zip(one.micro, other.micro, strict=True):
         for left, right in zip(mine, theirs, strict=True):
             assert left.keys == right.keys
-            assert all(getattr(left, n).equal(getattr(right, n)) for n in ("token_ids_R_L", "row_R_L", *_FIELDS))
+            assert all(getattr(left, n).equal(getattr(right, n)) for n in ("token_ids_L", "row_L", *_FIELDS))
 
 
 @given(batches(), st.integers(1, 4), st.integers(1, 64))
 def test_weights_do_not_depend_on_packing_or_ranks_and_sum_to_1(batch, ranks, size):
     made, limits = batch
     first = tokens(packed(made, **limits))
-    second = tokens(packed(made, **limits | {"ranks": ranks, "tokens_per_bin": size, "tokens_per_micro": 2 * size}))
+    second = tokens(packed(made, **limits | {"ranks": ranks, "tokens_per_micro": size}))
     assert first == second
     assert math.isclose(sum(fields[2] for fields in first.values()), 1 if trained(made) else 0, rel_tol=1e-5)
 
@@ -200,11 +196,11 @@ def test_supervised_batches_may_weigh_the_context():
     weight   0 c 1/2 1/2 with c = 0.3, the only context token that something comes before
     """
     made = [row(0, [0, 0, 1, 1], provenance=Provenance.DEMONSTRATED)]
-    batch = pack(made, ranks=1, tokens_per_bin=8, tokens_per_micro=8, pad_id=PAD, kind="sft", context_weight=0.3)
+    batch = pack(made, ranks=1, tokens_per_micro=8, pad_id=PAD, kind="sft", context_weight=0.3)
     micro = batch.micro[0][0]
-    assert micro.weight_R_L[0].tolist() == pytest.approx([0, 0.3, 0.5, 0.5, 0, 0, 0, 0])
-    assert micro.mask_R_L[0].tolist() == [False, True, True, True, False, False, False, False]
-    assert micro.advantages_R_L.eq(0).all()
+    assert micro.weight_L[:5].tolist() == pytest.approx([0, 0.3, 0.5, 0.5, 0])
+    assert micro.mask_L.nonzero()[:, 0].tolist() == [1, 2, 3]
+    assert micro.advantages_L.eq(0).all()
     check_provenance(batch)
 
 
@@ -213,7 +209,7 @@ def test_the_context_is_refused_outside_supervised_batches():
         packed([row(0, [0, 1])], context_weight=0.3)
 
 
-@pytest.mark.parametrize("name", ["ranks", "tokens_per_bin", "tokens_per_micro"])
+@pytest.mark.parametrize("name", ["ranks", "tokens_per_micro"])
 def test_limits_below_1_are_refused(name):
     with pytest.raises(ValueError, match=f"{name}=0"):
         packed([row(0, [0, 1])], **{name: 0})
@@ -231,11 +227,11 @@ def test_advantages_by_rollout_by_row_and_by_token():
 
 def test_rounding_up_to_the_ranks_splits_groups_before_it_adds_empty_ones():
     made = [row(number, [0, 1] * 8) for number in range(3)]
-    batch = packed(made, ranks=2, tokens_per_bin=16, tokens_per_micro=1024)
+    batch = packed(made, ranks=2, tokens_per_micro=1024)
     assert [[len(micro.keys) for micro in rank] for rank in batch.micro] == [[2], [1]]
     alone = packed(made[:1], ranks=2)
     assert [[len(micro.keys) for micro in rank] for rank in alone.micro] == [[1], [0]]
     empty = alone.micro[1][0]
-    assert empty.token_ids_R_L.shape == (1, MULTIPLE)
-    assert empty.weight_R_L.sum() == 0
-    assert empty.row_R_L.eq(-1).all()
+    assert empty.token_ids_L.shape == (MULTIPLE,)
+    assert empty.weight_L.sum() == 0
+    assert empty.row_L.eq(-1).all()

@@ -86,7 +86,7 @@ def make_batch(
     rows = make_rows(lengths, seed) if rows is None else rows
     rng = np.random.default_rng(seed + 1)
     advantages = {row.key.rollout_id: float(rng.normal()) for row in rows}
-    sizes = {"ranks": ranks, "tokens_per_bin": bin_, "tokens_per_micro": micro}
+    sizes = {"ranks": ranks, "tokens_per_micro": micro}
     return pack(rows, advantages, **sizes, pad_id=0, provenance=provenance)
 
 

@@ -46,7 +46,7 @@ def constant(rows: list[Row], value: float) -> dict[RowKey, np.ndarray]:
 
 
 def value_batch(rows: list[Row], returns: dict[RowKey, np.ndarray], **sizes: int) -> GlobalBatch:
-    sizes = {"ranks": 1, "tokens_per_bin": 64, "tokens_per_micro": 128, "pad_id": 0} | sizes
+    sizes = {"ranks": 1, "tokens_per_micro": 128, "pad_id": 0} | sizes
     return pack(rows, kind="value", returns=returns, values=constant(rows, 0.0), **sizes)  # type: ignore[arg-type]
 
 
@@ -110,7 +110,7 @@ def test_the_gradient_does_not_depend_on_packing_order_ranks_or_chunks(critic, d
     returns = {row.key: rng.normal(size=len(row.mask)).astype(np.float32) for row in rows}
     wanted = gradient(critic, value_batch(rows, returns))
     found = {
-        "packing": gradient(critic, value_batch(rows, returns, tokens_per_bin=8, tokens_per_micro=8)),
+        "packing": gradient(critic, value_batch(rows, returns, tokens_per_micro=8)),
         "order": gradient(critic, value_batch(rows[::-1], returns)),
         "ranks": gradient(critic, value_batch(rows, returns, ranks=2, tokens_per_micro=64)),
     }
@@ -219,7 +219,6 @@ def test_it_shares_the_process_with_the_policy_and_changes_nothing_of_it(model):
                 rows,
                 {row.key.rollout_id: 1.0 for row in rows},
                 ranks=1,
-                tokens_per_bin=64,
                 tokens_per_micro=64,
                 pad_id=0,
             )

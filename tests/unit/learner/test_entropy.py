@@ -15,7 +15,7 @@ def test_the_bonus_alone_raises_the_entropy(learners, logits_chunk):
     learner = learners.open(algo=make_algo(entropy_coef=1.0), lr=3e-3, max_grad_norm=1.0, logits_chunk=logits_chunk)
     batch = make_batch(LENGTHS)
     for micro in batch.micro[0]:
-        micro.advantages_R_L.zero_()
+        micro.advantages_L.zero_()
     found = [learner.train_step(batch)["train/entropy"] for _ in range(12)]
     assert found[-1] > found[0] + 0.1
 
@@ -24,5 +24,5 @@ def test_without_it_and_without_advantages_nothing_moves(learners):
     learner = learners.open(algo=make_algo(), lr=3e-3, max_grad_norm=1.0)
     batch = make_batch(LENGTHS)
     for micro in batch.micro[0]:
-        micro.advantages_R_L.zero_()
+        micro.advantages_L.zero_()
     assert [learner.train_step(batch)["train/grad_norm"] for _ in range(2)] == [0.0, 0.0]

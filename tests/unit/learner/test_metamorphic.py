@@ -127,7 +127,7 @@ def shuffled(rollouts: Sequence[Rollout], rng: np.random.Generator) -> list[Roll
 
 def make_config(algo: dict[str, object], aggregation: str, **batch: int) -> Config:
     ranks = batch.pop("ranks", 1)
-    sizes = {"tokens_per_bin": 512, "tokens_per_micro": 1024} | batch
+    sizes = {"tokens_per_micro": 1024} | batch
     return validate({"algo": algo, "batch": {"aggregation": aggregation, **sizes}, "learner": {"ranks": ranks}})
 
 
@@ -201,8 +201,8 @@ def test_the_gradient_stays(algo, aggregation, dtype, learners, folders):
         cut = [cut_anywhere(script, rng) for script in scripts]
         assert sum(len(each.rows) for each in cut) > 1.5 * len(scripts)
         wanted = gradient(learner, config, whole, dtype)
-        small = make_config(algo, aggregation, tokens_per_bin=8, tokens_per_micro=8)
-        ranks = make_config(algo, aggregation, tokens_per_bin=32, tokens_per_micro=64, ranks=2)
+        small = make_config(algo, aggregation, tokens_per_micro=8)
+        ranks = make_config(algo, aggregation, tokens_per_micro=64, ranks=2)
         found = {
             "cut": gradient(learner, config, cut, dtype),
             "prefix": gradient(learner, config, [first_prompt_again(script, rng) for script in scripts], dtype),
@@ -243,6 +243,6 @@ def test_a_rollout_of_many_rows_counts_once_in_its_group():
     weights = dict.fromkeys(whole, 0.0)
     for micro in batch.micro[0]:
         for number, key in enumerate(micro.keys):
-            weights[key.rollout_id] += float(micro.weight_R_L[micro.row_R_L == number].sum())
+            weights[key.rollout_id] += float(micro.weight_L[micro.row_L == number].sum())
     weighing = [weights[name] for name, advantage in whole.items() if advantage]
     assert weighing == pytest.approx([1 / len(weighing)] * len(weighing), rel=1e-5)

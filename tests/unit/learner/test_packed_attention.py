@@ -100,12 +100,12 @@ def test_packed_logprobs_equal_a_plain_forward_of_each_row(tmp_path, family):
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     batch = make_batch([30, 50, 20, 7, 60, 33], bin_=256, micro=256)
     [micro] = batch.micro[0]
-    row = micro.row_R_L.flatten()
-    at = ((row >= 0) & (micro.position_ids_R_L.flatten() > 0)).nonzero()[:, 0]
+    row = micro.row_L
+    at = ((row >= 0) & (micro.position_ids_L > 0)).nonzero()[:, 0]
     found, entropy = policy(micro, at, 0.7)
     assert len(micro.keys) == 6
     for number in range(6):
-        ids = micro.token_ids_R_L.flatten()[row == number]
+        ids = micro.token_ids_L[row == number]
         scores = (plain(ids[None]).logits[0].double() / 0.7).log_softmax(-1)[:-1]
         here = row[at] == number
         assert torch.allclose(found[here].double(), scores.gather(1, ids[1:, None])[:, 0], atol=2e-5)

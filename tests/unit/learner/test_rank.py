@@ -43,7 +43,7 @@ def test_the_gradient_is_that_of_a_plain_model_and_a_plain_loss(learners, model)
             ids = torch.from_numpy(row.token_ids).long()
             scores = plain(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
             at = torch.from_numpy(row.mask[1:]).bool()
-            advantage = micro.advantages_R_L[(micro.row_R_L == number) & micro.mask_R_L][0]
+            advantage = micro.advantages_L[(micro.row_L == number) & micro.mask_L][0]
             ratio = (scores - torch.from_numpy(row.logprobs[1:])).exp()[at]
             loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / total
             loss.backward()
@@ -230,8 +230,8 @@ def test_a_batch_with_a_token_that_was_not_sampled_is_refused_before_anything_ch
     before = tensors(learner)
     batch = copy.deepcopy(make_batch(LENGTHS))
     micro = batch.micro[0][-1]
-    at = tuple(micro.mask_R_L.nonzero()[0])
-    micro.provenance_R_L[at] = Provenance.OBSERVED
+    at = int(micro.mask_L.nonzero()[0])
+    micro.provenance_L[at] = Provenance.OBSERVED
     with pytest.raises(ProvenanceError):
         learner.train_step(batch)
     assert all(torch.equal(value, before[name]) for name, value in tensors(learner).items())
@@ -240,10 +240,10 @@ def test_a_batch_with_a_token_that_was_not_sampled_is_refused_before_anything_ch
 def test_a_warning_trains_all_but_tokens_that_were_not_sampled(learners, caplog):
     wanted, rows = copy.deepcopy(make_batch(LENGTHS)), make_rows(LENGTHS)
     micro = wanted.micro[0][0]
-    at = tuple(micro.mask_R_L.nonzero()[0])
-    key, place = micro.keys[int(micro.row_R_L[at])], int(micro.position_ids_R_L[at])
+    at = int(micro.mask_L.nonzero()[0])
+    key, place = micro.keys[int(micro.row_L[at])], int(micro.position_ids_L[at])
     for name in ("mask", "weight", "advantages"):
-        getattr(micro, f"{name}_R_L")[at] = 0
+        getattr(micro, f"{name}_L")[at] = 0
     learner = learners.open()
     plain = gradients(learner, wanted, torch.float32)
     [bad] = [row for row in rows if row.key == key]
@@ -291,7 +291,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(learners):
     learner = learners.open()
     before, good = tensors(learner), make_batch(LENGTHS)
     broken = copy.deepcopy(good)
-    broken.micro[0][0].advantages_R_L[broken.micro[0][0].mask_R_L] = float("inf")
+    broken.micro[0][0].advantages_L[broken.micro[0][0].mask_L] = float("inf")
     metrics = learner.train_step(broken)
     assert metrics["train/nonfinite_gradients"] == 1
     assert "train/grad_norm" not in metrics

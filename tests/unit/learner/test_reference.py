@@ -34,7 +34,7 @@ def other(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def without_advantages(batch: GlobalBatch) -> GlobalBatch:
     for micro in batch.micro[0]:
-        micro.advantages_R_L.zero_()
+        micro.advantages_L.zero_()
     return batch
 
 
@@ -104,7 +104,7 @@ def test_the_gradient_is_that_of_two_plain_models(learners, model, other):
             new = scores(plain)
             with torch.no_grad():
                 reference = scores(frozen)
-            advantage = micro.advantages_R_L[(micro.row_R_L == number) & micro.mask_R_L][0]
+            advantage = micro.advantages_L[(micro.row_L == number) & micro.mask_L][0]
             ratio = (new - torch.from_numpy(row.logprobs[1:])[at]).exp()
             policy = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
             apart = (reference - new).exp() - 1 - (reference - new)

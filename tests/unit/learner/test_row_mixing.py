@@ -49,24 +49,21 @@ MIXING: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def bins(*rows: list[int], length: int) -> MicroBatch:
-    """Rows one after the other in bins of ``length`` tokens, with padding where the next row does not fit."""
+def packed(*rows: list[int], length: int) -> MicroBatch:
+    """Rows one after the other, with padding to a multiple of ``length``."""
     tokens, positions, numbers = [], [], []
     for number, row in enumerate(rows):
-        pad = -len(tokens) % length
-        if pad and pad < len(row):
-            tokens, positions, numbers = tokens + [0] * pad, positions + list(range(pad)), numbers + [-1] * pad
         tokens, positions, numbers = tokens + row, positions + list(range(len(row))), numbers + [number] * len(row)
     pad = -len(tokens) % length
     tokens, positions, numbers = tokens + [0] * pad, positions + list(range(pad)), numbers + [-1] * pad
-    shaped = [torch.tensor(values).view(-1, length) for values in (tokens, positions, numbers)]
-    zeros = torch.zeros_like(shaped[0])
-    return MicroBatch(shaped[0], shaped[1], shaped[2].int(), zeros, zeros, zeros, zeros, zeros, zeros, zeros, ())
+    made = [torch.tensor(values) for values in (tokens, positions, numbers)]
+    zeros = torch.zeros_like(made[0])
+    return MicroBatch(made[0], made[1], made[2].int(), zeros, zeros, zeros, zeros, zeros, zeros, zeros, ())
 
 
 def scored(policy: PolicyModel, micro: MicroBatch) -> torch.Tensor:
-    real = (micro.row_R_L >= 0) & (micro.position_ids_R_L > 0)
-    return policy(micro, real.flatten().nonzero()[:, 0], 1.0)[0]
+    real = (micro.row_L >= 0) & (micro.position_ids_L > 0)
+    return policy(micro, real.nonzero()[:, 0], 1.0)[0]
 
 
 def gradients(policy: PolicyModel, loss: torch.Tensor) -> list[torch.Tensor]:
@@ -86,8 +83,8 @@ def test_packed_rows_count_as_if_each_was_alone(tmp_path: Path, kind: str) -> No
     policy = load_policy(model(tmp_path, kind, MIXING[kind]), LearnerConfig())
     assert policy.separates_rows
     rows = [[5, 9, 2, 7, 1, 8], [3, 3, 4], [11, 2, 30, 40, 9], [63, 1]]
-    together = scored(policy, bins(*rows, length=10))
-    alone = torch.cat([scored(policy, bins(row, length=len(row))) for row in rows])
+    together = scored(policy, packed(*rows, length=10))
+    alone = torch.cat([scored(policy, packed(row, length=len(row))) for row in rows])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     weights = torch.linspace(0.5, 1.5, len(together))
     for found, wanted in zip(
@@ -101,15 +98,15 @@ def test_a_model_of_attention_alone_keeps_its_packed_rows(tmp_path: Path) -> Non
 
 
 @given(st.lists(st.integers(1, 9), max_size=8), st.integers(9, 20))
-def test_separated_rows_are_those_of_the_bins(lengths: list[int], length: int) -> None:
-    """``a0 a1 b0 | c0 . .`` becomes ``a0 a1 | b0 . | c0 .``."""
+def test_separated_rows_are_those_that_were_packed(lengths: list[int], length: int) -> None:
+    """``a0 a1 b0 c0 . .`` becomes ``a0 a1 | b0 . | c0 .``."""
     rows = [[100 * number + at + 1 for at in range(size)] for number, size in enumerate(lengths)]
-    micro = bins(*rows, length=length) if rows else bins([1], length=length)
+    micro = packed(*rows, length=length) if rows else packed([1], length=length)
     if not rows:
-        micro.row_R_L.fill_(-1)
-    real = (micro.row_R_L.flatten() >= 0).nonzero()[:, 0]
-    ids, positions, numbers, at = separated(micro.token_ids_R_L, micro.position_ids_R_L, micro.row_R_L, real)
-    assert torch.equal(ids.flatten()[at], micro.token_ids_R_L.flatten()[real])
+        micro.row_L.fill_(-1)
+    real = (micro.row_L >= 0).nonzero()[:, 0]
+    ids, positions, numbers, at = separated(micro.token_ids_L, micro.position_ids_L, micro.row_L, real)
+    assert torch.equal(ids.flatten()[at], micro.token_ids_L[real])
     assert [row[numbers[index] >= 0].tolist() for index, row in enumerate(ids)] == (rows or [[]])
     assert torch.equal(positions, torch.arange(ids.shape[1]).expand_as(positions))
     assert numbers.shape == ids.shape

@@ -178,7 +178,7 @@ def test_workers_change_nothing() -> None:
     def ids(workers: int) -> list[list[int]]:
         run = config("sft.steps=4", f"sft.workers={workers}")
         found = batches(run, Demonstrations(run, RendererOf(WARM, RenderConfig())))
-        return [micro.token_ids_R_L.flatten().tolist() for batch in found for [micro] in batch.micro]
+        return [micro.token_ids_L.tolist() for batch in found for [micro] in batch.micro]
 
     assert ids(0) == ids(2)
 
@@ -187,10 +187,10 @@ def test_batches_weigh_policy_and_context() -> None:
     run = config("sft.steps=1", "sft.context_weight=0.3")
     [batch] = batches(run, Demonstrations(run, RendererOf(WARM, RenderConfig())))
     [[micro]] = batch.micro
-    said = micro.provenance_R_L == Provenance.DEMONSTRATED
+    said = micro.provenance_L == Provenance.DEMONSTRATED
     assert batch.kind == "sft"
-    assert float(micro.weight_R_L[said].sum()) == pytest.approx(1.0, abs=1e-4)
-    assert float(micro.weight_R_L[~said].sum()) == pytest.approx(0.3, abs=1e-4)
+    assert float(micro.weight_L[said].sum()) == pytest.approx(1.0, abs=1e-4)
+    assert float(micro.weight_L[~said].sum()) == pytest.approx(0.3, abs=1e-4)
     assert batch.metrics["sft/reward"] == 1.0
 
 

@@ -93,21 +93,21 @@ def test_a_gate_holds_requests_and_abort_gives_half() -> None:
 
 
 def batch() -> GlobalBatch:
-    """One bin of two rows, 3 and 2 tokens, and one of padding."""
-    row = torch.tensor([[0, 0, 0, 1, 1, -1]], dtype=torch.int32)
-    zeros = torch.zeros(1, 6)
+    """Two packed rows, 3 and 2 tokens, and one token of padding."""
+    row = torch.tensor([0, 0, 0, 1, 1, -1], dtype=torch.int32)
+    zeros = torch.zeros(6)
     keys = (RowKey("p", "a"), RowKey("p", "b"))
     micro = MicroBatch(
-        token_ids_R_L=zeros.long(),
-        position_ids_R_L=zeros.long(),
-        row_R_L=row,
-        mask_R_L=zeros.bool(),
-        weight_R_L=zeros,
-        advantages_R_L=zeros,
-        logprobs_R_L=torch.arange(6.0)[None],
-        provenance_R_L=zeros.byte(),
-        versions_R_L=zeros.int(),
-        requests_R_L=zeros.int(),
+        token_ids_L=zeros.long(),
+        position_ids_L=zeros.long(),
+        row_L=row,
+        mask_L=zeros.bool(),
+        weight_L=zeros,
+        advantages_L=zeros,
+        logprobs_L=torch.arange(6.0),
+        provenance_L=zeros.byte(),
+        versions_L=zeros.int(),
+        requests_L=zeros.int(),
         keys=keys,
     )
     return GlobalBatch(micro=((micro,),))

@@ -153,7 +153,7 @@ def test_rollouts_without_an_advantage_count_in_the_denominators_if_they_shall()
         [step] = optimizer_steps(config, groups, advantages)
         batch = pack(step.rows, advantages, trained=step.trained, **packing_options(config, 0))
         assert batch.metrics["batch/rows"] == 2
-        weight = sum(float(micro.weight_R_L.sum()) for share in batch.micro for micro in share)
+        weight = sum(float(micro.weight_L.sum()) for share in batch.micro for micro in share)
         assert weight == pytest.approx(2 / counted)
         assert live_share(groups, advantages) == 0.5
 

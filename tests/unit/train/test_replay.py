@@ -127,7 +127,7 @@ def test_a_step_of_several_optimizer_steps(tmp_path: Path) -> None:
 
 def test_batches_are_packed_as_the_run_says(tmp_path: Path) -> None:
     given = config(
-        "sampler.temperature=0.7", "learner.ranks=2", "batch.tokens_per_bin=8", "batch.aggregation=rollout_mean"
+        "sampler.temperature=0.7", "learner.ranks=2", "batch.tokens_per_micro=8", "batch.aggregation=rollout_mean"
     )
     rollouts = groups("a", "b")
     for each in rollouts:
@@ -136,12 +136,12 @@ def test_batches_are_packed_as_the_run_says(tmp_path: Path) -> None:
     asyncio.run(train(tmp_path, samples_file(tmp_path, rollouts), learner, given))
     [batch] = learner.batches
     assert (batch.temperature, len(batch.micro)) == (0.7, 2)
-    bins = [keys for share in batch.micro for micro in share for keys in micro.row_R_L.tolist()]
-    assert all(len(set(row) - {-1}) <= 1 for row in bins), "a row is longer than 8 tokens, so it has a bin for itself"
+    keys = [micro.keys for share in batch.micro for micro in share]
+    assert all(len(each) <= 1 for each in keys), "a row is longer than 8 tokens, so it has a micro-batch for itself"
     total = dict.fromkeys(("a/0", "a/1", "b/0", "b/1"), 0.0)
     for micro in (micro for share in batch.micro for micro in share):
         for number, key in enumerate(micro.keys):
-            total[key.rollout_id] += float(micro.weight_R_L[micro.row_R_L == number].sum())
+            total[key.rollout_id] += float(micro.weight_L[micro.row_L == number].sum())
     assert total == pytest.approx(dict.fromkeys(total, 0.25))
 
 

@@ -202,8 +202,8 @@ def test_a_teachers_term_is_trained_on_and_logged_until_it_fails(tmp_path: Path)
     assert (learner.steps, saved_state(tmp_path)["step"]) == (2, 2)
     for row, batch in zip(steps(tmp_path), learner.batches, strict=True):
         micros = [micro for rank in batch.micro for micro in rank]
-        gaps = torch.cat([(micro.logprobs_R_L + 3)[micro.mask_R_L] for micro in micros])
-        advantages = torch.cat([micro.advantages_R_L[micro.mask_R_L] for micro in micros])
+        gaps = torch.cat([(micro.logprobs_L + 3)[micro.mask_L] for micro in micros])
+        advantages = torch.cat([micro.advantages_L[micro.mask_L] for micro in micros])
         torch.testing.assert_close(advantages, -gaps)
         assert row["train/teacher_kl"] == row["train/teacher_kl/a"] == pytest.approx(float(gaps.mean()), rel=1e-5)
         assert "time/teachers_s" in row
