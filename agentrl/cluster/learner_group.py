@@ -20,8 +20,9 @@ from agentrl.cluster.ray_runtime import RayRuntime, store_bytes
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.distributed.base import TensorSpec, WeightGroup
+from agentrl.distributed.flat_bucket import views
 from agentrl.learner.base import RowLogprobs, RowScores, WeightBucket
-from agentrl.learner.export.bucket import RankBucket, views
+from agentrl.learner.export.bucket import RankBucket
 from agentrl.obs.waiting import waiting
 
 

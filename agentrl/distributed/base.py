@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LOAD_FORMAT = "flattened_bucket"
+"""SGLang's ``load_format`` of a bucket that is one tensor of bytes; see `agentrl.distributed.flat_bucket`."""
+
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:

@@ -113,7 +113,7 @@ class WeightBucket(Protocol):
 
     @property
     def specs(self) -> Sequence[TensorSpec]:
-        """Names, dtypes and shapes of the weights, in the order in which they are sent."""
+        """Names, dtypes and shapes of the weights, in the order in which they follow each other in memory."""
         ...
 
     @property
@@ -130,7 +130,7 @@ class WeightBucket(Protocol):
         ...
 
     def broadcast(self) -> None:
-        """Broadcast the weights from rank 0, in order, in the group that `LearnerGroup.join_group` joined.
+        """Broadcast the weights from rank 0, as one tensor of bytes, in the group that `LearnerGroup.join_group` joined.
 
         Raises:
             EngineError: another process of the group died or is too slow, or `leave_group` was called.
@@ -141,7 +141,7 @@ class WeightBucket(Protocol):
     def share(self) -> list[str]:
         """Return, by rank, handles that open the weights in another process on the same GPU.
 
-        Each is what SGLang's ``/update_weights_from_tensor`` takes: a pickle of names and CUDA handles, in base64.
+        Each is a bucket as SGLang's ``/update_weights_from_tensor`` takes it; see `agentrl.distributed.flat_bucket.serialize`.
 
         Raises:
             LearnerError: the weights are not on a GPU.

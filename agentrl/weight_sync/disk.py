@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from agentrl.distributed.base import TensorSpec
+from agentrl.distributed.flat_bucket import bytes_of
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup
 from agentrl.weight_sync.engines import UpdateCheck, call_all
@@ -67,7 +64,7 @@ class DiskSync:
             await asyncio.to_thread(bucket.save, folder / file)
             await check.add(bucket)
             places |= {spec.name: file for spec in bucket.specs}
-            size += sum(map(_bytes, bucket.specs))
+            size += bytes_of(*bucket.specs)
         index = {"metadata": {"total_size": size}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
@@ -75,8 +72,3 @@ class DiskSync:
 def _create_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-
-
-def _bytes(spec: TensorSpec) -> int:
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    return math.prod(spec.shape) * dtype.itemsize

@@ -11,8 +11,8 @@ from conformance.engine import GREEDY, Engine, prompt, sample
 from transformers import PreTrainedModel
 
 from agentrl.core.errors import LearnerError, SamplerError
+from agentrl.distributed.flat_bucket import serialize_tensors
 from agentrl.inference.client.sglang_client import SGLangClient
-from agentrl.inference.client.weight_updates import pickle_tensors
 from agentrl.learner.base import WeightBucket
 from agentrl.learner.export.bucket import NamedTensors, RankBucket
 from agentrl.learner.export.exporter import WeightExporter
@@ -25,7 +25,7 @@ BUCKET = 40_000
 
 def by_value(bucket: RankBucket) -> WeightBucket:
     """Has the bucket share its weights by value: on a CPU there are no handles."""
-    bucket.share = lambda: [pickle_tensors(bucket.tensors())]  # type: ignore[method-assign]
+    bucket.share = lambda: [serialize_tensors(bucket.tensors())]  # type: ignore[method-assign]
     return bucket
 
 

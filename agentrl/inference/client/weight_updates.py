@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import EngineError, SamplerError
-from agentrl.distributed.base import TensorSpec, WeightGroup
+from agentrl.distributed.base import LOAD_FORMAT, TensorSpec, WeightGroup
 from agentrl.inference.client.control import ControlEndpoint, ControlRefused
 
 if TYPE_CHECKING:
@@ -145,7 +143,9 @@ class SGLangWeightUpdates:
 
     async def from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
         """Load one bucket of weights from the request."""
-        body: dict[str, Any] = {"serialized_named_tensors": [pickle_tensors(named)]}
+        from agentrl.distributed.flat_bucket import serialize_tensors
+
+        body: dict[str, Any] = {"serialized_named_tensors": [serialize_tensors(named)]}
         await self._bucket("/update_weights_from_tensor", body, version, last=last)
 
     async def from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
@@ -192,7 +192,7 @@ class SGLangWeightUpdates:
 
     async def _bucket(self, path: str, body: dict[str, Any], version: int, *, last: bool, once: bool = False) -> None:
         await self.begin()
-        body["flush_cache"] = last
+        body |= {"load_format": LOAD_FORMAT, "flush_cache": last}
         if last:
             body["weight_version"] = str(version)
         before, self._changed = self._changed, True
@@ -275,10 +275,3 @@ class SGLangWeightUpdates:
         # A client that is gone may have left an update open: a sender of all weights may begin again.
         await self._control.call("/end_weight_update", {})
         await self._control.call("/begin_weight_update", {})
-
-
-def pickle_tensors(named: Sequence[tuple[str, torch.Tensor]]) -> str:
-    """Return tensors in SGLang's format: a base64 pickle, by value."""
-    # Sharing a CPU tensor by file descriptor crashes SGLang's scheduler. A view would carry its whole storage.
-    pairs = [(name, tensor.detach().cpu().contiguous().clone()) for name, tensor in named]
-    return base64.b64encode(pickle.dumps(pairs)).decode()

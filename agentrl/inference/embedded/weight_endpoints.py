@@ -12,7 +12,7 @@ from agentrl.inference.embedded.errors import BadRequestError
 from agentrl.inference.embedded.replies import Body, json_reply, with_body
 from agentrl.inference.embedded.scheduler import Scheduler
 from agentrl.inference.embedded.weight_staging import WeightStaging
-from agentrl.inference.embedded.weights import read_named_tensors
+from agentrl.inference.embedded.weights import check_load_format, read_bucket
 
 
 class WeightEndpoints:
@@ -52,9 +52,8 @@ class WeightEndpoints:
 
     async def update_from_tensor(self, body: Body) -> Response:
         """Load the tensors in the body; begin and end are optional, as in SGLang before 0.5.23."""
-        if body.get("load_format") is not None:
-            raise BadRequestError(f"load_format={body['load_format']!r}: not supported by the embedded engine")
-        named = read_named_tensors(body.get("serialized_named_tensors") or [])
+        check_load_format(body)
+        named = read_bucket(body.get("serialized_named_tensors") or [])
         await self._staging.stage(named, _version(body), last=body.get("flush_cache") is not False)
         return _updated()
 

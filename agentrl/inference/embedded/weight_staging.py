@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from agentrl.core.errors import EngineError
-from agentrl.distributed.base import WeightGroup
+from agentrl.distributed.base import TensorSpec, WeightGroup
 from agentrl.distributed.broadcast_group import BroadcastGroup
+from agentrl.distributed.flat_bucket import bytes_of, views
 from agentrl.inference.embedded.errors import BadRequestError
 from agentrl.inference.embedded.scheduler import Scheduler
+from agentrl.inference.embedded.weights import check_load_format
 from agentrl.models.weight_checksum import tensor_checksum
 
 _TIMEOUT_S = 300.0
@@ -87,20 +89,19 @@ class WeightStaging:
         await asyncio.to_thread(group.close)
 
     async def receive_broadcast(self, body: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-        """Receive the tensors that an ``/update_weights_from_distributed`` body describes.
+        """Receive the bucket that an ``/update_weights_from_distributed`` body describes, as one tensor of bytes.
 
         Raises:
             BadRequestError: they do not fit the model, the group does not exist, or the broadcast failed.
         """
-        if body.get("load_format") is not None:
-            raise BadRequestError(f"load_format={body['load_format']!r}: not supported by the embedded engine")
+        check_load_format(body)
         group = self._groups.get(str(body.get("group_name")))
         if group is None:
             raise BadRequestError(f"Failed to receive weights: there is no group {body.get('group_name')!r}")
-        named = _allocate(body)
+        flat, named = _allocate(body)
         self._scheduler.model.check_weights([(name, tensor.shape) for name, tensor in named])
         try:
-            await asyncio.to_thread(group.broadcast, [tensor for _, tensor in named])
+            await asyncio.to_thread(group.broadcast, [flat])
         except EngineError as error:
             raise BadRequestError(f"Failed to receive weights: {error}") from error
         return named
@@ -115,15 +116,14 @@ class WeightStaging:
         return {name: tensor_checksum(tensor) for name, tensor in self._scheduler.model.parameters()}
 
 
-def _allocate(body: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """Return uninitialised tensors of the names, dtypes and shapes of a body."""
-    named = []
+def _allocate(body: Mapping[str, Any]) -> tuple[Tensor, list[tuple[str, Tensor]]]:
+    """Return uninitialised bytes, and the tensors in them, of the names, dtypes and shapes of a body."""
     try:
-        for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
-            kind = getattr(torch, dtype)
-            if not isinstance(kind, torch.dtype):
-                raise BadRequestError(f"dtypes has {dtype!r}, which is not a dtype of torch")
-            named.append((str(name), torch.empty([int(size) for size in shape], dtype=kind)))
+        specs = [
+            TensorSpec(str(name), str(dtype), tuple(int(size) for size in shape))
+            for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True)
+        ]
+        flat = torch.empty(bytes_of(*specs), dtype=torch.uint8)
+        return flat, views(specs, flat)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise BadRequestError(f"names, dtypes and shapes: {type(error).__name__} {error}") from error
-    return named

@@ -6,12 +6,14 @@ import base64
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from agentrl.distributed.base import LOAD_FORMAT
 from agentrl.inference.embedded.errors import BadRequestError
 
 
@@ -22,36 +24,47 @@ def _storage(data: bytes) -> Any:
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
-    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
     ("torch.storage", "_load_from_bytes"): _storage,
     ("collections", "OrderedDict"): OrderedDict,
+    ("types", "SimpleNamespace"): SimpleNamespace,
 }
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
         if (module, name) not in _ALLOWED:
             raise BadRequestError(f"serialized_named_tensors holds {module}.{name}: tensors only, pickled by value")
         return _ALLOWED[module, name]
 
 
-def read_named_tensors(serialized: Sequence[str]) -> list[tuple[str, Tensor]]:
-    """Return the ``(name, tensor)`` pairs of a base64 pickle. SGLang takes one per tensor-parallel rank; here is one rank.
+def check_load_format(body: Mapping[str, Any]) -> None:
+    """Check that a request is about one flat bucket.
 
     Raises:
-        BadRequestError: it cannot be read, or holds anything but tensors.
+        BadRequestError: it has another ``load_format``.
+    """
+    if (found := body.get("load_format")) != LOAD_FORMAT:
+        raise BadRequestError(f"load_format={found!r}: the embedded engine supports {LOAD_FORMAT} only")
+
+
+def read_bucket(serialized: Sequence[str]) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a bucket by name: views. SGLang takes one string per tensor-parallel rank; here is one rank.
+
+    Raises:
+        BadRequestError: it cannot be read, or is not a bucket.
     """
     if not serialized or not isinstance(serialized[0], str):
         raise BadRequestError("serialized_named_tensors must hold one base64 string")
     try:
-        named = _Unpickler(io.BytesIO(base64.b64decode(serialized[0], validate=True))).load()
+        bucket = _Unpickler(io.BytesIO(base64.b64decode(serialized[0], validate=True))).load()
+        flat = bucket["flattened_tensor"]
+        return [
+            (str(one.name), flat[one.start_idx : one.end_idx].view(one.dtype).reshape(one.shape))
+            for one in bucket["metadata"]
+        ]
     except BadRequestError:
         raise
     except Exception as error:  # a broken pickle can raise anything
         raise BadRequestError(f"serialized_named_tensors cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(named, list):
-        raise BadRequestError(f"serialized_named_tensors holds a {type(named).__name__}, not a list")
-    for pair in named:
-        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[1], Tensor)):
-            raise BadRequestError("serialized_named_tensors must hold pairs of a name and a tensor")
-    return [(str(name), tensor) for name, tensor in named]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,17 +11,10 @@ from safetensors.torch import save_file
 
 from agentrl.core.file_modes import give_default_mode
 from agentrl.distributed.base import TensorSpec
+from agentrl.distributed.flat_bucket import bytes_of, packed, spec_of, views
 from agentrl.learner.base import WeightSource
 from agentrl.learner.export.broadcaster import WeightBroadcaster
 from agentrl.learner.export.cuda_ipc import SharedMemory
-
-ALIGNMENT = 16
-"""Bytes. Each weight begins at a multiple of it, as vectorized copies need."""
-
-
-def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Return name, dtype and shape of a tensor."""
-    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +24,7 @@ class Plan:
     specs: tuple[TensorSpec, ...]
     """In the order of their memory."""
     size: int
-    """Bytes, with alignment."""
+    """Bytes."""
     last: bool
     """Whether no bucket follows."""
 
@@ -41,25 +33,14 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Plan]:
     """Divide weights into buckets of at most ``bucket_bytes``; a larger weight gets a separate bucket."""
     parts: list[tuple[list[TensorSpec], int]] = []
     for spec in specs:
-        if parts:
-            chosen, size = parts[-1]
-            end = _aligned(size) + _bytes(spec)
-            if end <= bucket_bytes:
-                parts[-1] = ([*chosen, spec], end)
-                continue
-        parts.append(([spec], _bytes(spec)))
-    return [Plan(tuple(chosen), size, chosen is parts[-1][0]) for chosen, size in parts]
-
-
-def views(specs: Sequence[TensorSpec], flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Return the weights in ``flat``, uint8 bytes in which they follow each other, aligned."""
-    found = []
-    offset = 0
-    for spec in specs:
-        part = flat[offset : offset + _bytes(spec)]
-        found.append((spec.name, part.view(getattr(torch, spec.dtype)).view(spec.shape)))
-        offset = _aligned(offset + _bytes(spec))
-    return found
+        size = bytes_of(spec)
+        if parts and parts[-1][1] + size <= bucket_bytes:
+            chosen, before = parts[-1]
+            chosen.append(spec)
+            parts[-1] = (chosen, before + size)
+        else:
+            parts.append(([spec], size))
+    return [Plan(packed(chosen), size, chosen is parts[-1][0]) for chosen, size in parts]
 
 
 class RankBucket:
@@ -92,11 +73,11 @@ class RankBucket:
 
     def broadcast(self) -> None:
         """Send the weights; see `WeightBucket.broadcast`."""
-        self._broadcaster.broadcast([tensor for _, tensor in self.on_device()])
+        self._broadcaster.broadcast(self._memory.flat[: self._size])
 
     def share(self) -> list[str]:
         """Return this rank's handle of the weights; see `WeightBucket.share`."""
-        return [self._memory.handles(self.on_device())]
+        return [self._memory.handle(self._size, self.specs)]
 
 
 def rank_buckets(
@@ -134,12 +115,3 @@ class NamedTensors:
     def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return one tensor, cast."""
         return self.tensors[name].detach().to(dtype)
-
-
-def _bytes(spec: TensorSpec) -> int:
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    return math.prod(spec.shape) * dtype.itemsize
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,13 +1,11 @@
-"""CUDA IPC: GPU memory that other processes open. Like torch's pickling of tensors, but once for many tensors.
+"""CUDA IPC: GPU memory that other processes open. Like torch's pickling of tensors, but the memory is registered once.
 
-Pickling each tensor would register their common memory again for each tensor and each weight sync, and the registrations
-accumulate for the lifetime of the memory.
+Pickling a tensor would register its memory again for each weight sync, and the registrations accumulate for the lifetime
+of the memory.
 """
 
 from __future__ import annotations
 
-import base64
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +14,8 @@ from torch.multiprocessing import reductions
 from torch.storage import TypedStorage
 
 from agentrl.core.errors import LearnerError
+from agentrl.distributed.base import TensorSpec
+from agentrl.distributed.flat_bucket import serialize
 
 _shared_memory: dict[torch.device, SharedMemory] = {}
 """Memory with handles. torch never frees it (seen with 2.11 on an H200), so it is reused."""
@@ -44,8 +44,8 @@ class SharedMemory:
             self._copy = torch.empty(len(self.flat), dtype=torch.uint8, pin_memory=True)
         return self._copy[:size].copy_(self.flat[:size])
 
-    def handles(self, named: Sequence[tuple[str, torch.Tensor]]) -> str:
-        """Return a base64 pickle that `torch.multiprocessing` rebuilds as ``named``, which are views of this memory.
+    def handle(self, size: int, specs: Sequence[TensorSpec]) -> str:
+        """Return the bucket of ``specs`` in the first ``size`` bytes, which another process opens; see `serialize`.
 
         Raises:
             LearnerError: the memory is not on a GPU.
@@ -56,7 +56,7 @@ class SharedMemory:
         shared = self._share()
         # Processes that open it see everything written so far.
         torch.cuda.current_stream(self.flat.device).synchronize()
-        return pack_handles(named, shared)
+        return serialize(SharedTensor(self.flat[:size], shared), specs)
 
     def _share(self) -> tuple[Any, ...]:
         if self._shared is None:
@@ -68,15 +68,11 @@ class SharedMemory:
         return self._shared
 
 
-def pack_handles(named: Sequence[tuple[str, torch.Tensor]], shared: tuple[Any, ...]) -> str:
-    """Return a base64 pickle of tensors in memory that ``shared`` opens; see `SharedMemory`."""
-    return base64.b64encode(pickle.dumps([(name, _SharedTensor(tensor, shared)) for name, tensor in named])).decode()
-
-
-class _SharedTensor:
+class SharedTensor:
     """Pickles as a tensor in shared memory."""
 
     def __init__(self, tensor: torch.Tensor, shared: tuple[Any, ...]) -> None:
+        """Pickle ``tensor`` in memory that ``shared`` opens; see `SharedMemory`."""
         self._tensor = tensor
         self._shared = shared
 

@@ -22,8 +22,8 @@ from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import LearnerError
 from agentrl.distributed.base import TensorSpec
+from agentrl.distributed.flat_bucket import spec_of
 from agentrl.learner.base import Role, RowLogprobs, RowScores
-from agentrl.learner.export.bucket import spec_of
 from agentrl.learner.fsdp.loading import load_critic, load_frozen, load_policy
 from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import learning_rate, make_optimizers

@@ -77,6 +77,7 @@ def test_both_generations_of_sglang(brackets: bool, bucket: Callable[..., Awaita
         updates = updates_of(pool)
         for version in (3, 4):
             await bucket(updates, version, last=False)
+            assert pool.bodies[UPDATES + path]["load_format"] == "flattened_bucket"
             assert pool.bodies[UPDATES + path]["flush_cache"] is False
             assert "weight_version" not in pool.bodies[UPDATES + path]
             await bucket(updates, version, last=True)

@@ -1,14 +1,15 @@
 import base64
 import os
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from agentrl.inference.client.weight_updates import pickle_tensors
+from agentrl.distributed.flat_bucket import serialize_tensors
 from agentrl.inference.embedded.errors import BadRequestError
-from agentrl.inference.embedded.weights import read_named_tensors
+from agentrl.inference.embedded.weights import read_bucket
 
 
 def encoded(value: Any) -> list[str]:
@@ -19,13 +20,13 @@ def encoded(value: Any) -> list[str]:
 def test_what_the_client_sends_comes_back(dtype: torch.dtype) -> None:
     base = torch.arange(24.0, dtype=dtype).reshape(4, 6)
     sent = [("a", base), ("view", base.t()[1:3]), ("parameter", torch.nn.Parameter(base.float()))]
-    got = dict(read_named_tensors([pickle_tensors(sent)]))
+    got = dict(read_bucket([serialize_tensors(sent)]))
     for name, tensor in sent:
         torch.testing.assert_close(got[name], tensor.detach(), rtol=0, atol=0)
 
 
 def test_a_view_does_not_carry_its_whole_storage() -> None:
-    assert len(pickle_tensors([("v", torch.zeros(1_000_000)[:10])])) < 10_000
+    assert len(serialize_tensors([("v", torch.zeros(1_000_000)[:10])])) < 10_000
 
 
 class Shell:
@@ -33,10 +34,10 @@ class Shell:
         return os.system, ("true",)
 
 
-@pytest.mark.parametrize("evil", [Shell(), [("w", Shell())], os.system, torch.load])
+@pytest.mark.parametrize("evil", [Shell(), {"flattened_tensor": Shell(), "metadata": []}, os.system, torch.load])
 def test_pickles_that_would_run_code_are_refused(evil: Any) -> None:
     with pytest.raises(BadRequestError, match="tensors only"):
-        read_named_tensors(encoded(evil))
+        read_bucket(encoded(evil))
 
 
 def test_code_inside_a_tensors_storage_is_refused() -> None:
@@ -45,10 +46,19 @@ def test_code_inside_a_tensors_storage_is_refused() -> None:
             return torch.storage._load_from_bytes, (pickle.dumps(Shell()),)
 
     with pytest.raises(BadRequestError, match="cannot be read"):
-        read_named_tensors(encoded([("w", Storage())]))
+        read_bucket(encoded({"flattened_tensor": Storage(), "metadata": []}))
 
 
-@pytest.mark.parametrize("broken", [[], ["%%%"], encoded({"a": 1}), encoded([("a", 1)])])
-def test_anything_but_named_tensors_is_refused(broken: list[str]) -> None:
+@pytest.mark.parametrize(
+    "broken",
+    [
+        [],
+        ["%%%"],
+        encoded({"a": 1}),
+        encoded([("a", torch.ones(1))]),
+        encoded({"flattened_tensor": 1, "metadata": [SimpleNamespace(name="a", start_idx=0, end_idx=1)]}),
+    ],
+)
+def test_anything_but_a_bucket_is_refused(broken: list[str]) -> None:
     with pytest.raises(BadRequestError):
-        read_named_tensors(broken)
+        read_bucket(broken)

@@ -9,6 +9,7 @@ import torch
 
 from agentrl.core.errors import EngineError, LearnerError
 from agentrl.distributed.broadcast_group import BroadcastGroup
+from agentrl.distributed.flat_bucket import bytes_of, views
 from agentrl.learner.export.bucket import NamedTensors
 from agentrl.learner.export.exporter import WeightExporter
 
@@ -38,9 +39,9 @@ def joined(learner: WeightExporter, threads: ThreadPoolExecutor) -> BroadcastGro
 
 
 def receive(place: BroadcastGroup, bucket) -> list[torch.Tensor]:
-    into = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in bucket.specs]
-    place.broadcast(into)
-    return into
+    flat = torch.zeros(bytes_of(*bucket.specs), dtype=torch.uint8)
+    place.broadcast([flat])
+    return [tensor for _, tensor in views(bucket.specs, flat)]
 
 
 def test_a_bucket_arrives_whole_and_in_order(learner, threads):

@@ -12,8 +12,9 @@ from torch.multiprocessing import reductions
 from torch.storage import TypedStorage
 
 from agentrl.core.errors import LearnerError
-from agentrl.learner.export.bucket import plan_buckets, spec_of, views
-from agentrl.learner.export.cuda_ipc import SharedMemory, pack_handles
+from agentrl.distributed.flat_bucket import serialize, spec_of, views
+from agentrl.learner.export.bucket import plan_buckets
+from agentrl.learner.export.cuda_ipc import SharedMemory, SharedTensor
 
 WEIGHTS = {
     "a": torch.arange(5, dtype=torch.float32),
@@ -45,40 +46,48 @@ class OpenedHere(pickle.Unpickler):
         return torch._utils._rebuild_tensor(storage, *where)
 
 
-def test_another_process_rebuilds_every_weight_from_one_memory() -> None:
+def opened_bucket() -> tuple[OpenedHere, Any]:
     [plan] = plan_buckets([spec_of(*item) for item in WEIGHTS.items()], 1 << 20)
-    memory = SharedMemory(plan.size, torch.device("cpu"))
-    named = views(plan.specs, memory.flat)
-    for name, view in named:
+    flat = torch.zeros(plan.size + 100, dtype=torch.uint8)
+    for name, view in views(plan.specs, flat):
         view.copy_(WEIGHTS[name])
-    opened = OpenedHere(pack_handles(named, SHARED), memory.flat)
-    found = opened.load()
-    assert [name for name, _ in found] == list(WEIGHTS)
-    assert all(torch.equal(tensor, WEIGHTS[name]) and tensor.dtype == WEIGHTS[name].dtype for name, tensor in found)
-    for given in opened.calls:
-        assert (given["storage_device"], given["storage_handle"], given["storage_size_bytes"]) == (
-            "0a1b",
-            b"memory",
-            160,
-        )
-        assert (given["storage_offset_bytes"], given["requires_grad"]) == (512, False)
-        assert (given["ref_counter_handle"], given["ref_counter_offset"]) == (b"counter", 3)
-        assert (given["event_handle"], given["event_sync_required"]) == (b"event", True)
+    opened = OpenedHere(serialize(SharedTensor(flat[: plan.size], SHARED), plan.specs), flat)
+    return opened, opened.load()
+
+
+def test_another_process_opens_one_memory_for_all_weights() -> None:
+    opened, bucket = opened_bucket()
+    found = {
+        one.name: bucket["flattened_tensor"][one.start_idx : one.end_idx].view(one.dtype).reshape(one.shape)
+        for one in bucket["metadata"]
+    }
+    assert found.keys() == WEIGHTS.keys()
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in WEIGHTS.items()
+    )
+    assert [one.numel for one in bucket["metadata"]] == [one.end_idx - one.start_idx for one in bucket["metadata"]]
+    [given] = opened.calls
+    assert (given["dtype"], given["tensor_size"]) == (torch.uint8, (20 + 24 + 4,))
+    assert (given["storage_device"], given["storage_handle"], given["storage_size_bytes"]) == ("0a1b", b"memory", 160)
+    assert (given["storage_offset_bytes"], given["requires_grad"]) == (512, False)
+    assert (given["ref_counter_handle"], given["ref_counter_offset"]) == (b"counter", 3)
+    assert (given["event_handle"], given["event_sync_required"]) == (b"event", True)
 
 
 def test_the_pickle_names_only_what_sglang_lets_in() -> None:
     """The newest SGLang has a list of exactly what a pickle may name; these are on it."""
-    opened = OpenedHere(pack_handles(list(WEIGHTS.items()), SHARED), torch.zeros(200, dtype=torch.uint8))
-    opened.load()
+    opened, _ = opened_bucket()
     assert opened.named == {
         ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
         ("torch", "Tensor"),
         ("torch.storage", "TypedStorage"),
+        ("torch", "uint8"),
         ("torch", "float32"),
         ("torch", "bfloat16"),
+        ("types", "SimpleNamespace"),
     }
 
 
 def test_weights_on_a_cpu_cannot_be_shared() -> None:
     with pytest.raises(LearnerError, match="not on a GPU"):
-        SharedMemory(16, torch.device("cpu")).handles([])
+        SharedMemory(16, torch.device("cpu")).handle(16, [])

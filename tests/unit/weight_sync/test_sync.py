@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from agentrl.core.errors import EngineError, LearnerError
 from agentrl.distributed.base import TensorSpec, WeightGroup
 from agentrl.distributed.broadcast_group import BroadcastGroup
-from agentrl.inference.client.weight_updates import pickle_tensors
-from agentrl.inference.embedded.weights import read_named_tensors
+from agentrl.distributed.flat_bucket import bytes_of, serialize_tensors, views
+from agentrl.inference.embedded.weights import read_bucket
 from agentrl.learner.base import WeightBucket
 from agentrl.learner.export.bucket import NamedTensors, RankBucket
 from agentrl.learner.export.exporter import WeightExporter
@@ -28,7 +28,7 @@ from agentrl.weight_sync.registry import TRANSPORTS, make_sync
 
 def by_value(bucket: RankBucket) -> WeightBucket:
     """Has the bucket share its weights by value: on a CPU there are no handles."""
-    bucket.share = lambda: [pickle_tensors(bucket.tensors())] * 2  # type: ignore[method-assign]
+    bucket.share = lambda: [serialize_tensors(bucket.tensors())] * 2  # type: ignore[method-assign]
     return bucket
 
 
@@ -73,7 +73,7 @@ class RecordingEngine:
 
     async def from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
         self.handles = list(handles)
-        await self.from_tensors(read_named_tensors(handles), version, last=last)
+        await self.from_tensors(read_bucket(handles), version, last=last)
 
     async def from_disk(self, folder: Path, version: int) -> None:
         if self.refuse:
@@ -104,9 +104,9 @@ class RecordingEngine:
     async def from_group(self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool) -> None:
         if self.refuse in [spec.name for spec in specs]:
             raise EngineError(f"HTTP 400: no parameter {self.refuse}")
-        named = [(spec.name, torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))) for spec in specs]
-        await asyncio.to_thread(self.group.broadcast, [tensor for _, tensor in named])
-        await self.from_tensors(named, version, last=last)
+        flat = torch.empty(bytes_of(*specs), dtype=torch.uint8)
+        await asyncio.to_thread(self.group.broadcast, [flat])
+        await self.from_tensors(views(specs, flat), version, last=last)
 
     async def checksum_kind(self) -> str:
         return self.kind
@@ -238,7 +238,7 @@ def test_each_rank_of_an_engine_gets_the_handle_of_the_learners_rank_on_its_gpu(
     class Ranked(BucketLearner):
         def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
             for bucket in super().buckets(bucket_bytes, dtype):
-                bucket.share = lambda: [pickle_tensors([(f"rank{rank}", torch.ones(1))]) for rank in range(4)]
+                bucket.share = lambda: [serialize_tensors([(f"rank{rank}", torch.ones(1))]) for rank in range(4)]
                 yield bucket
 
     class Two(RecordingEngine):
@@ -249,7 +249,7 @@ def test_each_rank_of_an_engine_gets_the_handle_of_the_learners_rank_on_its_gpu(
     engines[0].number = 1  # the engine of number 0 is lost
     sync = make_sync("ipc", bucket_bytes=9, folder=Path(), check="none")
     asyncio.run(sync.push(Ranked(), engines[:1], 1))
-    assert [read_named_tensors([handle])[0][0] for handle in engines[0].handles] == ["rank2", "rank3"]
+    assert [read_bucket([handle])[0][0] for handle in engines[0].handles] == ["rank2", "rank3"]
     engines[1].number = 2
     with pytest.raises(EngineError, match=r"2 GPUs from the learner's rank 4 on, which has 4.*placement.mode=colocate"):
         asyncio.run(sync.push(Ranked(), engines[1:], 1))

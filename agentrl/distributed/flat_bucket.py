@@ -1,0 +1,87 @@
+"""Weights in one block of memory, without padding: SGLang's ``load_format=flattened_bucket`` (0.5.17 and 0.5.23)."""
+
+from __future__ import annotations
+
+import base64
+import math
+import pickle
+from collections.abc import Sequence
+from itertools import accumulate
+from types import SimpleNamespace
+
+import torch
+
+from agentrl.distributed.base import TensorSpec
+
+ALIGNMENT = 16
+"""Bytes. Vectorized copies need weights that begin at a multiple of it."""
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """Return name, dtype and shape of a tensor."""
+    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """Return the dtype of a weight."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype
+
+
+def bytes_of(*specs: TensorSpec) -> int:
+    """Return the size of weights in bytes."""
+    return sum(math.prod(spec.shape) * dtype_of(spec).itemsize for spec in specs)
+
+
+def packed(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """Return the weights in the order in which they follow each other without padding.
+
+    A weight of which `ALIGNMENT` divides the size begins at a multiple of it, and every weight at a multiple of its item
+    size: those with the larger power of two in their size come first, otherwise the order is kept.
+    """
+    return tuple(sorted(specs, key=_power_of_two, reverse=True))
+
+
+def views(specs: Sequence[TensorSpec], flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return the weights in ``flat``, uint8 bytes in which they follow each other in the order of `packed`."""
+    return [(spec.name, flat[begin:end].view(dtype_of(spec)).view(spec.shape)) for spec, begin, end in _places(specs)]
+
+
+def serialize(flat: object, specs: Sequence[TensorSpec]) -> str:
+    """Return a bucket as SGLang's ``/update_weights_from_tensor`` takes it: a pickle in base64.
+
+    Args:
+        flat: pickles as the uint8 tensor of all weights.
+        specs: the weights, in the order of `packed`.
+
+    """
+    # SGLang reads attributes, and its unpickler lets this class pass; that of SGLang need not be installed here.
+    metadata = [
+        SimpleNamespace(
+            name=spec.name, shape=spec.shape, dtype=dtype_of(spec), start_idx=begin, end_idx=end, numel=end - begin
+        )
+        for spec, begin, end in _places(specs)
+    ]
+    return base64.b64encode(pickle.dumps({"flattened_tensor": flat, "metadata": metadata})).decode()
+
+
+def serialize_tensors(named: Sequence[tuple[str, torch.Tensor]]) -> str:
+    """Return tensors as a bucket by value; see `serialize`."""
+    # Sharing a CPU tensor by file descriptor crashes SGLang's scheduler. A view would carry its whole storage.
+    tensors = dict(named)
+    specs = packed([spec_of(*item) for item in tensors.items()])
+    flat = torch.empty(bytes_of(*specs), dtype=torch.uint8)
+    for name, view in views(specs, flat):
+        view.copy_(tensors[name].detach())
+    return serialize(flat, specs)
+
+
+def _places(specs: Sequence[TensorSpec]) -> list[tuple[TensorSpec, int, int]]:
+    """Return each weight with its first byte and the byte after its last."""
+    ends = list(accumulate(map(bytes_of, specs)))
+    return list(zip(specs, [0, *ends], ends, strict=False))
+
+
+def _power_of_two(spec: TensorSpec) -> int:
+    size = bytes_of(spec)
+    return min(size & -size, ALIGNMENT) if size else ALIGNMENT
