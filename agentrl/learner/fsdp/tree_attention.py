@@ -1,0 +1,255 @@
+"""Attention over a prefix tree (`agentrl.batch.prefix_tree`): every token sees its ancestors and itself.
+
+On GPUs this is flex attention with masks of blocks. On CPUs each row's own tokens attend to the gathered keys of the row,
+in padded groups of similar rows: the tokens that a row shares with an earlier one are queries only there.
+
+Legend: ``L`` tokens of the tree, padding included, ``H`` query heads, ``K`` key heads, ``D`` head size; in a group ``N``
+rows, ``Q`` own tokens and ``T`` tokens of the longest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from agentrl.batch.prefix_tree import PrefixTree
+
+FLEX_MULTIPLE = 128
+"""Length of the blocks of flex attention."""
+LENGTH_RATIO = 1.5
+"""Maximum ratio of lengths in one group, which bounds the padding."""
+CPU_BLOCK = 64
+"""Queries per block on a CPU."""
+CPU_STORED_TOKENS = 1024
+"""Longer rows use torch's own CPU kernel, which stores no scores: it is slower, but needs less memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Rows with about as many tokens, and about as many of their own."""
+
+    query_N_Q: torch.Tensor
+    """int64 indices of the rows' own tokens; padding repeats the last."""
+    depth_N_Q: torch.Tensor
+    """int64 positions of these in their rows."""
+    key_N_T: torch.Tensor
+    """int64 indices of all tokens of the rows; padding repeats the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeRows:
+    """A tree for CPUs."""
+
+    groups: tuple[RowGroup, ...]
+    """Groups of rows that have own tokens."""
+    back_L: torch.Tensor
+    """int64: each token's index in the groups' concatenated queries; padding has the index after their end."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeMasks:
+    """A tree for flex attention."""
+
+    masks: Mapping[int | None, BlockMask]
+    """By size of the sliding window; None is without one."""
+
+
+Tree = TreeRows | TreeMasks
+
+
+def tree_rows(tree: PrefixTree, rows: Collection[int], length: int) -> TreeRows:
+    """Return ``tree``, padded to ``length`` tokens, for CPUs.
+
+    Args:
+        tree: of rows.
+        rows: tokens of each row.
+        length: at least the tree's tokens.
+
+    """
+    paths = np.split(tree.index_N, np.cumsum([*rows])[:-1]) if rows else []
+    owned = [path[shared:] for path, shared in zip(paths, tree.shared, strict=True)]
+    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, (path, own) in enumerate(zip(paths, owned, strict=True)):
+        if len(own):
+            alike[_size_class(len(own)), _size_class(len(path))].append(number)
+    groups: list[RowGroup] = []
+    back = np.empty(length, np.int64)
+    placed = 0
+    for numbers in alike.values():
+        query, key = (_padded([indices[number] for number in numbers]) for indices in (owned, paths))
+        for line, number in enumerate(numbers):
+            first = placed + line * query.shape[1]
+            back[owned[number]] = np.arange(first, first + len(owned[number]))
+        placed += query.size
+        groups.append(RowGroup(*(torch.from_numpy(each) for each in (query, tree.depth_U[query], key))))
+    back[len(tree.token_ids_U) :] = placed
+    return TreeRows(tuple(groups), torch.from_numpy(back))
+
+
+def _size_class(length: int) -> int:
+    """Return a number that lengths share only if their ratio is at most ``LENGTH_RATIO``."""
+    return int(math.log(length, LENGTH_RATIO))
+
+
+def _padded(rows: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return ``rows`` as one array; each is padded with its last element."""
+    longest = max(map(len, rows))
+    return np.stack([np.pad(row, (0, longest - len(row)), mode="edge") for row in rows])
+
+
+def tree_masks(tree: PrefixTree, length: int, device: torch.device, windows: Collection[int] = ()) -> TreeMasks:
+    """Return ``tree``, padded to ``length`` tokens, a multiple of ``FLEX_MULTIPLE``, for flex attention on ``device``.
+
+    Args:
+        tree: of rows.
+        length: at least the tree's tokens. Padding sees itself alone.
+        device: of the attention.
+        windows: sizes of the model's sliding windows.
+
+    """
+    end, depth = np.arange(1, length + 1), np.zeros(length, np.int64)
+    end[: len(tree.depth_U)], depth[: len(tree.depth_U)] = tree.subtree_end_U, tree.depth_U
+    end_L, depth_L = (torch.from_numpy(each.astype(np.int32)).to(device) for each in (end, depth))
+    return TreeMasks({window: _block_mask(end_L, depth_L, window) for window in (None, *windows)})
+
+
+def _block_mask(end_L: torch.Tensor, depth_L: torch.Tensor, window: int | None) -> BlockMask:
+    """Return the mask of ``k <= q < end[k]``, within a sliding window."""
+    number = torch.arange(len(end_L) // FLEX_MULTIPLE, device=end_L.device)
+    (end_low, end_high), (low, high) = (x.view(-1, FLEX_MULTIPLE).aminmax(dim=1) for x in (end_L, depth_L))
+    query, key = number[:, None], number
+    some = (key <= query) & (query * FLEX_MULTIPLE < end_high)
+    every = (key < query) & ((query + 1) * FLEX_MULTIPLE <= end_low)
+
+    def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (k <= q) & (q < end_L[k])
+
+    if window is not None:
+        size, below = window, sees
+        some &= low[:, None] - high < size
+        every &= high[:, None] - low < size
+
+        def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return below(b, h, q, k) & (depth_L[q] - depth_L[k] < size)
+
+    (partial, partial_index), (full, full_index) = _listed(some & ~every), _listed(every)
+    return BlockMask.from_kv_blocks(partial, partial_index, full, full_index, BLOCK_SIZE=FLEX_MULTIPLE, mask_mod=sees)
+
+
+def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the number of blocks in each line ``[1, 1, lines]``, and a line of indices that begins with theirs."""
+    order = blocks.int().argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+
+_FLEX: Any = flex_attention  # one of its overloads returns more
+
+
+@cache
+def _compiled_flex() -> Any:
+    """Return the kernel for calls from code that is not compiled itself."""
+    return torch.compile(_FLEX)
+
+
+def attend_tree(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tree: Tree,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Attend within a tree. ``query`` is ``[1, H, L, D]``, ``key`` and ``value`` ``[1, K, L, D]``; no dropout is applied.
+
+    Returns:
+        ``[1, L, H, D]``; zeros in padding on CPUs.
+
+    """
+    if isinstance(tree, TreeRows):
+        return _attend_rows(query, key, value, tree, scaling, sliding_window)
+    attend = _FLEX if torch.compiler.is_compiling() else _compiled_flex()
+    query, key, mask = query.to(value.dtype), key.to(value.dtype), tree.masks[sliding_window]
+    attended: torch.Tensor = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
+    return attended.transpose(1, 2)
+
+
+def _attend_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tree: TreeRows,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Return the attention of each row's own tokens to the row."""
+    heads, size = query.shape[1], value.shape[-1]
+    query_L, key_L, value_L = (x[0].transpose(0, 1) for x in (query, key, value))
+    outputs = []
+    for group in tree.groups:
+        q = query_L[group.query_N_Q].transpose(1, 2)
+        k, v = (x[group.key_N_T].transpose(1, 2) for x in (key_L, value_L))
+        attended = _in_blocks(q, k, v, group.depth_N_Q, scaling, window)
+        outputs.append(attended.transpose(1, 2).reshape(-1, heads, size))
+    nothing = value.new_zeros(1, heads, size)
+    if not outputs:
+        # Only padding. Other ranks reduce gradients of all weights, so this rank needs them too, as zeros.
+        nothing = nothing + 0 * (query.sum() + key.sum() + value.sum())
+    return torch.cat([*outputs, nothing])[tree.back_L][None]
+
+
+def _in_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    depth_N_Q: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Return causal attention ``[N, H, Q, D]`` in blocks of queries, each against the keys that one of its queries sees.
+
+    ``depth_N_Q`` is the index of each query's last key.
+    """
+    outputs = []
+    stored = k.shape[2] <= CPU_STORED_TOKENS
+    for first in range(0, q.shape[2], CPU_BLOCK):
+        depth = depth_N_Q[:, first : first + CPU_BLOCK, None]
+        stop = int(depth.max()) + 1
+        start = 0 if window is None else max(0, int(depth.min()) - window + 1)
+        keys = torch.arange(start, stop)
+        sees = keys <= depth if window is None else (keys <= depth) & (depth - keys < window)
+        block = (q[:, :, first : first + CPU_BLOCK], k[:, :, start:stop], v[:, :, start:stop])
+        if stored:
+            outputs.append(_attend_stored(*block, sees, scaling or q.shape[-1] ** -0.5))
+        else:
+            q_block, k_block, v_block = block
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    q_block.to(v.dtype), k_block.to(v.dtype), v_block, sees[:, None], scale=scaling, enable_gqa=True
+                )
+            )
+    return torch.cat(outputs, 2)
+
+
+def _attend_stored(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sees_N_Q_T: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Return attention with a mask; scores and softmax are in at least float32, also under autocast."""
+    rows, heads, length, size = q.shape
+    key_heads = k.shape[1]
+    exact = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast("cpu", enabled=False):
+        q = (q.to(exact) * scaling).reshape(rows, key_heads, -1, size)
+        scores = (q @ k.to(exact).transpose(2, 3)).view(rows, key_heads, heads // key_heads, length, -1)
+        shares = scores.masked_fill(~sees_N_Q_T[:, None, None], float("-inf")).softmax(-1).to(v.dtype)
+        return (shares.view(rows, key_heads, -1, v.shape[2]) @ v).view(rows, heads, length, -1)
