@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from agentrl.batch.prefix_tree import PrefixTree
+from agentrl.batch.microbatch import MicroBatch
+from agentrl.batch.prefix_tree import PrefixTree, prefix_tree
 
 FLEX_MULTIPLE = 128
 """Length of the blocks of flex attention."""
@@ -152,6 +153,57 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return blocks.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
+@dataclass(frozen=True, slots=True)
+class TreeInput:
+    """A micro-batch as a tree, on the model's device, and the tokens to score: ``M`` of the tree for ``N`` of the rows."""
+
+    token_ids_L: torch.Tensor
+    """int64; padding holds 0."""
+    position_ids_L: torch.Tensor
+    """int64 positions in the rows; 0 in padding."""
+    tree: Tree
+    """For `attend_tree`."""
+    before_M: torch.Tensor
+    """int64 index of the token before each token to score."""
+    targets_M: torch.Tensor
+    """int64 ids of the tokens to score."""
+    scored_N: torch.Tensor
+    """int64 index among the ``M`` of each token of the rows to score."""
+
+
+def tree_input(micro: MicroBatch, at_N: torch.Tensor, device: torch.device, windows: Collection[int]) -> TreeInput:
+    """Return the prefix tree of a micro-batch.
+
+    Args:
+        micro: token ids, positions and rows, on the CPU.
+        at_N: int64, positions of the tokens to score, never the first of a row.
+        device: of the model.
+        windows: sizes of the model's sliding windows.
+
+    """
+    used = int((micro.row_L >= 0).sum())
+    starts = np.flatnonzero(micro.position_ids_L[:used].numpy() == 0)
+    rows = np.split(micro.token_ids_L[:used].numpy(), starts[1:]) if used else []
+    tree = prefix_tree(rows)
+    unique = len(tree.token_ids_U)
+    multiple = 1 if device.type == "cpu" else FLEX_MULTIPLE
+    length = -(-max(unique, 1) // multiple) * multiple
+    token_N = tree.index_N[at_N.numpy()]
+    scored_U, before_U = np.zeros(unique, np.bool_), np.empty(unique, np.int64)
+    scored_U[token_N], before_U[token_N] = True, tree.index_N[at_N.numpy() - 1]
+    arrays = (
+        *(np.pad(each, (0, length - unique)) for each in (tree.token_ids_U, tree.depth_U)),
+        *(before_U[scored_U], tree.token_ids_U[scored_U], (np.cumsum(scored_U) - 1)[token_N]),
+    )
+    token_ids_L, position_ids_L, before_M, targets_M, scored_N = (torch.from_numpy(each).to(device) for each in arrays)
+    given: Tree
+    if device.type == "cpu":
+        given = tree_rows(tree, [len(row) for row in rows], length)
+    else:
+        given = tree_masks(tree, length, device, windows)
+    return TreeInput(token_ids_L, position_ids_L, given, before_M, targets_M, scored_N)
+
+
 _FLEX: Any = flex_attention  # one of its overloads returns more
 
 
@@ -197,15 +249,20 @@ def _attend_rows(
     query_L, key_L, value_L = (x[0].transpose(0, 1) for x in (query, key, value))
     outputs = []
     for group in tree.groups:
-        q = query_L[group.query_N_Q].transpose(1, 2)
-        k, v = (x[group.key_N_T].transpose(1, 2) for x in (key_L, value_L))
+        q = _gathered(query_L, group.query_N_Q)
+        k, v = (_gathered(x, group.key_N_T) for x in (key_L, value_L))
         attended = _in_blocks(q, k, v, group.depth_N_Q, scaling, window)
         outputs.append(attended.transpose(1, 2).reshape(-1, heads, size))
     nothing = value.new_zeros(1, heads, size)
     if not outputs:
         # Only padding. Other ranks reduce gradients of all weights, so this rank needs them too, as zeros.
         nothing = nothing + 0 * (query.sum() + key.sum() + value.sum())
-    return torch.cat([*outputs, nothing])[tree.back_L][None]
+    return torch.cat([*outputs, nothing]).index_select(0, tree.back_L)[None]
+
+
+def _gathered(x_L: torch.Tensor, index_N_T: torch.Tensor) -> torch.Tensor:
+    """Return the heads at each index, ``[N, heads, T, D]``."""
+    return x_L.index_select(0, index_N_T.reshape(-1)).view(*index_N_T.shape, *x_L.shape[1:]).transpose(1, 2)
 
 
 def _in_blocks(

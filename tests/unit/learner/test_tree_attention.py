@@ -44,7 +44,7 @@ def paths(tree: PrefixTree, rows: list[np.ndarray]) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("stored", [1024, 10], ids=["stored", "kernel"])
 @pytest.mark.parametrize(("scaling", "window"), [(None, None), (0.3, 7)])
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(forks=FORKS, padding=st.integers(0, 3))
 def test_rows_of_a_tree_have_the_attention_and_gradients_of_each_alone(scaling, window, stored, forks, padding):
     rows = make_rows(forks)
