@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 LOAD_FORMAT = "flattened_bucket"
 """SGLang's ``load_format`` of a bucket that is one tensor of bytes; see `agentrl.distributed.flat_bucket`."""
@@ -33,3 +37,8 @@ class TensorSpec:
     dtype: str
     """Name of a torch dtype, such as ``bfloat16``."""
     shape: tuple[int, ...]
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """Return name, dtype and shape of a tensor."""
+    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))

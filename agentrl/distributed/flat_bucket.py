@@ -11,15 +11,10 @@ from types import SimpleNamespace
 
 import torch
 
-from agentrl.distributed.base import TensorSpec
+from agentrl.distributed.base import TensorSpec, spec_of
 
 ALIGNMENT = 16
 """Bytes. Vectorized copies need weights that begin at a multiple of it."""
-
-
-def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Return name, dtype and shape of a tensor."""
-    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:

@@ -30,15 +30,15 @@ class WeightSource(Protocol):
 
     @property
     def gathers_on(self) -> torch.device:
-        """Device of the weights that `whole` returns; the CPU while the rank sleeps."""
+        """Device of the tensors that `gather` writes into; the CPU while the rank sleeps."""
         ...
 
     def specs(self) -> Sequence[TensorSpec]:
         """Return the weights' Hugging Face names, dtypes and shapes, always in the same order; tied weights once."""
         ...
 
-    def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a weight, cast to ``dtype``. Collective: every rank must call it."""
+    def gather(self, into: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Write weights, cast, into tensors on `gathers_on`. Collective: every rank must call it with the same names."""
         ...
 
 

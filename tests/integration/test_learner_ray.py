@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import os
 import re
 import signal
@@ -105,6 +106,30 @@ def test_two_ranks_learn_what_one_learns(group, local, tmp_path):
     assert alone["train/loss"] == pytest.approx(straight["train/loss"], rel=1e-4)
     after = weights(local)
     assert all(torch.allclose(value, after[name], atol=1e-5) for name, value in weights(group).items())
+
+
+def test_weights_that_ranks_cannot_divide_evenly_are_gathered(group):
+    def gathered(actor: LearnerActor) -> list[bool]:
+        """Gather weights of which the ranks have unequal shares, none or all of it, by several collectives."""
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        from agentrl.learner.fsdp import gather
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        shapes = ((5, 3), (1, 4), (4, 2), (3,), (2, 2, 2))
+        whole = [torch.arange(math.prod(shape)).float().view(shape) for shape in shapes]
+        into = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
+        sharded = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in whole[:-1]]
+        usual, gather._PART_BYTES = gather._PART_BYTES, 40
+        try:
+            gather.gather_weights(zip([*sharded, whole[-1]], into, strict=True))
+        finally:
+            gather._PART_BYTES = usual
+        return [torch.equal(*pair) for pair in zip(into, [tensor.bfloat16() for tensor in whole], strict=True)]
+
+    assert group._call(gathered, "gather") == [[True] * 5] * 2
 
 
 def test_a_critic_has_its_own_ranks(group, local, model, tmp_path):

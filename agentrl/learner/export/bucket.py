@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from agentrl.core.file_modes import give_default_mode
-from agentrl.distributed.base import TensorSpec
-from agentrl.distributed.flat_bucket import bytes_of, packed, spec_of, views
+from agentrl.distributed.base import TensorSpec, spec_of
+from agentrl.distributed.flat_bucket import bytes_of, packed, views
 from agentrl.learner.base import WeightSource
 from agentrl.learner.export.broadcaster import WeightBroadcaster
 from agentrl.learner.export.cuda_ipc import SharedMemory
@@ -91,8 +91,7 @@ def rank_buckets(
     memory = SharedMemory.of(max(plan.size for plan in plans), source.gathers_on)
     for plan in plans:
         bucket = RankBucket(plan, memory, broadcaster)
-        for name, view in bucket.on_device():
-            view.copy_(source.whole(name, view.dtype))
+        source.gather(bucket.on_device())
         yield bucket
 
 
@@ -112,6 +111,6 @@ class NamedTensors:
         """Return names, dtypes and shapes."""
         return [spec_of(*item) for item in self.tensors.items()]
 
-    def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return one tensor, cast."""
-        return self.tensors[name].detach().to(dtype)
+    def gather(self, into: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Copy tensors, cast."""
+        torch._foreach_copy_([out for _, out in into], [self.tensors[name].detach() for name, _ in into])

@@ -21,9 +21,9 @@ from agentrl.batch.microbatch import GlobalBatch, MicroBatch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import LearnerError
-from agentrl.distributed.base import TensorSpec
-from agentrl.distributed.flat_bucket import spec_of
+from agentrl.distributed.base import TensorSpec, spec_of
 from agentrl.learner.base import Role, RowLogprobs, RowScores
+from agentrl.learner.fsdp.gather import gather_weights
 from agentrl.learner.fsdp.loading import load_critic, load_frozen, load_policy
 from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import learning_rate, make_optimizers
@@ -236,7 +236,7 @@ class FsdpRank:
 
     @property
     def gathers_on(self) -> torch.device:
-        """The device of the weights that `whole` returns; see `LearnerRank.gathers_on`."""
+        """The device of the weights that `gather` and `whole` gather; see `LearnerRank.gathers_on`."""
         return torch.device("cpu") if self._offload else self.device
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -244,8 +244,13 @@ class FsdpRank:
         return [spec_of(name, parameter) for name, parameter in self._parameters.items()]
 
     @torch.no_grad()
+    def gather(self, into: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Write weights into tensors on this rank's device, or on the CPU while it sleeps; see `LearnerRank.gather`."""
+        gather_weights((self.present(self._parameters[name].detach()), out) for name, out in into)
+
+    @torch.no_grad()
     def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a weight, on this rank's device, or on the CPU while it sleeps; see `LearnerRank.whole`."""
+        """Return a weight, on this rank's device, or on the CPU while it sleeps. Collective."""
         data = self.present(self._parameters[name].detach()).to(dtype)
         return data.full_tensor() if isinstance(data, DTensor) else data
 

@@ -61,6 +61,10 @@ class SavedRank(WeightSource, Protocol):
     reference_updated: bool
     """Whether the reference was the policy of an earlier step (``algo.reference_steps``)."""
 
+    def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a weight, cast to ``dtype``, where `gather` would write it. Collective."""
+        ...
+
     def present(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the state in readable memory: the offloaded copy while the rank sleeps."""
         ...

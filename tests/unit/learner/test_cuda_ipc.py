@@ -12,7 +12,8 @@ from torch.multiprocessing import reductions
 from torch.storage import TypedStorage
 
 from agentrl.core.errors import LearnerError
-from agentrl.distributed.flat_bucket import serialize, spec_of, views
+from agentrl.distributed.base import spec_of
+from agentrl.distributed.flat_bucket import serialize, views
 from agentrl.learner.export.bucket import plan_buckets
 from agentrl.learner.export.cuda_ipc import SharedMemory, SharedTensor
 
