@@ -203,7 +203,7 @@ async def measure_efficiency(
         made_up = config.sampler.sglang.get("load_format") == "dummy" and config.sampler.backend == "sglang"
         write_random_model(folder / "model", find_model_shape(bench.size), tokenizer=source, weights=not made_up)
         progress("starting the engine")
-        async with open_services(config, NoTasks(), folder / "model", folder, config.run.seed) as services:
+        async with open_services(config, {"": NoTasks()}, folder / "model", folder, config.run.seed) as services:
             urls = [client.url for client in services.fleet.live]
             bare = BareClient(urls, bench.concurrency, config.sampler.request_timeout_s)
             try:

@@ -15,7 +15,6 @@ from agentrl.bench.masks import MaskTimes, bench_masks
 from agentrl.bench.tokenization import LongEpisode, converse, long_episode, retokenise
 from agentrl.config.schema import Config
 from agentrl.core.sampler import Sampler
-from agentrl.core.task import TaskSet
 from agentrl.core.types import Generation, Prompt, Row, SamplingParams
 from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.models.load import load_tokenizer
@@ -23,7 +22,8 @@ from agentrl.models.resolve import resolve_model
 from agentrl.render.registry import make_renderer
 from agentrl.runtime.checks import open_tasks
 from agentrl.runtime.services import open_services
-from agentrl.runtime.task_order import TaskOrder, episode_seed, read_split
+from agentrl.runtime.task_order import episode_seed
+from agentrl.runtime.task_sources import TaskSources, order_of, read_splits
 
 
 class Replay:
@@ -60,9 +60,9 @@ class Replay:
             await self._sampler.close_session(session_id)
 
 
-def jobs_of(config: Config, tasks: TaskSet, episodes: int) -> list[Job]:
+def jobs_of(config: Config, tasks: TaskSources, episodes: int) -> list[Job]:
     """Return ``episodes`` jobs in groups, as in a training step."""
-    order = TaskOrder(read_split(tasks, config.tasks.train_split, "tasks.train_split"), config.run.seed)
+    order = order_of(config, read_splits(config, tasks))
     samples = config.rollout.n_samples_per_prompt
     return [Job(order[i // samples], episode_seed(config.run.seed, i), f"bench/{i}") for i in range(episodes)]
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from agentrl.config.load import merge, parse_override
+from agentrl.config.load import parse_override
+from agentrl.config.merging import merge
 from agentrl.core.registry import ENVS, env_class, make_env, names
 from agentrl.obs.console import make_console
 

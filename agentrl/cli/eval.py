@@ -11,7 +11,8 @@ from rich.console import Console
 
 from agentrl.cli.options import add_config_arguments, resolve_config
 from agentrl.config.layers import stack
-from agentrl.config.load import Tree, load_config, merge
+from agentrl.config.load import load_config
+from agentrl.config.merging import Tree, merge
 from agentrl.config.saved import CONFIG, saved_layers
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
@@ -40,9 +41,9 @@ def run(arguments: argparse.Namespace) -> None:
     config = checkpoint_config(arguments, console)
     _check_files(arguments)
     results = asyncio.run(evaluate_policy(config, console, arguments.rollouts))
-    console.print(results_table(results, f"{config.env.name}: {config.model.path}"))
+    console.print(results_table(results, f"{config.label}: {config.model.path}"))
     if arguments.json:
-        content = {"env": config.env.name, "model": config.model.path, **flat_metrics(results), "sets": report(results)}
+        content = {"env": config.label, "model": config.model.path, **flat_metrics(results), "sets": report(results)}
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for path in (arguments.json, arguments.rollouts):
         if path is not None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentrl.config.layers import Layer, load_layers
-from agentrl.config.load import Tree, merge, parse_override, read_yaml
+from agentrl.config.load import parse_override, read_yaml
+from agentrl.config.merging import Tree, merge
 from agentrl.config.schema import Config
 from agentrl.config.shipped import default_config, find_config, is_recipe, shipped_name
 from agentrl.core.registry import env_class
@@ -72,7 +73,8 @@ def load_environment(layers: Sequence[Layer]) -> Config:
 
     """
     config = load_layers(layers)
-    env_class(config.env.name, "env.name")
+    for name, each in config.by_source().items():
+        env_class(each.env.name, f"sources.{name}.env.name" if name else "env.name")
     return config
 
 

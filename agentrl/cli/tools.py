@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from agentrl.config.load import Tree, merge, parse_override
+from agentrl.config.load import parse_override
+from agentrl.config.merging import Tree, merge
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ToolServerConfig
 from agentrl.core.child_process import LOOPBACK

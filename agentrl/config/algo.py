@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, PrivateAttr
 
 from agentrl.config.base import Section
 from agentrl.config.learner import OptimizerConfig
@@ -285,9 +285,22 @@ class AlgoConfig(Section):
     distillation: DistillationConfig = Field(default_factory=DistillationConfig)
     """On-policy distillation."""
 
+    _by_source: dict[str, AlgoConfig] = PrivateAttr(default_factory=dict)
+
+    @property
+    def by_source(self) -> dict[str, AlgoConfig]:
+        """The algorithm of each source of a mixed run, in the order of ``sources``; else this one, named ``""``."""
+        return self._by_source or {"": self}
+
+    def set_sources(self, algorithms: dict[str, AlgoConfig]) -> None:
+        """Set the algorithms of a mixed run's sources."""
+        self._by_source = algorithms
+
     @property
     def described(self) -> str:
-        """Estimator, teachers and loss in a few words."""
+        """Estimator, teachers and loss in a few words, of every source."""
+        if self._by_source:
+            return "; ".join(f"{name}: {each.described}" for name, each in self._by_source.items())
         teachers = self.distillation.teachers
         estimator = [f"{self.advantage.name} advantages"] if self.distillation.reward_coef or not teachers else []
         distillation = [f"distillation from {', '.join(teachers)}"] if teachers else []
@@ -296,8 +309,8 @@ class AlgoConfig(Section):
 
     @property
     def needs_critic(self) -> bool:
-        """Whether the estimator needs a critic."""
-        return self.advantage.name == "gae"
+        """Whether an estimator needs a critic."""
+        return any(each.advantage.name == "gae" for each in self.by_source.values())
 
     @property
     def needs_reward(self) -> bool:
@@ -316,8 +329,8 @@ class AlgoConfig(Section):
 
     @property
     def needs_sequences(self) -> bool:
-        """Whether the loss needs the ratio of whole sequences."""
-        return self.loss.name in ("gspo", "gspo_token")
+        """Whether a loss needs the ratio of whole sequences."""
+        return any(each.loss.name in ("gspo", "gspo_token") for each in self.by_source.values())
 
     @property
     def needs_entropy(self) -> bool:

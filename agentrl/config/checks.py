@@ -7,6 +7,7 @@ configuration for training can be used for an evaluation elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 from string import Formatter
 
 from agentrl.config.algo import ADVANTAGES, LOSSES, CriticConfig, parse_options
@@ -33,6 +34,7 @@ def check(config: Config) -> None:
         _reward,
         _warm_start,
         _curriculum,
+        _choice,
         _algo,
         _critic,
         _distillation,
@@ -40,6 +42,9 @@ def check(config: Config) -> None:
         _weights,
     )
     faults = [fault for rule in rules for fault in rule(config)]
+    for name, source in config.by_source().items() if config.sources else ():
+        found = [fault for rule in (_task_source, _reward, _choice) for fault in rule(source)]
+        faults += [f"sources.{name}: {fault}" for fault in found if fault not in faults]
     if faults:
         raise ConfigError("\n".join(faults))
 
@@ -85,9 +90,15 @@ def _task_source(config: Config) -> Iterator[str]:
 
 def _eval_sets(config: Config) -> Iterator[str]:
     sets = {"eval": config.eval, **{f"eval.sets.{name}": each for name, each in config.eval.sets.items()}}
+    names = ", ".join(config.sources) or "none"
     for key, each in sets.items():
         if each.split is not None and each.path is not None:
             yield f"{key}.split={each.split} and {key}.path={each.path}: a set has one source of tasks; leave one out"
+        if each.source is not None and each.source not in config.sources:
+            yield f"{key}.source={each.source} is none of the run's sources ({names}); set it to one, or leave it out"
+        own = key == "eval" and (each.path is None or config.eval.sets)
+        if config.sources and not own and each.source is None and config.eval.source is None:
+            yield f"{key}: a set of a run with several sources belongs to one of them; set {key}.source to one of {names}"
 
 
 def _reward(config: Config) -> Iterator[str]:
@@ -106,14 +117,33 @@ def _curriculum(config: Config) -> Iterator[str]:
         yield f"sft.steps={config.sft.steps}, but the stages of sft.curriculum have {steps} steps"
 
 
-def _algo(config: Config) -> Iterator[str]:
-    algo = config.algo
+def _choice(config: Config) -> Iterator[str]:
+    """Estimator, loss and penalty for long rollouts."""
+    algo, overlong = config.algo, config.algo.overlong
     for key, section, known in (("algo.advantage", algo.advantage, ADVANTAGES), ("algo.loss", algo.loss, LOSSES)):
         if not is_reference(section.name):
             try:
                 parse_options(key, section, known)
             except UserError as error:
                 yield str(error)
+    if overlong.max_tokens is not None and overlong.buffer_tokens > overlong.max_tokens:
+        yield (
+            f"algo.overlong.buffer_tokens={overlong.buffer_tokens} is more than algo.overlong.max_tokens="
+            f"{overlong.max_tokens}"
+        )
+    penalties = {
+        "algo.overlong.max_tokens": overlong.max_tokens is not None,
+        "algo.kl_in=reward": algo.needs_reference and algo.kl_in == "reward",
+    }
+    if algo.advantage.name == "maxrl" and any(penalties.values()):
+        yield (
+            f"algo.advantage.name=maxrl with {' and '.join(key for key, used in penalties.items() if used)}: it divides by the "
+            "group's mean reward, which penalties can make negative; leave them out, or choose algo.advantage.name=grpo"
+        )
+
+
+def _algo(config: Config) -> Iterator[str]:
+    algo = config.algo
     if algo.old_logprobs == "sampler" and algo.correction.rollout_is not in ("auto", "none"):
         yield (
             f"algo.correction.rollout_is={algo.correction.rollout_is} with algo.old_logprobs=sampler: the loss's ratio is to the "
@@ -129,21 +159,6 @@ def _algo(config: Config) -> Iterator[str]:
         yield (
             f"algo.correction.rollout_rs_threshold={correction.rollout_rs_threshold:g}: of k1 it is a ratio, and the lower limit "
             "its inverse; set it above 1"
-        )
-    overlong = algo.overlong
-    if overlong.max_tokens is not None and overlong.buffer_tokens > overlong.max_tokens:
-        yield (
-            f"algo.overlong.buffer_tokens={overlong.buffer_tokens} is more than algo.overlong.max_tokens="
-            f"{overlong.max_tokens}"
-        )
-    penalties = {
-        "algo.overlong.max_tokens": overlong.max_tokens is not None,
-        "algo.kl_in=reward": algo.needs_reference and algo.kl_in == "reward",
-    }
-    if algo.advantage.name == "maxrl" and any(penalties.values()):
-        yield (
-            f"algo.advantage.name=maxrl with {' and '.join(key for key, used in penalties.items() if used)}: it divides by the "
-            "group's mean reward, which penalties can make negative; leave them out, or choose algo.advantage.name=grpo"
         )
     if algo.reference_steps and not algo.needs_reference:
         yield f"algo.reference_steps={algo.reference_steps} without a reference: set algo.kl_coef above 0, or leave it out"
@@ -297,18 +312,21 @@ def check_context(config: Config, max_positions: int | None = None) -> None:
 
     """
     sampler, most = config.sampler, max_positions
+    source, tokens = max(
+        ((name, each.rollout.max_tokens) for name, each in config.by_source().items()), key=itemgetter(1)
+    )
+    key = f"sources.{source}.rollout.max_tokens" if source else "rollout.max_tokens"
     if sampler.backend == "sglang":
         context = sampler.context_length or max_positions
         most = None if context is None else context - _SGLANG_RESERVES
-    if sampler.url is None and most is not None and config.rollout.max_tokens > most:
+    if sampler.url is None and most is not None and tokens > most:
         raise ConfigError(
-            f"rollout.max_tokens={config.rollout.max_tokens} is more than the {most} tokens that an engine with this model "
+            f"{key}={tokens} is more than the {most} tokens that an engine with this model "
             "takes: lower it, or raise sampler.sglang.context_length, or set model.path to a model with a longer context"
         )
-    if sampler.backend == "embedded" and config.rollout.max_tokens > sampler.embedded.context:
+    if sampler.backend == "embedded" and tokens > sampler.embedded.context:
         raise ConfigError(
-            f"rollout.max_tokens={config.rollout.max_tokens} is more than the engine holds: raise "
-            f"sampler.embedded.context={sampler.embedded.context}"
+            f"{key}={tokens} is more than the engine holds: raise sampler.embedded.context={sampler.embedded.context}"
         )
 
 

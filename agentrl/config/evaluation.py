@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,9 @@ from agentrl.config.base import Section
 class EvalSet(Section):
     """One set of tasks and its sampling parameters. Keys that a set under ``eval.sets`` does not set are those of ``eval``."""
 
+    source: str | None = None
+    """In a mixed run, the source whose environment, reward and limits the set has; without one, all are evaluated (see
+    ``eval.sets``)."""
     split: str | None = None
     """The split; without one ``tasks.eval_split``."""
     path: Path | None = None
@@ -47,8 +51,8 @@ class EvalConfig(EvalSet):
     """How to evaluate."""
 
     sets: dict[str, EvalSet] = Field(default_factory=dict)
-    """Several sets by name; without any, this section is the only set. A ``size`` or ``group_by`` from here is ignored by sets
-    with fewer tasks or without that key."""
+    """Several sets by name; without any, this section is the only set, or in a mixed run one for each source. A ``size`` or
+    ``group_by`` from here is ignored by sets with fewer tasks or without that key."""
 
     save_rollouts: bool = False
     """Keep the rollouts of evaluations in training, one file each: ``rollouts/eval_000012.jsonl`` is that after step 12."""
@@ -69,9 +73,16 @@ class EvalConfig(EvalSet):
         mode: Literal["json", "python"] = "json" if info.mode_is_json() else "python"
         return {name: each.model_dump(mode=mode, exclude_unset=True) for name, each in sets.items()}
 
-    def named_sets(self) -> dict[str, EvalSet]:
-        """Return each set with the keys it does not set filled in from this section. The set without a name is ``""``."""
+    def named_sets(self, sources: Collection[str] = ()) -> dict[str, EvalSet]:
+        """Return each set with the keys it does not set filled in from this section. The set without a name is ``""``.
+
+        Args:
+            sources: of a mixed run, which has a set for each if none is configured.
+
+        """
         own = self.model_dump(exclude={"sets", "save_rollouts"})
+        if not self.sets and sources and self.source is None:
+            return {name: EvalSet(**own | {"source": name}) for name in sources}
         if not self.sets:
             return {"": EvalSet(**own)}
         return {name: EvalSet(**_filled(each, own)) for name, each in self.sets.items()}

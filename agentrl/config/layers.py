@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from agentrl.config.load import Key, Tree, merge, put_on, replaced_options, validate
+from agentrl.config.load import validate
+from agentrl.config.merging import Key, Tree, merge, put_on, replaced_options
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import REDACTED, redact, secret_part
 

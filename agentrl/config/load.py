@@ -8,17 +8,13 @@ from typing import Any
 
 import yaml
 
-from agentrl.config.algo import AdvantageConfig, LossConfig
 from agentrl.config.checks import check
+from agentrl.config.merging import Tree, merge, put_on
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import REDACTED, redacted_keys
 from agentrl.config.validation import parse_section
 from agentrl.core.errors import ConfigError
 from agentrl.core.reading import one_line
-
-Tree = dict[str, Any]
-Key = tuple[str, ...]
-"""The names that lead to a value."""
 
 
 def load_config(file: Path | None, overrides: Sequence[str] = (), base: Tree | None = None) -> Config:
@@ -80,9 +76,12 @@ def parse_override(text: str) -> Tree:
 
 def _spelled_out(tree: Tree) -> Tree:
     """Return the tree with the short ``reward: F`` as ``reward: {function: F}``, so that it merges with other keys of it."""
-    if "reward" not in tree or not isinstance(tree["reward"], str | None):
-        return tree
-    return {**tree, "reward": {"function": tree["reward"]}}
+    if "reward" in tree and isinstance(tree["reward"], str | None):
+        tree = {**tree, "reward": {"function": tree["reward"]}}
+    if isinstance(sources := tree.get("sources"), dict):
+        spelled = {name: _spelled_out(each) if isinstance(each, dict) else each for name, each in sources.items()}
+        tree = {**tree, "sources": spelled}
+    return tree
 
 
 def _number(text: str) -> str | float:
@@ -91,50 +90,6 @@ def _number(text: str) -> str | float:
         return float(text) if "e" in text.lower() and text[0] in "+-.0123456789" else text
     except ValueError:
         return text
-
-
-def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
-    """Return ``above`` merged over ``below``, mapping by mapping."""
-    merged = dict(below)
-    for key, value in above.items():
-        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-            merged[key] = merge(merged[key], value)
-        else:
-            merged[key] = value
-    return merged
-
-
-def put_on(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
-    """Return a layer merged over those below, without the options there of an estimator or loss that it replaces."""
-    for key in replaced_options(below, above):
-        below = _without(below, key)
-    return merge(below, above)
-
-
-def replaced_options(below: Mapping[str, Any], above: Mapping[str, Any]) -> list[Key]:
-    """Return the keys of options below whose estimator or loss ``above`` replaces."""
-    found: list[Key] = []
-    for key, default in ((("algo", "advantage"), AdvantageConfig().name), (("algo", "loss"), LossConfig().name)):
-        old, new = _section(below, key), _section(above, key)
-        if "name" in new and new["name"] != old.get("name", default):
-            found.append((*key, "options"))
-    return found
-
-
-def _section(tree: Mapping[str, Any], key: Key) -> Mapping[str, Any]:
-    """Return the mapping at a key, or an empty one if there is none."""
-    for name in key:
-        value = tree.get(name)
-        tree = value if isinstance(value, Mapping) else {}
-    return tree
-
-
-def _without(tree: Mapping[str, Any], key: Key) -> Tree:
-    """Return the tree without what is at a key."""
-    name, *rest = key
-    kept = {other: value for other, value in tree.items() if other != name}
-    below = tree.get(name)
-    return {**kept, name: _without(below, tuple(rest))} if rest and isinstance(below, Mapping) else kept
 
 
 def validate(tree: Mapping[str, Any]) -> Config:

@@ -22,7 +22,11 @@ def reference() -> str:
         "`python -m agentrl.config.reference`.",
     ]
     for title, model in _walk("", Config):
-        rows = [(name, info) for name, info in model.model_fields.items() if not list(subsections(info.annotation))]
+        rows = [
+            (name, info)
+            for name, info in model.model_fields.items()
+            if title == _SOURCE or not list(subsections(info.annotation))
+        ]
         if rows:
             lines += [
                 "",
@@ -50,18 +54,25 @@ def reference() -> str:
     return "\n".join(lines) + "\n"
 
 
+_SOURCE = "sources.NAME"
+"""The section whose subsections are sections of the run too, and so have no tables of their own."""
+
+
 def _walk(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
     for name, info in model.model_fields.items():
         for section in subsections(info.annotation):
             many = "" if info.annotation is section else (".NAME" if "dict" in str(info.annotation) else "")
             title = f"{prefix}{name}{many}"
             yield title, section
-            yield from _walk(title + ".", section)
+            if title != _SOURCE:
+                yield from _walk(title + ".", section)
 
 
 def _row(key: str, info: Any, of: str = "") -> str:
     kind = str(info.annotation).replace("typing.", "").replace("<class '", "").replace("'>", "").replace("pathlib.", "")
     default = "required" if info.is_required() else info.get_default(call_default_factory=True)
+    if isinstance(default, BaseModel):
+        kind, default = "section", "that of the run"
     text = of + " ".join((info.description or "").split())
     return f"| `{key}` | `{kind}` | `{default}` | {text} |".replace(" | None", " or None")
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import yaml
 
 from agentrl.config.layers import Layer, differences
-from agentrl.config.load import Tree, read_yaml
+from agentrl.config.load import read_yaml
+from agentrl.config.merging import Tree
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import redact, secret_part
 from agentrl.core.atomic_files import replacing, write_private
@@ -34,7 +35,7 @@ FIXED = (
     "model.warm_start",
     "model.warm_start_options",
 )
-"""Keys that a resumed run may not change: with another value it would be another run."""
+"""Keys that a resumed run may not change, of its sources either: with another value it would be another run."""
 
 
 def save_config(config: Config, folder: Path) -> None:
@@ -72,13 +73,25 @@ def check_resumed(before: Config, after: Config, folder: Path) -> None:
         ConfigError: it has another one; the message names the key and both values.
 
     """
-    faults = [
+    faults = []
+    if [*before.sources] != [*after.sources]:
+        of = [", ".join(config.sources) or "none" for config in (after, before)]
+        faults = [f"sources: {of[0]}; the run in {folder} has {of[1]}; leave them as they are, or start another run"]
+    faults += [
         f"{found.key}={found.after}: the run in {folder} has {found.before}; leave out {found.key}, or start another run"
         for found in differences(before, after)
-        if any(found.key == key or found.key.startswith(f"{key}.") for key in FIXED)
+        if _is_fixed(found.key)
     ]
     if faults:
         raise ConfigError("\n".join(faults))
+
+
+def _is_fixed(key: str) -> bool:
+    section, _, rest = key.partition(".")
+    if section == "sources":
+        key = rest.partition(".")[2]
+    fixed = (*FIXED, "weight") if section == "sources" else FIXED
+    return any(key == one or key.startswith(f"{one}.") for one in fixed)
 
 
 def _values(file: Path) -> Tree:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+import re
+from typing import Any
+
+from pydantic import Field, SerializationInfo, field_serializer, field_validator, model_validator
 
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.base import Section
 from agentrl.config.batch import BatchConfig
-from agentrl.config.env import EnvConfig
 from agentrl.config.evaluation import EvalConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.config.model import ModelConfig
@@ -20,10 +22,14 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sampler import SamplerConfig
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.sft import SftConfig
-from agentrl.config.tasks import DataConfig, TasksConfig
+from agentrl.config.sources import SourceConfig, put_source_on
+from agentrl.config.tasks import DataConfig, EnvConfig, TasksConfig
 from agentrl.config.tools import ToolConfig
 from agentrl.config.train import TrainConfig
 from agentrl.config.weights import WeightsConfig
+
+_OF_SOURCES = ("env", "tasks", "data", "reward", "rollout", "algo")
+"""Sections that differ among the sources of a mixed run."""
 
 
 class Config(Section):
@@ -39,6 +45,8 @@ class Config(Section):
     """Prompts from files."""
     reward: RewardConfig = Field(default_factory=RewardConfig)
     """A reward function in place of the environment's."""
+    sources: dict[str, SourceConfig] = Field(default_factory=dict)
+    """Sources of tasks of a mixed run, by name; without any, the run has one environment. docs/how_to/mixed.md."""
     tools: dict[str, ToolConfig] = Field(default_factory=dict)
     """Tool servers, by the tool's name."""
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
@@ -70,6 +78,44 @@ class Config(Section):
     obs: ObsConfig = Field(default_factory=ObsConfig)
     """Terminal output, trackers and recorded rollouts."""
 
+    @field_validator("sources")
+    @classmethod
+    def _names(cls, sources: dict[str, SourceConfig]) -> dict[str, SourceConfig]:
+        for name in sources:
+            if not re.fullmatch(r"\w[\w-]*", name):
+                raise ValueError(f"the name {name!r} becomes part of task ids and metrics: letters, digits, _ - only")
+        return sources
+
+    @field_serializer("sources")
+    def _as_given(self, sources: dict[str, SourceConfig], info: SerializationInfo) -> dict[str, Any]:
+        """Write only the keys that each source sets, so that the others are still those of the run after reading back."""
+        mode = "json" if info.mode_is_json() else "python"
+        return {name: each.model_dump(mode=mode, exclude_unset=True) for name, each in sources.items()}
+
+    @property
+    def max_tokens(self) -> int:
+        """``rollout.max_tokens``, of a mixed run the largest of its sources."""
+        return max(each.rollout.max_tokens for each in self.by_source().values())
+
+    @property
+    def label(self) -> str:
+        """The environment's name; of a mixed run the names of the sources."""
+        return "+".join(self.sources) if self.sources else self.env.name
+
+    def by_source(self) -> dict[str, Config]:
+        """Return the configuration of each source as that of a run with one environment, in their order.
+
+        Without ``sources`` it is this one, named ``""``.
+        """
+        if not self.sources:
+            return {"": self}
+        run = self.model_dump(include={*_OF_SOURCES})
+        return {name: self._of_source(put_source_on(run, source)) for name, source in self.sources.items()}
+
+    def _of_source(self, tree: dict[str, Any]) -> Config:
+        sections = {name: type(getattr(self, name)).model_validate(tree[name]) for name in _OF_SOURCES}
+        return self.model_copy(update={**sections, "sources": {}})
+
     @model_validator(mode="after")
     def _resolve_correction(self) -> Config:
         """Choose the ratio's denominator, and the correction, by the engine."""
@@ -78,4 +124,11 @@ class Config(Section):
             algo.old_logprobs = "sampler" if self.sampler.backend == "embedded" else "learner"
         if algo.correction.rollout_is == "auto":
             algo.correction.rollout_is = "token" if algo.old_logprobs == "learner" else "none"
+        return self
+
+    @model_validator(mode="after")
+    def _resolve_sources(self) -> Config:
+        """Give the algorithm of every source to the section ``algo``, which learner ranks get."""
+        algorithms = {name: each.algo for name, each in self.by_source().items()} if self.sources else {}
+        self.algo.set_sources(algorithms)
         return self

@@ -1,4 +1,4 @@
-"""Where tasks come from: the ``tasks`` section, or the ``data`` section in its place."""
+"""What a run plays: the ``env`` section, and the ``tasks`` section or the ``data`` section in its place."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from typing import Any
 from pydantic import Field
 
 from agentrl.config.base import Section
+
+
+class EnvConfig(Section):
+    """Which environment, and its constructor's arguments."""
+
+    name: str = "search_r1"
+    """A registered environment, or ``path/to/file.py:Class``; ``--env`` sets it."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the environment's constructor."""
 
 
 class TasksConfig(Section):

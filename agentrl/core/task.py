@@ -19,12 +19,22 @@ IMAGE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}$"
 """Pattern of a container image's name, with tag or digest."""
 
 
+def task_id(source: str, name: str) -> str:
+    """Return the id of a task in a mixed run, which begins with its source; without a source it is the task's own."""
+    return f"{source}/{name}" if source else name
+
+
+def source_of(task: str) -> str:
+    """Return the source in the id of a task of a mixed run; see `task_id`."""
+    return task.partition("/")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One problem. Example: ``Task("multihop/train/17", (Message("user", "Where was X born?"),), answer="Y")``."""
 
     id: str
-    """Unique in its taskset; becomes the ``prompt_id`` of its group."""
+    """Unique in its taskset; becomes the ``prompt_id`` of its group. In a mixed run it begins with the source's name."""
     prompt: tuple[Message, ...]
     """The question. An environment may wrap it into its protocol's prompt."""
     answer: Any = None

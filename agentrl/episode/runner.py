@@ -10,11 +10,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from agentrl.core.env import Env
 from agentrl.core.errors import EpisodeError, RunStopped
 from agentrl.core.sampler import Sampler
-from agentrl.core.task import Task
+from agentrl.core.task import Task, source_of
 from agentrl.core.tool import CallTool, Tool, ToolClient
 from agentrl.core.types import Failure, Rollout, SamplingParams, StopReason
 from agentrl.episode.chat import Agent
@@ -48,7 +49,7 @@ _RunningEpisode = tuple[Job, asyncio.Task[list[Rollout]]]
 
 
 class EpisodeRunner:
-    """Runs episodes of one policy in one kind of environment.
+    """Runs episodes of one policy in one kind of environment, or with `of_sources` in several.
 
     Args:
         env_factory: builds an environment for one episode.
@@ -88,6 +89,22 @@ class EpisodeRunner:
         self._generate = generate
         self._grader = grader
         self._slots = asyncio.Semaphore(max_concurrency)
+        self._by_source: Mapping[str, EpisodeRunner] = {}
+
+    @classmethod
+    def of_sources(cls, runners: Mapping[str, EpisodeRunner]) -> EpisodeRunner:
+        """Return a runner of the jobs of a mixed run: each job has environment, limits, tools and grader of its source.
+
+        Args:
+            runners: by source. All jobs share the limit on concurrency and the failure policy of the first.
+        """
+        joined = copy.copy(next(iter(runners.values())))
+        joined._by_source = runners
+        return joined
+
+    def _of(self, job: Job) -> EpisodeRunner:
+        """Return the runner of a job's source."""
+        return self._by_source[source_of(job.task.id)] if self._by_source else self
 
     def with_sampling(
         self,
@@ -102,21 +119,15 @@ class EpisodeRunner:
 
         Without ``max_new_tokens`` the limit of this runner stays.
         """
-        context = self._context
-        tokens = max_new_tokens or context.limits.max_new_tokens
-        other = copy.copy(self)
-        other._context = replace(
-            context,
-            limits=replace(context.limits, max_new_tokens=tokens),
-            sampling=replace(
-                context.sampling,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                max_new_tokens=tokens,
-                ignore_eos=ignore_eos,
-            ),
-        )
+        tokens = max_new_tokens or self._context.limits.max_new_tokens
+        changes = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "ignore_eos": ignore_eos}
+        return self._with(tokens, changes | {"max_new_tokens": tokens})
+
+    def _with(self, tokens: int, changes: Mapping[str, Any]) -> EpisodeRunner:
+        other, context = copy.copy(self), self._context
+        limits = replace(context.limits, max_new_tokens=tokens)
+        other._context = replace(context, limits=limits, sampling=replace(context.sampling, **changes))
+        other._by_source = {name: one._with(tokens, changes) for name, one in self._by_source.items()}
         return other
 
     async def run(self, task: Task, seed: int, rollout_id: str) -> list[Rollout]:
@@ -159,16 +170,18 @@ class EpisodeRunner:
         The tool sessions of its last attempt stay open for grading if there is a grader and ``open_tools``, which then
         gets them by the job's ``rollout_id``.
         """
+        source = self._of(job)
+        context, generate = source._context, source._generate
         async with self._slots:
             for attempt in itertools.count():
                 state = EpisodeState(job.rollout_id, job.seed, attempt, job.reset_seed)
-                if self._generate is not None:
-                    agent = Agent(self._context, job.task, state)
+                if generate is not None:
+                    agent = Agent(context, job.task, state)
                     tools, raised = agent.tools, None
                     async with _closed_on_error(tools):
-                        rollouts = await run_custom_loop(self._generate, self._context, agent)
+                        rollouts = await run_custom_loop(generate, context, agent)
                 else:
-                    episode = Episode(self._context, job.task, state)
+                    episode = Episode(context, job.task, state)
                     tools, failure, raised = episode.tools, None, None
                     try:
                         async with _closed_on_error(tools):
@@ -181,7 +194,7 @@ class EpisodeRunner:
                     rollouts = [rollout]
                 failure = rollouts[0].failure
                 action = self._failure.decide(failure, attempt) if failure is not None else "train"
-                if action == "train" and self._grader is not None and open_tools is not None:
+                if action == "train" and source._grader is not None and open_tools is not None:
                     open_tools[job.rollout_id] = tools
                     return rollouts
                 await tools.close()
@@ -198,12 +211,12 @@ class EpisodeRunner:
 
     def _graded_together(self, episodes: Sequence[_RunningEpisode]) -> list[list[_RunningEpisode]]:
         """Return the episodes in groups that are graded in one call: single ones, or all of a task in the jobs' order."""
-        if self._grader is None or not self._grader.group:
-            return [[episode] for episode in episodes]
-        by_task: dict[str, list[_RunningEpisode]] = {}
-        for episode in episodes:
-            by_task.setdefault(episode[0].task.id, []).append(episode)
-        return list(by_task.values())
+        together: dict[str | int, list[_RunningEpisode]] = {}
+        for number, episode in enumerate(episodes):
+            grader = self._of(episode[0])._grader
+            whole = grader is not None and grader.group
+            together.setdefault(episode[0].task.id if whole else number, []).append(episode)
+        return list(together.values())
 
     async def _grade(
         self,
@@ -212,6 +225,7 @@ class EpisodeRunner:
         on_done: Callable[[Rollout], None] | None,
     ) -> None:
         """Wait for the episodes, grade their rollouts and end their tool sessions."""
+        grader = self._of(episodes[0][0])._grader
         rollouts: list[Rollout] = []
         scoring: dict[str, CallTool] = {}
         for job, episode in episodes:
@@ -219,14 +233,14 @@ class EpisodeRunner:
             rollouts += ended
             if job.rollout_id in tools:
                 scoring |= {rollout.rollout_id: tools[job.rollout_id].run_scoring_call for rollout in ended}
-        batches = [rollouts] if self._grader is not None and self._grader.group else [[one] for one in rollouts]
+        batches = [rollouts] if grader is not None and grader.group else [[one] for one in rollouts]
         try:
             for batch in batches:
                 graded = [rollout for rollout in batch if not rollout.dropped]
-                if self._grader is not None and graded:
+                if grader is not None and graded:
                     others = f"and {len(graded) - 1} others of its task" if len(graded) > 1 else ""
                     with waiting("reward of rollout", graded[0].rollout_id, others):
-                        await self._grader.grade(graded, scoring)
+                        await grader.grade(graded, scoring)
                 if on_done is not None:
                     for rollout in batch:
                         on_done(rollout)

@@ -12,7 +12,6 @@ from rich.console import Console
 from agentrl.config.saved import CONFIG
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
-from agentrl.core.task import TaskSet
 from agentrl.core.types import Rollout
 from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.evaluation.metrics import compute_metrics
@@ -29,6 +28,7 @@ from agentrl.runtime.jobs import watched
 from agentrl.runtime.run_tools import check_tools
 from agentrl.runtime.services import open_services
 from agentrl.runtime.task_order import NoTasks, episode_seed
+from agentrl.runtime.task_sources import TaskSources
 
 OnDone = Callable[[Rollout], None]
 
@@ -147,15 +147,15 @@ async def evaluate_policy(config: Config, console: Console, samples: Path | None
     return results
 
 
-def open_eval_tasks(config: Config) -> TaskSet:
-    """Return the configured taskset, or an empty one if every set has a file and the configuration names no taskset."""
-    files = all(plan.path is not None for plan in config.eval.named_sets().values())
-    if files and config.tasks.name is None and config.data.path is None:
-        return NoTasks()
+def open_eval_tasks(config: Config) -> TaskSources:
+    """Return the configured tasksets, or an empty one if every set has a file and the configuration names no taskset."""
+    files = all(plan.path is not None for plan in config.eval.named_sets(config.sources).values())
+    if files and not config.sources and config.tasks.name is None and config.data.path is None:
+        return {"": NoTasks()}
     return open_tasks(config)
 
 
-def check_eval(config: Config, tasks: TaskSet) -> list[EvalTasks]:
+def check_eval(config: Config, tasks: TaskSources) -> list[EvalTasks]:
     """Check everything about an evaluation that needs no server, and return its sets.
 
     Raises:

@@ -32,7 +32,9 @@ def report(results: Sequence[SetResult]) -> dict[str, object]:
     return {
         result.eval_set.label: {
             "source": result.eval_set.source,
-            "sampling": result.eval_set.plan.model_dump(mode="json", exclude={"split", "path", "size", "sets"}),
+            "sampling": result.eval_set.plan.model_dump(
+                mode="json", exclude={"source", "split", "path", "size", "sets"}
+            ),
             **nested(result.metrics),
         }
         for result in results

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,7 +30,8 @@ from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import step_jobs, watched
 from agentrl.runtime.run_tools import check_tools
 from agentrl.runtime.services import open_services
-from agentrl.runtime.task_order import TaskOrder, read_split
+from agentrl.runtime.task_order import TaskOrder
+from agentrl.runtime.task_sources import MixedOrder, order_of, read_splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +64,19 @@ def check_plan(config: Config, plan: SamplePlan) -> None:
     check_episodes(config)
     check_tools(config)
     check_engine(config)
-    tasks = _tasks(config, plan)
-    if not 1 <= plan.tasks <= len(tasks):
-        raise ConfigError(f"--tasks {plan.tasks}: --split {plan.split} has {len(tasks)} tasks")
+    splits = read_splits(config, open_tasks(config), plan.split)
+    _check_number(plan, splits, order_of(config, splits))
+
+
+def _check_number(plan: SamplePlan, splits: Mapping[str, Sequence[Task]], order: TaskOrder | MixedOrder) -> None:
+    """Check that there are as many tasks as are taken, of each source of a mixed run."""
+    taken = Counter({"": plan.tasks})
+    if isinstance(order, MixedOrder):
+        taken = Counter(order.place(position)[0] for position in range(plan.tasks))
+    for name, tasks in splits.items():
+        if plan.tasks < 1 or taken[name] > len(tasks):
+            of = f"; these are {taken[name]} of the source {name}, whose split" if name else f": --split {plan.split}"
+            raise ConfigError(f"--tasks {plan.tasks}{of} has {len(tasks)} tasks")
 
 
 async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> None:
@@ -77,7 +89,7 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
     """
     model = resolve_model(config.model.path)
     tasks = open_tasks(config)
-    order = TaskOrder(_tasks(config, plan), config.run.seed)
+    order = order_of(config, read_splits(config, tasks, plan.split))
     size = config.rollout.batch_size
     steps = [(start, min(size, plan.tasks - start)) for start in range(0, plan.tasks, size)]
     file = RolloutFile(plan.out)
@@ -103,7 +115,7 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
         raise RunStopped(f"{stop}. {len(done)} of {total} rollouts are in {plan.out}") from None
     finally:
         _finish(config, file, done)
-    console.print(results_table([_summary(config, plan, done)], f"{config.env.name}: {config.model.path}"))
+    console.print(results_table([_summary(config, plan, done)], f"{config.label}: {config.model.path}"))
     console.print(f"written {plan.out}: {len(done)} rollouts", highlight=False, soft_wrap=True)
 
 
@@ -115,13 +127,6 @@ def _finish(config: Config, file: RolloutFile, done: Sequence[Rollout]) -> None:
         return
     section = {"path": config.model.path, "trust_remote_code": config.model.trust_remote_code}
     sampled_with(path).write_text(yaml.safe_dump({"model": section}), encoding="utf-8")
-
-
-def _tasks(config: Config, plan: SamplePlan) -> Sequence[Task]:
-    split, key = config.tasks.train_split, "tasks.train_split"
-    if plan.split == "eval":
-        split, key = config.tasks.eval_split, "tasks.eval_split"
-    return read_split(open_tasks(config), split, key)
 
 
 def _summary(config: Config, plan: SamplePlan, rollouts: Sequence[Rollout]) -> SetResult:

@@ -13,6 +13,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.task import Task, TaskSet
 from agentrl.data.tasks import read_tasks
 from agentrl.runtime.task_order import read_split
+from agentrl.runtime.task_sources import TaskSources, named, of_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +56,21 @@ class EvalTasks:
         return ", ".join(words)
 
 
-def load_eval_tasks(config: Config, tasks: TaskSet) -> list[EvalTasks]:
-    """Return the sets of an evaluation; none if the configuration names no set and there are no tasks.
+def load_eval_tasks(config: Config, tasks: TaskSources) -> list[EvalTasks]:
+    """Return the sets of an evaluation; without ``eval.sets``, only sets that have tasks.
 
     Raises:
         ConfigError: a set is empty or smaller than the size it gives itself, or no task has the metadata key ``group_by``.
 
     """
-    if not config.eval.sets and not can_evaluate(config, tasks):
-        return []
-    return [_load(config, tasks, name, plan) for name, plan in config.eval.named_sets().items()]
+    sources, named_by_user = config.by_source(), config.eval.sets
+    found = []
+    for name, plan in config.eval.named_sets(config.sources).items():
+        source = plan.source or ""
+        with of_source("" if name in named_by_user else source):
+            if name in named_by_user or can_evaluate(sources[source], tasks[source]):
+                found.append(_load(sources[source], tasks[source], name, plan))
+    return found
 
 
 def can_evaluate(config: Config, tasks: TaskSet) -> bool:
@@ -73,8 +79,11 @@ def can_evaluate(config: Config, tasks: TaskSet) -> bool:
 
 
 def _load(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> EvalTasks:
-    key = f"eval.sets.{name}" if name else "eval"
-    given = (config.eval.sets[name] if name else config.eval).model_fields_set
+    """Return a set; ``config`` and ``tasks`` are those of its source."""
+    key = f"eval.sets.{name}" if name in config.eval.sets else "eval"
+    # The sets that a mixed run has without eval.sets do not size themselves.
+    given = config.eval.sets[name].model_fields_set if name in config.eval.sets else set()
+    given = config.eval.model_fields_set if not name else given
     source, found = _read(config, tasks, plan, key)
     if len(found) == 0:
         raise ConfigError(
@@ -91,7 +100,7 @@ def _load(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> EvalTasks
                 f"which has: {', '.join(keys) or 'nothing'}"
             )
         plan = plan.model_copy(update={"group_by": None})
-    return EvalTasks(name, plan, chosen, source, config.rollout.reset_seed)
+    return EvalTasks(name, plan, named(plan.source or "", chosen), source, config.rollout.reset_seed)
 
 
 def _read(config: Config, tasks: TaskSet, plan: EvalSet, key: str) -> tuple[str, Sequence[Task]]:

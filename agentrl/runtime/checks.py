@@ -19,15 +19,34 @@ from agentrl.rewards.grader import check_reward
 from agentrl.runtime.placement_check import gpus_here
 from agentrl.runtime.run_tools import run_services
 from agentrl.runtime.task_order import EnvTasks
+from agentrl.runtime.task_sources import TaskSources, of_source
 
 
-def open_tasks(config: Config) -> TaskSet:
-    """Return the configured tasks: from files, from a taskset, or the environment's own.
+def open_tasks(config: Config) -> TaskSources:
+    """Return the configured tasks of each source: from files, from a taskset, or the environment's own.
+
+    Sources with the same taskset share it.
 
     Raises:
         ConfigError, UnknownNameError: there are none, or the source is not valid.
 
     """
+    opened: dict[str, TaskSet] = {}
+    by_source = config.by_source()
+    for name, each in by_source.items():
+        same = (other for other in opened if _tasks_of(by_source[other]) == _tasks_of(each))
+        with of_source(name):
+            other = next(same, None)
+            opened[name] = _open(each) if other is None else opened[other]
+    return opened
+
+
+def _tasks_of(config: Config) -> tuple[object, ...]:
+    own = config.env.name if config.tasks.name is None else None
+    return config.data, config.tasks.name, config.tasks.options, own
+
+
+def _open(config: Config) -> TaskSet:
     data, tasks = config.data, config.tasks
     if data.path is not None or data.eval_path is not None:
         return FileTasks(data)
@@ -43,12 +62,18 @@ def open_tasks(config: Config) -> TaskSet:
 
 
 def check_episodes(config: Config) -> None:
-    """Check the environment, its tools, the multi-turn loop and the reward function.
+    """Check the environment, its tools, the multi-turn loop and the reward function, of every source.
 
     Raises:
         UserError: one does not exist or is not valid.
 
     """
+    for name, each in config.by_source().items():
+        with of_source(name):
+            _check_episodes(each)
+
+
+def _check_episodes(config: Config) -> None:
     env = _make_env(config)
     cls = type(env)
     if config.rollout.generate is None and (lacks := lacking_step(cls)):

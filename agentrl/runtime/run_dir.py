@@ -19,7 +19,7 @@ RUNS = Path("runs")
 def new_folder(config: Config) -> Path:
     """Return the folder of a new run: ``run.dir``, or a new one under ``runs/``."""
     if config.run.dir is None:
-        return RUNS / f"{_label(config.env.name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        return RUNS / f"{_label(config.label)}-{time.strftime('%Y%m%d-%H%M%S')}"
     return config.run.dir.expanduser()
 
 

@@ -22,18 +22,19 @@ _log = logging.getLogger(__name__)
 
 
 def run_services(config: Config) -> dict[str, ToolService]:
-    """Return the services of the tools that a run needs, by their registered names.
+    """Return the services of the tools that a run needs, of all of its sources, by their registered names.
 
     Raises:
         UserError: one does not exist.
 
     """
-    names = needed_tools(config.rollout.generate, env_class(config.env.name))
+    each = config.by_source().values()
+    names = [name for one in each for name in needed_tools(one.rollout.generate, env_class(one.env.name))]
     return {name: find_service(name) for name in names}
 
 
 def served_tools(config: Config, services: Mapping[str, ToolService]) -> dict[str, Tool]:
-    """Return what a policy may call at the servers of a run, by the tool's name, as the run's options make it.
+    """Return what a policy may call at the servers of a run, or of one source, by the tool's name, with the run's options.
 
     Raises:
         ConfigError: options that do not fit, or two servers with tools of one name.
@@ -63,7 +64,8 @@ def check_tools(config: Config) -> None:
     for name in config.tools:  # of a registered tool that this run does not use: a file may be for several runs
         if name not in known and not is_reference(name):
             raise unknown_name("tool", name, known, f"tools.{name}")
-    served_tools(config, services)
+    for each in config.by_source().values():
+        served_tools(each, run_services(each))
     for name, service in services.items():
         options, url = service_options(config, name, service), tool_url(config, name)
         if url is not None:
@@ -71,7 +73,8 @@ def check_tools(config: Config) -> None:
         else:
             service.check(options)
             if service.sandboxed:
-                check_shown(config.sandbox, _files_of(config))
+                for each in config.by_source().values():
+                    check_shown(config.sandbox, _files_of(each))
 
 
 def _files_of(config: Config) -> dict[Path, str]:

@@ -15,7 +15,6 @@ from agentrl.core.child_process import raise_file_limit
 from agentrl.core.env import Env
 from agentrl.core.registry import make_env
 from agentrl.core.sampler import Sampler
-from agentrl.core.task import TaskSet
 from agentrl.core.types import SamplingParams
 from agentrl.episode.custom_loop import load_generate
 from agentrl.episode.failure_policy import FailurePolicy
@@ -28,6 +27,7 @@ from agentrl.models.load import load_tokenizer, read_vocab_size
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.grader import make_grader
+from agentrl.runtime.task_sources import TaskSources
 from agentrl.runtime.tool_servers import ToolServers
 
 
@@ -47,14 +47,18 @@ class Services:
             sampler: in place of the engines.
 
         """
-        rollout, options = self.config.rollout, self.config.sampler
+        runners = {name: self._runner(name, each, sampler) for name, each in self.config.by_source().items()}
+        return EpisodeRunner.of_sources(runners) if self.config.sources else runners[""]
+
+    def _runner(self, source: str, config: Config, sampler: Sampler | None) -> EpisodeRunner:
+        rollout, options = config.rollout, config.sampler
         generate = load_generate(rollout.generate) if rollout.generate is not None else None
         sampling = SamplingParams(
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
             top_p=options.top_p,
             top_k=options.top_k,
-            seed=self.config.run.seed,
+            seed=config.run.seed,
         )
         limits = Limits(
             max_turns=rollout.max_turns,
@@ -62,19 +66,19 @@ class Services:
             max_seconds=rollout.max_seconds,
             max_new_tokens=options.max_new_tokens,
         )
-        make: Callable[[], Env] = partial(make_env, self.config.env.name, self.config.env.options)
+        make: Callable[[], Env] = partial(make_env, config.env.name, config.env.options)
         return EpisodeRunner(
             env_factory=make,
             renderer=self.renderer,
             sampler=sampler or self.fleet.sampler,
-            tool_clients=self.tools.clients,
+            tool_clients=self.tools.clients_of(source),
             limits=limits,
             sampling=sampling,
             failure=FailurePolicy(rollout.failure),
             max_concurrency=rollout.concurrency,
             generate=generate,
-            grader=make_grader(self.config.reward),
-            served=self.tools.offered,
+            grader=make_grader(config.reward),
+            served=self.tools.offered[source],
         )
 
     def check(self) -> None:
@@ -86,7 +90,7 @@ class Services:
 @asynccontextmanager
 async def open_services(
     config: Config,
-    tasks: TaskSet,
+    tasks: TaskSources,
     model: Path,
     folder: Path,
     seed: int,
@@ -97,7 +101,7 @@ async def open_services(
 
     Args:
         config: of the run.
-        tasks: passed to the tool servers.
+        tasks: of each source, passed to the tool servers.
         model: folder that engines and tokenizer are loaded from.
         folder: of the run; gets the logs, and the files of tool servers.
         seed: of the engines.
@@ -115,7 +119,7 @@ async def open_services(
         renderer = make_renderer(load_tokenizer(model, trust_remote_code=trusted), config.render)
         engines = launcher(EngineSpec(config.sampler, model, logs, seed, trusted))
         vocabulary = Vocabulary(read_vocab_size(model), renderer.decode)
-        fleet = Fleet(config.sampler, engines, logs, vocabulary=vocabulary, max_tokens=config.rollout.max_tokens)
+        fleet = Fleet(config.sampler, engines, logs, vocabulary=vocabulary, max_tokens=config.max_tokens)
         exits.push_async_callback(fleet.aclose)
         tools = ToolServers(config, tasks, folder, logs)
         exits.push_async_callback(tools.aclose)

@@ -4,16 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from agentrl.config.schema import Config
 from agentrl.config.tools import ToolConfig
-from agentrl.core.task import TaskSet
+from agentrl.core.errors import ConfigError
+from agentrl.core.task import Task, TaskSet
 from agentrl.core.tool import Tool, ToolClient
 from agentrl.obs.waiting import waiting
 from agentrl.runtime.run_tools import run_services, served_tools, service_options, tool_url, warn_unsandboxed
+from agentrl.runtime.task_sources import TaskSources
 from agentrl.toolserver.launch import ToolServerProcess, launch_tool
+
+
+class JoinedCorpora(TaskSet):
+    """The corpora of the tasksets of several sources, which share the server of a tool."""
+
+    def __init__(self, tool: str, tasks: TaskSources) -> None:
+        self._tool, self._tasks = tool, tasks
+
+    def split(self, name: str) -> Sequence[Task]:
+        """Return an empty sequence: a server gets no tasks."""
+        return ()
+
+    def corpora(self) -> Mapping[str, Iterable[Mapping[str, str]]]:
+        """Return all corpora.
+
+        Raises:
+            ConfigError: two tasksets have a corpus of one name.
+
+        """
+        found: dict[str, Iterable[Mapping[str, str]]] = {}
+        owners: dict[str, tuple[str, TaskSet]] = {}
+        for source, tasks in self._tasks.items():
+            for name, documents in tasks.corpora().items():
+                other, owner = owners.setdefault(name, (source, tasks))
+                if owner is not tasks:
+                    raise ConfigError(
+                        f"sources.{other} and sources.{source} share the server of the tool {self._tool!r}, and the tasksets "
+                        f"of both have a corpus {name!r}: give them the same tasks.name and tasks.options, or set "
+                        f"tools.{self._tool}.options.corpus"
+                    )
+                found.setdefault(name, documents)
+        return found
 
 
 class ToolServers:
@@ -21,7 +55,7 @@ class ToolServers:
 
     Args:
         config: of the run.
-        tasks: passed to the servers that are started.
+        tasks: of each source, passed to the servers that are started for it. Sources share a server.
         folder: of the run; servers write to ``tools/``.
         logs: folder of their logs.
 
@@ -30,12 +64,15 @@ class ToolServers:
 
     """
 
-    def __init__(self, config: Config, tasks: TaskSet, folder: Path, logs: Path) -> None:
+    def __init__(self, config: Config, tasks: TaskSources, folder: Path, logs: Path) -> None:
         self._config, self._tasks, self._folder, self._logs = config, tasks, folder, logs
         self._services = run_services(config)
+        self._of_sources = {name: run_services(each) for name, each in config.by_source().items()}
         self._processes: list[ToolServerProcess] = []
-        self.offered: Mapping[str, Tool] = served_tools(config, self._services)
-        """What a policy may call at the servers, by the tool's name."""
+        self.offered: Mapping[str, Mapping[str, Tool]] = {
+            name: served_tools(config, services) for name, services in self._of_sources.items()
+        }
+        """What a policy may call at the servers in the episodes of each source, by the tool's name."""
         self.clients: dict[str, ToolClient] = {}
         """By the tool's registered name."""
 
@@ -64,10 +101,20 @@ class ToolServers:
         tool, service = self._config.tools.get(name, ToolConfig()), self._services[name]
         file_name = re.sub(r"[^\w.-]+", "_", name)  # the name may be path/to/file.py:name
         options = service_options(self._config, name, service)
-        arguments = service.launch_arguments(options, self._tasks, self._folder / "tools" / file_name)
+        arguments = service.launch_arguments(options, self._tasks_for(name), self._folder / "tools" / file_name)
         log = self._logs / f"{file_name}.log"
         with waiting("start", f"of the tool server {name}"):
             return launch_tool(name, arguments, log=log, port=tool.port, timeout_s=tool.start_timeout_s)
+
+    def clients_of(self, source: str) -> dict[str, ToolClient]:
+        """Return the clients of the tools that a source needs, by registered name."""
+        return {name: self.clients[name] for name in self._of_sources[source]}
+
+    def _tasks_for(self, tool: str) -> TaskSet:
+        """Return the tasks of the sources that need a tool, for its server."""
+        needing = {name: tasks for name, tasks in self._tasks.items() if tool in self._of_sources.get(name, ())}
+        distinct = list({id(tasks): tasks for tasks in needing.values()}.values())
+        return distinct[0] if len(distinct) == 1 else JoinedCorpora(tool, needing)
 
     async def aclose(self) -> None:
         """Close the clients and stop the servers that were started."""

@@ -19,6 +19,11 @@ def check_sft(config: Config) -> None:
         UserError: with the value and the key to change.
 
     """
+    if config.sources:
+        raise ConfigError(
+            f"sources={', '.join(config.sources)}: demonstrations are of one environment; leave out sources, and set env and "
+            "tasks"
+        )
     if config.tasks.name is None:
         raise ConfigError("tasks.name is not set: demonstrations come from a taskset's demonstrator()")
     make_tasks(config.tasks.name, config.tasks.options)

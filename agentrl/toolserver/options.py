@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from agentrl.config.base import Section
-from agentrl.config.load import Tree, merge, parse_override, read_yaml
+from agentrl.config.load import parse_override, read_yaml
+from agentrl.config.merging import Tree, merge
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ClientConfig, ServerConfig, ToolServerConfig
 from agentrl.config.validation import parse_section

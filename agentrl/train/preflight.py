@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from agentrl.cluster.ray_address import running_address
 from agentrl.config.checks import check_context
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, MissingError
-from agentrl.core.task import Task, TaskSet
+from agentrl.core.task import Task
 from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
 from agentrl.models.critic import KEY as CRITIC_KEY
 from agentrl.models.critic import resolve_critic
@@ -21,7 +21,7 @@ from agentrl.models.resolve import has_chat_template, resolve_model
 from agentrl.runtime.checks import check_engine, check_episodes, check_packages, open_tasks
 from agentrl.runtime.placement_check import check_placement, describe_placement
 from agentrl.runtime.run_tools import check_tools
-from agentrl.runtime.task_order import read_split
+from agentrl.runtime.task_sources import TaskSources, of_source, read_splits
 from agentrl.runtime.template_check import check_chat_template
 from agentrl.train.teachers import check_teachers
 from agentrl.train.warm_start import describe, warm_start_config
@@ -70,14 +70,12 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     with _listed(missing):
         check_packages(config)
     warm = warm_start_config(config, Path())
-    tasks = "not there yet"
     sets: list[EvalTasks] | None = None
-    train: Sequence[Task] = ()
+    train: dict[str, Sequence[Task]] = {}
     with _listed(missing):
-        source = open_tasks(config)
-        train = _train_tasks(config, source)
-        tasks = f"{len(train)} to train on"
-        sets = load_eval_tasks(config, source)
+        tasks = open_tasks(config)
+        train = _train_tasks(config, tasks)
+        sets = load_eval_tasks(config, tasks)
         check_goals(config, sets)
     with _listed(missing):
         check_tools(config)
@@ -86,8 +84,8 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     with _listed(missing):
         check_placement(config)
     model = _check_model(config, missing, fetch=fetch and not missing)  # no gigabytes for a run that is refused
-    template = "" if model is None else check_chat_template(config, model, train)
-    lines = _describe(config, tasks, model, sets, template)
+    template = "" if model is None else _check_templates(config, model, train)
+    lines = [*_describe_sources(config, train), *_describe(config, model, sets, template)]
     warnings = []
     if model is not None:
         critic = resolve_critic(config, model)
@@ -106,13 +104,27 @@ def _listed(missing: list[str]) -> Iterator[None]:
         missing += str(error).splitlines()
 
 
-def _train_tasks(config: Config, tasks: TaskSet) -> Sequence[Task]:
-    found = read_split(tasks, config.tasks.train_split, "tasks.train_split")
-    if len(found) > 0:
-        return found
-    if config.data.eval_path is not None:
-        raise ConfigError("there is nothing to train on: set data.path in addition to data.eval_path")
-    raise ConfigError(f"tasks.name={config.tasks.name}: the split {config.tasks.train_split!r} is empty")
+def _train_tasks(config: Config, tasks: TaskSources) -> dict[str, Sequence[Task]]:
+    """Return the tasks of each source to train on."""
+    splits = read_splits(config, tasks)
+    for name, each in config.by_source().items():
+        with of_source(name):
+            if len(splits[name]) == 0 and each.data.eval_path is not None:
+                raise ConfigError("there is nothing to train on: set data.path in addition to data.eval_path")
+            if len(splits[name]) == 0:
+                raise ConfigError(f"tasks.name={each.tasks.name}: the split {each.tasks.train_split!r} is empty")
+    return splits
+
+
+def _check_templates(config: Config, model: Path, train: Mapping[str, Sequence[Task]]) -> str:
+    """Return what `check_chat_template` says, once for each source that differs."""
+    said: dict[str, list[str]] = {}
+    for name, each in config.by_source().items():
+        with of_source(name):
+            said.setdefault(check_chat_template(each, model, train.get(name, ())), []).append(name)
+    if len(said) == 1:
+        return next(iter(said))
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in said.items())
 
 
 def _check_model(config: Config, missing: list[str], *, fetch: bool) -> Path | None:
@@ -120,11 +132,13 @@ def _check_model(config: Config, missing: list[str], *, fetch: bool) -> Path | N
     model: Path | None = None
     with _listed(missing):
         model = resolve_model(config.model.path, fetch=fetch)
-        if config.data.path is not None and config.data.apply_chat_template and not has_chat_template(model):
-            raise ConfigError(
-                f"model.path={config.model.path}: {model} has no chat template; set data.apply_chat_template=false to give "
-                "it prompts as they are, or model.path to an instruct model"
-            )
+        for name, each in config.by_source().items():
+            if each.data.path is not None and each.data.apply_chat_template and not has_chat_template(model):
+                key = f"sources.{name}.data" if name else "data"
+                raise ConfigError(
+                    f"model.path={config.model.path}: {model} has no chat template; set {key}.apply_chat_template=false to give "
+                    "it prompts as they are, or model.path to an instruct model"
+                )
         check_context(config, read_max_positions(model))
         reference = resolve_reference(config, fetch=fetch)
         if config.algo.reference is not None and reference is not None:
@@ -152,27 +166,42 @@ def learning_rate_warnings(config: Config, count: int, critic_count: int = 0) ->
     return found
 
 
-def _describe(config: Config, tasks: str, model: Path | None, sets: list[EvalTasks] | None, template: str) -> list[str]:
+def _describe_sources(config: Config, train: Mapping[str, Sequence[Task]]) -> list[str]:
+    """Return lines on environment, tasks and reward; of a mixed run one for each source."""
+    by_source, lines = config.by_source(), []
+    for name, each in by_source.items():
+        place = each.data.path or each.tasks.name or "of the environment"
+        facts = {
+            "environment": each.env.name,
+            "tasks": f"{place}: {f'{len(train[name])} to train on' if name in train else 'not there yet'}",
+            "reward": each.reward.function or "the environment's",
+        }
+        if not name:
+            return [f"{key:<13}{value}" for key, value in facts.items()]
+        share = config.sources[name].weight / sum(one.weight for one in config.sources.values())
+        text = ", ".join(f"{key} {value}" for key, value in facts.items())
+        lines.append(f"{'source':<13}{name}: {share:.0%} of the tasks, {text}, {each.algo.described}")
+    return lines
+
+
+def _describe(config: Config, model: Path | None, sets: list[EvalTasks] | None, template: str) -> list[str]:
     rollout, plan, sampler = config.rollout, config.train, config.sampler
-    source = config.data.path or config.tasks.name or "of the environment"
     where = f" ({model})" if model is not None else ""
+    algorithm = "an algorithm for each source" if config.sources else config.algo.described
     lines = {
-        "environment": config.env.name,
-        "tasks": f"{source}: {tasks}",
-        "reward": config.reward.function or "the environment's",
         "model": f"{config.model.path}{where}",
         "engine": (sampler.url or sampler.backend + (f", {sampler.engines} of them" if sampler.engines > 1 else ""))
         + (", behind sglang-router" if sampler.router == "sglang" else ""),
         "step": f"{rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
         f"{rollout.batch_size * rollout.n_samples_per_prompt} episodes",
-        "learner": f"{config.learner.backend}, {config.learner.ranks} rank(s), {config.algo.described}",
+        "learner": f"{config.learner.backend}, {config.learner.ranks} rank(s), {algorithm}",
         "length": f"{plan.steps} steps",
     }
     if template:
         lines["template"] = template
     if config.placement.mode != "separate":
         lines["placement"] = describe_placement(config)
-    if rollout.generate is not None:
+    if rollout.generate is not None and not config.sources:
         lines["generate"] = rollout.generate
     every = f"every {plan.eval_every} steps" if plan.eval_every else "after the last step"
     if sets:

@@ -15,7 +15,7 @@ from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.runtime.checks import open_tasks
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.services import open_services
-from agentrl.runtime.task_order import TaskOrder, read_split
+from agentrl.runtime.task_sources import order_of, read_splits
 from agentrl.train.replay import RecordedRollouts, Replay, sample_check
 from agentrl.train.sampling import RolloutSource, Sampling
 from agentrl.weight_sync.base import WeightSync
@@ -57,7 +57,7 @@ async def open_sampling(
     source = Sampling(
         config=config,
         services=services,
-        order=TaskOrder(read_split(tasks, config.tasks.train_split, "tasks.train_split"), config.run.seed),
+        order=order_of(config, read_splits(config, tasks)),
         sync=sync,
         recorder=recorder,
         interrupt=interrupt,

@@ -40,7 +40,7 @@ def open_metrics(config: Config, folder: Path, note: Callable[[str], None], resu
 
 def curve_keys(config: Config) -> list[str]:
     """Return the metrics that the learning curve shows, including those of each evaluation set."""
-    prefixes = [f"eval/{name}/" for name in config.eval.sets] or ["eval/"]
+    prefixes = [f"eval/{name}/" for name in config.eval.named_sets(config.sources) if name] or ["eval/"]
     return ["train/reward", "rollout/exact_match", *(prefix + key for prefix in prefixes for key in CURVE)]
 
 

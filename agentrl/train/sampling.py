@@ -24,6 +24,7 @@ from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import OnDone, step_jobs, watched
 from agentrl.runtime.services import Services
 from agentrl.runtime.task_order import TaskOrder
+from agentrl.runtime.task_sources import MixedOrder
 from agentrl.train.gpu_time_sharing import GpuTimeSharing
 from agentrl.weight_sync.base import WeightSync
 
@@ -95,7 +96,7 @@ class Sampling:
 
     config: Config
     services: Services
-    order: TaskOrder
+    order: TaskOrder | MixedOrder
     sync: WeightSync
     recorder: RolloutRecorder
     interrupt: Interrupt

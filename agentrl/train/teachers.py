@@ -213,7 +213,7 @@ async def _open(config: Config, name: str, number: int, model: Path, logs: Path,
     who, size = f"teacher {name!r} ({setting})", read_vocab_size(model)
     client = ScoringClient(url, who, timeout_s=sampler.request_timeout_s, vocabulary_size=size)
     exits.push_async_callback(client.aclose)
-    await check_server(client, setting, model, max(tokenizer.get_vocab().values()), config.rollout.max_tokens)
+    await check_server(client, setting, model, max(tokenizer.get_vocab().values()), config.max_tokens)
     return Teacher(client=client, process=process, privileged=privileged)
 
 

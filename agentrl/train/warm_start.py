@@ -14,7 +14,8 @@ from pathlib import Path
 from rich.console import Console
 
 from agentrl.config.layers import stack
-from agentrl.config.load import Tree, merge, read_yaml, validate
+from agentrl.config.load import read_yaml, validate
+from agentrl.config.merging import Tree, merge
 from agentrl.config.saved import config_files, save_config, saved_layers
 from agentrl.config.schema import Config
 from agentrl.config.shipped import find_config

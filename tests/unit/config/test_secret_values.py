@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from agentrl.config.layers import Layer, annotated, differences, load_layers
-from agentrl.config.load import load_config, merge, parse_override
+from agentrl.config.load import load_config, parse_override
+from agentrl.config.merging import merge
 from agentrl.config.saved import save_config, saved_layers
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import REDACTED, secret_part

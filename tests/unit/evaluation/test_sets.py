@@ -36,7 +36,7 @@ def config(*overrides: str) -> Config:
 
 
 def test_without_sets_there_is_one_without_a_name() -> None:
-    [choice] = load_eval_tasks(config("eval.size=2", "eval.temperature=0"), Splits())
+    [choice] = load_eval_tasks(config("eval.size=2", "eval.temperature=0"), {"": Splits()})
     assert (choice.prefix, choice.label, choice.decoding) == ("eval/", "eval", "greedy")
     assert [each.id for each in choice.tasks] == ["e0", "e1"]
 
@@ -46,7 +46,7 @@ def test_what_a_set_leaves_out_is_taken_from_eval() -> None:
         "eval.size=2", "eval.temperature=0.5", "eval.n_samples=4", "eval.group_by=hops",
         "eval.sets.a.n_samples=1", "eval.sets.b={split: hard, temperature: 1.0, top_p: 0.9, top_k: 20, size: null}",
     )  # fmt: skip
-    a, b = load_eval_tasks(made, Splits())
+    a, b = load_eval_tasks(made, {"": Splits()})
     assert (a.plan.n_samples, a.plan.temperature, len(a.tasks), a.plan.group_by) == (1, 0.5, 2, "hops")
     assert (b.plan.n_samples, b.plan.temperature, len(b.tasks), b.plan.group_by) == (4, 1.0, 3, None)
     assert (a.prefix, b.prefix) == ("eval/a/", "eval/b/")
@@ -91,7 +91,7 @@ def test_sets_stay_open_to_eval_when_written_and_read_back() -> None:
 )
 def test_what_does_not_fit_is_named(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError) as error:
-        load_eval_tasks(config(*overrides), Splits())
+        load_eval_tasks(config(*overrides), {"": Splits()})
     assert message in str(error.value)
 
 
@@ -112,13 +112,13 @@ def test_sets_that_cannot_be_are_refused_as_they_are_read(override: str, message
 
 
 def test_a_size_or_by_of_eval_goes_as_far_as_a_set_does() -> None:
-    [choice] = load_eval_tasks(config("eval.size=4", "eval.group_by=hops", "eval.sets.a.split=hard"), Splits())
+    [choice] = load_eval_tasks(config("eval.size=4", "eval.group_by=hops", "eval.sets.a.split=hard"), {"": Splits()})
     assert (len(choice.tasks), choice.plan.group_by) == (3, None)
 
 
 def test_nothing_to_evaluate_on() -> None:
     empty = config("tasks.eval_split=none")
-    assert load_eval_tasks(empty, Splits()) == []
+    assert load_eval_tasks(empty, {"": Splits()}) == []
     with pytest.raises(ConfigError, match="nothing is evaluated"):
         check_goals(config("tasks.eval_split=none", "train.stop_at.reward=1"), [])
     check_goals(empty, [])
@@ -127,11 +127,11 @@ def test_nothing_to_evaluate_on() -> None:
 def test_goals_name_a_set_where_there_are_several() -> None:
     made = config("eval.sets={a: {}, b: {}}", "train.stop_at={exact_match: 0.5}")
     with pytest.raises(ConfigError, match="a/exact_match"):
-        check_goals(made, load_eval_tasks(made, Splits()))
+        check_goals(made, load_eval_tasks(made, {"": Splits()}))
     made = config("eval.sets={a: {}, b: {}}", "train.stop_at={a/exact_match: 0.5, b/reward/hops=1: 0.5}")
-    check_goals(made, load_eval_tasks(made, Splits()))
+    check_goals(made, load_eval_tasks(made, {"": Splits()}))
     plain = config("train.stop_at={exact_match/hops=2: 0.5}")
-    check_goals(plain, load_eval_tasks(plain, Splits()))
+    check_goals(plain, load_eval_tasks(plain, {"": Splits()}))
 
 
 def test_goals_are_reached_together_or_not_at_all() -> None:

@@ -1,0 +1,58 @@
+"""Merging of configuration layers, and of a source's settings with those of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.config.algo import AdvantageConfig, LossConfig
+
+Tree = dict[str, Any]
+Key = tuple[str, ...]
+"""The names that lead to a value."""
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
+    """Return ``above`` merged over ``below``, mapping by mapping."""
+    merged = dict(below)
+    for key, value in above.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def put_on(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
+    """Return a layer merged over those below, without the options there of an estimator or loss that it replaces."""
+    for key in replaced_options(below, above):
+        below = _without(below, key)
+    return merge(below, above)
+
+
+def replaced_options(below: Mapping[str, Any], above: Mapping[str, Any]) -> list[Key]:
+    """Return the keys of options below whose estimator or loss ``above`` replaces, those of sources included."""
+    found: list[Key] = []
+    for prefix in ((), *(("sources", name) for name in _section(above, ("sources",)))):
+        for key, default in ((("algo", "advantage"), AdvantageConfig().name), (("algo", "loss"), LossConfig().name)):
+            new = _section(above, (*prefix, *key))
+            old = _section(below, (*prefix, *key)).get("name") or _section(below, key).get("name", default)
+            if "name" in new and new["name"] != old:
+                found.append((*prefix, *key, "options"))
+    return found
+
+
+def _section(tree: Mapping[str, Any], key: Key) -> Mapping[str, Any]:
+    """Return the mapping at a key, or an empty one if there is none."""
+    for name in key:
+        value = tree.get(name)
+        tree = value if isinstance(value, Mapping) else {}
+    return tree
+
+
+def _without(tree: Mapping[str, Any], key: Key) -> Tree:
+    """Return the tree without what is at a key."""
+    name, *rest = key
+    kept = {other: value for other, value in tree.items() if other != name}
+    below = tree.get(name)
+    return {**kept, name: _without(below, tuple(rest))} if rest and isinstance(below, Mapping) else kept

@@ -1,0 +1,89 @@
+"""The ``sources.NAME`` sections: the sources of tasks of a mixed run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from agentrl.config.algo import AdvantageConfig, LossConfig, OverlongConfig
+from agentrl.config.base import Section
+from agentrl.config.merging import Tree, put_on
+from agentrl.config.reward import RewardConfig
+from agentrl.config.rollout import ResetSeed
+from agentrl.config.tasks import DataConfig, EnvConfig, TasksConfig
+
+
+class SourceRollout(Section):
+    """Limits of a source's episodes. Keys that are not set are those of ``rollout``."""
+
+    max_turns: PositiveInt | None = None
+    """As ``rollout.max_turns``."""
+    max_tokens: PositiveInt | None = None
+    """As ``rollout.max_tokens``."""
+    max_seconds: PositiveFloat | None = None
+    """As ``rollout.max_seconds``."""
+    reset_seed: ResetSeed | None = None
+    """As ``rollout.reset_seed``."""
+    generate: str | None = None
+    """As ``rollout.generate``; null is the environment, whatever the run has."""
+
+
+class SourceAlgo(Section):
+    """A source's algorithm. Keys that are not set are those of ``algo``."""
+
+    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
+    """The estimator, of the rollouts of this source alone."""
+    loss: LossConfig = Field(default_factory=LossConfig)
+    """The policy loss, of this source's tokens."""
+    overlong: OverlongConfig = Field(default_factory=OverlongConfig)
+    """A penalty for long rollouts."""
+
+
+class SourceConfig(Section):
+    """One source of tasks. It has the sections of the run, except for the keys that it sets."""
+
+    weight: PositiveFloat = Field(default=1.0, allow_inf_nan=False)
+    """Share of the tasks of each training step, relative to the other sources' weights."""
+    env: EnvConfig = Field(default_factory=EnvConfig)
+    """The environment. Another name drops the run's ``env.options``."""
+    tasks: TasksConfig = Field(default_factory=TasksConfig)
+    """The taskset. Another name drops the run's ``tasks.options`` and ``data``."""
+    data: DataConfig = Field(default_factory=DataConfig)
+    """Prompts from files, in place of the run's ``tasks``."""
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    """A reward function; ``null`` is the environment's own reward, whatever the run has."""
+    rollout: SourceRollout = Field(default_factory=SourceRollout)
+    """Limits of the episodes: ``max_turns``, ``max_tokens``, ``max_seconds``, ``reset_seed`` and ``generate`` of ``rollout``."""
+    algo: SourceAlgo = Field(default_factory=SourceAlgo)
+    """The algorithm: ``advantage``, ``loss`` and ``overlong`` of ``algo``."""
+
+    def as_given(self) -> Tree:
+        """Return the sections with the keys that this source sets."""
+        tree = self.model_dump(exclude_unset=True, exclude={"weight"})
+        if "rollout" in tree:  # null is no limit, but it is a loop
+            tree["rollout"] = {k: v for k, v in tree["rollout"].items() if v is not None or k == "generate"}
+        return tree
+
+
+def put_source_on(run: Tree, source: SourceConfig) -> Tree:
+    """Return the sections of a run with those of a source on top.
+
+    Options belong to a name, and tasks are from a taskset or from files: a source that chooses another one drops what the
+    run has in its place.
+    """
+    given, below = source.as_given(), dict(run)
+    for section in ("env", "tasks"):
+        if _get(given, section, "name") not in (None, _get(below, section, "name")):
+            below[section] = {**below[section], "options": {}}
+    if _get(given, "tasks", "name") is not None:
+        below["data"] = {}
+    elif _get(given, "data", "path") is not None or _get(given, "data", "eval_path") is not None:
+        below["tasks"] = {**below["tasks"], "name": None, "options": {}}
+    if "reward" in given and given["reward"].get("function", "") is None:
+        below["reward"] = {}
+    return put_on(below, given)
+
+
+def _get(tree: Tree, section: str, key: str) -> Any:
+    return tree.get(section, {}).get(key)
