@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
 import numpy as np
@@ -69,6 +69,15 @@ class LossInput:
     """What the critic learns to predict, in its batches."""
     entropy_N: torch.Tensor | None = None
     """Entropies (nats) of the learner's distributions, with a gradient; None if the loss needs none."""
+    source_tokens: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """int64 places among ``N`` of the tokens of each source of a mixed run, by its number; sources without tokens are
+    left out. The sizes are known on the host, so nothing waits for a GPU."""
+
+    def at(self, places_M: torch.Tensor) -> LossInput:
+        """Return the fields at some of the tokens, int64 ``[M]``."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        tensors = {name: value[places_M] for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return replace(self, source_tokens={}, **tensors)
 
     def sequence_mean(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return the mean of values over each token's sequence, ``[N]``, for sequences that are whole in the micro-batch."""

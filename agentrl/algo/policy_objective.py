@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from agentrl.algo.base import MAX_LOG_RATIO, LossInput, LossMetrics, PolicyLoss
+from agentrl.algo.base import MAX_LOG_RATIO, LossInput, LossMetrics, PolicyLoss, TokenLoss
 from agentrl.algo.correction import importance_weights
 from agentrl.algo.kl import kl_estimate
 from agentrl.config.algo import AlgoConfig
@@ -17,20 +19,20 @@ class PolicyObjective:
 
     Args:
         config: of the objective.
-        policy_loss: the loss of each token.
+        policy_losses: the loss of each token, by the number of its source; a single one is that of all tokens.
 
     """
 
-    def __init__(self, config: AlgoConfig, policy_loss: PolicyLoss) -> None:
+    def __init__(self, config: AlgoConfig, policy_losses: Sequence[PolicyLoss]) -> None:
         self.config = config
-        self.policy_loss = policy_loss
+        self.policy_losses = policy_losses
         correction = config.correction
         self._corrects_here = correction.active and not correction.needs_all_tokens
 
     def __call__(self, logprobs_N: torch.Tensor, given: LossInput) -> tuple[torch.Tensor, LossMetrics]:
         """Return the loss and its metrics. ``kl`` is k3 regardless of ``kl_kind``, ``kl_loss`` is before ``kl_coef``."""
         old_N, weight_N = self.old_logprobs(logprobs_N, given), given.weight_N
-        token = self.policy_loss(logprobs_N, old_N, given)
+        token = self._token_loss(logprobs_N, old_N, given)
         metrics = _metrics(logprobs_N.detach(), old_N, token.clipped_N, given)
         correction_N = self._correction(logprobs_N.detach(), given)
         loss_N = token.loss_N
@@ -51,6 +53,19 @@ class PolicyObjective:
             assert given.entropy_N is not None, "the learner gave no entropies"
             loss_N = loss_N - self.config.entropy_coef * given.entropy_N
         return (weight_N * loss_N).sum(), metrics
+
+    def _token_loss(self, logprobs_N: torch.Tensor, old_N: torch.Tensor, given: LossInput) -> TokenLoss:
+        """Return the policy loss of each token, which is that of its source."""
+        losses, places = self.policy_losses, given.source_tokens
+        if len(losses) == 1 or not places:
+            return losses[0](logprobs_N, old_N, given)
+        parts = [losses[source](logprobs_N[at_M], old_N[at_M], given.at(at_M)) for source, at_M in places.items()]
+        order_N = torch.cat(list(places.values()))
+        loss_N, clipped_N = torch.zeros_like(logprobs_N), torch.zeros_like(order_N, dtype=torch.bool)
+        return TokenLoss(
+            loss_N.index_copy(0, order_N, torch.cat([part.loss_N for part in parts])),
+            clipped_N.index_copy(0, order_N, torch.cat([part.clipped_N for part in parts])),
+        )
 
     def old_logprobs(self, logprobs_N: torch.Tensor, given: LossInput) -> torch.Tensor:
         """Return the log-probabilities in the ratio's denominator, ``[N]`` without gradient; see ``algo.old_logprobs``."""

@@ -53,12 +53,15 @@ def make_estimator(config: AdvantageConfig) -> AdvantageEstimator:
 
 
 def make_objective(config: AlgoConfig) -> PolicyObjective:
-    """Return the objective of a configuration.
+    """Return the objective of a configuration, with the policy loss of each source of a mixed run.
 
     Raises:
         ConfigError: as `make_estimator`.
     """
-    return PolicyObjective(config, _with_options("algo.loss", config.loss, POLICY_LOSSES, LOSSES))
+    chosen = [each.loss for each in config.by_source.values()]
+    if all(one == chosen[0] for one in chosen):
+        chosen = chosen[:1]
+    return PolicyObjective(config, [_with_options("algo.loss", one, POLICY_LOSSES, LOSSES) for one in chosen])
 
 
 def _with_options(

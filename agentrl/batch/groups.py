@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.core.errors import ConfigError
+from agentrl.core.task import source_of
 from agentrl.core.types import Rollout, Row
 
 
@@ -56,3 +58,23 @@ def group_rollouts(rollouts: Iterable[Rollout]) -> RolloutGroups:
     numbers = [number for number, group in enumerate(groups.values()) for _ in group]
     kept = tuple(rollout for group in groups.values() for rollout in group)
     return RolloutGroups(kept, np.array(numbers, np.int64), tuple(groups), dropped)
+
+
+def groups_by_source(groups: RolloutGroups, sources: Collection[str]) -> dict[str, RolloutGroups]:
+    """Return the groups of each source of a mixed run that has some; all as ``""`` if there are no sources.
+
+    Raises:
+        ConfigError: a task is of no source.
+
+    """
+    if not sources:
+        return {"": groups}
+    rollouts: dict[str, list[Rollout]] = {name: [] for name in sources}
+    for rollout in groups.rollouts_N:
+        if (name := source_of(rollout.prompt_id)) not in rollouts:
+            raise ConfigError(
+                f"the task {rollout.prompt_id!r} is of none of the run's sources ({', '.join(sources)}), whose names task ids "
+                "begin with; set sources to those of the run that recorded it"
+            )
+        rollouts[name].append(rollout)
+    return {name: group_rollouts(some) for name, some in rollouts.items() if some}

@@ -46,6 +46,8 @@ class MicroBatch:
     """The rows packed here."""
     sequences: tuple[int, ...] = ()
     """Number of each row's sequence, all that one agent sampled in a rollout, in the global batch."""
+    sources: tuple[int, ...] = ()
+    """Number of each row's source in a mixed run, in the order of ``sources``; else empty."""
     learner_logprobs_L: torch.Tensor | None = None
     """float32 log-probabilities of the learner before the first optimizer step of the training step, if computed."""
     correction_L: torch.Tensor | None = None

@@ -24,6 +24,7 @@ from agentrl.batch.loss_weights import Aggregation, row_weights
 from agentrl.batch.microbatch import GlobalBatch, Kind, MicroBatch
 from agentrl.batch.provenance import check_temperature, leave_out
 from agentrl.batch.sequences import SequenceKey, sequence_key
+from agentrl.core.task import source_of
 from agentrl.core.types import Row, RowKey
 
 MULTIPLE = 32
@@ -51,6 +52,7 @@ def pack(
     correction: Mapping[RowKey, NDArray[np.float32]] | None = None,
     values: Mapping[RowKey, NDArray[np.float32]] | None = None,
     returns: Mapping[RowKey, NDArray[np.float32]] | None = None,
+    sources: Sequence[str] = (),
 ) -> GlobalBatch:
     """Return the batch of one optimizer step. Rows without a token to train on are left out.
 
@@ -74,6 +76,7 @@ def pack(
         correction: ``[T]`` importance weights by row.
         values: ``[T]`` by row, of the critic before the first optimizer step of the training step.
         returns: ``[T]`` by row, which the critic learns to predict.
+        sources: of a mixed run, whose rows get the numbers of theirs.
 
     Raises:
         KeyError: a row to train on has no advantage.
@@ -103,6 +106,7 @@ def pack(
         batch.learner_logprobs_L = _values(batch, learner_logprobs)
         batch.correction_L = _values(batch, correction)
         batch.values_L, batch.returns_L = _values(batch, values), _values(batch, returns)
+        batch.sources = tuple(sources.index(source_of(key.prompt_id)) for key in batch.keys) if sources else ()
     sizes = _number_sequences(micro)
     parts = Counter(number for batch in micro for number in {*batch.sequences})
     shares = tuple(tuple(micro[rank::ranks]) for rank in range(ranks))

@@ -50,8 +50,8 @@ class MixedOrder:
     """An endless order over the tasks of several sources, in proportion to their weights.
 
     Every position belongs to one source: a function of the weights and the position alone. A source's tasks follow each
-    other as in a `TaskOrder` of their own. So a resumed run goes on with the same tasks, and a step of any size has each
-    source's share of it, exactly if it is a whole number, else rounded up or down.
+    other as in a `TaskOrder` of their own. So a resumed run goes on with the same tasks. Any stretch of positions, such as a
+    step, has each source's share of it: exactly if all shares are whole numbers; of two sources within one task.
 
     Args:
         orders: of each source.

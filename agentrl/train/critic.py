@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agentrl.algo.base import RowValues
 from agentrl.algo.estimate import estimate_returns
-from agentrl.batch.groups import RolloutGroups
+from agentrl.batch.groups import RolloutGroups, groups_by_source
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
 from agentrl.batch.sequences import sequences_of
 from agentrl.config.schema import Config
+from agentrl.core.types import RowKey
 from agentrl.train.optimizer_steps import StepScores, advantage_input, divided, packing_options
 from agentrl.train.step_metrics import merge_metrics
 
@@ -26,8 +28,12 @@ def warming_up(config: Config, step: int) -> bool:
 
 
 def returns_of(config: Config, groups: RolloutGroups, scores: StepScores) -> RowValues:
-    """Return what the critic learns to predict for every trained token of a training step."""
-    return estimate_returns(config.algo, advantage_input(config, groups, scores))
+    """Return what the critic learns to predict for every trained token of a training step, by row; of sources with ``gae``."""
+    found: dict[RowKey, NDArray[np.float32]] = {}
+    for name, part in groups_by_source(groups, config.sources).items():
+        algo = config.algo.by_source[name]
+        found |= estimate_returns(algo, advantage_input(config, part, scores)) if algo.needs_critic else {}
+    return found
 
 
 def value_batches(
@@ -38,7 +44,8 @@ def value_batches(
     Rollouts without an advantage are trained on too.
     """
     options = packing_options(config, pad_id)
-    shares = [[row for one in rollouts for row in one.rows] for rollouts in divided(config, groups)]
+    divisions = divided(config, groups)
+    shares = [[row for one in rollouts for row in one.rows if row.key in returns] for rollouts in divisions]
     return [
         pack(rows, kind="value", values=scores.values, returns=returns, **options)
         for rows in shares
@@ -55,9 +62,10 @@ def value_metrics(
     """
     merged = merge_metrics(steps)
     found = {f"train/value_{name}": merged[f"train/{name}"] for name in _NAMES if f"train/{name}" in merged}
-    sequences = sequences_of(groups.rows)
+    sequences = sequences_of(row for row in groups.rows if row.key in returns)
     returns_N, values_N = (
-        np.concatenate([sequence.gather(given) for sequence in sequences]) for given in (returns, scores.values)
+        np.concatenate([np.zeros(0), *(sequence.gather(given) for sequence in sequences)])
+        for given in (returns, scores.values)
     )
     if len(returns_N) and np.ptp(returns_N):
         found["train/value_explained_variance"] = float(1 - np.var(returns_N - values_N) / np.var(returns_N))

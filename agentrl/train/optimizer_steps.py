@@ -16,7 +16,7 @@ from agentrl.algo.correction import importance_weights
 from agentrl.algo.distillation import teacher_gaps, teacher_metrics
 from agentrl.algo.estimate import RowAdvantages, estimate_advantages
 from agentrl.algo.kl import kl_estimate
-from agentrl.batch.groups import RolloutGroups
+from agentrl.batch.groups import RolloutGroups, groups_by_source
 from agentrl.batch.packing import pack
 from agentrl.batch.sequences import SampledSequence, sequences_of
 from agentrl.config.schema import Config
@@ -79,14 +79,17 @@ def _kl_in_reward(config: Config) -> bool:
 
 
 def step_advantages(config: Config, groups: RolloutGroups, scores: StepScores) -> RowAdvantages:
-    """Return the advantage of every trained token.
+    """Return the advantage of every trained token, by the estimator of its source.
 
     Raises:
-        ConfigError: see `estimate_advantages`.
+        ConfigError: see `estimate_advantages` and `groups_by_source`.
 
     """
     gaps = _gaps(config, groups, scores) if scores.teachers else None
-    return estimate_advantages(config.algo, advantage_input(config, groups, scores), gaps)
+    found: RowAdvantages = {}
+    for name, part in groups_by_source(groups, config.sources).items():
+        found |= estimate_advantages(config.algo.by_source[name], advantage_input(config, part, scores), gaps)
+    return found
 
 
 def advantage_input(config: Config, groups: RolloutGroups, scores: StepScores) -> AdvantageInput:
@@ -185,6 +188,7 @@ def packing_options(config: Config, pad_id: int) -> dict[str, Any]:
         "constant_tokens": config.batch.constant_tokens or config.rollout.max_tokens,
         "temperature": config.sampler.temperature,
         "provenance": config.train.provenance,
+        "sources": tuple(config.sources),
     }
 
 
@@ -192,6 +196,11 @@ def live_share(groups: RolloutGroups, advantages: Mapping[RowKey, NDArray[np.flo
     """Return the share of the step's sampled tokens that have an advantage."""
     sampled = sum(sequence.size for sequence in sequences_of(groups.rows))
     return sum(int((values != 0).sum()) for values in advantages.values()) / max(1, sampled)
+
+
+def compares_groups(config: Config) -> bool:
+    """Return whether all advantages compare the rollouts of a task."""
+    return all(each.advantage.name in GROUP_RELATIVE for each in config.algo.by_source.values())
 
 
 def nothing_trained(config: Config, rollouts: Sequence[Rollout], groups: RolloutGroups) -> str:
@@ -203,7 +212,7 @@ def nothing_trained(config: Config, rollouts: Sequence[Rollout], groups: Rollout
         return f"all {len(rollouts)} episodes were dropped{first}; rollout.failure sets what follows a failure"
     if not config.algo.needs_reward:
         return "every sampled token has the probability that its teachers give it (algo.distillation.teachers)"
-    if config.rollout.n_samples_per_prompt == 1 and config.algo.advantage.name in GROUP_RELATIVE:
+    if config.rollout.n_samples_per_prompt == 1 and compares_groups(config):
         return (
             "rollout.n_samples_per_prompt=1, but an advantage compares the rewards of a task's rollouts; "
             "set rollout.n_samples_per_prompt to 4 or more"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.batch.groups import group_rollouts
+from agentrl.batch.groups import group_rollouts, groups_by_source
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Provenance, Rollout
@@ -22,7 +22,7 @@ from agentrl.render.base import Renderer
 from agentrl.render.registry import make_renderer
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import OnDone
-from agentrl.train.optimizer_steps import GROUP_RELATIVE
+from agentrl.train.optimizer_steps import compares_groups
 
 CHECKED_PROMPTS = 8
 """Rollouts of a step whose prompts are decoded with this model's tokenizer; at least one must match its recorded text."""
@@ -215,8 +215,8 @@ def check_replay(config: Config, path: Path) -> list[str]:
     rollouts = samples[0]
     sample_check(config, model)(rollouts, samples.name(0))
     groups = group_rollouts(rollouts)
-    relative = config.algo.advantage.name in GROUP_RELATIVE
-    if len(samples) == 1 and relative and not config.algo.trains_everything and groups.flat_share == 1:
+    groups_by_source(groups, config.sources)
+    if len(samples) == 1 and compares_groups(config) and not config.algo.trains_everything and groups.flat_share == 1:
         raise ConfigError(
             f"--replay {path}: there is nothing to learn: the rewards of every task's rollouts are all equal "
             f"({len(groups.prompt_ids_G)} tasks, {len(groups.rollouts_N)} rollouts); sample several a task with "

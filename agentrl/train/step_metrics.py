@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from agentrl.batch.groups import RolloutGroups
+from agentrl.algo.estimate import RowAdvantages
+from agentrl.batch.groups import RolloutGroups, group_rollouts
+from agentrl.core.task import source_of
 from agentrl.core.types import Rollout
 from agentrl.evaluation.intervals import mean
 from agentrl.evaluation.metrics import rollout_means
+from agentrl.train.optimizer_steps import live_share
 
 COUNTS = {
     "batch/rows",
@@ -41,6 +44,22 @@ def rollout_metrics(rollouts: Sequence[Rollout], groups: RolloutGroups, sampled_
         key = f"rollout/stop/{rollout.stop_reason.value}"
         metrics[key] = metrics.get(key, 0.0) + 1 / len(rollouts)
     return metrics | {f"rollout/{key}": value for key, value in rollout_means(rollouts).items()}
+
+
+def source_metrics(
+    sources: Collection[str], rollouts: Sequence[Rollout], groups: RolloutGroups, advantages: RowAdvantages
+) -> dict[str, float]:
+    """Return the metrics of each source of a mixed run that has rollouts in the step, such as ``train/NAME/reward``."""
+    metrics: dict[str, float] = {}
+    for name in sources:
+        some = [rollout for rollout in rollouts if source_of(rollout.prompt_id) == name]
+        part = group_rollouts(some)
+        own = {key: values for key, values in advantages.items() if source_of(key.prompt_id) == name}
+        found = rollout_metrics(some, part, None) | {"batch/live_share": live_share(part, own)} if some else {}
+        for key, value in found.items():
+            section, _, rest = key.partition("/")
+            metrics[f"{section}/{name}/{rest}"] = value
+    return metrics
 
 
 def _tool_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -37,7 +37,7 @@ from agentrl.train.optimizer_steps import (
     step_correction,
 )
 from agentrl.train.sampling import RolloutSource
-from agentrl.train.step_metrics import merge_metrics, rollout_metrics
+from agentrl.train.step_metrics import merge_metrics, rollout_metrics, source_metrics
 from agentrl.train.teachers import Teachers
 
 NONFINITE = {
@@ -148,6 +148,7 @@ class Trainer:
             sampled_s = times["time/rollout_s"] if self.source.samples else None
             row = rollout_metrics(rollouts, groups, sampled_s) | self.source.metrics()
             row |= {"batch/live_share": live_share(groups, advantages)} | values
+            row |= source_metrics(self.config.sources, rollouts, groups, advantages)
             row |= distillation_metrics(self.config, groups, scores)
             row |= merge_metrics(learned) if learned else {} if values else {"train/skipped": 1.0}
             self._log(row | times | {"train/version": float(self.step)}, rollouts, groups)

@@ -135,7 +135,14 @@ class FsdpRank:
         numbers = torch.tensor(micro.sequences, dtype=torch.int64)
         chosen["sequence_N"] = numbers[micro.row_L[at_N].long()]
         chosen["sequence_size_N"] = torch.tensor(batch.sequence_sizes, dtype=torch.float32)[chosen["sequence_N"]]
-        return {name: None if values_N is None else values_N.to(self.device) for name, values_N in chosen.items()}
+        found = {name: None if values_N is None else values_N.to(self.device) for name, values_N in chosen.items()}
+        return found | {"source_tokens": self._source_tokens(micro, at_N)}
+
+    def _source_tokens(self, micro: MicroBatch, at_N: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Return where the tokens of each source are among those at the mask; see `LossInput.source_tokens`."""
+        source_N = torch.tensor(micro.sources)[micro.row_L[at_N].long()] if micro.sources else at_N[:0]
+        places = {number: (source_N == number).nonzero()[:, 0] for number in sorted({*source_N.tolist()})}
+        return {number: at_M.to(self.device) for number, at_M in places.items()}
 
     @torch.no_grad()
     def _sequence_ratios(self, batch: GlobalBatch) -> list[torch.Tensor | None]:

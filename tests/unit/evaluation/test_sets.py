@@ -158,3 +158,38 @@ def test_a_goal_that_no_evaluation_measures_is_refused_with_the_nearest_metric()
         check_goals_are_measured({"exact_mach": 0.9}, metrics)
     with pytest.raises(ConfigError, match=r"no metric 'loss'; it has exact_match, reward"):
         check_goals_are_measured({"loss": 0.9}, metrics)
+
+
+SOURCES = {"a": Splits(), "b": Splits()}
+
+
+def test_every_source_of_a_mixed_run_is_evaluated() -> None:
+    made = config(
+        "sources.a={}", "sources.b={tasks: {eval_split: hard}, rollout: {reset_seed: episode}}", "eval.size=4",
+        "eval.group_by=hops",
+    )  # fmt: skip
+    a, b = load_eval_tasks(made, SOURCES)
+    assert (a.prefix, b.prefix) == ("eval/a/", "eval/b/")
+    assert [each.id for each in a.tasks] == ["a/e0", "a/e1", "a/e2", "a/e3"]
+    assert [each.id for each in b.tasks] == ["b/h0", "b/h1", "b/h2"]
+    assert (a.plan.group_by, b.plan.group_by) == ("hops", None)
+    assert (a.reset_seed, b.reset_seed) == ("task", "episode")
+    check_goals(config("sources.a={}", "sources.b={}", "train.stop_at={b/reward: 1}"), [a, b])
+    none = config("sources.a={}", "sources.b.tasks.eval_split=none")
+    assert [each.name for each in load_eval_tasks(none, SOURCES)] == ["a"], "a source may have nothing to evaluate on"
+
+
+def test_a_set_of_a_mixed_run_belongs_to_a_source() -> None:
+    sources = ("sources.a={}", "sources.b.tasks.eval_split=hard")
+    hard, own = load_eval_tasks(
+        config(*sources, "eval.sets.hard={source: a, split: hard}", "eval.sets.own={source: b, size: 1}"), SOURCES
+    )
+    assert [each.id for each in hard.tasks] == ["a/h0", "a/h1", "a/h2"]
+    assert [each.id for each in own.tasks] == ["b/h0"]
+    [only] = load_eval_tasks(config(*sources, "eval.source=b"), SOURCES)
+    assert (only.prefix, len(only.tasks)) == ("eval/", 3)
+    with pytest.raises(ConfigError, match=r"^eval\.sets\.x\.size=9, but the split 'hard' has 3 tasks"):
+        load_eval_tasks(config(*sources, "eval.sets.x={source: b, size: 9}"), SOURCES)
+    with pytest.raises(UserError, match=r"^sources\.a: .*'missing'"):
+        load_eval_tasks(config("sources.a.tasks.eval_split=missing"), SOURCES)
+    assert config(*sources, "eval.source=b", "eval.sets.x={}").eval.named_sets(["a", "b"])["x"].source == "b"

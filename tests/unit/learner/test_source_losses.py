@@ -1,0 +1,139 @@
+"""A batch of two sources with two algorithms: its loss and gradient are those of the sources alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl.algo.registry import make_objective
+from agentrl.batch.groups import group_rollouts
+from agentrl.batch.packing import pack
+from agentrl.config.load import validate
+from agentrl.config.schema import Config
+from agentrl.core.types import Rollout
+from agentrl.learner.in_process import LocalLearnerGroup
+from agentrl.train.optimizer_steps import StepScores, optimizer_steps, packing_options, step_advantages
+from tests.unit.learner.learners import Learners, make_model
+from tests.unit.learner.test_metamorphic import (
+    Script,
+    batch_gradient,
+    cut_anywhere,
+    distance,
+    gradient,
+    make_scripts,
+    opened,
+    packed,
+    rollout_of,
+    shuffled,
+)
+
+WIDE = {"clip_low": 0.9, "clip_high": 9.0}
+ALGORITHMS = {
+    "a": {"advantage": {"name": "grpo"}, "loss": {"name": "gspo", "options": WIDE}},
+    "b": {"advantage": {"name": "reinforce_plus_plus"}, "loss": {"name": "cispo"}},
+}
+"""By source."""
+
+
+def config(aggregation: str, sources: dict[str, object], **batch: int) -> Config:
+    ranks = batch.pop("ranks", 1)
+    sizes = {"tokens_per_micro": 1024} | batch
+    tree = {"batch": {"aggregation": aggregation, **sizes}, "learner": {"ranks": ranks}, "algo": {"kl_coef": 0.1}}
+    return validate(tree | {"sources": {name: {"algo": algo} for name, algo in sources.items()}})
+
+
+def scripts() -> list[Script]:
+    """Two groups of each source, the second source with more samples."""
+    found = []
+    for name, samples in (("a", 2), ("b", 3)):
+        for script in make_scripts(ord(name), groups=2, samples=samples):
+            found.append(
+                replace(script, prompt_id=f"{name}/{script.prompt_id}", rollout_id=f"{name}/{script.rollout_id}")
+            )
+    return found
+
+
+def count(rollouts: list[Rollout], aggregation: str) -> int:
+    """What the loss of these rollouts alone is divided by."""
+    if aggregation == "rollout_mean":
+        return len(rollouts)
+    return sum(int(row.mask.sum()) for one in rollouts for row in one.rows)
+
+
+def use(learner: LocalLearnerGroup, given: Config) -> None:
+    """Let the learner compute another loss."""
+    rank = learner.rank
+    rank.algo = given.algo
+    rank.objective = rank._losses["rl"] = make_objective(given.algo)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    made = tmp_path_factory.mktemp("sources")
+    policy = make_model(made / "policy", initializer_range=0.1)
+    return policy, make_model(made / "reference", "llama", initializer_range=0.1)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "rollout_mean"])
+def test_a_mixed_batch_has_the_gradient_of_its_sources(aggregation, learners, folders):
+    mixed = config(aggregation, ALGORITHMS)
+    learner = opened(learners, folders, mixed, torch.float64)
+    assert len(learner.rank.objective.policy_losses) == 2
+    rng = np.random.default_rng(0)
+    whole = [rollout_of(script) for script in scripts()]
+    wanted = torch.zeros(())
+    for name, algo in ALGORITHMS.items():
+        alone = [one for one in whole if one.prompt_id.startswith(name)]
+        alone_config = validate(config(aggregation, {}).model_dump() | {"algo": algo | {"kl_coef": 0.1}})
+        use(learner, alone_config)
+        share = count(alone, aggregation) / count(whole, aggregation)
+        wanted = wanted + share * gradient(learner, alone_config, alone, torch.float64)
+    use(learner, mixed)
+    small, ranks = (config(aggregation, ALGORITHMS, **sizes) for sizes in ({"tokens_per_micro": 8}, {"ranks": 2}))
+    found = {
+        "one batch": gradient(learner, mixed, whole, torch.float64),
+        "a row a micro-batch, sequences divided": gradient(
+            learner, small, [cut_anywhere(script, rng) for script in scripts()], torch.float64
+        ),
+        "ranks": gradient(learner, ranks, shuffled(whole, rng), torch.float64),
+    }
+    far = {name: distance(value, wanted) for name, value in found.items()}
+    assert max(far.values()) < 1e-6, far
+
+
+def test_each_loss_is_called_with_the_tokens_of_its_source(learners: Learners, folders: tuple[Path, Path]) -> None:
+    """Where one loss is not finite, the other source's gradient still is."""
+    mixed = config("token_mean", ALGORITHMS)
+    learner = opened(learners, folders, mixed, torch.float64)
+    losses, sizes = learner.rank.objective.policy_losses, []
+
+    def watched(logprobs_N, old_N, given):
+        sizes.append((len(logprobs_N), len(old_N), len(given.advantages_N), len(given.sequence_N)))
+        return losses[1](logprobs_N, old_N, given)
+
+    learner.rank.objective.policy_losses = [losses[0], watched]
+    groups = group_rollouts([rollout_of(script) for script in scripts()])
+    batch_gradient(learner, packed(mixed, groups), torch.float64)
+    of_b = sum(int(row.mask.sum()) for row in groups.rows if row.key.prompt_id.startswith("b/"))
+    assert sizes == [(of_b,) * 4]
+
+
+def test_sources_with_one_loss_are_one_call() -> None:
+    same = {name: algo | {"loss": {"name": "cispo"}} for name, algo in ALGORITHMS.items()}
+    assert len(make_objective(config("token_mean", same).algo).policy_losses) == 1
+
+
+def test_rows_have_the_numbers_of_their_sources() -> None:
+    mixed = config("token_mean", ALGORITHMS, tokens_per_micro=8)
+    groups = group_rollouts([rollout_of(script) for script in scripts()])
+    advantages = step_advantages(mixed, groups, StepScores())
+    (step,) = optimizer_steps(mixed, groups, advantages)
+    batch = pack(step.rows, advantages, trained=step.trained, **packing_options(mixed, 0))
+    for micro in batch.micro[0]:
+        assert micro.sources == tuple("ab".index(key.prompt_id[0]) for key in micro.keys)
+    plain = pack(step.rows, advantages, **packing_options(config("token_mean", {}), 0))
+    assert all(micro.sources == () for micro in plain.micro[0])

@@ -1,0 +1,141 @@
+"""Tasks of a mixed run: their ids, their order, and the tasksets that sources share."""
+
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl import Message, Task
+from agentrl.config.load import load_config
+from agentrl.core.errors import ConfigError, MissingError
+from agentrl.core.task import MadeTasks, TaskSet, source_of
+from agentrl.runtime.checks import open_tasks
+from agentrl.runtime.jobs import step_jobs
+from agentrl.runtime.task_order import TaskOrder
+from agentrl.runtime.task_sources import MixedOrder, named, of_source, order_of, read_splits
+from agentrl.runtime.tool_servers import JoinedCorpora
+
+WEIGHTS = st.lists(st.sampled_from([0.1, 0.25, 1.0, 2.0, 3.0, 7.5]), min_size=1, max_size=4)
+
+
+def tasks(count: int) -> list[Task]:
+    return [Task(f"t{number}", (Message("user", "?"),)) for number in range(count)]
+
+
+def make_order(weights: Sequence[float], seed: int = 0) -> MixedOrder:
+    """An order over sources ``s0``, ``s1``, …, which have 3, 4, … tasks."""
+    names = {f"s{number}": weight for number, weight in enumerate(weights)}
+    orders = {name: TaskOrder(named(name, tasks(3 + number)), seed) for number, name in enumerate(names)}
+    return MixedOrder(orders, names)
+
+
+@given(weights=WEIGHTS, position=st.integers(0, 10_000), count=st.integers(1, 64), seed=st.integers(0, 3))
+def test_the_order_depends_on_position_and_seed_alone(
+    weights: list[float], position: int, count: int, seed: int
+) -> None:
+    whole = make_order(weights, seed).take(position, count + 5)
+    assert make_order(weights, seed).take(position, count) == whole[:count]
+    assert make_order(weights, seed).take(position + count, 5) == whole[count:], "a resumed run goes on with the same"
+
+
+@given(weights=WEIGHTS, position=st.integers(0, 10_000), count=st.integers(1, 200))
+def test_every_step_has_its_share_of_every_source(weights: list[float], position: int, count: int) -> None:
+    order = make_order(weights)
+    found = Counter(order.place(position + offset)[0] for offset in range(count))
+    total = sum(Fraction(str(weight)) for weight in weights)
+    shares = {f"s{number}": count * Fraction(str(weight)) / total for number, weight in enumerate(weights)}
+    for name, share in shares.items():
+        assert abs(found[name] - share) < 2
+        assert len(weights) > 2 or abs(found[name] - share) < 1
+    if all(share.denominator == 1 for share in shares.values()):
+        assert found == {name: int(share) for name, share in shares.items() if share}
+
+
+@given(weights=WEIGHTS)
+def test_a_source_takes_its_tasks_one_after_the_other(weights: list[float]) -> None:
+    order = make_order(weights)
+    taken: dict[str, int] = {}
+    for position in range(300):
+        name, index = order.place(position)
+        assert index == taken.get(name, 0)
+        taken[name] = index + 1
+
+
+def test_sources_alternate_within_a_step() -> None:
+    assert [task.id.partition("/")[0] for task in make_order([3, 1]).take(0, 8)] == ["s1", "s0", "s0", "s0"] * 2
+
+
+def test_ids_begin_with_the_source() -> None:
+    class Made(MadeTasks):
+        def make(self, index: int) -> Task:
+            made.append(index)
+            return Task(f"m/{index}", ())
+
+    made: list[int] = []
+    found = named("math", Made("train", 10**9))
+    assert (found[7].id, made) == ("math/m/7", [7]), "tasks are made on access still"
+    assert source_of("math/m/7") == "math"
+    plain = tasks(3)
+    assert named("", plain) is plain
+
+
+def test_each_source_resets_by_its_own_rule() -> None:
+    config = load_config(
+        None, ["rollout.n_samples_per_prompt=2", "sources.s0={}", "sources.s1.rollout.reset_seed=episode"]
+    )
+    jobs = step_jobs(config, make_order([1, 1]), 1, 0, 4)
+    resets = {source_of(job.task.id): job.reset_seed for job in jobs}
+    assert resets["s0"] is not None
+    assert resets["s1"] is None
+    assert len({job.seed for job in jobs}) == len({job.rollout_id for job in jobs}) == 8
+
+
+def test_sources_with_the_same_tasks_share_them() -> None:
+    config = load_config(
+        None,
+        [
+            "tasks.name=multihop",
+            "sources.a.algo.loss.name=gspo",
+            "sources.b.weight=3",
+            "sources.c={env: {name: python_math}, tasks: {name: math_problems}}",
+        ],
+    )
+    opened = open_tasks(config)
+    assert opened["a"] is opened["b"]
+    assert opened["a"] is not opened["c"]
+    order = order_of(config, read_splits(config, opened))
+    assert Counter(source_of(task.id) for task in order.take(0, 10)) == {"a": 2, "b": 6, "c": 2}
+
+
+def test_errors_name_the_source() -> None:
+    config = load_config(None, ["sources.a={}", "sources.b.tasks.name=multihop"])
+    with pytest.raises(ConfigError, match=r"^sources\.a: env\.name=search_r1 has no tasks"):
+        open_tasks(config)
+    config = load_config(None, ["tasks.name=multihop", "sources.a.tasks.train_split=trian"])
+    with pytest.raises(Exception, match=r"^sources\.a: .*'trian'"):
+        read_splits(config, open_tasks(config))
+    with pytest.raises(MissingError, match=r"^sources\.a: x\nsources\.a: y$"), of_source("a"):
+        raise MissingError("x\ny")
+
+
+class Corpora(TaskSet):
+    """Has documents, and no tasks."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def split(self, name: str) -> Sequence[Task]:
+        return ()
+
+    def corpora(self) -> dict[str, list[dict[str, str]]]:
+        return {name: [{"id": name, "contents": "x"}] for name in self._names}
+
+
+def test_a_shared_server_has_the_corpora_of_all_its_sources() -> None:
+    one = Corpora("train", "eval")
+    assert [*JoinedCorpora("search", {"a": one, "b": one, "c": Corpora("wiki")}).corpora()] == ["train", "eval", "wiki"]
+    with pytest.raises(ConfigError, match=r"sources\.a and sources\.b share .*'search'.* both have a corpus 'train'"):
+        JoinedCorpora("search", {"a": one, "b": Corpora("train")}).corpora()

@@ -1,0 +1,132 @@
+"""What the driver computes for each source of a mixed run: advantages, the critic's batches, metrics, replay."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentrl.algo.estimate import RowAdvantages, mean_advantages
+from agentrl.batch.groups import RolloutGroups, group_rollouts
+from agentrl.config.load import load_config
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Rollout
+from agentrl.obs.rollouts import read_rollouts
+from agentrl.testing import FakeLearner
+from agentrl.train.critic import returns_of, value_batches, value_metrics
+from agentrl.train.optimizer_steps import StepScores, compares_groups, needs_scores, nothing_trained, step_advantages
+from agentrl.train.step_metrics import source_metrics
+from tests.unit.train.test_replay import config as plain
+from tests.unit.train.test_replay import groups, rollout, samples_file
+from tests.unit.train.test_trainer import steps, trainer
+
+OF_GAE = ("algo.advantage.options={lam: 1.0, normalise: false}", "algo.advantage.name=gae")
+
+
+def mixed(*overrides: str) -> Config:
+    return plain("sources.math={}", "sources.search={}", *overrides)
+
+
+def step() -> list[Rollout]:
+    """Two groups of each source: rewards 0 and 1 in those of math, 0 and 3 in one of search and 2 in all of the other."""
+    found = groups("math/1", "search/1", "math/2")
+    found += [rollout("search/2", sample, 2.0) for sample in range(2)]
+    for one in found:
+        if one.prompt_id == "search/1":
+            one.reward *= 3
+    return found
+
+
+def of(name: str, rollouts: list[Rollout]) -> RolloutGroups:
+    return group_rollouts(one for one in rollouts if one.prompt_id.startswith(f"{name}/"))
+
+
+def test_each_source_has_the_advantages_that_it_would_have_alone() -> None:
+    settings = {
+        "math": ("advantage.name=rloo", "overlong={max_tokens: 8, buffer_tokens: 4}"),
+        "search": ("advantage.name=reinforce_plus_plus_baseline", "loss.name=gspo"),
+    }
+    given = mixed(*(f"sources.{name}.algo.{each}" for name, some in settings.items() for each in some))
+    found = step_advantages(given, group_rollouts(step()), StepScores())
+    wanted: RowAdvantages = {}
+    for name, some in settings.items():
+        wanted |= step_advantages(plain(*(f"algo.{each}" for each in some)), of(name, step()), StepScores())
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[key], wanted[key]) for key in wanted)
+    together = step_advantages(
+        plain("algo.advantage.name=reinforce_plus_plus_baseline"), group_rollouts(step()), StepScores()
+    )
+    assert mean_advantages(found) != mean_advantages(together)
+
+
+def test_a_source_without_rollouts_in_a_step_is_left_out() -> None:
+    given = mixed("sources.search.algo.advantage.name=reinforce_plus_plus")
+    alone = of("math", step())
+    found = step_advantages(given, alone, StepScores())
+    assert {key.prompt_id for key in found} == {"math/1", "math/2"}
+    assert step_advantages(given, group_rollouts([]), StepScores()) == {}
+    assert not any("search" in key for key in source_metrics(given.sources, list(alone.rollouts_N), alone, found))
+
+
+def test_the_critic_learns_from_the_sources_that_need_it() -> None:
+    given = mixed(*(f"sources.math.{each}" for each in OF_GAE), "algo.critic.warmup_steps=1")
+    assert needs_scores(given)
+    everything = group_rollouts(step())
+    scores = StepScores(values={row.key: np.full(len(row.mask), 0.5, np.float32) for row in everything.rows})
+    returns = returns_of(given, everything, scores)
+    assert {key.prompt_id for key in returns} == {"math/1", "math/2"}
+    [batch] = value_batches(given, everything, scores, returns, pad_id=0)
+    assert {key.prompt_id for micro in batch.micro[0] for key in micro.keys} == {"math/1", "math/2"}
+    alone = plain(*OF_GAE)
+    [wanted] = value_batches(alone, of("math", step()), scores, returns, pad_id=0)
+    assert sum(float(micro.weight_L.sum()) for micro in batch.micro[0]) == pytest.approx(
+        sum(float(micro.weight_L.sum()) for micro in wanted.micro[0])
+    )
+    exact = value_metrics([], everything, StepScores(values=returns), returns)
+    assert exact == {"train/value_explained_variance": 1.0}
+    search = of("search", step())
+    assert returns_of(given, search, scores) == {}
+    assert value_batches(given, search, scores, {}, pad_id=0) == []
+    assert value_metrics([], search, scores, {}) == {}
+
+
+def test_metrics_by_source() -> None:
+    given, rollouts = mixed(), step()
+    rollouts[0].metrics["exact_match"] = 1.0
+    rollouts[1].dropped = True
+    everything = group_rollouts(rollouts)
+    found = source_metrics(given.sources, rollouts, everything, step_advantages(given, everything, StepScores()))
+    assert found["train/math/reward"] == pytest.approx(0.5)
+    assert found["train/search/reward"] == pytest.approx((3 + 2 + 2) / 3)
+    assert found["train/search/flat_groups"] == 1.0
+    assert (found["rollout/math/dropped"], found["rollout/search/dropped"]) == (0.0, 1.0)
+    assert (found["batch/math/live_share"], found["batch/search/live_share"]) == (1.0, 0.0)
+    assert found["rollout/math/exact_match"] == 1.0
+    assert not any(key.startswith("time/") for key in found)
+    assert source_metrics({}, rollouts, everything, {}) == {}
+
+
+def test_a_replayed_run_is_mixed_as_it_was_recorded(tmp_path: Path) -> None:
+    given, learner = mixed("sources.search.algo.loss.name=gspo"), FakeLearner(metrics={"train/loss": 1.0})
+    recorded = groups("math/1", "search/1", "math/2", "search/2")
+    asyncio.run(trainer(tmp_path, given, learner, rollouts=recorded).run())
+    assert [row["train/search/reward"] for row in steps(tmp_path)] == [0.5, 0.5]
+    assert {number for batch in learner.batches for micro in batch.micro[0] for number in micro.sources} == {0, 1}
+    again = read_rollouts(samples_file(tmp_path, recorded, "again.jsonl"))
+    assert [one.prompt_id for one in again] == [one.prompt_id for one in recorded]
+
+
+def test_recorded_tasks_of_no_source_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'a' is of none of the run's sources \(math, search\)"):
+        step_advantages(mixed(), group_rollouts(groups("a")), StepScores())
+
+
+def test_that_nothing_is_trained_is_explained_by_all_estimators() -> None:
+    flat = [replace(one, reward=1.0) for one in step()]
+    some = ("sources.math.algo.advantage.name=reinforce_plus_plus", "rollout.n_samples_per_prompt=1")
+    assert compares_groups(mixed())
+    assert not compares_groups(mixed(*some))
+    assert "equal rewards" in nothing_trained(load_config(None, ["sources.math={}"]), flat, group_rollouts(flat))
+    assert "equal rewards" in nothing_trained(mixed(*some), flat, group_rollouts(flat))
