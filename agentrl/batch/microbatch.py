@@ -48,6 +48,8 @@ class MicroBatch:
     """Number of each row's sequence, all that one agent sampled in a rollout, in the global batch."""
     sources: tuple[int, ...] = ()
     """Number of each row's source in a mixed run, in the order of ``sources``; else empty."""
+    shares_prefixes: bool = False
+    """Whether the learner computes tokens that several rows begin with only once; see `agentrl.batch.prefix_tree`."""
     learner_logprobs_L: torch.Tensor | None = None
     """float32 log-probabilities of the learner before the first optimizer step of the training step, if computed."""
     correction_L: torch.Tensor | None = None

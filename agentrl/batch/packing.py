@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from agentrl.batch.loss_weights import Aggregation, row_weights
 from agentrl.batch.microbatch import GlobalBatch, Kind, MicroBatch
+from agentrl.batch.prefix_groups import divide
 from agentrl.batch.provenance import check_temperature, leave_out
 from agentrl.batch.sequences import SequenceKey, sequence_key
 from agentrl.core.task import source_of
@@ -29,8 +30,6 @@ from agentrl.core.types import Row, RowKey
 
 MULTIPLE = 32
 """Lengths of micro-batches are multiples of this."""
-ATTENTION_TOKENS = 16_384
-"""Length of a row at which its attention costs as much as its matrix products: 8k at 0.6B, 25k at 4B, 47k at 8B."""
 
 
 def pack(
@@ -40,6 +39,7 @@ def pack(
     ranks: int,
     tokens_per_micro: int,
     pad_id: int,
+    share_prefixes: bool = False,
     aggregation: Aggregation = "token_mean",
     kind: Kind = "rl",
     temperature: float = 1.0,
@@ -63,6 +63,7 @@ def pack(
         ranks: data-parallel ranks.
         tokens_per_micro: maximum tokens of a micro-batch, before padding; a longer row gets a separate one.
         pad_id: fills micro-batches.
+        share_prefixes: whether the learner computes what rows of a micro-batch begin with once, where that is faster.
         aggregation: see `row_weights`.
         kind: ``sft`` may train on demonstrated and, with ``context_weight``, observed tokens.
         temperature: of sampling; the learner computes log-probabilities at the same temperature.
@@ -100,9 +101,10 @@ def pack(
     )
     if kind != "sft":
         check_temperature((rows[i] for i in chosen), temperature)
-    groups = balanced([len(rows[i].token_ids) for i in chosen], ranks, tokens_per_micro)
-    micro = [_tensors([chosen[i] for i in group], rows, weights, advantages, pad_id) for group in groups]
-    for batch in micro:
+    groups = divide([rows[i].token_ids for i in chosen], ranks, tokens_per_micro, share_prefixes=share_prefixes)
+    micro = [_tensors([chosen[i] for i in group.rows], rows, weights, advantages, pad_id) for group in groups]
+    for batch, group in zip(micro, groups, strict=True):
+        batch.shares_prefixes = group.shares_prefixes
         batch.learner_logprobs_L = _values(batch, learner_logprobs)
         batch.correction_L = _values(batch, correction)
         batch.values_L, batch.returns_L = _values(batch, values), _values(batch, returns)
@@ -110,58 +112,12 @@ def pack(
     sizes = _number_sequences(micro)
     parts = Counter(number for batch in micro for number in {*batch.sequences})
     shares = tuple(tuple(micro[rank::ranks]) for rank in range(ranks))
-    metrics = _metrics(rows, chosen, micro) | ({"train/provenance_faults": float(left_out)} if kind == "rl" else {})
+    computed = sum(group.computed_tokens for group in groups)
+    metrics = _metrics(rows, chosen, micro, computed) | (
+        {"train/provenance_faults": float(left_out)} if kind == "rl" else {}
+    )
     divided = any(count > 1 for count in parts.values())
     return GlobalBatch(shares, kind, temperature, lr_scale, sizes, divided, metrics)
-
-
-def balanced(lengths: Sequence[int], ranks: int, tokens: int) -> list[list[int]]:
-    """Divide rows, longest first, among a multiple of ``ranks`` micro-batches of about the same cost.
-
-    There are as few as first-fit-decreasing needs. Each row, longest first, goes to the cheapest one with space for it;
-    where one finds none, the division of first-fit-decreasing stays. Micro-batch ``i`` belongs to rank ``i % ranks``, and
-    adjacent ones have similar costs, so that ranks wait little for each other. Some are empty if there are too few rows.
-    """
-    fitted = _first_fit(lengths, tokens)
-    count = -(-max(1, len(fitted)) // ranks) * ranks
-    groups = _spread(lengths, count, tokens) or fitted + [[] for _ in range(count - len(fitted))]
-    return sorted(groups, key=lambda group: -sum(_cost(lengths[i]) for i in group))
-
-
-def _cost(length: int) -> float:
-    """Return the cost of a row, in tokens of short rows."""
-    return length * (1 + length / ATTENTION_TOKENS)
-
-
-def _first_fit(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Put lengths, longest first, each into the first group with enough space."""
-    groups: list[list[int]] = []
-    space = np.zeros(len(lengths), np.int64)
-    for index, length in enumerate(lengths):
-        fits = space[: len(groups)] >= length
-        first = int(fits.argmax()) if len(groups) else 0
-        if not groups or not fits[first]:
-            first = len(groups)
-            groups.append([])
-            space[first] = max(tokens, length)
-        groups[first].append(index)
-        space[first] -= length
-    return groups
-
-
-def _spread(lengths: Sequence[int], count: int, tokens: int) -> list[list[int]] | None:
-    """Put lengths, longest first, each into the cheapest of ``count`` groups with enough space; None if one has none."""
-    groups: list[list[int]] = [[] for _ in range(count)]
-    costs, used = np.zeros(count), np.zeros(count, np.int64)
-    for index, length in enumerate(lengths):
-        fits = (used == 0) | (used + length <= tokens)
-        if not fits.any():
-            return None
-        cheapest = int(np.where(fits, costs, np.inf).argmin())
-        groups[cheapest].append(index)
-        costs[cheapest] += _cost(length)
-        used[cheapest] += length
-    return groups
 
 
 def _tensors(
@@ -238,7 +194,9 @@ def _advantage(
     return found[key] if key in found else found[key.rollout_id]
 
 
-def _metrics(rows: Sequence[Row], chosen: Sequence[int], micro: Sequence[MicroBatch]) -> dict[str, float]:
+def _metrics(
+    rows: Sequence[Row], chosen: Sequence[int], micro: Sequence[MicroBatch], computed: int
+) -> dict[str, float]:
     tokens = sum(len(rows[i].token_ids) for i in chosen)
     padded = sum(batch.token_ids_L.numel() for batch in micro)
     return {
@@ -246,5 +204,6 @@ def _metrics(rows: Sequence[Row], chosen: Sequence[int], micro: Sequence[MicroBa
         "batch/tokens": float(tokens),
         "batch/trained_tokens": float(sum(int(batch.mask_L.sum()) for batch in micro)),
         "batch/padding_share": 1 - tokens / padded,
+        "batch/shared_share": 1 - computed / max(1, tokens),
         "batch/micro_batches": float(len(micro)),
     }

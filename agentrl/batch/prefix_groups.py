@@ -1,0 +1,134 @@
+"""Division of rows among micro-batches, with rows that begin with the same tokens in the same one.
+
+A micro-batch that shares prefixes is computed as a tree (`agentrl.batch.prefix_tree`): its size is that of the tree. Larger
+units of rows share more, and balance the ranks worse, so several sizes are tried. The fastest division is taken, which may be
+the one without sharing. It does not depend on the order of rows with different tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from agentrl.batch.balance import Unit, balanced, row_cost
+from agentrl.batch.prefix_tree import TokenIds, by_prefix
+
+OVERHEAD = 0.1
+"""Share of the tokens that must be saved: computing a tree takes more time a token than computing rows."""
+SIZES = 3
+"""Maximum sizes of units to try, each half of the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The rows of a micro-batch."""
+
+    rows: tuple[int, ...]
+    """Their numbers."""
+    computed_tokens: int
+    """Tokens that are computed: those of shared prefixes once, if they are shared."""
+    cost: float
+    """In tokens of short rows."""
+    shares_prefixes: bool
+    """Whether shared prefixes are computed once."""
+
+
+def divide(rows: Sequence[TokenIds], ranks: int, tokens: int, *, share_prefixes: bool) -> list[Division]:
+    """Divide rows, longest first, among micro-batches; see `balanced`.
+
+    Args:
+        rows: token ids, of one dtype.
+        ranks: their number divides the number of micro-batches.
+        tokens: maximum tokens of a micro-batch that are computed; a longer row gets a separate one.
+        share_prefixes: whether prefixes may be shared.
+
+    """
+    alone = [Unit((number,), len(row), row_cost(len(row))) for number, row in enumerate(rows)]
+    best = [_plain(group) for group in balanced(alone, ranks, tokens)]
+    if not share_prefixes or not rows:
+        return best
+    prefixes = _Prefixes(rows)
+    whole = prefixes.unit(range(len(rows)))
+    if not _pays(whole.tokens, sum(unit.tokens for unit in alone)):
+        return best
+    limit = max(1, min(tokens, -(-whole.tokens // ranks)))
+    for size in range(SIZES):
+        units = sorted(prefixes.units(limit >> size), key=lambda unit: (-unit.tokens, min(unit.rows)))
+        groups = [prefixes.division(group, alone, tokens) for group in balanced(units, ranks, tokens)]
+        groups.sort(key=lambda group: -group.cost)
+        if _time(groups, ranks) < _time(best, ranks):
+            best = groups
+    return best
+
+
+def _plain(group: Sequence[Unit]) -> Division:
+    """Return a micro-batch of rows that share nothing."""
+    rows = tuple(number for unit in group for number in unit.rows)
+    return Division(rows, sum(unit.tokens for unit in group), sum(unit.cost for unit in group), shares_prefixes=False)
+
+
+def _pays(unique: int, tokens: int) -> bool:
+    """Return whether a tree of ``unique`` tokens is computed faster than its rows of ``tokens``."""
+    return unique < (1 - OVERHEAD) * tokens
+
+
+def _time(groups: Sequence[Division], ranks: int) -> float:
+    """Return how long all ranks take, which wait for each other after every micro-batch."""
+    return sum(max(group.cost for group in groups[first : first + ranks]) for first in range(0, len(groups), ranks))
+
+
+class _Prefixes:
+    """The common prefixes of rows."""
+
+    def __init__(self, rows: Sequence[TokenIds]) -> None:
+        order, common = by_prefix(rows)
+        self.order = np.array(order)
+        self.common = np.array(common)
+        """Tokens that each row of the order has in common with the one before."""
+        self.lengths = [len(row) for row in rows]
+        self.place = np.argsort(self.order)
+
+    def unit(self, rows: Sequence[int]) -> Unit:
+        """Return rows as one tree."""
+        places = np.sort(self.place[list(rows)])
+        # What two rows have in common is the least that all neighbours between them have.
+        links = self.common[: places[-1] + 1]
+        saved: list[int] = np.minimum.reduceat(links, places[:-1] + 1).tolist() if len(places) > 1 else []
+        lengths = [self.lengths[number] for number in rows]
+        cost = sum(map(row_cost, lengths)) - sum(map(row_cost, saved))
+        return Unit(tuple(rows), sum(lengths) - sum(saved), cost)
+
+    def units(self, limit: int) -> list[Unit]:
+        """Join neighbours, those with the longest common prefixes first, to trees of at most ``limit`` tokens.
+
+        Neighbours are joined only if a row gets a share of its tokens that pays.
+        """
+        lengths = [self.lengths[number] for number in self.order]
+        first, last = (
+            list(range(len(lengths))),
+            list(range(len(lengths))),
+        )  # places of the unit that ends, or begins, here
+        tokens, begins = [*lengths], [True] * len(lengths)
+        for place in np.argsort(-self.common[1:], kind="stable") + 1:
+            common = int(self.common[place])
+            start = first[place - 1]
+            joined = tokens[start] + tokens[place] - common
+            if joined <= limit and _pays(lengths[place] - common, lengths[place]):
+                tokens[start], begins[place] = joined, False
+                last[start] = last[place]
+                first[last[place]] = start
+        places = [range(place, last[place] + 1) for place, begin in enumerate(begins) if begin]
+        return [self.unit(self.order[each].tolist()) for each in places]
+
+    def division(self, group: Sequence[Unit], alone: Sequence[Unit], limit: int) -> Division:
+        """Return a micro-batch of units; it shares prefixes where that pays, or where its rows are too many otherwise."""
+        plain = _plain([alone[number] for unit in group for number in unit.rows])
+        if len(plain.rows) < 2:
+            return plain
+        tree = self.unit(plain.rows)
+        if plain.computed_tokens <= limit and not _pays(tree.tokens, plain.computed_tokens):
+            return plain
+        cost = tree.cost / (1 - OVERHEAD)
+        return replace(plain, computed_tokens=tree.tokens, cost=cost, shares_prefixes=True)
