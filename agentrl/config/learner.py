@@ -8,6 +8,9 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_
 
 from agentrl.config.base import Section
 
+Recompute = Literal["none", "selective", "full"]
+"""What is computed again in the backward pass; see `LearnerConfig.recompute`."""
+
 
 class OptimizerConfig(Section):
     """The optimizer."""
@@ -48,14 +51,21 @@ class LearnerConfig(Section):
     """Device to train on; ``auto`` uses GPUs if there are any."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of a rank; 0 shares the machine's cores among the ranks."""
-    autocast: Literal["none", "bfloat16", "auto"] = "none"
-    """Precision of matrix products; weights, gradients and log-probabilities stay float32. ``auto`` is ``bfloat16`` where the
-    device has instructions for it: CPUs without them take 10 to 30 times as long as in float32."""
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of matrix products and of gathered weights; the optimizer's weights, gradients and log-probabilities stay float32.
+    ``auto`` is ``bfloat16`` where the device has instructions for it: CPUs without them take 10 to 30 times as long as in
+    float32."""
+    fp8: bool = False
+    """Compute the linear layers of decoder layers in float8, with one scale a tensor. Needs torchao and a recent GPU."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile decoder layers; ``auto`` does so on GPUs. The first steps take half a minute longer."""
+    recompute: Literal["auto", "none", "selective", "full"] = "auto"
+    """What is computed again in the backward pass to save memory: ``none``; ``selective``, all but matrix products and
+    attention (half the activations, some hundredths slower); ``full``, everything but each layer's input (a third slower).
+    ``auto`` is ``selective`` on GPUs, ``none`` on CPUs."""
     reshard_after_forward: bool = False
     """Drop gathered weights after each layer's forward pass: less memory, twice the communication."""
-    gradient_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass: less memory, a third more computation."""
-    logits_chunk: PositiveInt = 1024
+    logits_chunk: PositiveInt = 4096
     """Trained tokens whose logits are held at the same time."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer."""

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from agentrl.config.learner import LearnerConfig
+from agentrl.config.learner import LearnerConfig, Recompute
 from agentrl.core.errors import ConfigError
 from agentrl.distributed.broadcast_group import nccl_as_in_sglang
 
@@ -28,9 +28,6 @@ def pick_device(config: LearnerConfig, *, local_rank: int) -> torch.device:
         torch.cuda.set_device(local_rank)
         # cuDNN plans attention for every new shape, and packed rows have a new one in almost every group.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        if uses_bfloat16(config):
-            # The head multiplies bfloat16 values in float32: TensorFloat-32 represents the factors exactly.
-            torch.set_float32_matmul_precision("high")
         return torch.device("cuda", local_rank)
     torch.set_num_threads(config.threads or max(1, _cores() // config.ranks))
     return torch.device("cpu")
@@ -38,11 +35,30 @@ def pick_device(config: LearnerConfig, *, local_rank: int) -> torch.device:
 
 def uses_bfloat16(config: LearnerConfig) -> bool:
     """Return whether matrix products are computed in bfloat16: as configured, or for ``auto`` if the device can."""
-    if config.autocast != "auto":
-        return config.autocast == "bfloat16"
+    if config.precision != "auto":
+        return config.precision == "bfloat16"
     if resolve_device(config) == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def compiles(config: LearnerConfig) -> bool:
+    """Return whether decoder layers are compiled: as configured, or for ``auto`` on GPUs."""
+    return resolve_device(config) == "cuda" if config.compile == "auto" else config.compile
+
+
+def recomputed(config: LearnerConfig) -> Recompute:
+    """Return what is computed again in the backward pass: as configured, or for ``auto`` all but products on GPUs."""
+    if config.recompute != "auto":
+        return config.recompute
+    return "selective" if resolve_device(config) == "cuda" else "none"
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the CPU on ``device``; a GPU copies it without the host waiting."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def collectives(device: str) -> str:

@@ -42,7 +42,7 @@ from agentrl.train.teachers import Teachers
 
 NONFINITE = {
     f"train/{prefix}nonfinite_gradients": f"{whose} gradient is not finite, so the optimizer step was skipped; a smaller {key} "
-    f"or learner.autocast=none may help. train/{prefix}nonfinite_gradients counts such steps"
+    f"or learner.precision=float32 may help. train/{prefix}nonfinite_gradients counts such steps"
     for prefix, whose, key in (
         ("", "the", "learner.optimizer.lr"),
         ("value_", "the critic's", "algo.critic.optimizer.lr"),

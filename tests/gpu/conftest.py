@@ -151,7 +151,7 @@ def struck(folder: Path) -> Iterator[list[dict[str, float]]]:
         # Nothing that this policy says is rewarded: the KL term has it trained all the same.
         "algo.kl_coef": 0.001,
         "learner.device": "cuda",
-        "learner.autocast": "bfloat16",
+        "learner.precision": "bfloat16",
         "weights.transport": "ipc",
         "weights.dtype": "bfloat16",
     }
@@ -204,7 +204,7 @@ def struck_run(begun: dict[str, Future[Any]], smollm2: Path) -> list[dict[str, f
 @pytest.fixture(scope="session")
 def learner(smollm2: Path) -> Iterator[LocalLearnerGroup]:
     """SmolLM2 on the first GPU; in bfloat16, as runs on a GPU have it. What it rounds is left out by `in_float32`."""
-    config = LearnerConfig(device="cuda", autocast="bfloat16", optimizer=OptimizerConfig(lr=3e-5))
+    config = LearnerConfig(device="cuda", precision="bfloat16", optimizer=OptimizerConfig(lr=3e-5))
     learner = LocalLearnerGroup(smollm2, config, make_algo(), seed=0)
     yield learner
     learner.close()

@@ -19,7 +19,7 @@ OVERRIDES = [
     "run.seed=7", "learner.optimizer.lr=1e-4", "learner.optimizer.warmup_steps=8", "learner.optimizer.weight_decay=0.1",
     "learner.optimizer.betas=[0.8, 0.9]", "algo.entropy_coef=0.001", "rollout.batch_size=2", "rollout.max_turns=3",
     "rollout.n_samples_per_prompt=2", f"train.steps={STEPS}", "train.eval_first=false", "train.save_every=2",
-    "eval.size=2", "obs.tensorboard=false", "learner.autocast=none",
+    "eval.size=2", "obs.tensorboard=false", "learner.precision=float32",
 ]  # fmt: skip
 """More than ten settings, none of which is given again at the resume."""
 

@@ -1,8 +1,9 @@
 """Attention over packed rows, as an attention implementation of transformers.
 
-Rows of a bin must not attend to each other. A block-diagonal mask would compute all masked scores, and rule out the fast
-kernels, which take no mask. Instead the rows are gathered into padded groups of similar length, plain causal attention
-runs on each group (padding follows a row, so the causal mask excludes it), and the outputs are scattered back.
+Rows of a micro-batch must not attend to each other. On GPUs, in bfloat16, variable-length flash attention takes the bounds
+of the rows. Elsewhere the rows are gathered into padded groups of similar length, plain causal attention runs on each group
+(padding follows a row, so the causal mask excludes it), and the outputs are scattered back: a block-diagonal mask would
+compute all masked scores.
 
 Legend: ``R`` bins, ``L`` tokens a bin, ``H`` query heads, ``K`` key heads, ``D`` head size, ``N`` rows, ``T`` tokens of
 the longest.
@@ -11,13 +12,15 @@ the longest.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from agentrl.core.errors import ModelError
+from agentrl.learner.device import to_device
 
 IMPLEMENTATION = "agentrl_packed"
 """Name of the attention implementation, for transformers."""
@@ -29,8 +32,17 @@ CPU_BLOCKWISE_TOKENS = 1024
 """Longer rows use torch's own CPU kernel, which stores no scores: it is slower, but needs less memory."""
 
 
+class RowBounds(NamedTuple):
+    """Where the rows of a micro-batch are among its ``R·L`` tokens, for variable-length flash attention."""
+
+    starts: torch.Tensor
+    """int32: where each row starts, padding included; then the number of tokens, repeated up to a power of two."""
+    longest: int
+    """Maximum tokens of a row, rounded up to a power of two: the number of shapes that are compiled stays small."""
+
+
 @dataclass(frozen=True, slots=True)
-class PackedRows:
+class RowGroups:
     """Positions of the rows of a micro-batch, flattened to ``R·L`` tokens."""
 
     groups: tuple[tuple[torch.Tensor, int, int], ...]
@@ -39,18 +51,42 @@ class PackedRows:
     """int64 ``[R·L]``: each token's index in the concatenated groups; padding of bins has the index after their end."""
 
 
-def packed_rows(position_ids_R_L: torch.Tensor, row_R_L: torch.Tensor) -> PackedRows:
-    """Find the rows: a row starts at each position 0. Padding (row -1) attends to nothing.
+PackedRows = RowBounds | RowGroups
+
+
+def packed_rows(
+    position_ids_R_L: torch.Tensor, row_R_L: torch.Tensor, device: torch.device, *, flash: bool = False
+) -> PackedRows:
+    """Find the rows: a row starts at each position 0.
 
     Args:
         position_ids_R_L: int64 on the CPU, from 0 in every row.
         row_R_L: int32 on the CPU, -1 in padding.
+        device: of the result.
+        flash: whether attention is computed in bfloat16; on a GPU the rows are those of flash attention then.
 
     """
-    flat = position_ids_R_L.reshape(-1)
+    if flash and device.type == "cuda":
+        return _bounds(position_ids_R_L.reshape(-1), device)
+    return _groups(position_ids_R_L.reshape(-1), row_R_L.reshape(-1), device)
+
+
+def _bounds(flat: torch.Tensor, device: torch.device) -> RowBounds:
+    starts = (flat == 0).nonzero()[:, 0]
+    bounds = torch.full((_power_of_two(len(starts) + 1),), flat.numel(), dtype=torch.int32)
+    bounds[: len(starts)] = starts
+    return RowBounds(to_device(bounds, device), _power_of_two(int(flat.max()) + 1))
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _groups(flat: torch.Tensor, row: torch.Tensor, device: torch.device) -> RowGroups:
+    """Put rows of similar lengths together. Padding (row -1) attends to nothing."""
     starts = (flat == 0).nonzero()[:, 0]
     lengths = torch.diff(starts, append=torch.tensor([flat.numel()]))
-    real = row_R_L.reshape(-1)[starts] >= 0
+    real = row[starts] >= 0
     starts, lengths = starts[real], lengths[real]
     back = torch.empty_like(flat)
     groups: list[tuple[torch.Tensor, int, int]] = []
@@ -66,11 +102,11 @@ def packed_rows(position_ids_R_L: torch.Tensor, row_R_L: torch.Tensor) -> Packed
         place_N_T = placed + torch.arange(index_N_T.numel()).view_as(index_N_T)
         back[index_N_T[inside_N_T]] = place_N_T[inside_N_T]
         # Padding reads the tokens after the row: this has no effect, and spreads the reads over different tokens.
-        groups.append((index_N_T.remainder(flat.numel()).reshape(-1), len(rows), longest))
+        groups.append((to_device(index_N_T.remainder(flat.numel()).reshape(-1), device), len(rows), longest))
         placed += index_N_T.numel()
         first += len(rows)
-    back[row_R_L.reshape(-1) < 0] = placed
-    return PackedRows(tuple(groups), back)
+    back[row < 0] = placed
+    return RowGroups(tuple(groups), to_device(back, device))
 
 
 def separated(
@@ -100,12 +136,6 @@ def separated(
     return ids.view(count, -1), padded.view(count, -1), rows.view(count, -1), at
 
 
-def move(rows: PackedRows, device: torch.device) -> PackedRows:
-    """Return ``rows`` on ``device``."""
-    groups = tuple((index.to(device, non_blocking=True), n, t) for index, n, t in rows.groups)
-    return PackedRows(groups, rows.back.to(device, non_blocking=True))
-
-
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -133,6 +163,8 @@ def packed_attention(
             raise ModelError(
                 f"the model's attention wants {option}, which the fsdp learner lacks; choose another model.path"
             )
+    if isinstance(packed, RowBounds):
+        return flash_attention(query, key, value, packed, scaling, sliding_window), None
     bins, heads, length, _ = query.shape
     flat = [x.transpose(1, 2).reshape(bins * length, x.shape[1], -1) for x in (query, key, value)]
     outputs = []
@@ -147,23 +179,43 @@ def packed_attention(
     return attended.view(bins, length, heads, -1), None
 
 
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: RowBounds,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Return `packed_attention` by torch's variable-length flash attention, which takes 16-bit values on GPUs only."""
+    bins, heads, length, size = query.shape
+    q, k, v = (x.transpose(1, 2).reshape(bins * length, x.shape[1], size).to(value.dtype) for x in (query, key, value))
+    if key.shape[1] < heads:  # torch 2.11 has no grouped heads
+        k, v = (x.repeat_interleave(heads // key.shape[1], 1) for x in (k, v))
+    seen = (-1 if window is None else window - 1, 0)
+    attended = varlen_attn(
+        q, k, v, rows.starts, rows.starts, rows.longest, rows.longest, scale=scaling, window_size=seen
+    )
+    assert isinstance(attended, torch.Tensor)
+    return attended.view(bins, length, heads, size)
+
+
 def _causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None
 ) -> torch.Tensor:
     """Return causal attention ``[N, H, T, D]`` of separate rows; each token sees at most the last ``window`` tokens."""
     length = q.shape[2]
-    if window is not None and length > window:
-        distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-        mask = (distance >= 0) & (distance < window)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
-    if q.device.type == "cpu" and length <= CPU_BLOCKWISE_TOKENS:
-        return blockwise_causal(q, k, v, scaling or q.shape[-1] ** -0.5)
+    windowed = window is not None and length > window
+    if windowed or (q.device.type == "cpu" and length <= CPU_BLOCKWISE_TOKENS):
+        return blockwise_causal(q, k, v, scaling or q.shape[-1] ** -0.5, window)
     q, k = q.to(v.dtype), k.to(v.dtype)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
 
 
-def blockwise_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return causal attention in blocks of queries, each against the keys up to its end.
+def blockwise_causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None = None
+) -> torch.Tensor:
+    """Return causal attention in blocks of queries, each against the keys that it sees, at most the last ``window``.
 
     On a CPU this takes half the time of torch's kernel, whose backward pass is slow, especially in bfloat16. Scores and
     softmax are computed in at least float32, also under autocast; the product with the values in the values' dtype.
@@ -172,17 +224,21 @@ def blockwise_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling:
     key_heads = k.shape[1]
     shared = heads // key_heads
     exact = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(q.device.type, enabled=False):
         q = (q.to(exact) * scaling).reshape(rows * key_heads, shared, length, size)
         k_t = k.to(exact).reshape(rows * key_heads, length, size).transpose(1, 2)
         v = v.reshape(rows * key_heads, length, -1)
         outputs = []
         for first in range(0, length, CPU_BLOCK):
             last = min(first + CPU_BLOCK, length)
-            future = torch.full((last - first, last), float("-inf"), dtype=exact).triu_(1 + first).repeat(shared, 1)
+            start = 0 if window is None else max(0, first + 1 - window)
+            hidden = torch.full((last - first, last - start), float("-inf"), dtype=exact, device=q.device)
+            unseen = hidden.triu(1 + first - start)
+            if window is not None:
+                unseen = unseen + hidden.tril(first - start - window)
             block = q[:, :, first:last].reshape(rows * key_heads, shared * (last - first), size)
-            shares = torch.baddbmm(future, block, k_t[:, :, :last]).softmax(-1).to(v.dtype)
-            outputs.append((shares @ v[:, :last]).view(rows * key_heads, shared, last - first, -1))
+            shares = torch.baddbmm(unseen.repeat(shared, 1), block, k_t[:, :, start:last]).softmax(-1).to(v.dtype)
+            outputs.append((shares @ v[:, start:last]).view(rows * key_heads, shared, last - first, -1))
         return torch.cat(outputs, 2).view(rows, heads, length, -1)
 
 

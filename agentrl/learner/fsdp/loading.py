@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ModelError
-from agentrl.learner.device import uses_bfloat16
+from agentrl.learner.device import compiles, recomputed, resolve_device, uses_bfloat16
 from agentrl.learner.fsdp.attention import IMPLEMENTATION, packed_rows
+from agentrl.learner.fsdp.layers import prepare_layers
 from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
 from agentrl.learner.fsdp.sharding import shard
 from agentrl.models.load import load_model, load_value_model
@@ -43,7 +44,7 @@ def load_policy(folder: Path, config: LearnerConfig, key: str = "model.path") ->
     policy = PolicyModel(load_model(folder, torch.float32, IMPLEMENTATION, key=key), config.logits_chunk)
     _prepare(policy, config)
     _check_logits(policy, folder, key)  # in float32
-    policy.autocast = uses_bfloat16(config)
+    _set_up_computation(policy, config)
     return policy
 
 
@@ -56,7 +57,7 @@ def load_critic(folder: Path, config: LearnerConfig, key: str = "algo.critic.pat
     """
     critic = ValueModel(load_value_model(folder, torch.float32, IMPLEMENTATION, key=key), config.logits_chunk)
     _prepare(critic, config)
-    critic.autocast = uses_bfloat16(config)
+    _set_up_computation(critic, config)
     return critic
 
 
@@ -64,11 +65,20 @@ def _prepare(model: PackedModel, config: LearnerConfig) -> None:
     """Set a loaded model up for training, and separate rows if it mixes packed ones."""
     model.hf.train()
     _disable_dropout(model.hf)
-    if config.gradient_checkpointing:
-        # transformers renames this method between versions 5 and 6.
-        name = "activation" if hasattr(model.hf, "activation_checkpointing_enable") else "gradient"
-        getattr(model.hf, f"{name}_checkpointing_enable")({"use_reentrant": False})
     _probe_rows(model)
+
+
+def _set_up_computation(model: PackedModel, config: LearnerConfig) -> None:
+    """Set precision, compilation and recomputation."""
+    model.autocast, model.compiled = uses_bfloat16(config), compiles(config)
+    prepare_layers(model.hf, config, compiled=model.compiled, recompute=recomputed(config))
+    if resolve_device(config) == "cuda" and model.autocast:
+        model.hf.get_input_embeddings().register_forward_hook(_as_bfloat16)
+
+
+def _as_bfloat16(module: nn.Module, inputs: object, embeddings: torch.Tensor) -> torch.Tensor:
+    """Have a single rank's layers hand on what those of several do, whose gathered weights are bfloat16."""
+    return embeddings.to(torch.bfloat16) if torch.is_autocast_enabled(embeddings.device.type) else embeddings
 
 
 def load_frozen(folder: Path, config: LearnerConfig, device: torch.device, mesh: DeviceMesh, key: str) -> PolicyModel:
@@ -130,7 +140,10 @@ def _packed_pair(row_T: torch.Tensor, other_T: torch.Tensor) -> MicroBatch:
 
 def _hidden(hf: Any, micro: MicroBatch) -> torch.Tensor:
     """Return the last hidden states of packed rows, ``[R, L, H]``."""
-    packed, positions = packed_rows(micro.position_ids_L[None], micro.row_L[None]), micro.position_ids_L[None]
+    packed, positions = (
+        packed_rows(micro.position_ids_L[None], micro.row_L[None], hf.device),
+        micro.position_ids_L[None],
+    )
     states = hf.base_model(input_ids=micro.token_ids_L[None], position_ids=positions, use_cache=False, packed=packed)
     hidden: torch.Tensor = states.last_hidden_state
     return hidden
@@ -139,7 +152,7 @@ def _hidden(hf: Any, micro: MicroBatch) -> torch.Tensor:
 def _logprobs_alone(hf: Any, token_ids_T: torch.Tensor) -> torch.Tensor:
     """Return the model's own log-probabilities ``[T - 1]`` of a row after its first token."""
     positions = torch.arange(len(token_ids_T))[None]
-    packed = packed_rows(positions, torch.zeros_like(positions))
+    packed = packed_rows(positions, torch.zeros_like(positions), hf.device)
     logits_T_V: torch.Tensor = hf(
         input_ids=token_ids_T[None], position_ids=positions, use_cache=False, packed=packed
     ).logits[0, :-1]

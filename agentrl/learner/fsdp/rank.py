@@ -23,6 +23,7 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import LearnerError
 from agentrl.distributed.base import TensorSpec, spec_of
 from agentrl.learner.base import Role, RowLogprobs, RowScores
+from agentrl.learner.device import to_device
 from agentrl.learner.fsdp.gather import gather_weights
 from agentrl.learner.fsdp.loading import load_critic, load_frozen, load_policy
 from agentrl.learner.fsdp.model import PackedModel
@@ -94,25 +95,23 @@ class FsdpRank:
         self._check_awake()
         [micros] = batch.micro
         loss_of = self._losses[batch.kind]
-        with_entropy = batch.kind == "rl" and self.algo.needs_entropy
         # Before the policy's first pass, so that the weights of both models are never gathered at the same time.
         references = self._reference_logprobs(batch)
         ratios = self._sequence_ratios(batch)
         metrics = StepMetrics(self.device)
         for index, micro in enumerate(micros):
-            self._fsdp.set_requires_gradient_sync(index == len(micros) - 1)
             at_N = _at_mask(micro)
-            scores_N, *entropy_N = self.model(micro, at_N, batch.temperature, with_entropy)
+            scores_N, entropy_N = self.model(micro, at_N, batch.temperature, batch.kind == "rl")
             given = LossInput(
                 **self._fields(batch, micro, at_N),
                 sequence_log_ratio_N=ratios[index],
                 reference_logprobs_N=references[index],
-                entropy_N=entropy_N[0] if with_entropy else None,
+                entropy_N=entropy_N if self.algo.needs_entropy else None,
             )
             loss, loss_metrics = loss_of(scores_N, given)
             torch.autograd.backward(loss)
-            if entropy_N:
-                loss_metrics.sums["entropy"] = entropy_N[0].detach().sum()
+            if entropy_N is not None:
+                loss_metrics.sums["entropy"] = entropy_N.detach().sum()
             metrics.add(loss, len(at_N), loss_metrics)
         result = metrics.reduce()
         if result["train/trained_tokens"]:
@@ -135,14 +134,16 @@ class FsdpRank:
         numbers = torch.tensor(micro.sequences, dtype=torch.int64)
         chosen["sequence_N"] = numbers[micro.row_L[at_N].long()]
         chosen["sequence_size_N"] = torch.tensor(batch.sequence_sizes, dtype=torch.float32)[chosen["sequence_N"]]
-        found = {name: None if values_N is None else values_N.to(self.device) for name, values_N in chosen.items()}
+        found = {
+            name: None if values_N is None else to_device(values_N, self.device) for name, values_N in chosen.items()
+        }
         return found | {"source_tokens": self._source_tokens(micro, at_N)}
 
     def _source_tokens(self, micro: MicroBatch, at_N: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return where the tokens of each source are among those at the mask; see `LossInput.source_tokens`."""
         source_N = torch.tensor(micro.sources)[micro.row_L[at_N].long()] if micro.sources else at_N[:0]
         places = {number: (source_N == number).nonzero()[:, 0] for number in sorted({*source_N.tolist()})}
-        return {number: at_M.to(self.device) for number, at_M in places.items()}
+        return {number: to_device(at_M, self.device) for number, at_M in places.items()}
 
     @torch.no_grad()
     def _sequence_ratios(self, batch: GlobalBatch) -> list[torch.Tensor | None]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from agentrl.config.learner import LearnerConfig
+from agentrl.learner.fsdp.layers import decoder_layers
 from agentrl.learner.fsdp.model import PackedModel
 
 
@@ -16,12 +18,13 @@ def shard(model: PackedModel, mesh: DeviceMesh, config: LearnerConfig) -> FSDPMo
         ``model`` itself, with the FSDP methods that ``fully_shard`` adds.
 
     """
-    blocks = set(getattr(model.hf, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in blocks]
-    assert layers, f"{type(model.hf).__name__} names no decoder layer in _no_split_modules"
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=config.reshard_after_forward)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    precision = MixedPrecisionPolicy()
+    if model.autocast and mesh.device_type == "cuda":
+        # Weights are gathered in bfloat16; gradients are reduced, and accumulated, in float32.
+        precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for layer in decoder_layers(model.hf):
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=config.reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is a plain sum with the denominator in the weights: averaging over ranks would scale it down.

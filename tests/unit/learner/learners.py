@@ -112,7 +112,9 @@ class Learners:
         """Open a learner in place of the one before; ``options`` are keys of its configuration, ``optimizer`` the optimizer's."""
         self.close()
         settings = {"name": name, "lr": lr, "max_grad_norm": max_grad_norm, **(optimizer or {})}
-        config = LearnerConfig(device="cpu", threads=1, optimizer=OptimizerConfig(**settings), **options)
+        config = LearnerConfig(
+            **{"device": "cpu", "threads": 1, "precision": "float32"} | options, optimizer=OptimizerConfig(**settings)
+        )
         self.current = LocalLearnerGroup(folder or self.model, config, algo or make_algo(), seed=0, reference=reference)
         return self.current
 

@@ -1,40 +1,72 @@
-"""The head under autocast: factors are rounded, logits are not."""
+"""The language head: log-probabilities and entropies without kept logits."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from torch import nn
 
-from agentrl.learner.fsdp.model import PolicyModel
+from agentrl.learner.fsdp.head import HeadOptions, token_scores
+
+N, H, V = 11, 6, 23
+
+
+def given(dtype: torch.dtype, *, bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(N, H, dtype=dtype), torch.randn(V, H, dtype=dtype)
+    return hidden, weight, torch.randn(V, dtype=dtype) if bias else None, torch.randint(0, V, (N,))
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_logits_of_a_head_in_autocast_are_not_rounded(bias: bool) -> None:
-    torch.manual_seed(0)
-    head = nn.Linear(64, 200, bias=bias)
-    with torch.no_grad():
-        head.weight.mul_(30)
-    policy = PolicyModel(SimpleNamespace(get_output_embeddings=lambda: head), logits_chunk=8)
-    hidden = torch.randn(5, 64, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = policy._logits(hidden)
-        rounded = head(hidden)
-    rough = (hidden.bfloat16().double(), head.weight.bfloat16().double())
-    wanted = rough[0] @ rough[1].T + (head.bias.double() if bias else 0)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-6)
-    assert (rounded.double() - wanted).abs().max() > 1e-2, "sizes at which rounding would be seen"
-    found.sum().backward()
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+@pytest.mark.parametrize("entropy", [True, False])
+def test_scores_and_gradients_are_those_of_torchs_softmax(bias: bool, chunk: int, entropy: bool) -> None:
+    hidden, weight, offset, targets = given(torch.float64, bias=bias)
+    inputs = [x.requires_grad_() for x in (hidden, weight, offset) if x is not None]
+    options = HeadOptions(0.7, entropy, chunk, compiled=False)
+    logprobs, entropies = token_scores(hidden, weight, offset, targets, options)
+    distribution = torch.distributions.Categorical(logits=torch.nn.functional.linear(hidden, weight, offset) / 0.7)
+    wanted = [distribution.log_prob(targets)] + ([distribution.entropy()] if entropy else [])
+    found = [logprobs] + ([] if entropies is None else [entropies])
+    factors = [torch.linspace(-1, 2, N, dtype=torch.float64), torch.linspace(3, -1, N, dtype=torch.float64)]
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
+    ours = torch.autograd.grad(sum((f * x).sum() for f, x in zip(factors, found, strict=False)), inputs)
+    theirs = torch.autograd.grad(sum((f * x).sum() for f, x in zip(factors, wanted, strict=False)), inputs)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-12, rtol=1e-12)
+
+
+def test_a_frozen_head_has_no_gradient_and_hidden_states_still_do() -> None:
+    hidden, weight, _, targets = given(torch.float64, bias=False)
+    hidden.requires_grad_()
+    logprobs, _ = token_scores(hidden, weight, None, targets, HeadOptions(1.0, False, 4, compiled=False))
+    logprobs.sum().backward()
     assert hidden.grad is not None
-    assert head.weight.grad is not None
-    torch.testing.assert_close(hidden.grad, head.weight.detach().sum(0).expand(5, -1), atol=0.5, rtol=0.02)
+    assert weight.grad is None
 
 
-def test_without_autocast_the_head_is_the_models_own() -> None:
-    head = nn.Linear(8, 4).double()
-    policy = PolicyModel(SimpleNamespace(get_output_embeddings=lambda: head), logits_chunk=8)
-    hidden = torch.randn(2, 8, dtype=torch.float64)
-    assert torch.equal(policy._logits(hidden), head(hidden))
+@pytest.mark.parametrize("bias", [True, False])
+def test_logits_in_autocast_are_not_rounded(bias: bool) -> None:
+    hidden, weight, offset, targets = given(torch.float32, bias=bias)
+    weight, rough = weight * 30, torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = token_scores(hidden, weight, offset, targets, HeadOptions(1.0, False, 4, compiled=False))
+    factors = (hidden.bfloat16().double(), weight.bfloat16().double())
+    logits = factors[0] @ factors[1].T + (offset.bfloat16().double() if offset is not None else 0)
+    exact = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    assert found.dtype == rough
+    torch.testing.assert_close(found.double(), exact, atol=2e-4 if not bias else 2e-2, rtol=1e-5)
+    rounded = logits.bfloat16().double().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    assert (rounded - exact).abs().max() > 5e-2, "sizes at which rounding would be seen"
+
+
+def test_no_tokens_have_no_scores() -> None:
+    hidden, weight, _, targets = given(torch.float32, bias=False)
+    hidden.requires_grad_(), weight.requires_grad_()
+    logprobs, entropies = token_scores(hidden[:0], weight, None, targets[:0], HeadOptions(1.0, True, 4, compiled=False))
+    assert logprobs.shape == (0,)
+    assert entropies is not None
+    assert entropies.shape == (0,)
+    (logprobs.sum() + entropies.sum()).backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()

@@ -16,6 +16,8 @@ from agentrl.learner.fsdp.attention import blockwise_causal, packed_attention, p
 from agentrl.learner.fsdp.loading import load_policy
 from tests.unit.learner.learners import MODELS, make_batch, make_model
 
+CPU = torch.device("cpu")
+
 
 def qkv(*lead: int, heads: int = 4, shared: int = 2, size: int = 8) -> list[torch.Tensor]:
     torch.manual_seed(1)
@@ -38,7 +40,7 @@ def test_packed_attention_equals_each_row_alone(bins, padding):
             start += size
         positions[number, start:] = torch.arange(length - start)
     q, k, v = qkv(len(bins), length)
-    found, _ = packed_attention(torch.nn.Module(), q, k, v, None, packed=packed_rows(positions, row))
+    found, _ = packed_attention(torch.nn.Module(), q, k, v, None, packed=packed_rows(positions, row, CPU))
     for number, span in spans:
         alone = F.scaled_dot_product_attention(
             *(x[number : number + 1, :, span] for x in (q, k, v)), is_causal=True, enable_gqa=True
@@ -61,7 +63,7 @@ def test_blockwise_attention_and_its_gradient_equal_torchs(length):
 
 def test_long_rows_take_torchs_kernel_and_give_the_same(monkeypatch):
     q, k, v = qkv(2, 100)
-    packed = packed_rows(torch.arange(100).repeat(2, 1), torch.tensor([0, 1])[:, None].expand(2, 100))
+    packed = packed_rows(torch.arange(100).repeat(2, 1), torch.tensor([0, 1])[:, None].expand(2, 100), CPU)
     blockwise, _ = packed_attention(torch.nn.Module(), q, k, v, None, packed=packed)
     monkeypatch.setattr(attention, "CPU_BLOCKWISE_TOKENS", 50)
     kernel, _ = packed_attention(torch.nn.Module(), q, k, v, None, packed=packed)
@@ -70,7 +72,7 @@ def test_long_rows_take_torchs_kernel_and_give_the_same(monkeypatch):
 
 def test_a_sliding_window_is_kept():
     q, k, v = qkv(1, 30)
-    packed = packed_rows(torch.arange(30)[None], torch.zeros(1, 30, dtype=torch.int64))
+    packed = packed_rows(torch.arange(30)[None], torch.zeros(1, 30, dtype=torch.int64), CPU)
     found, _ = packed_attention(torch.nn.Module(), q, k, v, None, packed=packed, sliding_window=4)
     ids = torch.arange(30)
     seen = (ids[:, None] >= ids) & (ids[:, None] - ids < 4)
@@ -82,13 +84,13 @@ def test_rows_of_very_different_lengths_are_not_padded_to_the_longest():
     lengths = [400, 20, 20, 20, 20, 20]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     row = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)])[None]
-    packed = packed_rows(positions, row)
+    packed = packed_rows(positions, row, CPU)
     assert sorted((n, t) for _, n, t in packed.groups) == [(1, 400), (5, 20)]
 
 
 def test_what_the_learner_lacks_is_refused():
     q, k, v = qkv(1, 4)
-    packed = packed_rows(torch.arange(4)[None], torch.zeros(1, 4, dtype=torch.int64))
+    packed = packed_rows(torch.arange(4)[None], torch.zeros(1, 4, dtype=torch.int64), CPU)
     with pytest.raises(ModelError, match=r"softcap.*model\.path"):
         packed_attention(torch.nn.Module(), q, k, v, None, packed=packed, softcap=30.0)
 
@@ -102,7 +104,7 @@ def test_packed_logprobs_equal_a_plain_forward_of_each_row(tmp_path, family):
     [micro] = batch.micro[0]
     row = micro.row_L
     at = ((row >= 0) & (micro.position_ids_L > 0)).nonzero()[:, 0]
-    found, entropy = policy(micro, at, 0.7)
+    found, entropy = policy(micro, at, 0.7, entropy=True)
     assert len(micro.keys) == 6
     for number in range(6):
         ids = micro.token_ids_L[row == number]

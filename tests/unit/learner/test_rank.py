@@ -51,14 +51,26 @@ def test_the_gradient_is_that_of_a_plain_model_and_a_plain_loss(learners, model)
         assert torch.allclose(ours[name], parameter.grad, rtol=1e-3, atol=1e-6), name
 
 
-def test_gradient_checkpointing_and_bfloat16_change_little(learners):
+def test_recomputation_and_bfloat16_change_little(learners):
     batch = make_batch(LENGTHS)
     plain = gradients(learners.open(), batch, torch.float32)
-    saved = gradients(learners.open(gradient_checkpointing=True), batch, torch.float32)
-    rough = gradients(learners.open(autocast="bfloat16"), batch, torch.float32)
+    full = gradients(learners.open(recompute="full"), batch, torch.float32)
+    selective = gradients(learners.open(recompute="selective"), batch, torch.float32)
+    rough = gradients(learners.open(precision="bfloat16"), batch, torch.float32)
     for name, value in plain.items():
-        assert torch.allclose(value, saved[name], rtol=1e-4, atol=1e-6), name
+        assert torch.allclose(value, full[name], rtol=1e-4, atol=1e-6), name
+        assert torch.allclose(value, selective[name], rtol=1e-4, atol=1e-6), name
         assert torch.nn.functional.cosine_similarity(value.flatten(), rough[name].flatten(), dim=0) > 0.98, name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_compilation_changes_little(learners, recompute):
+    batch = make_batch(LENGTHS)
+    plain = gradients(learners.open(), batch, torch.float32)
+    compiled = gradients(learners.open(compile=True, recompute=recompute), batch, torch.float32)
+    for name, value in plain.items():
+        assert torch.allclose(value, compiled[name], rtol=1e-4, atol=1e-6), name
 
 
 def test_logprobs_are_what_training_starts_from(learners):

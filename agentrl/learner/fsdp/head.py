@@ -1,0 +1,182 @@
+"""Log-probabilities and entropies of tokens from hidden states, without keeping logits. Legend: ``V`` vocabulary, ``H`` hidden.
+
+The logits of a chunk of tokens exist once in the forward pass and are computed again in the backward pass, which derives
+their gradient in closed form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions:
+    """How a language head is computed."""
+
+    temperature: float
+    """Logits are divided by it."""
+    entropy: bool
+    """Whether entropies are computed."""
+    chunk: int
+    """Tokens whose logits exist at the same time."""
+    compiled: bool
+    """Whether what follows the matrix products is compiled."""
+
+
+def token_scores(
+    hidden_N_H: torch.Tensor,
+    weight_V_H: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets_N: torch.Tensor,
+    options: HeadOptions,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return log-probabilities of ``targets_N`` and entropies (nats) of their distributions, at least float32, ``[N]`` each.
+
+    Under autocast the factors of the logits are rounded, but not the logits: these are about 20 in size, where adjacent
+    bfloat16 values differ by an eighth, so that log-probabilities would be off by several hundredths.
+
+    Args:
+        hidden_N_H: hidden states from which the tokens are predicted.
+        weight_V_H: of the head.
+        bias_V: of the head.
+        targets_N: int64 token ids.
+        options: temperature, and how it is computed.
+
+    """
+    device = hidden_N_H.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_N_H.dtype
+    with torch.autocast(device, enabled=False):
+        apply: Any = _TokenScores.apply
+        logprobs_N, entropy_N = apply(hidden_N_H, weight_V_H, bias_V, targets_N, dtype, options)
+    return logprobs_N, entropy_N if options.entropy else None
+
+
+class _TokenScores(torch.autograd.Function):
+    """With ``z`` the logits over the temperature, ``p`` their softmax, and the entropy ``S``, of a token with target ``t``:
+
+    ``∂ log p_t / ∂ z = 1_t - p`` and ``∂ S / ∂ z = -p (log p + S)``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_N_H: torch.Tensor,
+        weight_V_H: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_N: torch.Tensor,
+        dtype: torch.dtype,
+        options: HeadOptions,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        statistics = _function(_statistics, options.compiled)
+        parts = [
+            statistics(_logits(hidden, weight_V_H, bias_V, dtype), targets, options.temperature, options.entropy)
+            for hidden, targets in zip(
+                torch.split(hidden_N_H, options.chunk), torch.split(targets_N, options.chunk), strict=True
+            )
+        ]
+        normalizer_N, logprobs_N, entropy_N = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden_N_H, weight_V_H, bias_V, targets_N, normalizer_N, entropy_N)
+        ctx.dtype, ctx.options = dtype, options
+        ctx.set_materialize_grads(False)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients_N: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden_N_H, weight_V_H, bias_V, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
+        of_logprob_N, of_entropy_N = gradients_N
+        wanted = ctx.needs_input_grad
+        if (of_logprob_N is None and of_entropy_N is None) or not any(wanted):
+            return None, None, None, None, None, None
+        if of_logprob_N is None:
+            of_logprob_N = torch.zeros_like(normalizer_N)
+        derive = _function(_logits_gradient, ctx.options.compiled)
+        hidden_gradients, weight_gradient, bias_gradient = [], None, None
+        for first in range(0, max(1, len(targets_N)), ctx.options.chunk):  # without tokens the gradients are zeros
+            here = slice(first, first + ctx.options.chunk)
+            gradient_n_V = derive(
+                _logits(hidden_N_H[here], weight_V_H, bias_V, ctx.dtype),
+                targets_N[here],
+                ctx.options.temperature,
+                normalizer_N[here],
+                of_logprob_N[here],
+                None if of_entropy_N is None else entropy_N[here],
+                None if of_entropy_N is None else of_entropy_N[here],
+            )
+            if bias_V is not None and wanted[2]:
+                bias_gradient = _add(bias_gradient, gradient_n_V.sum(0))
+            gradient_n_V = gradient_n_V.to(ctx.dtype)
+            if wanted[0]:
+                hidden_gradients.append(gradient_n_V @ weight_V_H.to(ctx.dtype))
+            if wanted[1]:
+                weight_gradient = _add(weight_gradient, _product(gradient_n_V.t(), hidden_N_H[here].to(ctx.dtype)))
+        return (
+            torch.cat(hidden_gradients).to(hidden_N_H.dtype) if hidden_gradients else None,
+            None if weight_gradient is None else weight_gradient.to(weight_V_H.dtype),
+            None if bias_gradient is None else bias_gradient.to(bias_V.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _logits(
+    hidden_n_H: torch.Tensor, weight_V_H: torch.Tensor, bias_V: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    logits_n_V = _product(hidden_n_H.to(dtype), weight_V_H.to(dtype).t())
+    return logits_n_V if bias_V is None else logits_n_V + bias_V.to(logits_n_V.dtype)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the matrix product in at least float32."""
+    if left.dtype in (torch.float32, torch.float64):
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def _add(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
+    return part if total is None else total.add_(part)
+
+
+def _statistics(
+    logits_n_V: torch.Tensor, targets_n: torch.Tensor, temperature: float, entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the logarithm of the softmax's denominator, log-probabilities, and entropies, or nothing in their place."""
+    scaled_n_V = logits_n_V / temperature
+    normalizer_n = scaled_n_V.logsumexp(-1)
+    logprobs_n = scaled_n_V.gather(-1, targets_n[:, None])[:, 0] - normalizer_n
+    if not entropy:
+        return normalizer_n, logprobs_n, logprobs_n.new_zeros(0)
+    entropy_n = normalizer_n - ((scaled_n_V - normalizer_n[:, None]).exp() * scaled_n_V).sum(-1)
+    return normalizer_n, logprobs_n, entropy_n
+
+
+def _logits_gradient(
+    logits_n_V: torch.Tensor,
+    targets_n: torch.Tensor,
+    temperature: float,
+    normalizer_n: torch.Tensor,
+    of_logprob_n: torch.Tensor,
+    entropy_n: torch.Tensor | None,
+    of_entropy_n: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the gradient of the logits; see `_TokenScores`."""
+    log_n_V = logits_n_V / temperature - normalizer_n[:, None]
+    weight_n_1 = of_logprob_n[:, None]
+    factor_n_V: torch.Tensor = weight_n_1
+    if entropy_n is not None and of_entropy_n is not None:
+        factor_n_V = weight_n_1 + of_entropy_n[:, None] * (log_n_V + entropy_n[:, None])
+    gradient_n_V = -log_n_V.exp() * factor_n_V
+    is_target_n_V = torch.arange(logits_n_V.shape[1], device=logits_n_V.device) == targets_n[:, None]
+    return torch.where(is_target_n_V, gradient_n_V + weight_n_1, gradient_n_V) / temperature
+
+
+@cache
+def _function(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True) if compiled else function

@@ -1,0 +1,75 @@
+"""Compilation and recomputation of a model's decoder layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from agentrl.config.learner import LearnerConfig, Recompute
+
+
+def decoder_layers(hf: Any) -> list[nn.Module]:
+    """Return the decoder layers of a model of transformers."""
+    blocks = set(getattr(hf, "_no_split_modules", None) or ())
+    layers = [module for module in hf.modules() if type(module).__name__ in blocks]
+    assert layers, f"{type(hf).__name__} names no decoder layer in _no_split_modules"
+    return layers
+
+
+def prepare_layers(hf: Any, config: LearnerConfig, *, compiled: bool, recompute: Recompute) -> None:
+    """Have every decoder layer compiled, computed again in the backward pass, and its linears in float8, as configured.
+
+    Layers are compiled one by one: they share their code, so that it is compiled once.
+
+    Raises:
+        ConfigError: ``learner.fp8`` without torchao, or a GPU that has no float8.
+
+    """
+    layers = decoder_layers(hf)
+    if config.fp8:
+        from agentrl.learner.fsdp.fp8 import convert_linears
+
+        convert_linears(layers)
+    for layer in layers:
+        run: Callable[..., Any] = layer.forward
+        if recompute == "selective":
+            run = partial(checkpoint, run, **_OPTIONS, context_fn=_keep_products)
+        if compiled:
+            run = torch.compile(run)
+        if recompute == "full":
+            run = partial(checkpoint, run, **_OPTIONS)
+        layer.forward = run
+
+
+_OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+
+
+def _kept() -> set[Any]:
+    """Return the operations whose results are kept: matrix products and attention. All else is cheap to compute again."""
+    aten = torch.ops.aten
+    kept = {
+        aten.mm.default,
+        aten.addmm.default,
+        aten._scaled_mm.default,
+        aten._flash_attention_forward.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+    if hasattr(torch.ops.torch_attn, "_varlen_attn"):  # registered when torch.nn.attention.varlen is imported
+        kept.add(torch.ops.torch_attn._varlen_attn.default)
+    return kept
+
+
+def _keep_products() -> Any:
+    kept = _kept()
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
