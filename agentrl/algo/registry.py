@@ -12,12 +12,14 @@ from agentrl.algo.advantages.maxrl import maxrl
 from agentrl.algo.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from agentrl.algo.advantages.rloo import rloo
 from agentrl.algo.advantages.turn_level import turn_level
-from agentrl.algo.base import AdvantageEstimator
+from agentrl.algo.base import AdvantageEstimator, Loss
 from agentrl.algo.losses.cispo import cispo
 from agentrl.algo.losses.dppo import dppo
 from agentrl.algo.losses.gspo import gspo
 from agentrl.algo.losses.ppo_clip import ppo_clip
 from agentrl.algo.losses.reinforce import reinforce
+from agentrl.algo.losses.sft import sft_loss
+from agentrl.algo.losses.value import ValueLoss
 from agentrl.algo.policy_objective import PolicyObjective
 from agentrl.config.algo import ADVANTAGES, LOSSES, AdvantageConfig, AlgoConfig, LossConfig, NoOptions, parse_options
 from agentrl.core.imports import is_reference, load_object
@@ -62,6 +64,11 @@ def make_objective(config: AlgoConfig) -> PolicyObjective:
     if all(one == chosen[0] for one in chosen):
         chosen = chosen[:1]
     return PolicyObjective(config, [_with_options("algo.loss", one, POLICY_LOSSES, LOSSES) for one in chosen])
+
+
+def make_losses(config: AlgoConfig, objective: PolicyObjective) -> dict[str, Loss]:
+    """Return the loss of each kind of batch."""
+    return {"rl": objective, "sft": sft_loss, "value": ValueLoss(config.critic.value_clip)}
 
 
 def _with_options(

@@ -13,10 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from agentrl.algo.base import Loss, LossInput
-from agentrl.algo.losses.sft import sft_loss
-from agentrl.algo.losses.value import ValueLoss
-from agentrl.algo.registry import make_objective
+from agentrl.algo.base import LossInput
+from agentrl.algo.registry import make_losses, make_objective
 from agentrl.batch.microbatch import GlobalBatch, MicroBatch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
@@ -75,9 +73,7 @@ class FsdpRank:
         seed_everything(seed + dist.get_rank())
         self.algo = algo
         self.objective = make_objective(algo)
-        self._losses: dict[str, Loss] = {"rl": self.objective, "sft": sft_loss}
-        if role == "critic":
-            self._losses = {"value": ValueLoss(algo.critic.value_clip)}
+        self._losses = make_losses(algo, self.objective)
         self.model: PackedModel = (load_critic if role == "critic" else load_policy)(folder, config).to(device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self._cpu_mesh = mesh if device.type == "cpu" else init_device_mesh("cpu", (dist.get_world_size(),))
