@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 
@@ -26,10 +26,14 @@ from agentrl.learner.export.bucket import NamedTensors
 from agentrl.learner.export.exporter import WeightExporter
 from agentrl.models.random_models import Shape, find_model_shape, parameter_shapes, write_random_model
 from agentrl.models.resolve import resolve_model
-from agentrl.weight_sync.registry import TRANSPORTS, make_sync
+from agentrl.weight_sync.registry import TRANSPORTS, bucket_bytes_of, make_sync
+
+T = TypeVar("T")
 
 _MADE_UP = {"load_format": "dummy", "skip_tokenizer_init": True, "disable_cuda_graph": True, "max_total_tokens": 4096}
 """Options of SGLang: random weights need no file, and nothing is sampled."""
+_EMPTY_REQUESTS = 5
+"""Requests of which the mean is the time of a request without weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,8 @@ class WeightsBench:
     sizes: Sequence[str]
     transports: Sequence[str]
     """Empty for all that this machine supports."""
-    bucket_mib: Sequence[int]
+    bucket_mib: Sequence[int | None]
+    """None for ``weights.bucket_mib``, or the transport's default."""
     repeats: int
     folder: Path | None
     """Where ``disk`` writes; None: the temporary folder."""
@@ -60,6 +65,10 @@ class SyncTimes:
     """Part of it until the buckets were complete."""
     send_s: float
     """Part of it from complete buckets until the engine had them."""
+    pack_s: float
+    """Part of ``send_s``: CUDA IPC handles (``ipc``), copies to the CPU (``tensor``), writing files (``disk``)."""
+    request_s: float
+    """As many requests to the engine as it had buckets, without weights."""
     plain: float | None
     """Baseline in bytes per second: a copy on the GPU for ``ipc``, a broadcast for ``distributed``."""
 
@@ -67,6 +76,33 @@ class SyncTimes:
     def rate(self) -> float:
         """Bytes per second without gathering."""
         return self.bytes / self.send_s
+
+    @property
+    def load_s(self) -> float:
+        """Rest of ``send_s``: transfer and load in the engine."""
+        return max(self.send_s - self.pack_s - self.request_s, 0.0)
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Seconds of the parts of one sync."""
+
+    gather_s: float = 0.0
+    send_s: float = 0.0
+    pack_s: float = 0.0
+    buckets: int = 0
+
+    def packing(self, call: Callable[..., T]) -> Callable[..., T]:
+        """Return ``call``, with its time added to ``pack_s``."""
+
+        def timed(*args: object) -> T:
+            begun = time.perf_counter()
+            try:
+                return call(*args)
+            finally:
+                self.pack_s += time.perf_counter() - begun
+
+        return timed
 
 
 class RandomLearner(WeightExporter):
@@ -80,24 +116,28 @@ class RandomLearner(WeightExporter):
         }
         super().__init__(NamedTensors(named))
         self.numbers = sum(tensor.numel() for tensor in named.values())
-        self.gather_s = self.send_s = 0.0
+        self.watch = Stopwatch()
+        """Of the last pass over the buckets."""
         self._device = device
 
     def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
         """Iterate over the weights; see `LearnerGroup.buckets`."""
-        self.gather_s = self.send_s = 0.0
+        watch = self.watch = Stopwatch()
         buckets = super().buckets(bucket_bytes, dtype)
         while True:
             begun = time.perf_counter()
             bucket = next(buckets, None)
             synchronize(self._device)
             gathered = time.perf_counter()
-            self.gather_s += gathered - begun
+            watch.gather_s += gathered - begun
             if bucket is None:
                 return
+            watch.buckets += 1
+            for method in ("share", "tensors", "save"):
+                setattr(bucket, method, watch.packing(getattr(bucket, method)))
             yield bucket
             synchronize(self._device)
-            self.send_s += time.perf_counter() - gathered
+            watch.send_s += time.perf_counter() - gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +212,17 @@ async def measure_weights(
             for transport in transports:
                 key = size, _apart(transport, place)
                 for mib in bench.bucket_mib:
-                    progress(f"{size}: {transport}, buckets of {mib} MiB")
-                    pushes = _Pushes(config, learner, engines[key], transport, mib << 20, folder / "weights", place)
+                    limit = bucket_bytes_of(transport, mib or config.weights.bucket_mib)
+                    progress(f"{size}: {transport}, buckets of {limit >> 20} MiB")
+                    pushes = _Pushes(config, learner, engines[key], transport, limit, folder / "weights", place)
                     runs = await pushes.run(versions[key] + 1, 1 if transport == "disk" else bench.repeats)
                     versions[key] = pushes.version
-                    plain = await asyncio.to_thread(_plain, transport, mib << 20, pushes.bytes, place, broadcast)
-                    seconds, gather_s, send_s = (median(values) for values in zip(*runs, strict=True))
-                    yield SyncTimes(size, transport, mib, pushes.bytes, seconds, gather_s, send_s, plain)
+                    plain = await asyncio.to_thread(_plain, transport, limit, pushes.bytes, place, broadcast)
+                    seconds, *parts = (median(values) for values in zip(*runs, strict=True))
+                    gather_s, send_s, pack_s, request_s = parts
+                    yield SyncTimes(
+                        size, transport, limit >> 20, pushes.bytes, seconds, gather_s, send_s, pack_s, request_s, plain
+                    )
             learner.leave_group()
 
 
@@ -212,8 +256,13 @@ class _Pushes:
             timeout_s=config.sampler.request_timeout_s,
         )
 
-    async def run(self, version: int, repeats: int) -> list[tuple[float, float, float]]:
-        """Sync ``repeats`` times after a warm-up sync (none for ``disk``); return seconds in all, of gathering and of sending."""
+    async def run(self, version: int, repeats: int) -> list[tuple[float, ...]]:
+        """Sync ``repeats`` times after a warm-up sync (none for ``disk``).
+
+        Returns:
+            seconds in all, of gathering, sending, packing, and of requests without weights.
+
+        """
         runs = []
         try:
             for number in range(repeats + (not self._disk)):
@@ -223,15 +272,21 @@ class _Pushes:
             await self._sync.aclose()
         return runs[-repeats:]
 
-    async def _push(self, version: int) -> tuple[float, float, float]:
+    async def _push(self, version: int) -> tuple[float, ...]:
         # It has the part of a learner that a sync needs.
         learner = cast("LearnerGroup", self._learner)
         begun = time.perf_counter()
         await self._sync.push(learner, [self._engine], version)
         seconds = time.perf_counter() - begun
-        # The engine reads files after the last one is written.
-        sent = seconds - self._learner.gather_s if self._disk else self._learner.send_s
-        return seconds, self._learner.gather_s, sent
+        watch = self._learner.watch
+        # The engine reads files after the last one is written, with one request.
+        sent = seconds - watch.gather_s if self._disk else watch.send_s
+        requests = 1 if self._disk else watch.buckets
+        begun = time.perf_counter()
+        for _ in range(_EMPTY_REQUESTS):
+            await self._engine.healthy()
+        request_s = (time.perf_counter() - begun) / _EMPTY_REQUESTS
+        return seconds, watch.gather_s, sent, watch.pack_s, requests * request_s
 
 
 async def _start(

@@ -19,7 +19,7 @@ from agentrl.runtime.task_sources import order_of, read_splits
 from agentrl.train.replay import RecordedRollouts, Replay, sample_check
 from agentrl.train.sampling import RolloutSource, Sampling
 from agentrl.weight_sync.base import WeightSync
-from agentrl.weight_sync.registry import make_sync
+from agentrl.weight_sync.registry import bucket_bytes_of, make_sync
 
 
 async def open_sampling(
@@ -79,7 +79,7 @@ def _weight_sync(config: Config, folder: Path, transport: str) -> WeightSync:
     gpus = config.sampler.device == learner_device(config.learner) == "cuda"
     return make_sync(
         transport,
-        bucket_bytes=config.weights.bucket_mib << 20,
+        bucket_bytes=bucket_bytes_of(transport, config.weights.bucket_mib),
         folder=folder / "weights",
         dtype=config.weights.dtype,
         check=config.weights.check,

@@ -12,6 +12,15 @@ from agentrl.weight_sync.tensor import TensorSync
 
 TRANSPORTS = ("tensor", "disk", "distributed", "ipc")
 """Values of ``weights.transport``."""
+_BUCKET_MIB = {"ipc": 2048, "distributed": 4096}
+"""Default sizes of a bucket, which costs a few milliseconds by itself. The memory of ``ipc`` is not freed between syncs."""
+_BUCKET_BY_VALUE_MIB = 512
+"""Default size for the other transports, which copy a bucket on the CPU."""
+
+
+def bucket_bytes_of(transport: str, bucket_mib: int | None) -> int:
+    """Return the size of a bucket in bytes: ``weights.bucket_mib``, or the transport's default."""
+    return (bucket_mib or _BUCKET_MIB.get(transport, _BUCKET_BY_VALUE_MIB)) << 20
 
 
 def make_sync(

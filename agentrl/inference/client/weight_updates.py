@@ -205,6 +205,8 @@ class SGLangWeightUpdates:
                 self._changed = before
             with contextlib.suppress(EngineError):  # the first error is the informative one
                 await self.cancel()
+            if "out of memory" in str(error):
+                raise EngineError(f"{error}; a smaller weights.bucket_mib needs less memory in the engine") from error
             raise
         if last:
             self._unfit = None

@@ -20,11 +20,14 @@ def test_gathering_and_sending_are_told_apart() -> None:
         time.sleep(0.01)
     assert sum(sizes) == 2 * learner.numbers == 2 * SHAPES["tiny"].parameters
     assert len(sizes) > 2
-    assert 0.01 * len(sizes) <= learner.send_s
-    assert learner.gather_s > 0
-    first = learner.send_s
+    first = learner.watch
+    assert first.buckets == len(sizes)
+    assert 0.01 * len(sizes) + first.pack_s <= first.send_s
+    assert first.gather_s > 0
+    assert first.pack_s > 0
     list(learner.buckets(100_000))
-    assert learner.send_s < first, "each pass is counted by itself"
+    assert learner.watch.send_s < first.send_s, "each pass is counted by itself"
+    assert learner.watch.pack_s == 0
 
 
 def test_weights_are_random_and_the_same_for_a_seed() -> None:
@@ -41,8 +44,11 @@ def test_weights_are_random_and_the_same_for_a_seed() -> None:
 
 
 def test_the_rate_leaves_gathering_out() -> None:
-    times = SyncTimes("tiny", "disk", 1, bytes=100, seconds=4.0, gather_s=1.0, send_s=2.0, plain=None)
+    times = SyncTimes(
+        "tiny", "disk", 1, 100, seconds=4.0, gather_s=1.0, send_s=2.0, pack_s=0.5, request_s=0.25, plain=None
+    )
     assert times.rate == 50.0
+    assert times.load_s == 1.25
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,17 @@ def test_a_broken_update_bars_generations_unless_the_engine_keeps_its_weights_wh
     asyncio.run(play())
 
 
+def test_an_engine_without_memory_for_a_bucket_names_the_key() -> None:
+    pool = ScriptedPool()
+    pool.refuse[UPDATES + "distributed"] = (400, "Failed to receive weights: CUDA out of memory")
+
+    async def play() -> None:
+        with pytest.raises(EngineError, match=r"out of memory; a smaller weights\.bucket_mib"):
+            await from_group(updates_of(pool), 1, last=False)
+
+    asyncio.run(play())
+
+
 def test_what_was_never_received_changed_nothing() -> None:
     pool = ScriptedPool()
     pool.refuse[UPDATES + "distributed"] = (400, "Failed to receive weights: Connection closed by peer")

@@ -23,7 +23,7 @@ from agentrl.learner.export.exporter import WeightExporter
 from agentrl.models.sglang_gpu_checksum import GpuChecksum
 from agentrl.models.weight_checksum import raw_bytes, tensor_checksum
 from agentrl.weight_sync.checksum import Checksums
-from agentrl.weight_sync.registry import TRANSPORTS, make_sync
+from agentrl.weight_sync.registry import TRANSPORTS, bucket_bytes_of, make_sync
 
 
 def by_value(bucket: RankBucket) -> WeightBucket:
@@ -324,3 +324,11 @@ def test_checksums_know_how_engines_keep_weights():
         assert sums.difference(found | {"x": "0"}) == "1 of 5 weights were never sent: x"
         del found["m.layers.0.attn.o_proj.weight"]
         assert sums.difference(found) == "1 of 3 weights are not there: m.layers.0.attn.o_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("transport", "mib", "expected"),
+    [("ipc", None, 2048), ("distributed", None, 4096), ("tensor", None, 512), ("disk", None, 512), ("ipc", 64, 64)],
+)
+def test_the_default_size_of_a_bucket_depends_on_the_transport(transport, mib, expected):
+    assert bucket_bytes_of(transport, mib) == expected << 20
