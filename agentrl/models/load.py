@@ -159,13 +159,57 @@ def load_value_model(
     from transformers import AutoModelForTokenClassification
 
     model, missing = _load(AutoModelForTokenClassification, folder, dtype, attn_implementation, key, num_labels=1)
-    of_head = {id(parameter) for parameter in value_head(model).parameters()}
-    new = {name for name, parameter in model.named_parameters() if id(parameter) in of_head}
-    _check_missing(missing - new, folder, key)
+    _check_missing(missing - value_head_names(model), folder, key)
     if missing:
         for parameter in value_head(model).parameters():
             torch.nn.init.zeros_(parameter)
     return model
+
+
+def empty_model(
+    folder: Path, attn_implementation: str, *, values: bool = False, key: str = "model.path"
+) -> PreTrainedModel:
+    """Return the float32 model in ``folder`` without weights: parameters are on ``meta``, buffers on the CPU.
+
+    Args:
+        folder: as in `load_model`, or in `load_value_model`.
+        attn_implementation: as in `load_model`.
+        values: with a value head in place of the language head.
+        key: configuration key of the folder, for messages.
+
+    Raises:
+        ModelError: as in `load_model` or `load_value_model`.
+
+    """
+    import torch
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+
+    def to_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> torch.nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None
+        return torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    kind: Any = AutoModelForTokenClassification if values else AutoModelForCausalLM
+    options = {"num_labels": 1} if values else {}
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **options)
+        hook: Any = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+        try:
+            model: PreTrainedModel = kind.from_config(
+                config, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=False
+            )
+        finally:
+            hook.remove()
+    except Exception as error:  # transformers raises errors of many kinds
+        raise _not_loaded(error, folder, key) from error
+    return model
+
+
+def value_head_names(model: Any) -> set[str]:
+    """Return the names of the weights of a model's value head."""
+    of_head = {id(parameter) for parameter in value_head(model).parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in of_head}
 
 
 def value_head(model: Any) -> torch.nn.Linear:
@@ -191,10 +235,14 @@ def _load(
             **options,
         )
     except Exception as error:  # transformers raises errors of many kinds
-        code = "; agentrl loads weights with the code of transformers only" if _hint(error) else ""
-        raise ModelError(f"{key}={folder}: the model cannot be loaded: {_words(error)}{code}") from error
+        raise _not_loaded(error, folder, key) from error
     model.train(False)
     return model, set(report["missing_keys"])
+
+
+def _not_loaded(error: Exception, folder: Path, key: str) -> ModelError:
+    code = "; agentrl loads weights with the code of transformers only" if _hint(error) else ""
+    return ModelError(f"{key}={folder}: the model cannot be loaded: {_words(error)}{code}")
 
 
 def _check_missing(missing: set[str], folder: Path, key: str) -> None:

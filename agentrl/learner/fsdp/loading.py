@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.config.learner import LearnerConfig
@@ -17,63 +20,87 @@ from agentrl.learner.device import compiles, recomputed, resolve_device, uses_bf
 from agentrl.learner.fsdp.attention import IMPLEMENTATION, packed_rows
 from agentrl.learner.fsdp.layers import prepare_layers
 from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
-from agentrl.learner.fsdp.sharding import shard
-from agentrl.models.load import load_model, load_value_model
+from agentrl.learner.fsdp.sharding import reshard, shard
+from agentrl.learner.fsdp.weights import allocate, fill, untie_different
+from agentrl.models.load import empty_model
+from agentrl.models.weight_files import WeightFiles
 
 _log = logging.getLogger(__name__)
-_MIXED = 1e-5
-"""Relative change of a row's hidden states, when another row changes, that is not rounding."""
 _PROBE_T, _OTHER_T = torch.arange(1, 8), torch.arange(6, 0, -1)
 """Token ids of the rows that probe a model."""
+_ROUNDING, _ROUNDING_BFLOAT16 = 1e-4, 0.1
+"""Absolute and relative difference of log-probabilities that is rounding."""
 
 
-def load_policy(folder: Path, config: LearnerConfig, key: str = "model.path") -> PolicyModel:
-    """Load ``folder`` in float32 on the CPU, with packed attention, and check that packed rows have the model's own logits.
+def load_policy(
+    folder: Path, config: LearnerConfig, device: torch.device, mesh: DeviceMesh | None, key: str = "model.path"
+) -> PolicyModel:
+    """Load ``folder`` in float32 with packed attention, each rank its shards, and check the model's logits. Collective.
 
     If layers of the model mix packed rows, such as convolutions, Mamba or linear attention, every row gets a bin of its own.
 
     Args:
         folder: a Hugging Face model folder.
         config: of the learner.
+        device: of this rank.
+        mesh: of the ranks; None for one rank, which has whole weights.
         key: configuration key of the folder, for messages.
 
     Raises:
         ModelError: the folder cannot be loaded, or the architecture does more than a head on hidden states.
 
     """
-    policy = PolicyModel(load_model(folder, torch.float32, IMPLEMENTATION, key=key), config.logits_chunk)
-    _prepare(policy, config)
-    _check_logits(policy, folder, key)  # in float32
-    _set_up_computation(policy, config)
+    policy = PolicyModel(empty_model(folder, IMPLEMENTATION, key=key), config.logits_chunk)
+    _load(policy, folder, config, device, mesh, key)
+    with _probing(policy, config):
+        policy.separates_rows = _mixes_rows(policy)
+        _check_head(policy, folder, key)
+        _check_rows(policy, folder, key)
     return policy
 
 
-def load_critic(folder: Path, config: LearnerConfig, key: str = "algo.critic.path") -> ValueModel:
+def load_critic(
+    folder: Path, config: LearnerConfig, device: torch.device, mesh: DeviceMesh | None, key: str = "algo.critic.path"
+) -> ValueModel:
     """Load ``folder`` as a critic: as `load_policy`, with a value head, which is one of zeros if the folder has none.
 
     Raises:
         ModelError: the folder cannot be loaded, or transformers has no such head for the architecture.
 
     """
-    critic = ValueModel(load_value_model(folder, torch.float32, IMPLEMENTATION, key=key), config.logits_chunk)
-    _prepare(critic, config)
-    _set_up_computation(critic, config)
+    critic = ValueModel(empty_model(folder, IMPLEMENTATION, values=True, key=key), config.logits_chunk)
+    _load(critic, folder, config, device, mesh, key)
+    with _probing(critic, config):
+        critic.separates_rows = _mixes_rows(critic)
     return critic
 
 
-def _prepare(model: PackedModel, config: LearnerConfig) -> None:
-    """Set a loaded model up for training, and separate rows if it mixes packed ones."""
+def load_frozen(
+    folder: Path, config: LearnerConfig, device: torch.device, mesh: DeviceMesh | None, key: str
+) -> PolicyModel:
+    """Load ``folder`` as a frozen model that only scores tokens; see `load_policy`."""
+    frozen = load_policy(folder, config, device, mesh, key)
+    frozen.eval()
+    frozen.requires_grad_(False)
+    return frozen
+
+
+def _load(
+    model: PackedModel, folder: Path, config: LearnerConfig, device: torch.device, mesh: DeviceMesh | None, key: str
+) -> None:
+    """Set a model on `meta` up for training, shard it, and read its weights."""
+    files = WeightFiles(folder, key)
+    untie_different(model.hf, files)
     model.hf.train()
     _disable_dropout(model.hf)
-    _probe_rows(model)
-
-
-def _set_up_computation(model: PackedModel, config: LearnerConfig) -> None:
-    """Set precision, compilation and recomputation."""
     model.autocast, model.compiled = uses_bfloat16(config), compiles(config)
     prepare_layers(model.hf, config, compiled=model.compiled, recompute=recomputed(config))
     if resolve_device(config) == "cuda" and model.autocast:
         model.hf.get_input_embeddings().register_forward_hook(_as_bfloat16)
+    if mesh is not None:
+        shard(model, mesh, config)
+    allocate(model, device)
+    fill(model.hf, folder, files, values=isinstance(model, ValueModel), key=key)
 
 
 def _as_bfloat16(module: nn.Module, inputs: object, embeddings: torch.Tensor) -> torch.Tensor:
@@ -81,13 +108,15 @@ def _as_bfloat16(module: nn.Module, inputs: object, embeddings: torch.Tensor) ->
     return embeddings.to(torch.bfloat16) if torch.is_autocast_enabled(embeddings.device.type) else embeddings
 
 
-def load_frozen(folder: Path, config: LearnerConfig, device: torch.device, mesh: DeviceMesh, key: str) -> PolicyModel:
-    """Load ``folder`` as a frozen model that only scores tokens, sharded over ``mesh``; see `load_policy`."""
-    frozen: PolicyModel = load_policy(folder, config, key).to(device)
-    frozen.eval()
-    frozen.requires_grad_(False)
-    shard(frozen, mesh, config)
-    return frozen
+@contextmanager
+def _probing(model: PackedModel, config: LearnerConfig) -> Iterator[None]:
+    """Compute without compilation, and in float32 where whole float32 weights are here: one rank without float8."""
+    autocast, compiled = model.autocast, model.compiled
+    model.autocast = autocast and (isinstance(model, FSDPModule) or config.fp8)
+    model.compiled = False
+    with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        yield
+    model.autocast, model.compiled = autocast, compiled
 
 
 def _disable_dropout(model: nn.Module) -> None:
@@ -100,60 +129,120 @@ def _disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-@torch.no_grad()
-def _probe_rows(model: PackedModel) -> None:
-    """Separate rows if the model mixes packed ones."""
-    first, second = _packed_pair(_PROBE_T, _OTHER_T), _packed_pair(_PROBE_T + 1, _OTHER_T)
-    hidden = [_hidden(model.hf, micro)[:, len(_PROBE_T) :] for micro in (first, second)]
-    model.separates_rows = bool((hidden[0] - hidden[1]).norm() > _MIXED * hidden[0].norm())
-    if model.separates_rows:
+def _mixes_rows(model: PackedModel) -> bool:
+    """Return whether a row's hidden states depend on the packed row before it.
+
+    They do if they have a gradient with respect to its embeddings: one that is exactly 0 shows that no layer carries
+    anything over, in any precision. Differences of hidden states would show rounding too.
+    """
+    packed, split = _packed(_PROBE_T, _OTHER_T), len(_PROBE_T)
+    inputs: list[torch.Tensor] = []
+
+    def embed(module: nn.Module, given: object, output: torch.Tensor) -> torch.Tensor:
+        inputs.append(output.detach().requires_grad_())
+        return inputs[-1]
+
+    hook = model.hf.get_input_embeddings().register_forward_hook(embed)
+    try:
+        with torch.enable_grad(), _last_hidden(model) as hidden:
+            model(packed, _scored(packed), 1.0)
+    finally:
+        hook.remove()
+    [states] = hidden
+    of_second = states.flatten(0, -2)[split:]
+    weights = torch.arange(of_second.numel(), device=states.device).view_as(of_second).cos()
+    [gradient] = torch.autograd.grad((of_second.float() * weights).sum(), inputs[:1])
+    reshard(model)
+    mixes = bool(gradient.flatten(0, -2)[:split].any())
+    if mixes:
         _log.warning(
             "%s mixes packed rows: the learner computes one row a bin, with more padding", type(model.hf).__name__
         )
+    return mixes
 
 
 @torch.no_grad()
-def _check_logits(policy: PolicyModel, folder: Path, key: str) -> None:
-    """Compare log-probabilities of packed rows with the model's own.
+def _check_head(policy: PolicyModel, folder: Path, key: str) -> None:
+    """Check that the model's logits are its head on its last hidden states, exactly.
 
     Raises:
-        ModelError: they differ: the architecture scales or caps logits after the head.
+        ModelError: the architecture scales or caps hidden states or logits.
     """
-    packed = _packed_pair(_PROBE_T, _OTHER_T)
-    expected_N = torch.cat([_logprobs_alone(policy.hf, tokens_T) for tokens_T in (_PROBE_T, _OTHER_T)])
-    found_N, _ = policy(packed, packed.position_ids_L.nonzero()[:, 0], 1.0)
-    if not torch.allclose(found_N, expected_N, atol=1e-4, rtol=1e-4):
+    packed = _packed(_PROBE_T, _OTHER_T)
+    given: list[torch.Tensor] = []
+    known: list[torch.Tensor] = []
+
+    def replace_logits(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        given.append(inputs[0])
+        # Small integers, which every dtype represents: a cap or a factor changes them, however small the logits are.
+        known.append((torch.arange(output.numel(), device=output.device) % 128 - 64).view_as(output).float())
+        return known[-1]
+
+    policy(packed, _scored(packed), 1.0)  # gathers the weights that are outside of layers
+    hook = policy.head.register_forward_hook(replace_logits)
+    try:
+        kind = policy.hf.device.type
+        with _last_hidden(policy) as hidden, torch.autocast(kind, torch.bfloat16, enabled=policy.autocast):
+            logits = policy.hf(**_inputs(packed, policy)).logits
+    finally:
+        hook.remove()
+        reshard(policy)
+    if not (given and torch.equal(given[0], hidden[0]) and torch.equal(logits.float(), known[0])):
         raise ModelError(
             f"{key}={folder}: {type(policy.hf).__name__} changes logits after its head, which the fsdp learner lacks; "
             "choose another"
         )
 
 
-def _packed_pair(row_T: torch.Tensor, other_T: torch.Tensor) -> MicroBatch:
-    """Return a micro-batch of two packed rows."""
-    rows = (row_T, other_T)
+@torch.no_grad()
+def _check_rows(policy: PolicyModel, folder: Path, key: str) -> None:
+    """Compare log-probabilities of packed rows with those of each row alone.
+
+    Raises:
+        ModelError: they differ: the architecture ignores the positions that it is given.
+    """
+    packed = _packed(_PROBE_T, _OTHER_T)
+    with _last_hidden(policy) as hidden:
+        found_N = policy(packed, _scored(packed), 1.0)[0]
+    rows = [_packed(tokens_T) for tokens_T in (_PROBE_T, _OTHER_T)]
+    expected_N = torch.cat([policy(row, _scored(row), 1.0)[0] for row in rows])
+    reshard(policy)
+    rough = policy.autocast or hidden[0].dtype is not torch.float32
+    limit = _ROUNDING_BFLOAT16 if rough else _ROUNDING
+    if not torch.allclose(found_N, expected_N, atol=limit, rtol=limit):
+        raise ModelError(
+            f"{key}={folder}: {type(policy.hf).__name__} gives packed rows other log-probabilities than each row alone, so "
+            "the fsdp learner cannot train it; choose another"
+        )
+
+
+@contextmanager
+def _last_hidden(model: PackedModel) -> Iterator[list[torch.Tensor]]:
+    """Record the last hidden states of the passes in the block."""
+    found: list[torch.Tensor] = []
+    hook = model.hf.base_model.register_forward_hook(lambda *given: found.append(given[-1].last_hidden_state))
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+def _inputs(micro: MicroBatch, model: PackedModel) -> dict[str, Any]:
+    """Return the arguments of the model for a packed micro-batch."""
+    positions, device = micro.position_ids_L[None], model.hf.device
+    packed = packed_rows(positions, micro.row_L[None], device, flash=model.autocast)
+    ids = micro.token_ids_L[None].to(device)
+    return {"input_ids": ids, "position_ids": positions.to(device), "use_cache": False, "packed": packed}
+
+
+def _packed(*rows: torch.Tensor) -> MicroBatch:
+    """Return a micro-batch of packed rows of token ids."""
     positions = torch.cat([torch.arange(len(tokens_T)) for tokens_T in rows])
     row_L = torch.cat([torch.full_like(tokens_T, number) for number, tokens_T in enumerate(rows)])
     zeros = torch.zeros_like(positions)
     return MicroBatch(torch.cat(rows), positions, row_L, zeros, zeros, zeros, zeros, zeros, zeros, zeros, ())
 
 
-def _hidden(hf: Any, micro: MicroBatch) -> torch.Tensor:
-    """Return the last hidden states of packed rows, ``[R, L, H]``."""
-    packed, positions = (
-        packed_rows(micro.position_ids_L[None], micro.row_L[None], hf.device),
-        micro.position_ids_L[None],
-    )
-    states = hf.base_model(input_ids=micro.token_ids_L[None], position_ids=positions, use_cache=False, packed=packed)
-    hidden: torch.Tensor = states.last_hidden_state
-    return hidden
-
-
-def _logprobs_alone(hf: Any, token_ids_T: torch.Tensor) -> torch.Tensor:
-    """Return the model's own log-probabilities ``[T - 1]`` of a row after its first token."""
-    positions = torch.arange(len(token_ids_T))[None]
-    packed = packed_rows(positions, torch.zeros_like(positions), hf.device)
-    logits_T_V: torch.Tensor = hf(
-        input_ids=token_ids_T[None], position_ids=positions, use_cache=False, packed=packed
-    ).logits[0, :-1]
-    return logits_T_V.float().log_softmax(-1).gather(-1, token_ids_T[1:, None])[:, 0]
+def _scored(micro: MicroBatch) -> torch.Tensor:
+    """Return the positions of all tokens but the first of each row."""
+    return micro.position_ids_L.nonzero()[:, 0]

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from agentrl.algo.base import LossInput
@@ -26,7 +25,7 @@ from agentrl.learner.fsdp.gather import gather_weights
 from agentrl.learner.fsdp.loading import load_critic, load_frozen, load_policy
 from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import learning_rate, make_optimizers
-from agentrl.learner.fsdp.sharding import shard
+from agentrl.learner.fsdp.sharding import reshard
 from agentrl.learner.fsdp.state import load_state, save_state
 from agentrl.learner.fsdp.step_metrics import StepMetrics
 from agentrl.learner.offload import CpuOffload
@@ -74,11 +73,12 @@ class FsdpRank:
         self.algo = algo
         self.objective = make_objective(algo)
         self._losses = make_losses(algo, self.objective)
-        self.model: PackedModel = (load_critic if role == "critic" else load_policy)(folder, config).to(device)
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self._cpu_mesh = mesh if device.type == "cpu" else init_device_mesh("cpu", (dist.get_world_size(),))
+        ranks = (dist.get_world_size(),)
+        mesh = init_device_mesh(device.type, ranks) if ranks > (1,) else None
+        self._cpu_mesh = init_device_mesh("cpu", ranks) if mesh is not None and device.type != "cpu" else mesh
         self._offload = CpuOffload()
-        self._fsdp = shard(self.model, mesh, config)
+        load = load_critic if role == "critic" else load_policy
+        self.model: PackedModel = load(folder, config, device, mesh)
         self._parameters = dict(self.model.hf.named_parameters())
         self.models: dict[str, PackedModel] = {"critic" if role == "critic" else "main": self.model}
         if reference is not None:
@@ -159,7 +159,7 @@ class FsdpRank:
             log_ratio_N = logprobs_N - self.objective.old_logprobs(logprobs_N, given)
             sums_S.index_add_(0, given.sequence_N, log_ratio_N.double())
             numbers.append(given.sequence_N)
-        _reshard(self.model)
+        reshard(self.model)
         dist.all_reduce(sums_S)
         means_S = (sums_S / torch.tensor(batch.sequence_sizes, device=self.device)).to(log_ratio_N.dtype)
         return [means_S[sequence_N] for sequence_N in numbers]
@@ -172,7 +172,7 @@ class FsdpRank:
             return [None] * len(micros)
         model = self._model("reference")
         found: list[torch.Tensor | None] = [model(micro, _at_mask(micro), batch.temperature)[0] for micro in micros]
-        _reshard(model)
+        reshard(model)
         return found
 
     def _model(self, name: str) -> PackedModel:
@@ -218,7 +218,7 @@ class FsdpRank:
             row = micro.row_L
             at_N = ((row >= 0) & (micro.position_ids_L > 0)).nonzero()[:, 0]
             scored_N = model(micro, at_N, batch.temperature)[0]
-            _reshard(model)
+            reshard(model)
             flat = torch.zeros(row.numel())
             flat[at_N] = scored_N.float().cpu()
             found |= {key: flat[row == number].numpy() for number, key in enumerate(micro.keys)}
@@ -275,7 +275,7 @@ class FsdpRank:
         if self._offload:
             return
         for model in self.models.values():
-            _reshard(model)
+            reshard(model)
         self._zero_grad()
         self._offload.offload(self._state())
         if self.device.type == "cuda":
@@ -322,10 +322,3 @@ def _at_mask(micro: MicroBatch) -> torch.Tensor:
     at_N = micro.mask_L.nonzero()[:, 0]
     assert bool((micro.position_ids_L[at_N] > 0).all()), "a row's first token cannot be trained on"
     return at_N
-
-
-def _reshard(model: PackedModel) -> None:
-    """Free gathered weights, which stay in place of the shards after a forward pass without a backward pass."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

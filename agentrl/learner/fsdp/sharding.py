@@ -11,13 +11,8 @@ from agentrl.learner.fsdp.layers import decoder_layers
 from agentrl.learner.fsdp.model import PackedModel
 
 
-def shard(model: PackedModel, mesh: DeviceMesh, config: LearnerConfig) -> FSDPModule:
-    """Shard the parameters over ``mesh``: one unit per decoder layer, and one for the rest. Gradients are summed over ranks.
-
-    Returns:
-        ``model`` itself, with the FSDP methods that ``fully_shard`` adds.
-
-    """
+def shard(model: PackedModel, mesh: DeviceMesh, config: LearnerConfig) -> None:
+    """Shard the parameters over ``mesh``: one unit per decoder layer, and one for the rest. Gradients are summed over ranks."""
     precision = MixedPrecisionPolicy()
     if model.autocast and mesh.device_type == "cuda":
         # Weights are gathered in bfloat16; gradients are reduced, and accumulated, in float32.
@@ -30,5 +25,10 @@ def shard(model: PackedModel, mesh: DeviceMesh, config: LearnerConfig) -> FSDPMo
             # The loss is a plain sum with the denominator in the weights: averaging over ranks would scale it down.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo lacks the scaled sum that is used otherwise
-    assert isinstance(model, FSDPModule)
-    return model
+
+
+def reshard(model: PackedModel) -> None:
+    """Free gathered weights, which stay in place of the shards after a forward pass without a backward pass."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -137,7 +137,7 @@ def gradients(learner: LocalLearnerGroup, batch: GlobalBatch, dtype: torch.dtype
 
     def keep(lr_scale: float) -> dict[str, float]:
         for name, parameter in rank.model.hf.named_parameters():
-            found[name] = parameter.grad.full_tensor().clone()
+            found[name] = parameter.grad.clone()
         return {}
 
     rank._update = keep

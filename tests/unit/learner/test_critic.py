@@ -60,8 +60,7 @@ def spread_head(critic: LocalCritic) -> None:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in rank_of(critic).model.head.parameters():
-            local = parameter.to_local()
-            local.copy_(torch.randn(local.shape, generator=generator))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
 
 def test_a_new_head_gives_every_state_a_value_of_zero(critic):
@@ -93,7 +92,7 @@ def gradient(critic: LocalCritic, batch: GlobalBatch) -> torch.Tensor:
     rank, found = rank_of(critic), []
 
     def keep(lr_scale: float) -> dict[str, float]:
-        found.append(torch.cat([p.grad.full_tensor().flatten().clone() for p in rank.model.hf.parameters()]))
+        found.append(torch.cat([p.grad.flatten().clone() for p in rank.model.hf.parameters()]))
         return {}
 
     rank._update = keep  # type: ignore[method-assign]

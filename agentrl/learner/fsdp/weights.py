@@ -1,0 +1,144 @@
+"""Weights of a model on `meta`: memory on the device, and contents from a Hugging Face folder, each rank its shards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from agentrl.learner.fsdp.attention import IMPLEMENTATION
+from agentrl.models.load import load_model, load_value_model, value_head_names
+from agentrl.models.weight_files import WeightFiles
+
+_log = logging.getLogger(__name__)
+
+Part = tuple[slice, ...]
+"""The part of a whole tensor that a rank has; empty for a tensor without dimensions."""
+
+
+def named_tensors(hf: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a Hugging Face folder holds of a model, by name: parameters, tied ones once, and persistent buffers."""
+    persistent = hf.state_dict().keys()
+    buffers = {name: buffer for name, buffer in hf.named_buffers() if name in persistent}
+    return {name: parameter.detach() for name, parameter in hf.named_parameters()} | buffers
+
+
+def part_of(tensor: torch.Tensor) -> Part:
+    """Return which part of the whole tensor this rank has."""
+    shape, offset = tuple(tensor.shape), (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give the parameters on `meta` memory on ``device``, tied ones once, and move the buffers there."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in made:
+                made[parameter] = nn.Parameter(_empty_like(parameter, device), parameter.requires_grad)
+            setattr(module, name, made[parameter])
+
+
+def _empty_like(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+    empty = torch.empty_like(local(parameter.detach()), device=device)
+    if not isinstance(parameter, DTensor):
+        return empty
+    return DTensor.from_local(
+        empty,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def untie_different(hf: Any, files: WeightFiles) -> None:
+    """Give tied parameters that differ in the files a parameter each, as transformers does."""
+    shapes = files.shapes()
+    names = {parameter: name for name, parameter in hf.named_parameters()}
+    for name, parameter in list(hf.named_parameters(remove_duplicate=False)):
+        twin = names[parameter]
+        if name == twin or name not in shapes or twin not in shapes:
+            continue
+        if not torch.equal(files.read(name, ()), files.read(twin, ())):
+            _log.warning("%s and %s are tied in the model's configuration but differ in its files: untied", name, twin)
+            owner, _, last = name.rpartition(".")
+            setattr(hf.get_submodule(owner), last, nn.Parameter(torch.empty_like(parameter)))
+
+
+@torch.no_grad()
+def fill(hf: Any, folder: Path, files: WeightFiles, *, values: bool, key: str) -> None:
+    """Read this rank's shards of all weights from a folder. Collective.
+
+    If names or shapes in its files are not the model's own, rank 0 loads the whole model with transformers, which converts
+    them, and the others get one weight after the other. A value head that the files lack becomes zeros.
+
+    Args:
+        hf: a model with memory (see `allocate`).
+        folder: of its weights.
+        files: those of the folder.
+        values: whether the model has a value head.
+        key: configuration key of the folder, for messages.
+
+    Raises:
+        ModelError: weights are missing, or cannot be read.
+
+    """
+    wanted, shapes = named_tensors(hf), files.shapes()
+    head = value_head_names(hf) if values else set()
+    new = head if not head & shapes.keys() else set()
+    strange = [name for name, tensor in wanted.items() if name not in new and shapes.get(name) != tuple(tensor.shape)]
+    read = _through_transformers(folder, wanted, strange[0], values=values, key=key) if strange else files.read
+    for name, tensor in wanted.items():
+        here = local(tensor)
+        if name in new and not strange:
+            here.zero_()
+        elif here.numel() or strange:
+            here.copy_(read(name, part_of(tensor)))
+
+
+def _through_transformers(
+    folder: Path, wanted: dict[str, torch.Tensor], strange: str, *, values: bool, key: str
+) -> Callable[[str, Part], torch.Tensor]:
+    """Return what reads weights that rank 0 loads with transformers. Collective, also its calls."""
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    whole: dict[str, torch.Tensor] = {}
+    if alone or dist.get_rank() == 0:
+        _log.warning(
+            "%s=%s: rank 0 loads the whole model with transformers, as names or shapes of weights in its files are not those "
+            "of the model (%s)",
+            key,
+            folder,
+            strange,
+        )
+        load = load_value_model if values else load_model
+        whole = named_tensors(load(folder, torch.float32, IMPLEMENTATION, key=key))
+
+    def read(name: str, part: Part) -> torch.Tensor:
+        if alone:
+            return whole.pop(name)[part]
+        like = wanted[name]
+        full = torch.empty(like.shape, dtype=like.dtype, device=local(like).device)
+        if name in whole:
+            full.copy_(whole.pop(name))
+        dist.broadcast(full, 0)
+        return full[part]
+
+    return read

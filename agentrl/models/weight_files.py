@@ -1,0 +1,58 @@
+"""Weights in the safetensors files of a Hugging Face folder, read slice by slice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.core.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class WeightFiles:
+    """The weights of a folder by name. Files are mapped into memory, not read as a whole.
+
+    Args:
+        folder: with ``model.safetensors``, or several files and their index. A folder without them has no weights.
+        key: configuration key of the folder, for messages.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+
+    """
+
+    def __init__(self, folder: Path, key: str) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._opened: dict[str, Any] = {}
+        """Files by weight."""
+        try:
+            for path in _weight_files(folder):
+                opened: Any = safe_open(path, "pt")
+                self._opened |= dict.fromkeys(opened.keys(), opened)
+        except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"{key}={folder}: its weights cannot be read: {error!r}") from error
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of all weights by name."""
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._opened.items()}
+
+    def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        """Return a part of a weight, in the file's dtype, on the CPU. Nothing else of the weight is read."""
+        file = self._opened[name]
+        found: torch.Tensor = file.get_slice(name)[part] if part else file.get_tensor(name)
+        return found
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / INDEX).is_file():
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    return [folder / SINGLE] if (folder / SINGLE).is_file() else []

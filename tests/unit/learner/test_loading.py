@@ -1,0 +1,192 @@
+"""Loading shard by shard: each rank's weights, folders of every kind, and the memory that it takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from agentrl.config.learner import LearnerConfig
+from agentrl.core.errors import ModelError
+from agentrl.learner.fsdp.attention import IMPLEMENTATION
+from agentrl.learner.fsdp.loading import load_critic, load_policy
+from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
+from agentrl.learner.fsdp.sharding import shard
+from agentrl.learner.fsdp.weights import allocate, fill, local, named_tensors
+from agentrl.models.load import empty_model, load_model, load_value_model, value_head_names
+from agentrl.models.weight_files import WeightFiles
+from tests.unit.learner.learners import SIZES, make_model
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def ranks(rank: int, world: int) -> Iterator[None]:
+    """Be one rank of a process group in which nothing is sent.
+
+    torch caches meshes by their shape: in this process every number of ranks is used with one ``rank`` only.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(folder: Path, world: int, values: bool = False) -> PackedModel:
+    """A rank's model, without the probes, for which weights would have to be gathered."""
+    model = (ValueModel if values else PolicyModel)(empty_model(folder, IMPLEMENTATION, values=values), 1024)
+    return fill_shards(model, folder, world)
+
+
+def fill_shards(model: PackedModel, folder: Path, world: int) -> PackedModel:
+    shard(model, init_device_mesh("cpu", (world,)), LearnerConfig())
+    allocate(model, CPU)
+    files = WeightFiles(folder, "model.path")
+    fill(model.hf, folder, files, values=isinstance(model, ValueModel), key="model.path")
+    return model
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made, and the largest; not those of files, which are mapped into memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.largest = 0
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if type(tensor) is torch.Tensor and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._storages:
+                    self._storages[storage._cdata] = storage  # its address is not used again
+                    size = 0 if func is torch.ops.aten.set_.source_Storage else storage.nbytes()
+                    self.bytes += size
+                    self.largest = max(self.largest, size)
+        return found
+
+
+@pytest.mark.parametrize(("family", "world"), [("qwen3", 2), ("qwen2", 3), ("llama", 7)])
+@pytest.mark.parametrize("values", [False, True])
+def test_a_rank_has_its_part_of_each_weight(tmp_path, family, world, values):
+    folder = make_model(tmp_path / family, family)
+    whole = named_tensors((load_value_model if values else load_model)(folder))
+    with ranks(world - 1, world):
+        found = named_tensors(sharded(folder, world, values).hf)
+    assert found.keys() == whole.keys()
+    for name, tensor in found.items():
+        parts = whole[name].chunk(world)
+        assert torch.equal(local(tensor), parts[world - 1] if world == len(parts) else whole[name][:0]), name
+
+
+def test_a_rank_never_holds_more_than_its_shards(tmp_path):
+    folder = make_model(tmp_path / "m", "llama", num_hidden_layers=8, hidden_size=64)
+    weights = load_file(folder / "model.safetensors").values()
+    size, largest = sum(tensor.nbytes for tensor in weights), max(tensor.nbytes for tensor in weights)
+    with Allocations() as skeleton:
+        model = PolicyModel(empty_model(folder, IMPLEMENTATION), 1024)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert skeleton.largest <= largest
+    with ranks(7, 8), Allocations() as made:
+        fill_shards(model, folder, 8)
+    held = sum(local(tensor).nbytes for tensor in named_tensors(model.hf).values())
+    assert size / 8 <= held < size / 7
+    assert made.bytes < size / 6
+    assert made.largest <= largest / 8
+
+
+def test_tied_weights_share_memory_and_buffers_are_the_models_own(tmp_path):
+    folder = make_model(tmp_path / "m", "qwen3")
+    policy, plain = load_policy(folder, LearnerConfig(), CPU, None), load_model(folder)
+    assert policy.hf.lm_head.weight is policy.hf.model.embed_tokens.weight
+    wanted = dict(plain.named_buffers())
+    assert {name: tensor.tolist() for name, tensor in policy.hf.named_buffers()} == {
+        name: tensor.tolist() for name, tensor in wanted.items()
+    }
+    assert not any(parameter.is_meta for parameter in policy.parameters())
+
+
+def test_tied_weights_that_differ_in_the_files_are_untied(tmp_path, caplog):
+    folder = make_model(tmp_path / "m", "qwen3")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level(logging.WARNING):
+        policy = load_policy(folder, LearnerConfig(), CPU, None)
+    assert "untied" in caplog.text
+    assert torch.equal(policy.hf.lm_head.weight, weights["lm_head.weight"])
+    assert torch.equal(policy.hf.model.embed_tokens.weight, weights["model.embed_tokens.weight"])
+
+
+def test_several_files_and_bfloat16_become_float32_masters(tmp_path):
+    model = load_model(make_model(tmp_path / "m", "llama"), "bfloat16")
+    model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    found = named_tensors(load_policy(tmp_path / "many", LearnerConfig(), CPU, None).hf)
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    assert all(torch.equal(found[name], tensor.float()) for name, tensor in named_tensors(model).items())
+
+
+MOE = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1, "head_dim": 8,
+}  # fmt: skip
+
+
+def test_weights_that_transformers_converts_are_loaded_with_it(tmp_path, caplog):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_moe", **SIZES | MOE)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "moe")
+    with caplog.at_level(logging.WARNING):
+        policy = load_policy(tmp_path / "moe", LearnerConfig(), CPU, None)
+    assert "rank 0 loads the whole model with transformers" in caplog.text
+    assert not policy.separates_rows
+    found, wanted = named_tensors(policy.hf), named_tensors(load_model(tmp_path / "moe"))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_a_folder_of_bin_files_is_loaded_with_transformers(tmp_path):
+    folder = make_model(tmp_path / "m", "llama")
+    weights = load_file(folder / "model.safetensors")
+    torch.save(weights, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    found = named_tensors(load_policy(folder, LearnerConfig(), CPU, None).hf)
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_critic_has_a_head_of_zeros_unless_the_folder_has_one(tmp_path):
+    folder = make_model(tmp_path / "m", "qwen3")
+    critic = load_critic(folder, LearnerConfig(), CPU, None)
+    assert not any(parameter.any() for parameter in critic.head.parameters())
+    saved = load_value_model(folder)
+    torch.nn.init.ones_(saved.score.weight)
+    saved.save_pretrained(tmp_path / "critic")
+    assert bool((load_critic(tmp_path / "critic", LearnerConfig(), CPU, None).head.weight == 1).all())
+    assert value_head_names(critic.hf) == {"score.weight", "score.bias"}
+
+
+def test_a_folder_that_lacks_weights_is_refused(tmp_path):
+    folder = make_model(tmp_path / "m", "llama")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"algo\.reference=.*1 weights are missing, such as 'model\.norm\.weight'"):
+        load_policy(folder, LearnerConfig(), CPU, None, "algo.reference")
+    (folder / "model.safetensors").write_bytes(b"\x10")
+    with pytest.raises(ModelError, match=r"model\.path=.*cannot be read"):
+        load_policy(folder, LearnerConfig(), CPU, None)
