@@ -39,7 +39,9 @@ def packed(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 def views(specs: Sequence[TensorSpec], flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Return the weights in ``flat``, uint8 bytes in which they follow each other in the order of `packed`."""
-    return [(spec.name, flat[begin:end].view(dtype_of(spec)).view(spec.shape)) for spec, begin, end in _places(specs)]
+    sizes = list(map(bytes_of, specs))
+    parts = flat[: sum(sizes)].split_with_sizes(sizes)
+    return [(spec.name, part.view(dtype_of(spec)).view(spec.shape)) for spec, part in zip(specs, parts, strict=True)]
 
 
 def serialize(flat: object, specs: Sequence[TensorSpec]) -> str:

@@ -42,10 +42,12 @@ def copy_all(pairs: Sequence[_Pair]) -> None:
 
 def _parts(pairs: Sequence[_Shards]) -> Iterator[list[_Shards]]:
     part: list[_Shards] = []
+    size = 0
     for pair in pairs:
-        if part and sum(out.nbytes for _, out in part) + pair[1].nbytes > _PART_BYTES:
+        size += pair[1].nbytes
+        if part and size > _PART_BYTES:
             yield part
-            part = []
+            part, size = [], pair[1].nbytes
         part.append(pair)
     if part:
         yield part

@@ -250,7 +250,7 @@ class FsdpRank:
     @torch.no_grad()
     def gather(self, into: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Write weights into tensors on this rank's device, or on the CPU while it sleeps; see `LearnerRank.gather`."""
-        gather_weights((self.present(self._parameters[name].detach()), out) for name, out in into)
+        gather_weights((self.present(self._parameters[name]), out) for name, out in into)
 
     @torch.no_grad()
     def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
