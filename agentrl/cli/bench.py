@@ -50,6 +50,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     weights.add_argument("--repeats", type=int, default=3, help="counted pushes of each; disk always has one")
     weights.add_argument("--folder", type=Path, help="where disk writes; the temporary folder unless it is set")
     add_plain_config_arguments(weights)
+    learner = actions.add_parser(
+        "learner", help="tokens/s and memory of optimizer steps, against other loops on the same model and rows"
+    )
+    learner.add_argument("--size", default="tiny", help="of the random model: tiny, 0.6b, 4b or 8b")
+    learner.add_argument("--rows", type=int, default=48, help="rows of a step")
+    learner.add_argument("--median-tokens", type=int, default=1636, help="of a row")
+    learner.add_argument("--longest", type=int, default=4096, help="maximum tokens of a row")
+    learner.add_argument("--steps", type=int, default=6, help="steps of each loop; the first two do not count")
+    learner.add_argument("--loops", default="", help="other loops: hf, liger, compiled, trl; comma-separated")
+    add_plain_config_arguments(learner)
     masks = actions.add_parser("masks", help="tokens/s from turns to checked batches, against retokenizing every turn")
     add_config_arguments(masks)
     view = actions.add_parser("view", help="seconds to make a page of a large run, and to open it in a browser")
@@ -78,6 +88,9 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.action in ("efficiency", "weights"):
         measure = _efficiency if arguments.action == "efficiency" else _weights
         asyncio.run(measure(arguments, resolve_plain_config(arguments), make_console()))
+        return
+    if arguments.action == "learner":
+        _learner(arguments, resolve_plain_config(arguments), make_console())
         return
     config = resolve_config(arguments)
     if arguments.action == "rollout":
@@ -166,6 +179,34 @@ async def _weights(arguments: argparse.Namespace, config: Config, console: Conso
         "GB/s: of pack, request and load. plain: GB/s of the same bytes copied on the same device (ipc) or broadcast to "
         "another process (distributed), in pieces of a bucket's size; share: GB/s over that. Medians; the learner is one rank "
         "in this process. Targets: ipc 200 GB/s at 8b and 60 at 0.6b; distributed 0.7 of plain at 8b and 0.4 at 0.6b"
+    )
+
+
+def _learner(arguments: argparse.Namespace, config: Config, console: Console) -> None:
+    from agentrl.bench.learner import LearnerBench, measure_learner
+
+    bench = LearnerBench(
+        size=arguments.size,
+        rows=arguments.rows,
+        median_tokens=arguments.median_tokens,
+        longest=arguments.longest,
+        steps=arguments.steps,
+        loops=[part for part in arguments.loops.split(",") if part],
+    )
+    heads = ("loop", "first s", "s a step", "tokens/s", "utilization", "GiB")
+    table = Table(*(Column(head, no_wrap=True) for head in heads), box=SIMPLE, padding=(0, 0, 0, 1))
+    try:
+        with console.status("starting") as status:
+            for one in measure_learner(config, bench, _teller(console, status)):
+                memory = "" if one.peak_gib is None else f"{one.peak_gib:.1f}"
+                rates = (f"{one.tokens_per_s:,.0f}", f"{one.utilization:.3f}", memory)
+                table.add_row(one.name, f"{one.first_s:.1f}", f"{one.step_s:.3f}", *rates)
+    finally:
+        console.print(table)
+    console.print(
+        "utilization: floating-point operations of the model (6 a parameter and token, the head's at trained tokens only, "
+        "causal attention; none that were computed again) over those of a product of large bfloat16 matrices in the same "
+        "time. The optimizer's step counts. Medians of the steps after the second; GiB: most memory of a GPU"
     )
 
 

@@ -37,9 +37,10 @@ class Shape:
 SHAPES = {
     "tiny": Shape(64, 192, 2, 2, 1, 32, 2048, True),
     "0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151936, True),
+    "4b": Shape(2560, 9728, 36, 32, 8, 128, 151936, True),
     "8b": Shape(4096, 12288, 36, 32, 8, 128, 151936, False),
 }
-"""Shapes by name; the two larger ones are those of Qwen3-0.6B and Qwen3-8B."""
+"""Shapes by name; but for tiny they are those of Qwen3."""
 
 
 def find_model_shape(size: str) -> Shape:
@@ -73,7 +74,9 @@ def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
         return {name: tuple(data.shape) for name, data in from_config(model_config(shape)).named_parameters()}
 
 
-def write_random_model(folder: Path, shape: Shape, *, tokenizer: Path | None = None, weights: bool = False) -> None:
+def write_random_model(
+    folder: Path, shape: Shape, *, tokenizer: Path | None = None, weights: bool = False, device: str = "cpu"
+) -> None:
     """Write a Hugging Face folder of a model with random weights.
 
     Args:
@@ -81,6 +84,7 @@ def write_random_model(folder: Path, shape: Shape, *, tokenizer: Path | None = N
         shape: size of the model.
         tokenizer: folder of a tokenizer; it is copied and extended to the model's vocabulary size.
         weights: whether to write weights (bfloat16); engines with random weights do not need them.
+        device: where weights are generated.
 
     Raises:
         ConfigError: the tokenizer has more tokens than the model, or cannot be extended.
@@ -92,11 +96,16 @@ def write_random_model(folder: Path, shape: Shape, *, tokenizer: Path | None = N
     if weights:
         import torch
         from safetensors.torch import save_file
-        from transformers import AutoModelForCausalLM
 
-        from_config: Any = AutoModelForCausalLM.from_config
-        parameters = from_config(config, dtype=torch.bfloat16).named_parameters()  # tied ones once
-        save_file({name: data.detach() for name, data in parameters}, folder / "model.safetensors", {"format": "pt"})
+        generator = torch.Generator(device).manual_seed(0)
+        made = {
+            name: torch.empty(sizes, device=device, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
+            for name, sizes in parameter_shapes(shape).items()
+        }
+        for name, data in made.items():
+            if name.endswith("norm.weight"):
+                data.fill_(1.0)
+        save_file(made, folder / "model.safetensors", {"format": "pt"})
         give_default_mode(folder / "model.safetensors")
     if tokenizer is not None:
         _extend_tokenizer(tokenizer, folder, shape.vocab_size)

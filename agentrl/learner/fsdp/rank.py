@@ -109,11 +109,19 @@ class FsdpRank:
             if entropy_N is not None:
                 loss_metrics.sums["entropy"] = entropy_N.detach().sum()
             metrics.add(loss, len(at_N), loss_metrics)
-        result = metrics.reduce()
+        result = metrics.reduce() | self._peak_memory()
         if result["train/trained_tokens"]:
             result |= self._update(batch.lr_scale)
         self._zero_grad()
         return result
+
+    def _peak_memory(self) -> dict[str, float]:
+        """Return the most GPU memory that was allocated since the last call; for a CPU nothing."""
+        if self.device.type != "cuda":
+            return {}
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return {"train/peak_gpu_gib": peak / 2**30}
 
     def _fields(self, batch: GlobalBatch, micro: MicroBatch, at_N: torch.Tensor) -> dict[str, Any]:
         """Return the fields of a `LossInput` that the driver set, at these positions and on the device."""

@@ -1,0 +1,196 @@
+"""``agentrl bench learner``: tokens/s, share of the GPU's matrix rate and memory of optimizer steps, against other loops."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from agentrl.batch.microbatch import GlobalBatch
+from agentrl.batch.packing import pack
+from agentrl.bench.learner_loops import LOOPS, LoopOptions, OtherLoop
+from agentrl.cluster.learner_group import start_learners
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import MaskReason, Provenance, Row, RowKey
+from agentrl.learner.base import LearnerGroup
+from agentrl.learner.device import resolve_device
+from agentrl.learner.in_process import LocalLearnerGroup
+from agentrl.models.random_models import Shape, find_model_shape, write_random_model
+
+_MATRIX = {"cuda": 8192, "cpu": 1024}
+"""Rows of the square matrices whose product's rate is the measure, by device."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerBench:
+    """Options of the benchmark; see the command."""
+
+    size: str
+    rows: int
+    median_tokens: int
+    longest: int
+    steps: int
+    loops: Sequence[str]
+    """Other loops to measure; see `LOOPS`."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Optimizer steps of one loop."""
+
+    name: str
+    first_s: float
+    """The first step, which compiles."""
+    step_s: float
+    """Median of the steps after the second."""
+    tokens_per_s: float
+    utilization: float
+    """Floating-point operations of the model, none that were computed again, over those of a large product in the same time."""
+    peak_gib: float | None
+    """Memory of a GPU at most."""
+
+
+def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], None]) -> Iterator[StepTimes]:
+    """Measure agentrl's learner as configured, then the other loops, all on the same random model and rows.
+
+    Raises:
+        ConfigError: an unknown size or loop, or the learner cannot start.
+
+    """
+    shape = find_model_shape(bench.size)
+    rows = lognormal_rows(bench, shape.vocab_size)
+    device = resolve_device(config.learner)
+    with tempfile.TemporaryDirectory() as folder:
+        tell(f"writing a random model of {shape.parameters / 1e9:.2f}B parameters")
+        model = Path(folder) / "model"
+        write_random_model(model, shape, weights=True, device=device)
+        peak_rate = config.learner.ranks * matrix_rate(torch.device(device))
+        work = training_flops(shape, rows)
+        tell(f"a product of large bfloat16 matrices: {peak_rate / 1e12:.0f} TFLOP/s")
+        with _learner(config, model, Path(folder)) as learner:
+            batch = packed_batch(config, rows)
+            yield _measured("agentrl", lambda: learner.train_step(batch), bench, rows, work / peak_rate, tell)
+        for name in bench.loops:
+            _free()
+            loop = OtherLoop(_options(name), model, rows, config.batch.tokens_per_micro, torch.device(device))
+            yield _measured(name, loop.step, bench, rows, work / peak_rate, tell)
+            del loop
+
+
+def lognormal_rows(bench: LearnerBench, vocabulary: int) -> list[Row]:
+    """Return rows with log-normal lengths, of at least 256 and at most ``longest`` tokens; half of the tokens are trained."""
+    rng = np.random.default_rng(bench.seed)
+    lengths = np.clip(rng.lognormal(np.log(bench.median_tokens), 0.5, bench.rows), 256, bench.longest).astype(int)
+    return [_row(rng, number, int(length), vocabulary) for number, length in enumerate(lengths)]
+
+
+def _row(rng: np.random.Generator, number: int, length: int, vocabulary: int) -> Row:
+    sampled = rng.random(length) < 0.5
+    sampled[0] = False
+    return Row(
+        key=RowKey(f"p{number}", f"p{number}/0"),
+        token_ids=rng.integers(0, vocabulary, length).astype(np.int32),
+        provenance=np.where(sampled, Provenance.SAMPLED, Provenance.OBSERVED).astype(np.uint8),
+        mask=sampled.astype(np.uint8),
+        mask_reason=np.where(sampled, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8),
+        logprobs=np.where(sampled, -12.0, 0).astype(np.float32),
+        versions=np.where(sampled, 0, -1).astype(np.int32),
+        requests=np.where(sampled, 0, -1).astype(np.int32),
+        request_ids=("q",),
+    )
+
+
+def packed_batch(config: Config, rows: Sequence[Row]) -> GlobalBatch:
+    """Return the rows as a batch, half with a positive advantage."""
+    advantages = {row.key: 1.0 - 2.0 * (number % 2) for number, row in enumerate(rows)}
+    return pack(rows, advantages, ranks=config.learner.ranks, tokens_per_micro=config.batch.tokens_per_micro, pad_id=0)
+
+
+def training_flops(shape: Shape, rows: Sequence[Row]) -> float:
+    """Return the floating-point operations of a step: 6 a parameter and token, the head's only at trained tokens, and causal
+    attention.
+    """
+    tokens = sum(len(row.token_ids) for row in rows)
+    trained = sum(int(row.mask.sum()) for row in rows)
+    head = shape.vocab_size * shape.hidden_size
+    body = shape.parameters - head * (1 if shape.tie_word_embeddings else 2)
+    pairs = sum(len(row.token_ids) ** 2 / 2 for row in rows)
+    attention = 12 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * pairs
+    return 6.0 * (body * tokens + head * trained) + attention
+
+
+def matrix_rate(device: torch.device) -> float:
+    """Return the floating-point operations per second of a product of large square bfloat16 matrices."""
+    size = _MATRIX[device.type]
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = []
+    for _ in range(20):
+        _wait(device)
+        start = time.perf_counter()
+        left @ right
+        _wait(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / median(seconds[5:])
+
+
+def _options(name: str) -> LoopOptions:
+    if name not in LOOPS:
+        raise ConfigError(f"--loops={name}: there are {', '.join(LOOPS)}")
+    return LOOPS[name]
+
+
+@contextmanager
+def _learner(config: Config, model: Path, folder: Path) -> Iterator[LearnerGroup]:
+    """Open the learner: in this process for one rank, else of Ray actors."""
+    if config.learner.ranks == 1:
+        learner: LearnerGroup = LocalLearnerGroup(model, config.learner, config.algo, seed=0)
+    else:
+        learner = start_learners(model, config.learner, config.algo, seed=0, run_dir=folder)
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def _measured(
+    name: str,
+    step: Callable[[], dict[str, float]],
+    bench: LearnerBench,
+    rows: Sequence[Row],
+    best_s: float,
+    tell: Callable[[str], None],
+) -> StepTimes:
+    seconds, metrics = [], dict[str, float]()
+    for number in range(bench.steps):
+        start = time.perf_counter()
+        metrics = step()
+        seconds.append(time.perf_counter() - start)
+        tell(f"{name}: step {number + 1} of {bench.steps}, {seconds[-1]:.2f} s")
+    taken = median(seconds[2:] or seconds[-1:])
+    tokens = sum(len(row.token_ids) for row in rows)
+    peak = metrics.get("train/peak_gpu_gib")
+    return StepTimes(name, seconds[0], taken, tokens / taken, best_s / taken, peak)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _free() -> None:
+    """Release the memory of the loop before."""
+    gc.collect()
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()

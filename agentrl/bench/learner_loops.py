@@ -1,0 +1,178 @@
+"""Loops without agentrl that take the optimizer steps of ``agentrl bench learner``, for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Row
+
+
+@dataclass(frozen=True, slots=True)
+class LoopOptions:
+    """What a loop uses."""
+
+    liger: bool = False
+    """Liger's kernels, its fused head and loss among them."""
+    compiled: bool = False
+    """Compile each decoder layer."""
+    trl: bool = False
+    """The step of TRL's SFTTrainer."""
+
+
+LOOPS = {
+    "hf": LoopOptions(),
+    "liger": LoopOptions(liger=True),
+    "compiled": LoopOptions(compiled=True),
+    "trl": LoopOptions(liger=True, trl=True),
+}
+"""By name. All have float32 weights, autocast to bfloat16, full recomputation, fused AdamW and sorted, padded rows."""
+
+
+class OtherLoop:
+    """A loop on a Hugging Face model. Its loss is a cross-entropy, which computes what a policy loss does.
+
+    Args:
+        options: what it uses.
+        folder: of the model.
+        rows: of each step.
+        tokens: maximum padded tokens of a micro-batch.
+        device: where it computes.
+
+    Raises:
+        ConfigError: a package is missing.
+
+    """
+
+    def __init__(
+        self, options: LoopOptions, folder: Path, rows: Sequence[Row], tokens: int, device: torch.device
+    ) -> None:
+        self._device = device
+        self._model = _load(options, folder).to(device)
+        self._model.train()
+        self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        if options.compiled:
+            for layer in self._model.model.layers:
+                layer.forward = torch.compile(layer.forward)
+        self._liger = options.liger
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, fused=True)
+        self._batches = [_padded(group, device) for group in _sorted_groups(rows, tokens)]
+        self._count = sum(int((labels != -100).sum()) for _, labels in self._batches)
+        self._trl = _TrlStep(self._model, self._optimizer) if options.trl else None
+
+    def step(self) -> dict[str, float]:
+        """Take an optimizer step and return its memory, as the learner's metric."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        if self._trl is not None:
+            self._trl.step(self._batches, self._count)
+        else:
+            self._plain_step()
+        if self._device.type != "cuda":
+            return {}
+        torch.cuda.synchronize()
+        return {"train/peak_gpu_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+    def _plain_step(self) -> None:
+        for ids, labels in self._batches:
+            with torch.autocast(self._device.type, torch.bfloat16):
+                if self._liger:
+                    loss = self._model(ids, labels=labels, num_items_in_batch=self._count, use_cache=False).loss
+                else:
+                    logits = self._model(ids, use_cache=False).logits[:, :-1]
+                    loss = F.cross_entropy(logits.float().flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+                    loss = loss / self._count
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class _TrlStep:
+    """TRL's `SFTTrainer.training_step` on each micro-batch, then its clipping and optimizer."""
+
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        try:
+            datasets: Any = import_module("datasets")
+            trl: Any = import_module("trl")
+        except ImportError as error:
+            raise ConfigError(f"the loop trl needs trl and datasets ({error}); leave it out of --loops") from error
+        arguments = trl.SFTConfig(
+            output_dir="unused",
+            bf16=model.device.type == "cuda",
+            use_cpu=model.device.type == "cpu",
+            use_liger_kernel=model.device.type == "cuda",
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            report_to=[],
+            save_strategy="no",
+            dataset_kwargs={"skip_prepare_dataset": True},
+            remove_unused_columns=False,
+        )
+        dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1, 2]]})
+        self._trainer = trl.SFTTrainer(
+            model, args=arguments, train_dataset=dataset, processing_class=_tokenizer(), optimizers=(optimizer, None)
+        )
+        self._trainer.model_accepts_loss_kwargs = True
+        self._optimizer = optimizer
+
+    def step(self, batches: Sequence[tuple[torch.Tensor, torch.Tensor]], count: int) -> None:
+        """Take an optimizer step."""
+        trainer = self._trainer
+        for ids, labels in batches:
+            inputs = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+            trainer.training_step(trainer.model, inputs, num_items_in_batch=count)
+        trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def _tokenizer() -> Any:
+    """Return a tokenizer for TRL, which asks for one; the rows are tokens already."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
+
+
+def _load(options: LoopOptions, folder: Path) -> Any:
+    if options.liger:
+        try:
+            kernels: Any = import_module("liger_kernel.transformers")
+        except ImportError as error:
+            raise ConfigError(f"the loop needs liger-kernel ({error}); leave it out of --loops") from error
+        return kernels.AutoLigerKernelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    from transformers import AutoModelForCausalLM as Model
+
+    return Model.from_pretrained(str(folder), dtype=torch.float32)
+
+
+def _sorted_groups(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
+    """Yield rows of similar lengths, at most ``tokens`` padded ones."""
+    group: list[Row] = []
+    for row in sorted(rows, key=lambda row: -len(row.token_ids)):
+        if group and len(group[0].token_ids) * (len(group) + 1) > tokens:
+            yield group
+            group = []
+        group.append(row)
+    yield group
+
+
+def _padded(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and labels, padded at the end, where a causal model needs no mask."""
+    longest = max(len(row.token_ids) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+    labels = torch.full((len(rows), longest), -100)
+    for number, row in enumerate(rows):
+        tokens = torch.from_numpy(row.token_ids).long()
+        ids[number, : len(tokens)] = tokens
+        labels[number, : len(tokens)] = torch.where(torch.from_numpy(row.mask) != 0, tokens, -100)
+    return ids.to(device), labels.to(device)
