@@ -139,8 +139,9 @@ def _tokenizer() -> Any:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
+    make: Any = PreTrainedTokenizerFast
     words = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
+    return make(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
 
 
 def _load(options: LoopOptions, folder: Path) -> Any:
