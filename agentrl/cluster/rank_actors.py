@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,6 +101,11 @@ class RankActors:
         ]
         self._gather(refs, "loading the model", limit, "learner.start_timeout_s")
         self._is_ready = True
+
+    @cached_property
+    def shares_prefixes(self) -> bool:
+        """Whether batches may share prefixes; see `LearnerGroup.shares_prefixes`."""
+        return self._call(lambda actor: actor.learner.shares_prefixes, "loading the model")[0]
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step; see `LearnerGroup.train_step`. The ranks stay usable after a refused batch."""

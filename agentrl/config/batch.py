@@ -24,3 +24,6 @@ class BatchConfig(Section):
     """Rollouts an optimizer step; without a number, all rollouts of a step divided by ``train.steps_per_rollout``."""
     tokens_per_micro: PositiveInt = 4096
     """Tokens a rank computes at the same time, in one sequence of packed rows; a longer row gets a separate one."""
+    share_prefixes: bool = True
+    """Compute tokens that several rows of a micro-batch begin with, such as a group's prompt, only once, where that is
+    faster. Loss and gradient stay the same up to rounding. Layers that mix rows, such as Mamba, rule it out."""

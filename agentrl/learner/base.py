@@ -45,6 +45,11 @@ class WeightSource(Protocol):
 class LearnerRank(WeightSource, Protocol):
     """One rank of a learner. All ranks are called in the same order, with the same arguments, or their share of a batch."""
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether the rank takes micro-batches that share prefixes; see `LearnerGroup.shares_prefixes`."""
+        ...
+
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step on the only share of ``batch``, this rank's, which `check_provenance` has passed.
 
@@ -152,6 +157,11 @@ class WeightBucket(Protocol):
 class LearnerGroup(Protocol):
     """The driver side of a learner: takes global batches, returns results on the CPU."""
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether batches may be packed with ``share_prefixes``: no layer mixes rows other than by attention. May block."""
+        ...
+
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step and return its metrics.
 
@@ -254,6 +264,11 @@ class LearnerGroup(Protocol):
 
 class CriticGroup(Protocol):
     """The driver side of a critic: a learner whose model has a value head."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether batches may be packed with ``share_prefixes``; see `LearnerGroup.shares_prefixes`."""
+        ...
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step on a ``value`` batch; see `LearnerGroup.train_step`."""

@@ -41,6 +41,11 @@ class _LocalRank:
                 dist.destroy_process_group()
             raise
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether batches may share prefixes; see `LearnerGroup.shares_prefixes`."""
+        return self.rank.shares_prefixes
+
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step; see `LearnerGroup.train_step`."""
         check_provenance(batch)

@@ -36,6 +36,7 @@ class FakeLearner:
         self.steps = 0
         self.closed = False
         self.sleeping = False
+        self.shares_prefixes = True
         self._named = dict(weights or {})
         self._exporter: WeightExporter | None = None
         self._metrics = dict(metrics or {"loss": 0.0})

@@ -184,12 +184,19 @@ def packing_options(config: Config, pad_id: int) -> dict[str, Any]:
         "ranks": config.learner.ranks,
         "tokens_per_micro": config.batch.tokens_per_micro,
         "pad_id": pad_id,
+        "share_prefixes": config.batch.share_prefixes,
         "aggregation": config.batch.aggregation,
         "constant_tokens": config.batch.constant_tokens or config.rollout.max_tokens,
         "temperature": config.sampler.temperature,
         "provenance": config.train.provenance,
         "sources": tuple(config.sources),
     }
+
+
+def with_possible_sharing(config: Config, *models: LearnerGroup | CriticGroup) -> Config:
+    """Return ``config`` without `batch.share_prefixes` if one of the models cannot share prefixes."""
+    shares = config.batch.share_prefixes and all(model.shares_prefixes for model in models)
+    return config.model_copy(update={"batch": config.batch.model_copy(update={"share_prefixes": shares})})
 
 
 def live_share(groups: RolloutGroups, advantages: Mapping[RowKey, NDArray[np.float32]]) -> float:

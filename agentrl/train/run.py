@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from agentrl.obs.waiting import PHASE, waiting
 from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_dir import run_folder
+from agentrl.train.optimizer_steps import with_possible_sharing
 from agentrl.train.rollout_sources import open_replay, open_sampling
 from agentrl.train.run_outputs import draw_curve, open_metrics, print_summary
 from agentrl.train.sampling import RolloutSource
@@ -56,6 +58,8 @@ class TrainingRun:
             with waiting(PHASE, "start"):
                 teachers = await open_teachers(config, self.model, folder / "logs", exits)
                 source, learner, critic = await self._open(interrupt, exits)
+            models = (learner,) if critic is None else (learner, critic)
+            config = await asyncio.to_thread(with_possible_sharing, config, *models)
             view.total = source.steps
             metrics = open_metrics(config, folder, view.note, resume_after=step if self.checkpoint else None)
             trainer = Trainer(

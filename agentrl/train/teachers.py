@@ -24,7 +24,7 @@ from agentrl.models.load import load_tokenizer, read_vocab_size
 from agentrl.models.reference_policy import check_reference
 from agentrl.models.resolve import resolve_model
 from agentrl.render.registry import make_renderer
-from agentrl.train.optimizer_steps import packing_options
+from agentrl.train.optimizer_steps import packing_options, with_possible_sharing
 from agentrl.train.privileged import PrivilegedRows, load_context
 
 KEY = "algo.distillation.teachers"
@@ -92,7 +92,8 @@ class Teachers:
 
     def _score_by_learner(self, teacher: Teacher, rows: Sequence[Row], learner: LearnerGroup, pad_id: int) -> Scores:
         assert teacher.policy is not None
-        batch = pack(rows, **packing_options(self._config, pad_id))
+        config = with_possible_sharing(self._config, learner)
+        batch = pack(rows, **packing_options(config, pad_id))
         scored = learner.logprobs(batch, teacher.policy)
         return {key: np.asarray(values, np.float32) for key, values in scored.items()}
 

@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 
 from agentrl.core.errors import ModelError
 from agentrl.learner.device import to_device
+from agentrl.learner.fsdp.tree_attention import Tree, TreeMasks, TreeRows, attend_tree
 
 IMPLEMENTATION = "agentrl_packed"
 """Name of the attention implementation, for transformers."""
@@ -143,12 +144,14 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed: PackedRows,
+    packed: PackedRows | Tree,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within rows. ``query`` is ``[R, H, L, D]``, ``key`` and ``value`` ``[R, K, L, D]``; no dropout is applied.
+    """Attend within rows, or within a tree. No dropout is applied.
+
+    ``query`` is ``[R, H, L, D]``, ``key`` and ``value`` are ``[R, K, L, D]``.
 
     Returns:
         ``[R, L, H, D]`` and None, as transformers expects.
@@ -163,6 +166,8 @@ def packed_attention(
             raise ModelError(
                 f"the model's attention wants {option}, which the fsdp learner lacks; choose another model.path"
             )
+    if isinstance(packed, TreeRows | TreeMasks):
+        return attend_tree(query, key, value, packed, scaling=scaling, sliding_window=sliding_window), None
     if isinstance(packed, RowBounds):
         return flash_attention(query, key, value, packed, scaling, sliding_window), None
     bins, heads, length, _ = query.shape

@@ -56,6 +56,7 @@ def _kept() -> set[Any]:
         aten.mm.default,
         aten.addmm.default,
         aten._scaled_mm.default,
+        torch.ops.higher_order.flex_attention,
         aten._flash_attention_forward.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,

@@ -10,8 +10,9 @@ from torch import nn
 
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.learner.device import to_device
-from agentrl.learner.fsdp.attention import packed_rows, separated
+from agentrl.learner.fsdp.attention import PackedRows, packed_rows, separated
 from agentrl.learner.fsdp.head import HeadOptions, token_scores
+from agentrl.learner.fsdp.tree_attention import Tree, TreeInput, tree_input
 from agentrl.models.load import value_head
 
 
@@ -31,6 +32,9 @@ class PackedModel(nn.Module):
         """Whether decoder layers, and what follows the head's products, are compiled."""
         self.separates_rows = False
         """Compute every row in a bin of its own: layers of the model that are not attention would mix packed rows."""
+        window = getattr(model.config.get_text_config(), "sliding_window", None)
+        self.windows = () if window is None else (window,)
+        """Sizes of the sliding windows that layers may have."""
 
     def forward(
         self, micro: MicroBatch, at_N: torch.Tensor, temperature: float, entropy: bool = False
@@ -48,21 +52,39 @@ class PackedModel(nn.Module):
 
         """
         device = self.hf.device
+        if micro.shares_prefixes:
+            return self._score_tree(tree_input(micro, at_N, device, self.windows), temperature, entropy)
         token_ids_L, position_ids_L, row_L = micro.token_ids_L, micro.position_ids_L, micro.row_L
         targets_N = to_device(token_ids_L[at_N], device)
         token_ids_R_L, position_ids_R_L, row_R_L = token_ids_L[None], position_ids_L[None], row_L[None]
         if self.separates_rows:
             token_ids_R_L, position_ids_R_L, row_R_L, at_N = separated(token_ids_L, position_ids_L, row_L, at_N)
         packed = packed_rows(position_ids_R_L, row_R_L, device, flash=self.autocast)
+        token_ids_R_L, position_ids_R_L = (to_device(each, device) for each in (token_ids_R_L, position_ids_R_L))
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
-            hidden = self.hf.base_model(
-                input_ids=to_device(token_ids_R_L, device),
-                position_ids=to_device(position_ids_R_L, device),
-                use_cache=False,
-                packed=packed,
-            ).last_hidden_state
-            hidden_N_H = hidden.flatten(0, 1).index_select(0, to_device(at_N - 1, device))
+            hidden = self._hidden(token_ids_R_L, position_ids_R_L, packed)
+            hidden_N_H = hidden.index_select(0, to_device(at_N - 1, device))
             return self._score(hidden_N_H, targets_N, temperature, entropy)
+
+    def _score_tree(
+        self, given: TreeInput, temperature: float, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what `forward` does, for rows that share prefixes."""
+        assert not self.separates_rows, "layers that mix rows cannot share prefixes"
+        with torch.autocast(self.hf.device.type, torch.bfloat16, enabled=self.autocast):
+            hidden = self._hidden(given.token_ids_L[None], given.position_ids_L[None], given.tree)
+            # Branches begin after the same token: unlike that of index_select, this gradient is deterministic on GPUs.
+            scores_M, entropy_M = self._score(hidden[given.before_M], given.targets_M, temperature, entropy)
+        return scores_M[given.scored_N], None if entropy_M is None else entropy_M[given.scored_N]
+
+    def _hidden(
+        self, token_ids_R_L: torch.Tensor, position_ids_R_L: torch.Tensor, packed: PackedRows | Tree
+    ) -> torch.Tensor:
+        """Return the last hidden states, one line a token."""
+        hidden: torch.Tensor = self.hf.base_model(
+            input_ids=token_ids_R_L, position_ids=position_ids_R_L, use_cache=False, packed=packed
+        ).last_hidden_state
+        return hidden.flatten(0, 1)
 
     @property
     def head(self) -> nn.Module:

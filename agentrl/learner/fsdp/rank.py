@@ -86,6 +86,11 @@ class FsdpRank:
             self.models["reference"] = load_frozen(reference, config, device, mesh, "algo.reference")
         self.optimizers = make_optimizers(self.model, self.model.head, config.optimizer)
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether micro-batches may share prefixes; see `LearnerGroup.shares_prefixes`."""
+        return not any(model.separates_rows for model in self.models.values())
+
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step; see `LearnerRank.train_step`. A batch without a token to train on takes none."""
         self._check_awake()

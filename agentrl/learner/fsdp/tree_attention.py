@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.batch.prefix_tree import PrefixTree, prefix_tree
+from agentrl.learner.device import to_device
 
 FLEX_MULTIPLE = 128
 """Length of the blocks of flex attention."""
@@ -120,7 +121,7 @@ def tree_masks(tree: PrefixTree, length: int, device: torch.device, windows: Col
     """
     end, depth = np.arange(1, length + 1), np.zeros(length, np.int64)
     end[: len(tree.depth_U)], depth[: len(tree.depth_U)] = tree.subtree_end_U, tree.depth_U
-    end_L, depth_L = (torch.from_numpy(each.astype(np.int32)).to(device) for each in (end, depth))
+    end_L, depth_L = (to_device(torch.from_numpy(each.astype(np.int32)), device) for each in (end, depth))
     return TreeMasks({window: _block_mask(end_L, depth_L, window) for window in (None, *windows)})
 
 
@@ -195,7 +196,9 @@ def tree_input(micro: MicroBatch, at_N: torch.Tensor, device: torch.device, wind
         *(np.pad(each, (0, length - unique)) for each in (tree.token_ids_U, tree.depth_U)),
         *(before_U[scored_U], tree.token_ids_U[scored_U], (np.cumsum(scored_U) - 1)[token_N]),
     )
-    token_ids_L, position_ids_L, before_M, targets_M, scored_N = (torch.from_numpy(each).to(device) for each in arrays)
+    token_ids_L, position_ids_L, before_M, targets_M, scored_N = (
+        to_device(torch.from_numpy(each), device) for each in arrays
+    )
     given: Tree
     if device.type == "cpu":
         given = tree_rows(tree, [len(row) for row in rows], length)
