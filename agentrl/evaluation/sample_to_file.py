@@ -15,7 +15,7 @@ from rich.console import Console
 from agentrl.config.evaluation import EvalSet
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, RunStopped
-from agentrl.core.task import Task
+from agentrl.core.task import Task, source_of
 from agentrl.core.types import Rollout
 from agentrl.evaluation.metrics import compute_metrics
 from agentrl.evaluation.result import SetResult
@@ -75,7 +75,7 @@ def _check_number(plan: SamplePlan, splits: Mapping[str, Sequence[Task]], order:
         taken = Counter(order.place(position)[0] for position in range(plan.tasks))
     for name, tasks in splits.items():
         if plan.tasks < 1 or taken[name] > len(tasks):
-            of = f"; these are {taken[name]} of the source {name}, whose split" if name else f": --split {plan.split}"
+            of = f" takes {taken[name]} of the source {name}: its split" if name else f": --split {plan.split}"
             raise ConfigError(f"--tasks {plan.tasks}{of} has {len(tasks)} tasks")
 
 
@@ -115,7 +115,9 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
         raise RunStopped(f"{stop}. {len(done)} of {total} rollouts are in {plan.out}") from None
     finally:
         _finish(config, file, done)
-    console.print(results_table([_summary(config, plan, done)], f"{config.label}: {config.model.path}"))
+    by_source = {name: [one for one in done if source_of(one.prompt_id) == name] for name in config.sources}
+    summaries = [_summary(config, plan, name, some) for name, some in (by_source or {"samples": done}).items()]
+    console.print(results_table(summaries, f"{config.label}: {config.model.path}"))
     console.print(f"written {plan.out}: {len(done)} rollouts", highlight=False, soft_wrap=True)
 
 
@@ -129,7 +131,7 @@ def _finish(config: Config, file: RolloutFile, done: Sequence[Rollout]) -> None:
     sampled_with(path).write_text(yaml.safe_dump({"model": section}), encoding="utf-8")
 
 
-def _summary(config: Config, plan: SamplePlan, rollouts: Sequence[Rollout]) -> SetResult:
+def _summary(config: Config, plan: SamplePlan, name: str, rollouts: Sequence[Rollout]) -> SetResult:
     """Return the rollouts as one set of an evaluation, to be shown like it."""
     sampler = config.sampler
     sampling = EvalSet(
@@ -138,5 +140,5 @@ def _summary(config: Config, plan: SamplePlan, rollouts: Sequence[Rollout]) -> S
         top_p=sampler.top_p,
         top_k=sampler.top_k,
     )
-    eval_set = EvalTasks("samples", sampling, (), f"--split {plan.split}")
+    eval_set = EvalTasks(name, sampling, (), f"--split {plan.split}")
     return SetResult(eval_set, compute_metrics(rollouts, pass_reward=config.eval.pass_reward, group_by=None), rollouts)
