@@ -26,12 +26,22 @@ class SharedMemory:
 
     @classmethod
     def of(cls, size: int, device: torch.device) -> SharedMemory:
-        """Return memory of at least ``size`` bytes, which is valid until the next call."""
+        """Return memory of at least ``size`` bytes, which is valid until the next call.
+
+        Raises:
+            LearnerError: the device has too little memory.
+        """
         kept = _shared_memory.get(device)
         return kept if kept is not None and len(kept.flat) >= size else cls(size, device)
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.flat = torch.empty(size, dtype=torch.uint8, device=device)
+        try:
+            self.flat = torch.empty(size, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            raise LearnerError(
+                f"the learner has no memory on {device} for a bucket of weights of {size >> 20:,} MiB; a smaller "
+                f"weights.bucket_mib needs less: {str(error).splitlines()[0]}"
+            ) from error
         self._copy: torch.Tensor | None = None
         self._shared: tuple[Any, ...] | None = None
         """Arguments that open it: device, handle, size, offset, the reference counter's file and offset, event, event sync."""

@@ -92,3 +92,10 @@ def test_the_pickle_names_only_what_sglang_lets_in() -> None:
 def test_weights_on_a_cpu_cannot_be_shared() -> None:
     with pytest.raises(LearnerError, match="not on a GPU"):
         SharedMemory(16, torch.device("cpu")).handle(16, [])
+
+
+def test_a_bucket_that_does_not_fit_names_the_key() -> None:
+    with pytest.raises(
+        LearnerError, match=r"bucket of weights of 1,099,511,627,776 MiB; a smaller weights\.bucket_mib"
+    ):
+        SharedMemory.of(1 << 60, torch.device("cpu"))
