@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 _PART_BYTES = 256 << 20
@@ -61,16 +60,16 @@ def _all_gather(part: Sequence[_Shards]) -> None:
     sizes = [count * out[:1].nbytes for count, (_, out) in zip(rows, part, strict=True)]
     begins = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
     own = torch.empty(begins[-1], dtype=torch.uint8, device=device)
-    found = torch.empty(mesh.size() * begins[-1], dtype=torch.uint8, device=device)
 
     def at(flat: torch.Tensor, begin: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return flat[begin : begin + like.numel() * dtype.itemsize].view(dtype).view(like.shape)
 
     shards = [(weight.to_local(), out.dtype) for weight, out in part]
     copy_all([(shard, at(own, begin, shard, dtype)) for (shard, dtype), begin in zip(shards, begins, strict=False)])
-    dist.all_gather_into_tensor(found, own, group=mesh.get_group())
+    found = DTensor.from_local(own, mesh, (Shard(0),), run_check=False).full_tensor()
+    ranks = found.chunk(mesh.size())
     copies = []
     for (_, out), count, begin in zip(part, rows, begins, strict=False):
-        for flat, piece in zip(found.chunk(mesh.size()), torch.split(out, count), strict=False):
+        for flat, piece in zip(ranks, torch.split(out, count), strict=False):
             copies.append((at(flat, begin, piece, out.dtype), piece))
     copy_all(copies)
