@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Literal
 
@@ -30,7 +30,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("sync", "time/sync_s", "{:.1f}"),
     ("train", "time/train_s", "{:.1f}"),
 )
-"""Title, metric and format of the columns after the step; columns whose metric the run lacks are omitted.
+"""Title, metric and format of the columns after the step; columns whose metric the run lacks are omitted. In a mixed run the
+reward of each source follows the reward.
 
 ``flat groups`` is the share of groups without reward variance, ``tools`` the share of the episodes' time in tool calls. The
 seconds of a step are followed by those of its phases."""
@@ -45,10 +46,26 @@ def format_left(seconds: float) -> str:
 
 
 class ProgressView:
-    """A live table in a terminal; plain lines if the output is not a terminal, or in mode ``plain``."""
+    """A live table in a terminal; plain lines if the output is not a terminal, or in mode ``plain``.
 
-    def __init__(self, console: Console, total_steps: int, mode: Literal["auto", "live", "plain"] = "auto") -> None:
+    Args:
+        console: to print to.
+        total_steps: of the run.
+        mode: see ``obs.progress``.
+        sources: of a mixed run, whose mean rewards are shown too.
+
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        total_steps: int,
+        mode: Literal["auto", "live", "plain"] = "auto",
+        sources: Collection[str] = (),
+    ) -> None:
         self.console = console
+        of_sources = ((name, f"train/{name}/reward", "{:.3f}") for name in sources)
+        self._columns = (COLUMNS[0], *of_sources, *COLUMNS[1:])
         self.total = total_steps
         """Number of steps of the run."""
         self._rows: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=SHOWN_STEPS)
@@ -99,7 +116,8 @@ class ProgressView:
         if self._live:
             self._live.update(self._table())
         else:
-            cells = "  ".join(f"{title} {form.format(metrics[key])}" for title, key, form in COLUMNS if key in metrics)
+            columns = self._columns
+            cells = "  ".join(f"{title} {form.format(metrics[key])}" for title, key, form in columns if key in metrics)
             self.print_text(f"step {step}/{self.total}  {cells}  left {self._left()}")
 
     def _left(self) -> str:
@@ -110,7 +128,7 @@ class ProgressView:
         return format_left(left if self._seconds_left is None else max(0.0, min(left, self._seconds_left)))
 
     def _table(self) -> RenderableType:
-        shown = [column for column in COLUMNS if any(column[1] in metrics for _, metrics in self._rows)]
+        shown = [column for column in self._columns if any(column[1] in metrics for _, metrics in self._rows)]
         table = Table(box=None, pad_edge=False, header_style="bold")
         for title in ("step", *(title for title, _, _ in shown)):
             table.add_column(title, justify="right")

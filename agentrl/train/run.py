@@ -52,7 +52,9 @@ class TrainingRun:
         """Start the services, train to the end, end the services, and return the finished trainer."""
         config, folder, step = self.config, self.folder, int(self.state["step"])
         async with AsyncExitStack() as exits:
-            view = exits.enter_context(ProgressView(self.console, config.train.steps, config.obs.progress))
+            view = exits.enter_context(
+                ProgressView(self.console, config.train.steps, config.obs.progress, config.sources)
+            )
             view.phase("starting")
             exits.enter_context(Watchdog(config.obs.stall_warning_s, view.print_text, folder / "logs" / "watchdog.log"))
             with waiting(PHASE, "start"):

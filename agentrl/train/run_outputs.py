@@ -39,9 +39,10 @@ def open_metrics(config: Config, folder: Path, note: Callable[[str], None], resu
 
 
 def curve_keys(config: Config) -> list[str]:
-    """Return the metrics that the learning curve shows, including those of each evaluation set."""
+    """Return the metrics that the learning curve shows, including those of each source and each evaluation set."""
     prefixes = [f"eval/{name}/" for name in config.eval.named_sets(config.sources) if name] or ["eval/"]
-    return ["train/reward", "rollout/exact_match", *(prefix + key for prefix in prefixes for key in CURVE)]
+    sources = [f"train/{name}/reward" for name in config.sources]
+    return ["train/reward", *sources, "rollout/exact_match", *(prefix + key for prefix in prefixes for key in CURVE)]
 
 
 def draw_curve(config: Config, folder: Path, console: Console) -> Path | None:

@@ -9,6 +9,7 @@ def test_the_curve_shows_every_set() -> None:
     keys = curve_keys(load_config(None, ["eval.sets={a: {}, b: {}}"]))
     assert {"train/reward", "eval/a/reward", "eval/b/exact_match"} <= set(keys)
     assert "eval/reward" not in keys
+    assert {"train/a/reward", "eval/a/reward"} <= set(curve_keys(load_config(None, ["sources.a={}"])))
 
 
 def test_the_end_of_a_run_says_what_matters() -> None:

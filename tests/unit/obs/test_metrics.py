@@ -76,6 +76,18 @@ def test_progress_shows_every_metric_in_a_terminal_and_in_a_log() -> None:
             assert expected in text, (mode, expected)
 
 
+def test_progress_shows_the_reward_of_each_source_of_a_mixed_run() -> None:
+    for mode in ("live", "plain"):
+        out = io.StringIO()
+        console = Console(file=out, width=120, force_terminal=mode == "live")
+        with ProgressView(console, 10, mode, ["math", "search"]) as view:
+            view.step(8, {"train/reward": 0.25, "train/math/reward": 0.125, "rollout/searches": 1.5})
+        text = out.getvalue()
+        assert text.index("reward") < text.index("math") < text.index("searches"), mode
+        assert "0.125" in text
+        assert "search " not in text, "a source without a rollout in the step"
+
+
 def test_rollout_panel_colours_by_who_made_the_text() -> None:
     words = ["<s>", "the prompt", "<search>", "x</search>", "<end>", "found [b]y[/b]", "yes", "<end>"]
     [row] = synthetic_rows(1, 2, 6)
