@@ -53,6 +53,8 @@ class LossInput:
     """The sampler's log-probabilities, at the learner's temperature; 0 in supervised batches."""
     sequence_N: torch.Tensor | None = None
     """int64 number of the token's sequence, all that one agent sampled in a rollout; None in supervised batches."""
+    sequences: int | None = None
+    """Sequences of the global batch: above every number in ``sequence_N``."""
     sequence_size_N: torch.Tensor | None = None
     """Tokens of that sequence in the global batch, of which some may be in other micro-batches."""
     learner_logprobs_N: torch.Tensor | None = None
@@ -83,14 +85,25 @@ class LossInput:
         """Return the mean of values over each token's sequence, ``[N]``, for sequences that are whole in the micro-batch."""
         assert self.sequence_N is not None, "supervised batches have no sequences"
         assert self.sequence_size_N is not None
-        return over_sequences(values_N, self.sequence_N, "sum") / self.sequence_size_N
+        return over_sequences(values_N, self.sequence_N, "sum", self.sequences) / self.sequence_size_N
 
 
-def over_sequences(values_N: torch.Tensor, sequence_N: torch.Tensor, reduce: str) -> torch.Tensor:
-    """Return the reduced value (``sum``, ``mean`` or ``amax``) of each token's sequence, ``[N]``."""
-    names_S, index_N = torch.unique(sequence_N, return_inverse=True)
-    found_S = values_N.new_zeros(len(names_S)).scatter_reduce(0, index_N, values_N, reduce, include_self=False)
-    return found_S[index_N]
+def over_sequences(
+    values_N: torch.Tensor, sequence_N: torch.Tensor, reduce: str, sequences: int | None = None
+) -> torch.Tensor:
+    """Return the reduced value (``sum``, ``mean`` or ``amax``) of each token's sequence, ``[N]``.
+
+    Args:
+        values_N: of tokens.
+        sequence_N: int64 numbers of their sequences.
+        reduce: how.
+        sequences: above every number; None computes it, for which the host waits for a GPU.
+
+    """
+    if sequences is None:
+        sequences = int(sequence_N.max()) + 1 if len(sequence_N) else 0
+    found_S = values_N.new_zeros(sequences).scatter_reduce(0, sequence_N, values_N, reduce, include_self=False)
+    return found_S[sequence_N]
 
 
 @dataclass(slots=True)

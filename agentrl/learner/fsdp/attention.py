@@ -12,6 +12,7 @@ the longest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,8 @@ LENGTH_RATIO = 1.5
 """Maximum ratio of row lengths in one group, which bounds the padding."""
 CPU_BLOCK = 64
 """Queries per block on a CPU; fastest of 32 to 200 on rows of 400 tokens."""
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+"""Fewer key heads than query heads; torch 2.11 takes them without an argument."""
 CPU_BLOCKWISE_TOKENS = 1024
 """Longer rows use torch's own CPU kernel, which stores no scores: it is slower, but needs less memory."""
 
@@ -195,11 +198,9 @@ def flash_attention(
     """Return `packed_attention` by torch's variable-length flash attention, which takes 16-bit values on GPUs only."""
     bins, heads, length, size = query.shape
     q, k, v = (x.transpose(1, 2).reshape(bins * length, x.shape[1], size).to(value.dtype) for x in (query, key, value))
-    if key.shape[1] < heads:  # torch 2.11 has no grouped heads
-        k, v = (x.repeat_interleave(heads // key.shape[1], 1) for x in (k, v))
     seen = (-1 if window is None else window - 1, 0)
     attended = varlen_attn(
-        q, k, v, rows.starts, rows.starts, rows.longest, rows.longest, scale=scaling, window_size=seen
+        q, k, v, rows.starts, rows.starts, rows.longest, rows.longest, scale=scaling, window_size=seen, **_GROUPED
     )
     assert isinstance(attended, torch.Tensor)
     return attended.view(bins, length, heads, size)

@@ -143,10 +143,11 @@ class FsdpRank:
         numbers = torch.tensor(micro.sequences, dtype=torch.int64)
         chosen["sequence_N"] = numbers[micro.row_L[at_N].long()]
         chosen["sequence_size_N"] = torch.tensor(batch.sequence_sizes, dtype=torch.float32)[chosen["sequence_N"]]
-        found = {
+        found: dict[str, Any] = {
             name: None if values_N is None else to_device(values_N, self.device) for name, values_N in chosen.items()
         }
-        return found | {"source_tokens": self._source_tokens(micro, at_N)}
+        found["source_tokens"], found["sequences"] = self._source_tokens(micro, at_N), len(batch.sequence_sizes)
+        return found
 
     def _source_tokens(self, micro: MicroBatch, at_N: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return where the tokens of each source are among those at the mask; see `LossInput.source_tokens`."""
