@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -53,8 +53,6 @@ class LossInput:
     """The sampler's log-probabilities, at the learner's temperature; 0 in supervised batches."""
     sequence_N: torch.Tensor | None = None
     """int64 number of the token's sequence, all that one agent sampled in a rollout; None in supervised batches."""
-    sequences: int | None = None
-    """Sequences of the global batch: above every number in ``sequence_N``."""
     sequence_size_N: torch.Tensor | None = None
     """Tokens of that sequence in the global batch, of which some may be in other micro-batches."""
     learner_logprobs_N: torch.Tensor | None = None
@@ -74,11 +72,13 @@ class LossInput:
     source_tokens: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """int64 places among ``N`` of the tokens of each source of a mixed run, by its number; sources without tokens are
     left out. The sizes are known on the host, so nothing waits for a GPU."""
+    sequences: int | None = None
+    """Sequences of the global batch: above every number in ``sequence_N``."""
 
     def at(self, places_M: torch.Tensor) -> LossInput:
         """Return the fields at some of the tokens, int64 ``[M]``."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        tensors = {name: value[places_M] for name, value in values.items() if isinstance(value, torch.Tensor)}
+        tensors: dict[str, Any] = {name: value[places_M] for name, value in values.items() if isinstance(value, torch.Tensor)}
         return replace(self, source_tokens={}, **tensors)
 
     def sequence_mean(self, values_N: torch.Tensor) -> torch.Tensor:
