@@ -78,7 +78,9 @@ class LossInput:
     def at(self, places_M: torch.Tensor) -> LossInput:
         """Return the fields at some of the tokens, int64 ``[M]``."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        tensors: dict[str, Any] = {name: value[places_M] for name, value in values.items() if isinstance(value, torch.Tensor)}
+        tensors: dict[str, Any] = {
+            name: value[places_M] for name, value in values.items() if isinstance(value, torch.Tensor)
+        }
         return replace(self, source_tokens={}, **tensors)
 
     def sequence_mean(self, values_N: torch.Tensor) -> torch.Tensor:
