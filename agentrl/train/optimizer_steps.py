@@ -63,8 +63,15 @@ def score_rollouts(
     return StepScores(
         learner=learner.logprobs(batch) if _needs_learner(config) else {},
         reference=learner.logprobs(batch, "reference") if _kl_in_reward(config) else {},
-        values=critic.values(batch) if critic is not None else {},
+        values=_values(config, groups, critic, pad_id) if critic is not None else {},
     )
+
+
+def _values(config: Config, groups: RolloutGroups, critic: CriticGroup, pad_id: int) -> RowValues:
+    """Return the critic's values of the rollouts whose estimator needs them."""
+    parts = groups_by_source(groups, config.sources).items()
+    rows = [row for name, part in parts if config.algo.by_source[name].needs_critic for row in part.rows]
+    return critic.values(pack(rows, **packing_options(config, pad_id))) if rows else {}
 
 
 def _needs_learner(config: Config) -> bool:

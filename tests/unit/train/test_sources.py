@@ -6,17 +6,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from agentrl.algo.estimate import RowAdvantages, mean_advantages
 from agentrl.batch.groups import RolloutGroups, group_rollouts
+from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
-from agentrl.core.types import Rollout
+from agentrl.core.types import Rollout, RowKey
 from agentrl.obs.rollouts import read_rollouts
 from agentrl.testing import FakeLearner
 from agentrl.train.critic import returns_of, value_batches, value_metrics
-from agentrl.train.optimizer_steps import StepScores, compares_groups, needs_scores, nothing_trained, step_advantages
+from agentrl.train.optimizer_steps import (
+    StepScores,
+    compares_groups,
+    needs_scores,
+    nothing_trained,
+    score_rollouts,
+    step_advantages,
+)
 from agentrl.train.step_metrics import source_metrics
 from tests.unit.train.test_replay import config as plain
 from tests.unit.train.test_replay import groups, rollout, samples_file
@@ -90,6 +99,21 @@ def test_the_critic_learns_from_the_sources_that_need_it() -> None:
     assert returns_of(given, search, scores) == {}
     assert value_batches(given, search, scores, {}, pad_id=0) == []
     assert value_metrics([], search, scores, {}) == {}
+
+
+class Critic:
+    """Values every token of a batch at 0.5."""
+
+    def values(self, batch: GlobalBatch) -> dict[RowKey, NDArray[np.float32]]:
+        micros = [micro for share in batch.micro for micro in share]
+        return {key: np.full(12, 0.5, np.float32) for micro in micros for key in micro.keys}
+
+
+def test_only_rollouts_of_such_sources_are_valued() -> None:
+    given, learner = mixed("sources.math.algo.advantage.name=gae"), FakeLearner()
+    scores = score_rollouts(given, group_rollouts(step()), learner, Critic(), 0)
+    assert {key.prompt_id for key in scores.values} == {"math/1", "math/2"}
+    assert score_rollouts(given, of("search", step()), learner, Critic(), 0).values == {}
 
 
 def test_metrics_by_source() -> None:
