@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import torch
 
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
 from agentrl.bench.learner_loops import LOOPS, LoopOptions, OtherLoop
+from agentrl.bench.learner_rows import WORKLOADS, RowOptions
 from agentrl.cluster.learner_group import start_learners
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
-from agentrl.core.types import MaskReason, Provenance, Row, RowKey
+from agentrl.core.types import Row
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.device import resolve_device
 from agentrl.learner.in_process import LocalLearnerGroup
@@ -41,6 +41,8 @@ class LearnerBench:
     steps: int
     loops: Sequence[str]
     """Other loops to measure; see `LOOPS`."""
+    workload: str = "lognormal"
+    """Which rows; see `WORKLOADS`."""
     seed: int = 0
 
 
@@ -68,7 +70,10 @@ def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], N
 
     """
     shape = find_model_shape(bench.size)
-    rows = lognormal_rows(bench, shape.vocab_size)
+    if bench.workload not in WORKLOADS:
+        raise ConfigError(f"--workload={bench.workload}: there are {', '.join(WORKLOADS)}")
+    options = RowOptions(bench.rows, bench.median_tokens, bench.longest, shape.vocab_size, bench.seed)
+    rows = WORKLOADS[bench.workload](options)
     device = resolve_device(config.learner)
     with tempfile.TemporaryDirectory() as folder:
         tell(f"writing a random model of {shape.parameters / 1e9:.2f}B parameters")
@@ -87,38 +92,22 @@ def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], N
             del loop
 
 
-def lognormal_rows(bench: LearnerBench, vocabulary: int) -> list[Row]:
-    """Return rows with log-normal lengths, of at least 256 and at most ``longest`` tokens; half of the tokens are trained."""
-    rng = np.random.default_rng(bench.seed)
-    lengths = np.clip(rng.lognormal(np.log(bench.median_tokens), 0.5, bench.rows), 256, bench.longest).astype(int)
-    return [_row(rng, number, int(length), vocabulary) for number, length in enumerate(lengths)]
-
-
-def _row(rng: np.random.Generator, number: int, length: int, vocabulary: int) -> Row:
-    sampled = rng.random(length) < 0.5
-    sampled[0] = False
-    return Row(
-        key=RowKey(f"p{number}", f"p{number}/0"),
-        token_ids=rng.integers(0, vocabulary, length).astype(np.int32),
-        provenance=np.where(sampled, Provenance.SAMPLED, Provenance.OBSERVED).astype(np.uint8),
-        mask=sampled.astype(np.uint8),
-        mask_reason=np.where(sampled, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8),
-        logprobs=np.where(sampled, -12.0, 0).astype(np.float32),
-        versions=np.where(sampled, 0, -1).astype(np.int32),
-        requests=np.where(sampled, 0, -1).astype(np.int32),
-        request_ids=("q",),
-    )
-
-
 def packed_batch(config: Config, rows: Sequence[Row]) -> GlobalBatch:
     """Return the rows as a batch, half with a positive advantage."""
     advantages = {row.key: 1.0 - 2.0 * (number % 2) for number, row in enumerate(rows)}
-    return pack(rows, advantages, ranks=config.learner.ranks, tokens_per_micro=config.batch.tokens_per_micro, pad_id=0)
+    return pack(
+        rows,
+        advantages,
+        ranks=config.learner.ranks,
+        tokens_per_micro=config.batch.tokens_per_micro,
+        pad_id=0,
+        share_prefixes=config.batch.share_prefixes,
+    )
 
 
 def training_flops(shape: Shape, rows: Sequence[Row]) -> float:
     """Return the floating-point operations of a step: 6 a parameter and token, the head's only at trained tokens, and causal
-    attention.
+    attention. Tokens that rows begin with count in every row.
     """
     tokens = sum(len(row.token_ids) for row in rows)
     trained = sum(int(row.mask.sum()) for row in rows)

@@ -55,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     learner.add_argument("--size", default="tiny", help="of the random model: tiny, 0.6b, 4b or 8b")
     learner.add_argument("--rows", type=int, default=48, help="rows of a step")
+    learner.add_argument(
+        "--workload", default="lognormal", help="lognormal, groups (with a common prompt) or forks (of episodes)"
+    )
     learner.add_argument("--median-tokens", type=int, default=1636, help="of a row")
     learner.add_argument("--longest", type=int, default=4096, help="maximum tokens of a row")
     learner.add_argument("--steps", type=int, default=6, help="steps of each loop; the first two do not count")
@@ -191,6 +194,7 @@ def _learner(arguments: argparse.Namespace, config: Config, console: Console) ->
         median_tokens=arguments.median_tokens,
         longest=arguments.longest,
         steps=arguments.steps,
+        workload=arguments.workload,
         loops=[part for part in arguments.loops.split(",") if part],
     )
     heads = ("loop", "first s", "s a step", "tokens/s", "utilization", "GiB")
