@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
         from agentrl.train.preflight import check_run
 
         plan = check_run(config)
-        lines += [f"template {plan.template}", *plan.warnings]
+        lines += [f"template {plan.template}", *plan.training, *plan.warnings]
     for line in lines:
         print_message(console, line)
     from agentrl.train.run import run_training

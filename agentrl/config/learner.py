@@ -67,6 +67,9 @@ class LearnerConfig(Section):
     """Drop gathered weights after each layer's forward pass: less memory, twice the communication."""
     logits_chunk: PositiveInt = 4096
     """Trained tokens whose logits are held at the same time."""
+    freeze: list[str] = Field(default_factory=list)
+    """Shell patterns of weights that stay as they are, by Hugging Face name, such as ``*.embed_tokens.*``. They have no
+    gradient and no optimizer state. A critic is trained as a whole."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer."""
     start_timeout_s: PositiveFloat = 300.0

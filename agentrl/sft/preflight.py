@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.core.registry import make_env, make_tasks
 from agentrl.models.resolve import resolve_model
 from agentrl.runtime.checks import check_packages
+from agentrl.runtime.training_summary import describe_training
 
 
 def check_sft(config: Config) -> None:
@@ -29,6 +31,11 @@ def check_sft(config: Config) -> None:
     make_tasks(config.tasks.name, config.tasks.options)
     make_env(config.env.name, config.env.options)
     check_packages(config)
+
+
+def describe_sft(config: Config, model: Path) -> list[str]:
+    """Return lines on what is trained; see `describe_training`."""
+    return describe_training(config, model)
 
 
 def plan_sft(config: Config) -> list[str]:

@@ -33,7 +33,7 @@ from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.interrupt import SIGNALS, handled_signals, leave_terminals, terminals
 from agentrl.runtime.run_dir import run_folder
 from agentrl.sft.demonstrations import Demonstrated, Demonstrations
-from agentrl.sft.preflight import check_sft
+from agentrl.sft.preflight import check_sft, describe_sft
 
 SHOWN_EVERY = 50
 """Steps between lines on the console; ``metrics.jsonl`` has all steps."""
@@ -58,6 +58,8 @@ def sft(config: Config, *, note: Callable[[str], None]) -> Path:
 
 def _run(config: Config, model: Path, data: Demonstrations, folder: Path, note: Callable[[str], None]) -> Path:
     out = config.sft.out or folder / "model"
+    for line in describe_sft(config, model):
+        note(line)
     note(f"run {folder}: {config.sft.steps} steps of {config.sft.batch_size} demonstrations")
     learner = _start_learner(config, model, folder)
     try:

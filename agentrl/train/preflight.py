@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.cluster.ray_address import running_address
@@ -23,6 +23,7 @@ from agentrl.runtime.placement_check import check_placement, describe_placement
 from agentrl.runtime.run_tools import check_tools
 from agentrl.runtime.task_sources import TaskSources, of_source, read_splits
 from agentrl.runtime.template_check import check_chat_template
+from agentrl.runtime.training_summary import describe_training
 from agentrl.train.teachers import check_teachers
 from agentrl.train.warm_start import describe, warm_start_config
 
@@ -40,6 +41,8 @@ class Plan:
     """What this machine lacks for the run."""
     warnings: list[str]
     """What is likely to be a mistake, with the key to set."""
+    training: list[str] = field(default_factory=list)
+    """Lines on what is trained, and how; empty if the model is missing."""
     template: str = ""
     """One line on the chat template's effect on training; empty if the model is missing."""
 
@@ -86,14 +89,15 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     model = _check_model(config, missing, fetch=fetch and not missing)  # no gigabytes for a run that is refused
     template = "" if model is None else _check_templates(config, model, train)
     lines = [*_describe_sources(config, train), *_describe(config, model, sets, template)]
-    warnings = []
+    warnings, training = [], []
     if model is not None:
+        training = describe_training(config, model)
         critic = resolve_critic(config, model)
         sizes = [count_parameters(folder) if folder is not None else 0 for folder in (model, critic)]
         warnings = learning_rate_warnings(config, *sizes)
     if warm is not None:
         lines.append(f"{'warm start':<13}{config.model.warm_start}: {describe(warm)}")
-    return Plan(lines, missing, warnings, template)
+    return Plan([*lines, *training], missing, warnings, training, template)
 
 
 @contextmanager

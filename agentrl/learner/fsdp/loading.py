@@ -22,6 +22,7 @@ from agentrl.learner.fsdp.layers import prepare_layers
 from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
 from agentrl.learner.fsdp.sharding import reshard, shard
 from agentrl.learner.fsdp.weights import allocate, fill, untie_different
+from agentrl.models.freezing import frozen_names
 from agentrl.models.load import empty_model
 from agentrl.models.weight_files import WeightFiles
 
@@ -47,6 +48,7 @@ def load_policy(
         key: configuration key of the folder, for messages.
 
     Raises:
+        ConfigError: see `frozen_names`.
         ModelError: the folder cannot be loaded, or the architecture does more than a head on hidden states.
 
     """
@@ -79,7 +81,7 @@ def load_frozen(
     folder: Path, config: LearnerConfig, device: torch.device, mesh: DeviceMesh | None, key: str
 ) -> PolicyModel:
     """Load ``folder`` as a frozen model that only scores tokens; see `load_policy`."""
-    frozen = load_policy(folder, config, device, mesh, key)
+    frozen = load_policy(folder, config.model_copy(update={"freeze": []}), device, mesh, key)
     frozen.eval()
     frozen.requires_grad_(False)
     return frozen
@@ -91,6 +93,7 @@ def _load(
     """Set a model on `meta` up for training, shard it, and read its weights."""
     files = WeightFiles(folder, key)
     untie_different(model.hf, files)
+    _freeze(model.hf, config)
     model.hf.train()
     _disable_dropout(model.hf)
     model.autocast, model.compiled = uses_bfloat16(config), compiles(config)
@@ -101,6 +104,17 @@ def _load(
         shard(model, mesh, config)
     allocate(model, device)
     fill(model.hf, folder, files, values=isinstance(model, ValueModel), key=key)
+
+
+def _freeze(hf: nn.Module, config: LearnerConfig) -> None:
+    """Mark the weights of `LearnerConfig.freeze`, before they are sharded.
+
+    Raises:
+        ConfigError: see `frozen_names`.
+    """
+    parameters = dict(hf.named_parameters())
+    for name in frozen_names(parameters, config.freeze):
+        parameters[name].requires_grad_(False)
 
 
 def _as_bfloat16(module: nn.Module, inputs: object, embeddings: torch.Tensor) -> torch.Tensor:

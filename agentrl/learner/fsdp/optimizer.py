@@ -11,31 +11,36 @@ from agentrl.config.learner import OptimizerConfig
 
 
 def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """Return AdamW over everything, or Muon over the layers' matrices and AdamW over the rest.
+    """Return AdamW over what is trained, or Muon over the layers' matrices and AdamW over the rest.
 
     Vectors, such as norms and biases, have no weight decay.
 
     Args:
-        model: its parameters are trained.
+        model: its parameters that require a gradient are trained.
         head: the output head; like the embeddings it is optimized by AdamW.
         config: optimizer and learning rates.
 
     """
+    trained = [p for p in model.parameters() if p.requires_grad]
     if config.name == "adamw":
-        return [_adamw(list(model.parameters()), config)]
+        return [_adamw(trained, config)]
     outer = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     outer |= {id(p) for p in head.parameters()}
-    matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in outer]
+    matrices = [p for p in trained if p.ndim == 2 and id(p) not in outer]
     chosen = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in chosen]
-    muon = torch.optim.Muon(
-        matrices,
+    rest = [p for p in trained if id(p) not in chosen]
+    made = {_muon: matrices, _adamw: rest}
+    return [make(parameters, config) for make, parameters in made.items() if parameters]
+
+
+def _muon(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.Muon(
+        parameters,
         lr=config.lr,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         adjust_lr_fn="match_rms_adamw",
     )
-    return [muon, _adamw(rest, config)]
 
 
 def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -46,7 +46,7 @@ class FsdpRank:
         role: a critic has a value head in place of the language head, ``algo.critic.optimizer``, and the loss of values.
 
     Raises:
-        ConfigError: the reference reads other tokens than the policy.
+        ConfigError: the reference reads other tokens than the policy, or see `frozen_names`.
         ModelError: a folder cannot be loaded.
 
     """
@@ -63,7 +63,7 @@ class FsdpRank:
         role: Role = "policy",
     ) -> None:
         if role == "critic":
-            config = config.model_copy(update={"optimizer": algo.critic.optimizer})
+            config = config.model_copy(update={"optimizer": algo.critic.optimizer, "freeze": []})
         self.config = config
         self.device = device
         self.source = folder

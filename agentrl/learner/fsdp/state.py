@@ -7,7 +7,7 @@
       optimizer/     torch.distributed.checkpoint: loads on any number of ranks; absent before the first step
       reference/     the reference policy, likewise; only once it differs from that of the start
       random/        one file per rank: torch, CUDA, NumPy and Python states
-      learner.json   finished steps, optimizer, number of ranks, shapes of all weights; written last
+      learner.json   finished steps, optimizer, number of ranks, shapes of weights, frozen ones; written last
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def load_state(rank: SavedRank, folder: Path) -> None:
     """
     found = _read_description(folder)
     expected = _description(rank)
-    for key in ("optimizer", "shapes"):
+    for key in ("optimizer", "shapes", "frozen"):
         if found[key] != expected[key]:
             raise CheckpointError(
                 f"{folder} was written with another {key}: {_difference(rank, found[key], expected[key])}"
@@ -181,17 +181,23 @@ def _description(rank: SavedRank) -> dict[str, Any]:
         "optimizer": rank.config.optimizer.name,
         "ranks": dist.get_world_size(),
         "shapes": {name: list(parameter.shape) for name, parameter in rank.model.hf.named_parameters()},
+        "frozen": sorted(name for name, parameter in rank.model.hf.named_parameters() if not parameter.requires_grad),
     }
 
 
 def _read_description(folder: Path) -> dict[str, Any]:
     with reading(folder / "learner.json", "description of a whole checkpoint", CheckpointError):
         found: dict[str, Any] = json.loads((folder / "learner.json").read_bytes())
-        return {"step": int(found["step"]), "optimizer": str(found["optimizer"]), "shapes": dict(found["shapes"])}
+        shapes, frozen = dict(found["shapes"]), list(found["frozen"])
+        return {"step": int(found["step"]), "optimizer": str(found["optimizer"]), "shapes": shapes, "frozen": frozen}
 
 
 def _difference(rank: SavedRank, found: Any, expected: Any) -> str:
     is_critic = "critic" in rank.models
+    if isinstance(found, list):
+        other = min({*found} ^ {*expected})
+        now, before = ("trained", "frozen") if other in found else ("frozen", "trained")
+        return f"{other} is {before}, in this run {now} (learner.freeze)"
     if not isinstance(found, dict):
         key = "algo.critic.optimizer.name" if is_critic else "learner.optimizer.name"
         return f"{found!r}, this run has {expected!r} ({key})"
