@@ -86,9 +86,10 @@ class OtherLoop:
                 if self._liger:
                     loss = self._model(ids, labels=labels, num_items_in_batch=self._count, use_cache=False).loss
                 else:
-                    logits = self._model(ids, use_cache=False).logits[:, :-1]
-                    loss = F.cross_entropy(logits.float().flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-                    loss = loss / self._count
+                    hidden = self._model.base_model(ids, use_cache=False).last_hidden_state[:, :-1]
+                    trained = labels[:, 1:] != -100  # logits of all tokens would not fit
+                    logits = self._model.lm_head(hidden[trained]).float()
+                    loss = F.cross_entropy(logits, labels[:, 1:][trained], reduction="sum") / self._count
             loss.backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
@@ -150,10 +151,12 @@ def _load(options: LoopOptions, folder: Path) -> Any:
             kernels: Any = import_module("liger_kernel.transformers")
         except ImportError as error:
             raise ConfigError(f"the loop needs liger-kernel ({error}); leave it out of --loops") from error
-        return kernels.AutoLigerKernelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+        return kernels.AutoLigerKernelForCausalLM.from_pretrained(
+            str(folder), dtype=torch.float32, trust_remote_code=False
+        )
     from transformers import AutoModelForCausalLM as Model
 
-    return Model.from_pretrained(str(folder), dtype=torch.float32)
+    return Model.from_pretrained(str(folder), dtype=torch.float32, trust_remote_code=False)
 
 
 def _sorted_groups(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:

@@ -27,8 +27,8 @@ from agentrl.models.load import empty_model
 from agentrl.models.weight_files import WeightFiles
 
 _log = logging.getLogger(__name__)
-_PROBE_T, _OTHER_T = torch.arange(1, 8), torch.arange(6, 0, -1)
-"""Token ids of the rows that probe a model."""
+_PROBE_T, _OTHER_T = torch.arange(1, 10), torch.arange(7, 0, -1)
+"""Token ids of the rows that probe a model; float8 products want 16 in all."""
 _ROUNDING, _ROUNDING_BFLOAT16 = 1e-4, 0.1
 """Absolute and relative difference of log-probabilities that is rounding."""
 
