@@ -134,3 +134,8 @@ class LearnerActor:
     def leave_group(self) -> None:
         """See `LearnerGroup.leave_group`. Runs in a separate thread, concurrently with the call that it interrupts."""
         self.exporter.leave_group()
+
+    @ray.method(concurrency_group="saving")
+    def finish_save(self) -> None:
+        """See `LearnerRank.finish_save`. Runs in a separate thread, while the rank trains."""
+        self.learner.finish_save()

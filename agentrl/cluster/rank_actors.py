@@ -57,7 +57,10 @@ class RankActors:
         self._over: str | None = None
         self._is_ready = False
         ranks = spec.learner.ranks
-        options: dict[str, Any] = {"num_gpus": int(spec.device == "cuda"), "concurrency_groups": {"leaving": 1}}
+        options: dict[str, Any] = {
+            "num_gpus": int(spec.device == "cuda"),
+            "concurrency_groups": {"leaving": 1, "saving": 1},
+        }
         actor: Any = ray.remote(num_cpus=1, max_restarts=0, **options)(LearnerActor)
         self._actors: list[Any] = [actor.options(**rank_options(rank)).remote(rank, ranks) for rank in range(ranks)]
         self._locations = [actor.__ray_call__.remote(actor_location) for actor in self._actors]
@@ -134,9 +137,14 @@ class RankActors:
         self._call(lambda actor: actor.learner.wake(), "wake")
 
     def save(self, folder: Path) -> None:
-        """Write the state; see `LearnerGroup.save`."""
+        """Begin to write the state; see `LearnerGroup.save`."""
         path = folder.absolute()
         self._call(lambda actor: actor.learner.save(path), "save")
+
+    def finish_save(self) -> None:
+        """Wait until all ranks have written their parts; see `LearnerGroup.finish_save`."""
+        self._check_usable()
+        self._results([actor.finish_save.remote() for actor in self._actors], "save")
 
     def load(self, folder: Path) -> None:
         """Read the state; see `LearnerGroup.load`."""

@@ -25,7 +25,10 @@ class TrainConfig(Section):
     save_every: int = Field(default=10, ge=0)
     """Steps between checkpoints; 0: only after the last step."""
     keep: PositiveInt = 2
-    """Checkpoints to keep."""
+    """Newest checkpoints to keep."""
+    keep_best: str | None = None
+    """An evaluation metric, such as ``exact_match``: the checkpoint where it is highest is kept too, and written even if
+    ``save_every`` does not ask for it; null keeps the newest alone."""
     provenance: Literal["strict", "warn"] = "strict"
     """What follows if a batch would train on a token that no engine sampled: ``strict`` refuses the batch, which ends the
     run; ``warn`` logs the first such token, excludes all of them from the loss and counts them in

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl.config.evaluation import EvalSet
@@ -133,8 +133,8 @@ def check_goals(config: Config, sets: Sequence[EvalTasks]) -> None:
             )
 
 
-def check_goals_are_measured(goals: Mapping[str, float], metrics: Mapping[str, float]) -> None:
-    """Check that an evaluation has the metrics of ``train.stop_at``: a run would never reach another.
+def check_goals_are_measured(key: str, goals: Iterable[str], metrics: Mapping[str, float]) -> None:
+    """Check that an evaluation has the metrics that the configuration names at ``key``: a run would never reach another.
 
     Raises:
         ConfigError: it lacks one; the message has the nearest metric.
@@ -145,7 +145,7 @@ def check_goals_are_measured(goals: Mapping[str, float], metrics: Mapping[str, f
         if goal not in measured:
             near = difflib.get_close_matches(goal, measured, 1)
             hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(sorted(measured)[:8])}"
-            raise ConfigError(f"train.stop_at={{{goal}: …}}: the evaluation has no metric {goal!r}{hint}")
+            raise ConfigError(f"{key} names {goal!r}, but the evaluation has no such metric{hint}")
 
 
 def reached(goals: Mapping[str, float], metrics: Mapping[str, float]) -> bool:

@@ -93,7 +93,11 @@ class LearnerRank(WeightSource, Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write ``folder`` atomically."""
+        """Begin to write ``folder``; see `LearnerGroup.save`."""
+        ...
+
+    def finish_save(self) -> None:
+        """Wait until this rank has written its part, or raise why it could not. May be called from any thread."""
         ...
 
     def load(self, folder: Path) -> None:
@@ -245,7 +249,19 @@ class LearnerGroup(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write optimizer, scheduler and random states and the model as a Hugging Face folder ``folder/model``."""
+        """Begin to write optimizer, scheduler and random states and the model as a Hugging Face folder ``folder/model``.
+
+        When it returns, training may go on: the state has been copied. An earlier save is waited for.
+        """
+        ...
+
+    def finish_save(self) -> None:
+        """Wait until all of the folder is written. May be called from any thread, while another trains.
+
+        Raises:
+            LearnerError, OSError: it could not be written.
+
+        """
         ...
 
     def load(self, folder: Path) -> None:
@@ -294,7 +310,11 @@ class CriticGroup(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write model, optimizer and random states; see `LearnerGroup.save`."""
+        """Begin to write model, optimizer and random states; see `LearnerGroup.save`."""
+        ...
+
+    def finish_save(self) -> None:
+        """Wait until all of the folder is written; see `LearnerGroup.finish_save`."""
         ...
 
     def load(self, folder: Path) -> None:

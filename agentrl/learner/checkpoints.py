@@ -1,11 +1,11 @@
-"""The checkpoints of a run: atomic writes, listing, and rotation.
+"""The checkpoints of a run: atomic writes in the background, listing, and rotation.
 
 ::
 
     checkpoints/
       step_000020/
         model/ optimizer/ random/ learner.json   written by the learner's `save`
-      critic/                                  the same, written by the critic's `save`
+        critic/                                  the same, written by the critic's `save`
         state.json                               the driver's state
       step_000030.partial/                       being written, or left behind by a kill
 """
@@ -16,10 +16,14 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from agentrl.core.atomic_files import PARTIAL, partial_path, publish, replacing
+from agentrl.core.background import in_background
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
 from agentrl.learner.base import CriticGroup, LearnerGroup
@@ -32,11 +36,11 @@ _NAME = re.compile(r"step_(\d{6,})")
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run and keeps the newest.
+    """Writes the checkpoints of one run in the background, and keeps the newest, and the best.
 
     Args:
         folder: created with the first checkpoint.
-        keep: number of checkpoints that are kept.
+        keep: number of newest checkpoints that are kept. The one with the highest ``score`` in its state is kept too.
         began_with: the checkpoint that the run resumed from, which is kept too: restarted engines load its model, and the
             learner copies its tokenizer files into the next checkpoints.
 
@@ -46,9 +50,13 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
         self.began_with = began_with
+        self._writing: Future[None] | None = None
 
     def save(self, step: int, learner: LearnerGroup, state: dict[str, Any], critic: CriticGroup | None = None) -> Path:
-        """Write the checkpoint of ``step`` and return its folder. A kill at any time leaves all older checkpoints complete.
+        """Begin to write the checkpoint of ``step`` and return its folder, which is there once it is complete.
+
+        When it returns, training may go on. The checkpoint before is waited for. A kill at any time leaves all older
+        checkpoints complete.
 
         Args:
             step: finished optimizer steps.
@@ -56,31 +64,69 @@ class Checkpoints:
             state: JSON-able; the driver's random states are added as ``random``.
             critic: of the learner; writes its state too.
 
+        Raises:
+            LearnerError, OSError: it, or the one before, could not be written; see also `finish`.
+
         """
+        self.finish()
         self.folder.mkdir(parents=True, exist_ok=True)
         target = self.folder / f"step_{step:06d}"
         part = partial_path(target)
         for left in self.folder.glob(f"step_*{PARTIAL}"):  # by a kill
             shutil.rmtree(left)
+        groups: list[LearnerGroup | CriticGroup] = [learner] if critic is None else [learner, critic]
         try:
-            learner.save(part)
-            if critic is not None:
-                critic.save(part / CRITIC)
+            for group, folder in zip(groups, (part, part / CRITIC), strict=False):
+                group.save(folder)
             _write_state(part, state)
-            publish(part, target)
         except BaseException:
-            shutil.rmtree(part, ignore_errors=True)  # a full disk needs the space
+            _end_and_remove(groups, part)
             raise
-        self._drop_old()
+
+        def complete() -> None:
+            try:
+                for group in groups:
+                    group.finish_save()
+                publish(part, target)
+            except BaseException:
+                _end_and_remove(groups, part)
+                raise
+            self._drop_old()
+
+        self._writing = in_background(complete, "checkpoints")
         return target
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is complete.
+
+        Raises:
+            LearnerError, OSError: it could not be written, and nothing of it is left. Raised once.
+
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def check(self) -> None:
+        """Raise as `finish` does if the checkpoint that is being written has failed; do not wait for it."""
+        if self._writing is not None and self._writing.done():
+            self.finish()
 
     def save_state(self, step: int, state: dict[str, Any]) -> None:
         """Replace the driver's state in the checkpoint of ``step``, to which the learner has nothing to add."""
+        self.finish()
         _write_state(self.folder / f"step_{step:06d}", state)
 
+    def best_score(self) -> float:
+        """Return the highest score of a complete checkpoint, or minus infinity."""
+        return max(map(_score, whole_checkpoints(self.folder)), default=float("-inf"))
+
     def _drop_old(self) -> None:
-        for folder in whole_checkpoints(self.folder)[: -self.keep]:
-            if folder == self.began_with:
+        whole = whole_checkpoints(self.folder)
+        best = max(reversed(whole), key=_score)
+        kept = {*whole[-self.keep :], self.began_with} | ({best} if _score(best) > float("-inf") else set())
+        for folder in whole:
+            if folder in kept:
                 continue
             doomed = partial_path(folder)
             os.replace(
@@ -89,9 +135,26 @@ class Checkpoints:
             shutil.rmtree(doomed)
 
 
+def _end_and_remove(groups: Sequence[LearnerGroup | CriticGroup], part: Path) -> None:
+    """Remove a checkpoint that could not be written, as a full disk needs the space, once nothing writes into it any more."""
+    for group in groups:
+        with suppress(Exception):  # one error is enough
+            group.finish_save()
+    shutil.rmtree(part, ignore_errors=True)
+
+
 def _write_state(folder: Path, state: dict[str, Any]) -> None:
     with replacing(folder / STATE) as partial:
         partial.write_text(json.dumps(state | {"random": states_to_json(random_states())}), encoding="utf-8")
+
+
+def _score(checkpoint: Path) -> float:
+    """Return the ``score`` in a checkpoint's state, or minus infinity; an unreadable one is reported when it is resumed from."""
+    try:
+        score = json.loads((checkpoint / STATE).read_bytes()).get("score")
+    except (OSError, ValueError, AttributeError):
+        score = None
+    return float("-inf") if score is None else float(score)
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:

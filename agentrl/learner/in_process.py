@@ -60,8 +60,12 @@ class _LocalRank:
         self.rank.wake()
 
     def save(self, folder: Path) -> None:
-        """Write the state; see `LearnerGroup.save`."""
+        """Begin to write the state; see `LearnerGroup.save`."""
         self.rank.save(folder)
+
+    def finish_save(self) -> None:
+        """Wait until it is written; see `LearnerGroup.finish_save`."""
+        self.rank.finish_save()
 
     def load(self, folder: Path) -> None:
         """Read the state; see `LearnerGroup.load`."""

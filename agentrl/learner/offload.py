@@ -1,4 +1,4 @@
-"""CPU offload of parameters, optimizer state and reference model while the learner sleeps.
+"""CPU offload of parameters, optimizer state and reference model while the learner sleeps, and copies to write checkpoints from.
 
 Only the storages are resized; the tensor objects stay, so that parameters, FSDP's shards and the optimizer's state keep
 their references.
@@ -23,19 +23,27 @@ class CpuOffload:
         """Whether anything is offloaded."""
         return bool(self._storages)
 
-    def offload(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy the contents to the CPU and free the device's memory."""
+    def copy(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy the contents to the CPU, for `copy_of`. Contents that are offloaded are there already."""
         storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors}
-        self._contents = {key: kept for key, kept in self._contents.items() if key in storages}
+        self._contents = {key: kept for key, kept in self._contents.items() if key in storages or key in self._storages}
         for key, storage in storages.items():
+            if key in self._storages:
+                continue
             kept = self._contents.get(key)
             if kept is None or len(kept) != storage.nbytes():
                 kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
                 self._contents[key] = kept
             kept.copy_(_bytes(storage), non_blocking=True)
         _finish(storages.values())
-        for key, storage in storages.items():
-            self._storages[key] = storage
+
+    def offload(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy the contents to the CPU and free the device's memory."""
+        offloaded = list(tensors)
+        self.copy(offloaded)
+        for tensor in offloaded:
+            self._storages[_key(tensor)] = tensor.untyped_storage()
+        for storage in self._storages.values():
             storage.resize_(0)
 
     def restore(self) -> None:
@@ -53,9 +61,7 @@ class CpuOffload:
         self._storages = {}
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the read-only CPU copy of an offloaded tensor; any other tensor unchanged."""
-        if _key(tensor) not in self._storages:
-            return tensor
+        """Return the read-only copy of a tensor on the CPU, as of the last `copy` or `offload`."""
         flat = self._contents[_key(tensor)].view(tensor.dtype)
         return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 

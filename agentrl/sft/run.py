@@ -67,6 +67,7 @@ def _run(config: Config, model: Path, data: Demonstrations, folder: Path, note: 
         with MetricsLog(folder, trackers=boards) as metrics:
             step, interrupted = _train(config, learner, data, metrics, note)
         learner.save(folder / "checkpoint")
+        learner.finish_save()
     finally:
         learner.close()
         data.close()

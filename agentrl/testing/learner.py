@@ -110,6 +110,9 @@ class FakeLearner:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / _FILE).write_text(json.dumps({"steps": self.steps}))
 
+    def finish_save(self) -> None:
+        """Do nothing: `save` has written everything."""
+
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote.
 

@@ -77,6 +77,7 @@ class TrainingRun:
                 position=self.state["position"],
                 spent_s=self.state["spent_s"],
                 evaluated=self.state["evaluated"],
+                score=self.state.get("score"),
                 saved=step if self.checkpoint else -1,
             )
             await trainer.run()

@@ -75,6 +75,8 @@ class Trainer:
     """Seconds in training steps, without evaluations."""
     evaluated: int = -1
     """The step of the newest evaluation."""
+    score: float | None = None
+    """The metric ``train.keep_best`` of this step's evaluation, if there was one."""
     evaluation: dict[str, float] = field(default_factory=dict)
     """Metrics of the newest evaluation."""
     _ahead: int = field(default=0, init=False)
@@ -89,6 +91,7 @@ class Trainer:
             await self._save_after(error)
             raise
         await self._save()
+        await self._finish_save()
 
     async def _loop(self) -> None:
         plan = self.config.train
@@ -96,8 +99,9 @@ class Trainer:
         enough = await self._evaluated_enough()  # a resumed run may have been interrupted in an evaluation
         while not enough and not self._finished():
             await self._step()
+            self.checkpoints.check()
             enough = await self._evaluated_enough()
-            if plan.save_every and self.step % plan.save_every == 0:
+            if (plan.save_every and self.step % plan.save_every == 0) or await self._is_best():
                 await self._save()
 
     async def _step(self) -> None:
@@ -134,7 +138,7 @@ class Trainer:
                 for batch in batches:
                     learned.append(batch.metrics | await asyncio.to_thread(self.learner.train_step, batch))
                     self._ahead += 1
-        self.step, self._ahead = self.step + 1, 0
+        self.step, self._ahead, self.score = self.step + 1, 0, None
         self.position += self.config.rollout.batch_size
         if self.config.algo.reference_steps and self.step % self.config.algo.reference_steps == 0:
             await self.source.release_gpus_for_training(self.learner, watch)
@@ -209,7 +213,10 @@ class Trainer:
             return False
         await self._evaluate()
         self.evaluated = self.step
-        check_goals_are_measured(plan.stop_at, self.evaluation)
+        check_goals_are_measured("train.stop_at", plan.stop_at, self.evaluation)
+        if plan.keep_best:
+            check_goals_are_measured("train.keep_best", [plan.keep_best], self.evaluation)
+            self.score = self.evaluation[f"eval/{plan.keep_best}"]
         return self.step > 0 and reached(plan.stop_at, self.evaluation)
 
     def _finished(self) -> bool:
@@ -254,9 +261,19 @@ class Trainer:
             "spent_s": self.spent_s,
             "evaluated": self.evaluated,
             "seed": self.config.run.seed,
+            "score": self.score,
         }
 
+    async def _is_best(self) -> bool:
+        """Return whether the step's evaluation is better than those of all checkpoints."""
+        if self.score is None:
+            return False
+        await self._finish_save()
+        return self.score > self.checkpoints.best_score()
+
     async def _save(self) -> None:
+        """Begin to write a checkpoint, and wait until the learner's state is copied; see `_finish_save`."""
+        await self._finish_save()
         state = self.state()
         self.view.phase("save")
         with waiting(PHASE, f"step {self.step}", "save"):
@@ -265,6 +282,15 @@ class Trainer:
             else:
                 await asyncio.to_thread(self.checkpoints.save, self.step, self.learner, state, self.critic)
         self.saved = self.step
+
+    async def _finish_save(self) -> None:
+        """Wait until the checkpoint that is being written is complete."""
+        with waiting(PHASE, f"step {self.step}", "save"):
+            try:
+                await asyncio.to_thread(self.checkpoints.finish)
+            except Exception:
+                self.saved = -1
+                raise
 
     async def _save_after(self, error: BaseException) -> None:
         """Save before the run ends with ``error``, unless the learner is inside a step: then the previous checkpoint stays."""
@@ -276,5 +302,6 @@ class Trainer:
             return
         try:
             await self._save()
+            await self._finish_save()
         except (AgentrlError, OSError) as second:  # a full disk refuses both
             self.view.note(f"could not save step {self.step} after {type(error).__name__}: {second}")

@@ -98,6 +98,7 @@ def test_two_ranks_learn_what_one_learns(group, local, tmp_path):
 
     # What two ranks wrote goes on on one, and on two again, bit for bit there.
     group.save(tmp_path / "two")
+    group.finish_save()
     straight = group.train_step(one(2, 4))
     group.load(tmp_path / "two")
     assert group.train_step(one(2, 4)) == straight
@@ -143,6 +144,7 @@ def test_a_critic_has_its_own_ranks(group, local, model, tmp_path):
     try:
         assert critic.train_step(batch) == pytest.approx(alone.train_step(batch), rel=1e-5)
         critic.save(tmp_path / "critic")
+        critic.finish_save()
         ours, theirs = critic.values(batch), alone.values(batch)
         assert all(abs(ours[key] - theirs[key]).max() < 1e-6 for key in theirs)
         alone.load(tmp_path / "critic")
@@ -194,6 +196,7 @@ def test_errors_come_typed_and_the_ranks_stay(group, tmp_path):
 def test_ranks_that_slept_go_on_bit_for_bit(group, tmp_path):
     """Offloaded ranks export their weights and save; a learner that loads this continues identically."""
     group.save(tmp_path / "awake")
+    group.finish_save()
     straight = [group.train_step(one(2, seed)) for seed in (5, 6)]
     wanted = weights(group)
 
@@ -201,6 +204,7 @@ def test_ranks_that_slept_go_on_bit_for_bit(group, tmp_path):
     group.sleep()
     offloaded = weights(group, 5000)
     group.save(tmp_path / "offloaded")
+    group.finish_save()
     with pytest.raises(LearnerError, match="the learner sleeps"):
         group.train_step(one(2, 5))
     group.wake()

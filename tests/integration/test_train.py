@@ -183,9 +183,11 @@ def assert_states_come_back(checkpoint: Path, folder: Path) -> None:
     try:
         random = {file.name: file.read_bytes() for file in (checkpoint / "random").glob("[!.]*")}
         learner.save(folder / "fresh")
+        learner.finish_save()
         assert not (folder / "fresh" / "optimizer").exists(), "it has taken no step"
         learner.load(checkpoint)
         learner.save(folder / "again")
+        learner.finish_save()
     finally:
         learner.close()
     states = [f"{part}/{file.name}" for part in ("optimizer", "random") for file in (checkpoint / part).glob("[!.]*")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from agentrl.learner.fsdp.loading import load_critic, load_frozen, load_policy
 from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import learning_rate, make_optimizers
 from agentrl.learner.fsdp.sharding import reshard
-from agentrl.learner.fsdp.state import load_state, save_state
+from agentrl.learner.fsdp.state import load_state, saved_tensors, start_saving
 from agentrl.learner.fsdp.step_metrics import StepMetrics
+from agentrl.learner.fsdp.weights import local
 from agentrl.learner.offload import CpuOffload
 from agentrl.learner.random_states import seed_everything
 from agentrl.models.reference_policy import check_reference
@@ -77,6 +79,10 @@ class FsdpRank:
         mesh = init_device_mesh(device.type, ranks) if ranks > (1,) else None
         self._cpu_mesh = init_device_mesh("cpu", ranks) if mesh is not None and device.type != "cpu" else mesh
         self._offload = CpuOffload()
+        self._writing: Future[None] = Future()
+        """Of the newest checkpoint."""
+        self._writing.set_result(None)
+        self.writers = dist.new_group(backend="gloo")
         load = load_critic if role == "critic" else load_policy
         self.model: PackedModel = load(folder, config, device, mesh)
         self._parameters = dict(self.model.hf.named_parameters())
@@ -266,16 +272,12 @@ class FsdpRank:
         """Write weights into tensors on this rank's device, or on the CPU while it sleeps; see `LearnerRank.gather`."""
         gather_weights((self.present(self._parameters[name]), out) for name, out in into)
 
-    @torch.no_grad()
-    def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a weight, on this rank's device, or on the CPU while it sleeps. Collective."""
-        data = self.present(self._parameters[name].detach()).to(dtype)
-        return data.full_tensor() if isinstance(data, DTensor) else data
-
     def present(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the rank's state in readable memory: while the rank sleeps, its copy on the CPU."""
-        if not self._offload:
-            return tensor
+        return self.staged(tensor) if self._offload else tensor
+
+    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the copy on the CPU of a tensor of the rank's state, as of the last `save` or `sleep`."""
         if not isinstance(tensor, DTensor):
             return self._offload.copy_of(tensor)
         local = self._offload.copy_of(tensor.to_local())
@@ -288,6 +290,7 @@ class FsdpRank:
         """Release the device's memory; see `LearnerRank.sleep`."""
         if self._offload:
             return
+        wait([self._writing])  # it reads the copies
         for model in self.models.values():
             reshard(model)
         self._zero_grad()
@@ -317,17 +320,30 @@ class FsdpRank:
         if self._offload:
             raise LearnerError("the learner sleeps: its weights are on the CPU; wake it first")
 
+    @torch.no_grad()
     def save(self, folder: Path) -> None:
-        """Write optimizer and random states and the model; see `LearnerRank.save`."""
-        save_state(self, folder)
+        """Copy the state to the CPU and begin to write it; see `LearnerRank.save`."""
+        wait([self._writing])
+        for model in self.models.values():
+            reshard(model)
+        self._offload.copy(local(tensor) for tensor in saved_tensors(self))
+        self._writing = start_saving(self, folder)
+
+    def finish_save(self) -> None:
+        """Wait until this rank has written its part; see `LearnerRank.finish_save`."""
+        self._writing.result()
 
     def load(self, folder: Path) -> None:
         """Load what `save` wrote; see `LearnerRank.load`."""
         self._check_awake()
+        self.finish_save()
+        dist.barrier()
+        reshard(self.model)
         load_state(self, folder)
 
     def close(self) -> None:
         """Leave the process group."""
+        wait([self._writing])
         dist.destroy_process_group()
 
 

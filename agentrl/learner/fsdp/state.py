@@ -4,48 +4,52 @@
 
     folder/
       model/         Hugging Face folder: float32 safetensors, configuration, the tokenizer's files
-      optimizer/     torch.distributed.checkpoint: loads on any number of ranks; absent before the first step
+      optimizer/     torch.distributed.checkpoint; absent before the first step
       reference/     the reference policy, likewise; only once it differs from that of the start
       random/        one file per rank: torch, CUDA, NumPy and Python states
-      learner.json   finished steps, optimizer, number of ranks, shapes of weights, frozen ones; written last
+      learner.json   finished steps, optimizer, number of ranks, shapes of weights, frozen ones
+
+Every rank writes and reads its shards alone. A checkpoint loads on any number of ranks.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from agentrl.config.learner import LearnerConfig
-from agentrl.core.atomic_files import partial_path, publish
+from agentrl.core.background import in_background
 from agentrl.core.errors import CheckpointError
-from agentrl.core.file_modes import give_default_mode
 from agentrl.core.reading import reading
-from agentrl.learner.base import WeightSource
+from agentrl.distributed.base import spec_of
 from agentrl.learner.fsdp.model import PackedModel
+from agentrl.learner.fsdp.weights import fill, local, named_tensors, part_of
 from agentrl.learner.random_states import random_states, restore_random
+from agentrl.models.weight_files import WeightFiles
+from agentrl.models.weight_writer import WeightWriter
 
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 """Files of a model folder other than weights: configuration, tokenizer and chat template."""
 NOT_COPIED = ("model.safetensors.index.json", "config.json")
 
 
-class SavedRank(WeightSource, Protocol):
+class SavedRank(Protocol):
     """The state of a rank that is saved and loaded."""
 
     config: LearnerConfig
@@ -61,41 +65,56 @@ class SavedRank(WeightSource, Protocol):
     reference_updated: bool
     """Whether the reference was the policy of an earlier step (``algo.reference_steps``)."""
 
-    def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a weight, cast to ``dtype``, where `gather` would write it. Collective."""
+    writers: dist.ProcessGroup
+    """Of the threads that write checkpoints."""
+
+    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the copy on the CPU of a tensor of the state, which no step changes."""
         ...
 
-    def present(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the state in readable memory: the offloaded copy while the rank sleeps."""
-        ...
 
-
-def save_state(rank: SavedRank, folder: Path) -> None:
-    """Write ``folder`` atomically, as a partial folder that is renamed once complete. Collective."""
-    part = partial_path(folder)
-    if dist.get_rank() == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        (part / "random").mkdir(parents=True)
-        (part / "model").mkdir()
-    dist.barrier()
-    tensors = _whole_weights(rank)
-    if dist.get_rank() == 0:
-        _write_model(rank, tensors, part / "model")
-    torch.save(_random_states(rank.device), part / "random" / f"rank_{dist.get_rank():05d}.pt")
-    if rank.step:
-        states = tree_map_only(torch.Tensor, rank.present, _optimizer_states(rank))
-        save_sharded(states, checkpoint_id=part / "optimizer")
+def saved_tensors(rank: SavedRank) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a checkpoint."""
+    yield from named_tensors(rank.model.hf).values()
+    for optimizer in rank.optimizers:
+        yield from (t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
     if rank.reference_updated:
-        save_sharded(tree_map_only(torch.Tensor, rank.present, _reference(rank)), checkpoint_id=part / "reference")
-    dist.barrier()
+        yield from _reference(rank).values()
+
+
+def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
+    """Begin to write the copies of `saved_tensors` into ``folder``, and return when this rank's part is there. Collective."""
+    weights = named_tensors(rank.model.hf)
+    writer = WeightWriter(folder / "model", [spec_of(*item) for item in weights.items()])
     if dist.get_rank() == 0:
-        (part / "learner.json").write_text(json.dumps(_description(rank), indent=1), encoding="utf-8")
-        publish(part, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "random").mkdir(parents=True)
+        (folder / "model").mkdir()
+        _copy_files(rank, folder / "model")
+        writer.create()
+        (folder / "learner.json").write_text(json.dumps(_description(rank), indent=1), encoding="utf-8")
+    sharded = {"optimizer": _optimizer_states(rank)} if rank.step else {}
+    if rank.reference_updated:
+        sharded["reference"] = _reference(rank)
+    sharded = tree_map_only(torch.Tensor, rank.staged, sharded)
+    staged = {name: rank.staged(tensor) for name, tensor in weights.items()}
+    states = _random_states(rank.device)
     dist.barrier()
+
+    def write() -> None:
+        for name, state in sharded.items():  # first: it fails on all ranks together
+            save_sharded(state, checkpoint_id=folder / name, process_group=rank.writers)
+        for name, tensor in staged.items():
+            part, here = part_of(tensor), local(tensor)
+            if here.numel() and (isinstance(tensor, DTensor) or dist.get_rank() == 0):
+                writer.write(name, here, part[0].start if part else 0)
+        torch.save(states, folder / "random" / f"rank_{dist.get_rank():05d}.pt")
+
+    return in_background(write, "checkpoint")
 
 
 def load_state(rank: SavedRank, folder: Path) -> None:
-    """Load weights, optimizer and random states. Collective.
+    """Load weights, optimizer and random states, each rank its shards. Collective.
 
     Raises:
         CheckpointError: see `LearnerRank.load`.
@@ -109,9 +128,8 @@ def load_state(rank: SavedRank, folder: Path) -> None:
                 f"{folder} was written with another {key}: {_difference(rank, found[key], expected[key])}"
             )
     try:
-        weights = load_file(folder / "model" / "model.safetensors")
-        full = StateDictOptions(full_state_dict=True, strict=False)
-        set_model_state_dict(rank.model, {f"hf.{name}": value for name, value in weights.items()}, options=full)
+        model, key = folder / "model", "checkpoint"
+        fill(rank.model.hf, model, WeightFiles(model, key), values="critic" in rank.models, key=key)
         states = _load_optimizers(rank, folder / "optimizer") if found["step"] else {}
         rank.reference_updated = (folder / "reference").is_dir() and "reference" in rank.models
         if rank.reference_updated:
@@ -128,17 +146,8 @@ def load_state(rank: SavedRank, folder: Path) -> None:
     _restore_random(folder / "random" / f"rank_{dist.get_rank():05d}.pt", rank.device)
 
 
-def _whole_weights(rank: SavedRank) -> dict[str, torch.Tensor]:
-    """Return all weights on the CPU of rank 0, and nothing on other ranks."""
-    found = {}
-    for spec in rank.specs():
-        tensor = rank.whole(spec.name, getattr(torch, spec.dtype))
-        if dist.get_rank() == 0:
-            found[spec.name] = tensor.cpu().contiguous()
-    return found
-
-
-def _write_model(rank: SavedRank, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+def _copy_files(rank: SavedRank, folder: Path) -> None:
+    """Write what a Hugging Face folder has besides weights: configuration, tokenizer, chat template."""
     for pattern in COPIED:
         for file in rank.source.glob(pattern):
             if file.name not in NOT_COPIED:
@@ -146,8 +155,6 @@ def _write_model(rank: SavedRank, tensors: dict[str, torch.Tensor], folder: Path
     model: Any = rank.model.hf
     model.config.dtype = torch.float32
     model.config.save_pretrained(folder)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    give_default_mode(folder / "model.safetensors")
 
 
 def _optimizer_states(rank: SavedRank) -> dict[str, Any]:

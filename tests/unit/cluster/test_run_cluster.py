@@ -42,7 +42,9 @@ def test_a_critic_starts_from_the_policy_or_its_checkpoint(tmp_path: Path) -> No
             if trains:
                 critic.train_step(batch)
                 learner.save(tmp_path / "step")
+                learner.finish_save()
                 critic.save(tmp_path / "step" / CRITIC)
+                critic.finish_save()
             return [row.tolist() for row in critic.values(batch).values()]
         finally:
             await cluster.aclose()

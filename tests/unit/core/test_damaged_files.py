@@ -108,7 +108,9 @@ def test_tasks(suffix: str, tmp_path: Path) -> None:
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    path = Checkpoints(tmp_path, keep=1).save(1, FakeLearner(), {"step": 1})
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    path = checkpoints.save(1, FakeLearner(), {"step": 1})
+    checkpoints.finish()
     before = random_states()
     try:
         check(path / "state.json", lambda: read_state(path))
@@ -121,6 +123,7 @@ def test_checkpoints_of_a_learner(learners: Learners, tmp_path: Path) -> None:
     learner.train_step(make_batch([30, 20]))
     folder = tmp_path / "state"
     learner.save(folder)
+    learner.finish_save()
     files = [file for file in folder.rglob("*") if file.is_file() and file.parent.name in ("random", "optimizer")]
     for file in [*files, folder / "learner.json", folder / "model" / "model.safetensors"]:
         check(file, lambda: learner.load(folder), named=folder, every=4)

@@ -152,12 +152,12 @@ def test_keeping_rollouts_is_no_setting_of_a_set() -> None:
 
 def test_a_goal_that_no_evaluation_measures_is_refused_with_the_nearest_metric() -> None:
     metrics = {"eval/exact_match": 0.5, "eval/reward": 0.1, "train/loss": 1.0}
-    check_goals_are_measured({"exact_match": 0.9}, metrics)
-    check_goals_are_measured({}, {})
-    with pytest.raises(ConfigError, match=r"train\.stop_at={exact_mach: …}.*did you mean exact_match\?"):
-        check_goals_are_measured({"exact_mach": 0.9}, metrics)
-    with pytest.raises(ConfigError, match=r"no metric 'loss'; it has exact_match, reward"):
-        check_goals_are_measured({"loss": 0.9}, metrics)
+    check_goals_are_measured("train.stop_at", {"exact_match": 0.9}, metrics)
+    check_goals_are_measured("train.stop_at", {}, {})
+    with pytest.raises(ConfigError, match=r"train\.stop_at names 'exact_mach'.*did you mean exact_match\?"):
+        check_goals_are_measured("train.stop_at", {"exact_mach": 0.9}, metrics)
+    with pytest.raises(ConfigError, match=r"'loss', but .* no such metric; it has exact_match, reward"):
+        check_goals_are_measured("train.stop_at", {"loss": 0.9}, metrics)
 
 
 SOURCES = {"a": Splits(), "b": Splits()}

@@ -8,13 +8,16 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import wait
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from agentrl.core.background import in_background
 from agentrl.core.errors import CheckpointError
 from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state, whole_checkpoints
 
@@ -29,12 +32,22 @@ class FolderLearner:
         folder.mkdir()
         (folder / "learner.json").write_text(str(self.number))
 
+    def finish_save(self) -> None:
+        pass
+
+
+def saved(checkpoints: Checkpoints, step: int, learner: FolderLearner | None = None, state: object = None) -> Path:
+    """Write a checkpoint, and wait until it is complete."""
+    path = checkpoints.save(step, learner or FolderLearner(), state or {})
+    checkpoints.finish()
+    return path
+
 
 def test_the_newest_stay_and_states_come_back(tmp_path):
     learner, checkpoints = FolderLearner(), Checkpoints(tmp_path / "checkpoints", keep=2)
     for step in (5, 10, 1_000_000):
         learner.number = step
-        checkpoints.save(step, learner, {"step": step, "position": 3 * step})
+        saved(checkpoints, step, learner, {"step": step, "position": 3 * step})
     names = [path.name for path in whole_checkpoints(tmp_path / "checkpoints")]
     assert names == ["step_000010", "step_1000000"]
     latest = latest_checkpoint(tmp_path / "checkpoints")
@@ -48,7 +61,7 @@ def test_what_a_kill_left_half_written_goes_with_the_next_checkpoint(tmp_path):
     for name in ("step_000002.partial", "step_000001.old.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "half").write_text("")
-    Checkpoints(tmp_path, keep=2).save(3, FolderLearner(), {})
+    saved(Checkpoints(tmp_path, keep=2), 3, FolderLearner(), {})
     assert [path.name for path in tmp_path.iterdir()] == ["step_000003"]
 
 
@@ -59,28 +72,28 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(tmp_path):
             raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        Checkpoints(tmp_path, keep=2).save(3, Full(), {})
+        saved(Checkpoints(tmp_path, keep=2), 3, Full(), {})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_drivers_state_can_be_replaced(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
-    path = checkpoints.save(1, FolderLearner(), {"evaluated": 0})
+    path = saved(checkpoints, 1, FolderLearner(), {"evaluated": 0})
     checkpoints.save_state(1, {"evaluated": 1})
     assert read_state(path)["evaluated"] == 1
     assert sorted(file.name for file in path.iterdir()) == ["learner.json", "state.json"]
 
 
 def test_the_checkpoint_that_the_run_resumed_from_is_kept(tmp_path):
-    Checkpoints(tmp_path, keep=2).save(1, FolderLearner(), {})
+    saved(Checkpoints(tmp_path, keep=2), 1, FolderLearner(), {})
     checkpoints = Checkpoints(tmp_path, keep=2, began_with=latest_checkpoint(tmp_path))
     for step in (2, 3, 4, 5):
-        checkpoints.save(step, FolderLearner(), {})
+        saved(checkpoints, step, FolderLearner(), {})
     assert [path.name for path in whole_checkpoints(tmp_path)] == ["step_000001", "step_000004", "step_000005"]
 
 
 def test_random_states_of_the_driver_come_back(tmp_path):
-    path = Checkpoints(tmp_path, keep=1).save(1, FolderLearner(), {})
+    path = saved(Checkpoints(tmp_path, keep=1), 1, FolderLearner(), {})
     drawn = (torch.rand(2).tolist(), np.random.rand(), random.random())
     read_state(path)
     assert (torch.rand(2).tolist(), np.random.rand(), random.random()) == drawn
@@ -88,9 +101,9 @@ def test_random_states_of_the_driver_come_back(tmp_path):
 
 def test_a_step_saved_again_replaces_the_older(tmp_path):
     learner, checkpoints = FolderLearner(), Checkpoints(tmp_path, keep=3)
-    checkpoints.save(4, learner, {"try": 1})
+    saved(checkpoints, 4, learner, {"try": 1})
     learner.number = 7
-    path = checkpoints.save(4, learner, {"try": 2})
+    path = saved(checkpoints, 4, learner, {"try": 2})
     assert read_state(path)["try"] == 2
     assert (path / "learner.json").read_text() == "7"
     assert [child.name for child in tmp_path.iterdir()] == ["step_000004"]
@@ -98,7 +111,7 @@ def test_a_step_saved_again_replaces_the_older(tmp_path):
 
 def test_half_written_folders_are_no_checkpoints(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=3)
-    whole = checkpoints.save(3, FolderLearner(), {})
+    whole = saved(checkpoints, 3, FolderLearner(), {})
     (tmp_path / "step_000004.partial").mkdir()
     (tmp_path / "step_000004.partial" / "state.json").write_text("{}")
     (tmp_path / "step_000005").mkdir()
@@ -122,12 +135,81 @@ def test_a_learner_that_fails_leaves_the_older_checkpoint(tmp_path):
             raise OSError("disk full")
 
     checkpoints = Checkpoints(tmp_path, keep=1)
-    whole = checkpoints.save(1, FolderLearner(), {})
+    whole = saved(checkpoints, 1, FolderLearner(), {})
     with pytest.raises(OSError, match="disk full"):
-        checkpoints.save(2, Failing(), {})
+        saved(checkpoints, 2, Failing(), {})
     assert latest_checkpoint(tmp_path) == whole
-    checkpoints.save(2, FolderLearner(), {})
+    saved(checkpoints, 2, FolderLearner(), {})
     assert latest_checkpoint(tmp_path).name == "step_000002"
+
+
+class SlowLearner(FolderLearner):
+    """Is finished when ``written`` is set, or fails then."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.written = threading.Event()
+        self.error = error
+
+    def finish_save(self) -> None:
+        self.written.wait()
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_checkpoint_is_written_while_training_goes_on(tmp_path):
+    checkpoints, learner = Checkpoints(tmp_path, keep=2), SlowLearner()
+    before = torch.get_rng_state()
+    path = checkpoints.save(1, learner, {"step": 1})
+    assert latest_checkpoint(tmp_path) is None
+    checkpoints.check()
+    torch.rand(3)
+    learner.written.set()
+    checkpoints.finish()
+    assert latest_checkpoint(tmp_path) == path
+    read_state(path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_next_checkpoint_waits_for_the_one_before(tmp_path):
+    checkpoints, slow = Checkpoints(tmp_path, keep=2), SlowLearner()
+    checkpoints.save(1, slow, {})
+    saving = in_background(lambda: checkpoints.save(2, FolderLearner(), {}), "second")
+    assert not (tmp_path / "step_000002.partial").exists()
+    slow.written.set()
+    saving.result()
+    checkpoints.finish()
+    assert [path.name for path in whole_checkpoints(tmp_path)] == ["step_000001", "step_000002"]
+
+
+@pytest.mark.parametrize("act", ["check", "finish", "save", "save_state"])
+def test_a_write_that_fails_reaches_the_run_once_and_leaves_the_older_checkpoint(tmp_path, act):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    whole = saved(checkpoints, 1)
+    failing = SlowLearner(OSError(28, "No space left on device"))
+    checkpoints.save(2, failing, {})
+    failing.written.set()
+    wait([checkpoints._writing])
+    with pytest.raises(OSError, match="No space left"):
+        {
+            "check": checkpoints.check,
+            "finish": checkpoints.finish,
+            "save": lambda: checkpoints.save(3, FolderLearner(), {}),
+            "save_state": lambda: checkpoints.save_state(2, {}),
+        }[act]()
+    assert list(tmp_path.iterdir()) == [whole]
+    checkpoints.finish()
+    saved(checkpoints, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000003"]
+
+
+def test_the_best_checkpoint_is_kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    assert checkpoints.best_score() == float("-inf")
+    for step, score in ((1, 0.2), (2, 0.7), (3, None), (4, 0.7), (5, 0.1), (6, None)):
+        saved(checkpoints, step, state={"score": score})
+    assert [path.name for path in whole_checkpoints(tmp_path)] == ["step_000004", "step_000006"]
+    assert checkpoints.best_score() == 0.7
 
 
 WRITER = """
@@ -141,11 +223,15 @@ class Learner:
         for number in range(20):
             (folder / f"part_{number}").write_bytes(bytes([number]) * 50_000)
 
+    def finish_save(self):
+        pass
+
 checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
 step = 0
 while True:
     step += 1
     checkpoints.save(step, Learner(), {"step": step})
+    checkpoints.finish()
     print(step, flush=True)
 """
 

@@ -77,6 +77,7 @@ def test_a_value_is_of_the_state_before_its_token(critic, tmp_path):
     batch = value_batch([row], constant([row], 0.0))
     values = critic.values(batch)[row.key]
     critic.save(tmp_path / "critic")
+    critic.finish_save()
     saved = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic" / "model")
     with torch.no_grad():
         alone = saved.eval()(input_ids=torch.from_numpy(row.token_ids)[None].long()).logits[0, :, 0]
@@ -175,6 +176,7 @@ def test_a_saved_critic_goes_on_bit_for_bit(model, tmp_path):
     try:
         critic.train_step(batch)
         critic.save(tmp_path / "critic")
+        critic.finish_save()
         wanted = [critic.train_step(batch), critic.train_step(batch)]
         values = critic.values(batch)
     finally:

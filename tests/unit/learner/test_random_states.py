@@ -35,6 +35,7 @@ def test_load_brings_back_every_bit_of_every_state(learners, tmp_path):
     assert before[4][1] == 1, "numpy holds no cached variate: the test would not see whether it comes back"
     assert before[5][2] is not None
     learner.save(tmp_path / "state")
+    learner.finish_save()
     assert states() == before, "saving drew random numbers: the run that goes on would differ from the resumed one"
     draw(2)
     learner.train_step(make_batch([30, 20]))

@@ -157,6 +157,7 @@ def test_a_saved_learner_goes_on_bit_for_bit(learners, tmp_path, name):
     batches = [make_batch(LENGTHS, seed=seed) for seed in range(3)]
     learner.train_step(batches[0])
     learner.save(tmp_path / "state")
+    learner.finish_save()
     torch.rand(3)
     straight = [learner.train_step(batch) for batch in batches[1:]]
     wanted = tensors(learner)
@@ -178,6 +179,7 @@ def test_a_loaded_optimizer_has_the_settings_of_the_configuration(learners, tmp_
     learner = learners.open(name)
     learner.train_step(make_batch(LENGTHS))
     learner.save(tmp_path / "state")
+    learner.finish_save()
     learner = learners.open(name, optimizer=CHANGED)
     before = [options(group) for one in learner.rank.optimizers for group in one.param_groups]
     learner.load(tmp_path / "state")
@@ -201,6 +203,7 @@ def test_random_states_come_back(learners, tmp_path):
 
     learner = learners.open()
     learner.save(tmp_path / "state")
+    learner.finish_save()
     drawn = (torch.rand(2).tolist(), np.random.rand(), random.random())
     learner.load(tmp_path / "state")
     assert (torch.rand(2).tolist(), np.random.rand(), random.random()) == drawn
@@ -212,6 +215,7 @@ def test_the_saved_model_is_a_whole_folder(learners, tmp_path):
     learner = learners.open()
     learner.train_step(make_batch(LENGTHS))
     learner.save(tmp_path / "state")
+    learner.finish_save()
     assert (tmp_path / "state" / "model" / "chat_template.jinja").read_text() == "{{ messages }}"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "state" / "model")
     wanted = tensors(learner)
@@ -225,6 +229,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(learners, tmp_path):
         learner.load(tmp_path)
     learner.train_step(make_batch(LENGTHS))
     learner.save(tmp_path / "state")
+    learner.finish_save()
     (tmp_path / "state" / "optimizer" / ".metadata").unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
         learner.load(tmp_path / "state")
@@ -343,4 +348,5 @@ def test_a_model_with_dropout_is_trained_without_it(learners, tmp_path):
     metrics = learner.train_step(batch)
     assert metrics["train/grad_norm"] > 0
     learner.save(tmp_path / "state")
+    learner.finish_save()
     assert '"resid_pdrop": 0.5' in (tmp_path / "state" / "model" / "config.json").read_text()

@@ -132,6 +132,7 @@ def test_a_resumed_learner_keeps_the_reference_and_goes_on_bit_for_bit(learners,
     learner.train_step(batches[0])
     frozen = learner.logprobs(batches[0], "reference")
     learner.save(tmp_path / "state")
+    learner.finish_save()
     assert {path.name for path in (tmp_path / "state").iterdir()} == {"model", "optimizer", "random", "learner.json"}
     straight = [learner.train_step(batch) for batch in batches[1:]]
     wanted = tensors(learner)
@@ -156,6 +157,7 @@ def test_a_reference_that_follows_the_policy_is_it_and_is_in_checkpoints(learner
     learner.train_step(batches[1])
     learner.sleep()
     learner.save(tmp_path / "state")
+    learner.finish_save()
     learner.wake()
     straight = learner.train_step(batches[2])
     for key, value in learner.logprobs(batches[0], "reference").items():

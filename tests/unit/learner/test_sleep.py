@@ -71,6 +71,7 @@ def test_a_sleeping_learner_saves_what_an_awake_one_does(learners, tmp_path, nam
         learner.train_step(batch)
     learner.sleep()
     learner.save(tmp_path / "state")
+    learner.finish_save()
     learner.wake()
     straight = learner.train_step(batches[-1])
 

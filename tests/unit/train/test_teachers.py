@@ -344,6 +344,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for _ in range(30):
             learner.train_step(lessons)
         learner.save(folder / "trained")
+        learner.finish_save()
     finally:
         learners.close()
     return folder / "trained" / "model"

@@ -1,0 +1,118 @@
+"""Writing of safetensors files part by part: several processes write their parts of the weights into the same files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.distributed.base import TensorSpec
+from agentrl.models.weight_files import INDEX, SINGLE
+
+if TYPE_CHECKING:
+    import torch
+
+FILE_BYTES = 4 << 30
+"""Weights of a file; a larger weight gets a file of its own."""
+_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+"""Names of dtypes in safetensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    file: str
+    begin: int
+    """Bytes before the weight in its file."""
+
+
+class WeightWriter:
+    """Writes weights into a folder as safetensors files with an index, as transformers does.
+
+    Every process that writes has the same ``specs``. One of them calls `create` before any calls `write`.
+
+    Args:
+        folder: exists.
+        specs: names, dtypes and shapes of all weights.
+        file_bytes: of weights in a file.
+
+    """
+
+    def __init__(self, folder: Path, specs: Sequence[TensorSpec], file_bytes: int = FILE_BYTES) -> None:
+        self._folder = folder
+        files = _divide(specs, file_bytes)
+        names = [f"model-{at + 1:05d}-of-{len(files):05d}.safetensors" for at in range(len(files))]
+        self._files = dict(zip(names if len(files) > 1 else [SINGLE], files, strict=True))
+        self._headers = {name: _header(file) for name, file in self._files.items()}
+        self._places: dict[str, _Place] = {}
+        for name, file in self._files.items():
+            begin = len(self._headers[name])
+            for spec in file:
+                self._places[spec.name] = _Place(name, begin)
+                begin += _size(spec)
+
+    def create(self) -> None:
+        """Write the files' headers and the index. The files have their full size then."""
+        for name, header in self._headers.items():
+            with (self._folder / name).open("wb") as file:
+                file.write(header)
+                file.truncate(len(header) + sum(map(_size, self._files[name])))
+        if len(self._files) > 1:
+            index = {
+                "metadata": {"total_size": sum(_size(spec) for file in self._files.values() for spec in file)},
+                "weight_map": {name: place.file for name, place in sorted(self._places.items())},
+            }
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def write(self, name: str, rows: torch.Tensor, first: int = 0) -> None:
+        """Write rows of a weight, from row ``first`` on, or the whole of one without dimensions. On the CPU."""
+        import torch
+
+        data = rows.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        place = self._places[name]
+        at = place.begin + (first * (len(data) // len(rows)) if rows.ndim and len(rows) else 0)
+        handle = os.open(self._folder / place.file, os.O_WRONLY)
+        try:
+            while data:
+                written = os.pwrite(handle, data, at)
+                data, at = data[written:], at + written
+        finally:
+            os.close(handle)
+
+
+def _divide(specs: Sequence[TensorSpec], file_bytes: int) -> list[list[TensorSpec]]:
+    files: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if files[-1] and size + _size(spec) > file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(spec)
+        size += _size(spec)
+    return files
+
+
+def _size(spec: TensorSpec) -> int:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return math.prod(spec.shape) * dtype.itemsize
+
+
+def _header(specs: Sequence[TensorSpec]) -> bytes:
+    """Return the length of the description, and the description, padded to 8 bytes."""
+    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for spec in specs:
+        end = begin + _size(spec)
+        described[spec.name] = {"dtype": _DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

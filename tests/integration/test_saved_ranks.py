@@ -1,0 +1,79 @@
+"""A checkpoint of two ranks, written while they train, is the same on one rank and on three."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import preloaded
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agentrl.learner.in_process import LocalLearnerGroup
+from tests.algo_config import make_algo
+from tests.integration.saving_ranks import CONFIG
+from tests.unit.learner.learners import make_batch, make_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints ``of_two``, ``of_three`` and ``asleep``."""
+    folder = tmp_path_factory.mktemp("ranks")
+    make_model(folder / "model", vocab_size=97, hidden_size=28)  # ranks have unequal shares
+    torch.save(make_batch([30, 12, 44, 9], ranks=2, micro=64), folder / "batch.pt")
+    with (folder / "log").open("wb") as log:
+        ranks = [
+            preloaded.Forked(
+                "tests.integration.saving_ranks:main",
+                [str(folder), str(number)],
+                cwd=ROOT, env=dict(os.environ), stdout=log.fileno(), stderr=log.fileno(),
+            )
+            for number in range(3)
+        ]  # fmt: skip
+        try:
+            codes = [rank.wait(timeout=100) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.end()
+    assert codes == [0, 0, 0], (folder / "log").read_text()
+    return folder
+
+
+def state(learner: LocalLearnerGroup, checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Load a checkpoint on one rank, and return its weights and the moments of its optimizer."""
+    learner.load(checkpoint)
+    rank = learner.rank
+    found = {name: parameter.detach().clone() for name, parameter in rank.model.hf.named_parameters()}
+    [optimizer] = rank.optimizers
+    for name, parameter in rank.model.hf.named_parameters():
+        found |= {f"{name} {key}": value.clone() for key, value in optimizer.state[parameter].items()}
+    return found
+
+
+def test_it_loads_on_one_rank_and_on_three(folder, tmp_path):
+    learner = LocalLearnerGroup(folder / "model", CONFIG, make_algo(), seed=0)
+    try:
+        of_two, of_three = (state(learner, folder / name) for name in ("of_two", "of_three"))
+        learner.save(tmp_path / "of_one")
+        learner.finish_save()
+    finally:
+        learner.close()
+    assert of_two.keys() == of_three.keys()
+    assert all(torch.equal(tensor, of_three[name]) for name, tensor in of_two.items())
+    assert all(of_two[name].any() for name in of_two if name.endswith("exp_avg"))
+    start = load_file(folder / "model" / "model.safetensors")
+    assert all(not torch.equal(tensor, of_two[name]) for name, tensor in start.items())
+    model = Path("model", "model.safetensors")
+    assert {
+        (place / model).read_bytes() for place in (folder / "of_two", folder / "of_three", tmp_path / "of_one")
+    } == {(folder / "of_two" / model).read_bytes()}
+
+
+def test_a_sleeping_rank_saves_what_it_had(folder):
+    """It took one more step."""
+    awake, asleep = (load_file(folder / name / "model" / "model.safetensors") for name in ("of_two", "asleep"))
+    assert awake.keys() == asleep.keys()
+    assert all(not torch.equal(tensor, asleep[name]) for name, tensor in awake.items())
