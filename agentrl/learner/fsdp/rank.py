@@ -272,10 +272,6 @@ class FsdpRank:
         """Write weights into tensors on this rank's device, or on the CPU while it sleeps; see `LearnerRank.gather`."""
         gather_weights((self.present(self._parameters[name]), out) for name, out in into)
 
-    def present(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the rank's state in readable memory: while the rank sleeps, its copy on the CPU."""
-        return self.staged(tensor) if self._offload else tensor
-
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the copy on the CPU of a tensor of the rank's state, as of the last `save` or `sleep`."""
         if not isinstance(tensor, DTensor):
