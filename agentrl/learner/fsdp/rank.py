@@ -270,7 +270,8 @@ class FsdpRank:
     @torch.no_grad()
     def gather(self, into: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Write weights into tensors on this rank's device, or on the CPU while it sleeps; see `LearnerRank.gather`."""
-        gather_weights((self.present(self._parameters[name]), out) for name, out in into)
+        weights = [(self._parameters[name], out) for name, out in into]
+        gather_weights((self.staged(weight) if self._offload else weight, out) for weight, out in weights)
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the copy on the CPU of a tensor of the rank's state, as of the last `save` or `sleep`."""
