@@ -18,6 +18,7 @@ COMMANDS: dict[str, str] = {
     "sft": "fine-tune a policy on a taskset's demonstrations",
     "rollout": "sample rollouts to a file without training",
     "eval": "evaluate a policy",
+    "export": "write the policy of a checkpoint as a Hugging Face folder",
     "audit": "check saved rollouts: ids, masks, forks and provenance",
     "view": "look at a run's rollouts, in the terminal or as an HTML page",
     "env": "list and check environments",

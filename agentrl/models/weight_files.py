@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import ModelError
+from agentrl.distributed.base import TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+"""Names of dtypes in safetensors, by those of torch."""
 
 
 class WeightFiles:
@@ -43,6 +49,15 @@ class WeightFiles:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of all weights by name."""
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._opened.items()}
+
+    def specs(self) -> list[TensorSpec]:
+        """Return names, dtypes and shapes of all weights, by name."""
+        names = {found: name for name, found in DTYPES.items()}
+        shapes = self.shapes()
+        return [
+            TensorSpec(name, names[self._opened[name].get_slice(name).get_dtype()], shapes[name])
+            for name in sorted(shapes)
+        ]
 
     def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """Return a part of a weight, in the file's dtype, on the CPU. Nothing else of the weight is read."""

@@ -11,18 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.distributed.base import TensorSpec
-from agentrl.models.weight_files import INDEX, SINGLE
+from agentrl.models.weight_files import DTYPES, INDEX, SINGLE
 
 if TYPE_CHECKING:
     import torch
 
 FILE_BYTES = 4 << 30
 """Weights of a file; a larger weight gets a file of its own."""
-_DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
-"""Names of dtypes in safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +106,7 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     begin = 0
     for spec in specs:
         end = begin + _size(spec)
-        described[spec.name] = {"dtype": _DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": [begin, end]}
+        described[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -1,0 +1,67 @@
+"""Export of a checkpoint's model, and safetensors files that are written part by part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agentrl.cli.main import main
+from agentrl.core.errors import ConfigError
+from agentrl.distributed.base import spec_of
+from agentrl.models.export import export_model
+from agentrl.models.load import load_model
+from agentrl.models.weight_files import WeightFiles
+from agentrl.models.weight_writer import WeightWriter
+from tests.unit.learner.learners import make_model
+
+
+def test_a_checkpoint_is_exported(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "step_000003" / "model", "llama")
+    assert main(["export", str(tmp_path / "step_000003"), str(tmp_path / "out")]) == 0
+    found, wanted = load_model(tmp_path / "out", "bfloat16"), load_model(model, "bfloat16")
+    assert found.config.dtype is torch.bfloat16
+    assert all(torch.equal(value, found.state_dict()[name]) for name, value in wanted.state_dict().items())
+    assert {value.dtype for value in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_a_large_model_gets_several_files_and_an_index(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen2")
+    export_model(model, tmp_path / "out", "float32", file_bytes=10_000)
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 3
+    wanted = load_model(model).state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in load_model(tmp_path / "out").state_dict().items())
+
+
+def test_a_folder_with_files_or_without_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match="holds files"):
+        export_model(model, model, "bfloat16")
+    (model / "model.safetensors").unlink()
+    assert main(["export", str(model), str(tmp_path / "out")]) == 2
+    assert "holds no safetensors files" in capsys.readouterr().err
+
+
+def test_parts_of_any_shape_and_dtype_are_written_in_any_order(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.arange(35.0).view(7, 5),
+        "b": torch.tensor(3, dtype=torch.int64),
+        "c": torch.zeros(0, 4),
+        "d": torch.arange(6).to(torch.bfloat16),
+    }
+    writer = WeightWriter(tmp_path, [spec_of(*item) for item in tensors.items()])
+    writer.create()
+    writer.write("d", tensors["d"][4:], 4)
+    writer.write("a", tensors["a"][3:], 3)
+    writer.write("b", tensors["b"])
+    writer.write("a", tensors["a"][:3])
+    writer.write("d", tensors["d"][:4])
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    files = WeightFiles(tmp_path, "model.path")
+    assert files.specs() == [spec_of(*item) for item in tensors.items()]
+    assert torch.equal(files.read("a", (slice(2, 4), slice(0, 5))), tensors["a"][2:4])
