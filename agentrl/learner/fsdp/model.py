@@ -73,9 +73,10 @@ class PackedModel(nn.Module):
         assert not self.separates_rows, "layers that mix rows cannot share prefixes"
         with torch.autocast(self.hf.device.type, torch.bfloat16, enabled=self.autocast):
             hidden = self._hidden(given.token_ids_L[None], given.position_ids_L[None], given.tree)
-            # Branches begin after the same token: unlike that of index_select, this gradient is deterministic on GPUs.
-            scores_M, entropy_M = self._score(hidden[given.before_M], given.targets_M, temperature, entropy)
-        return scores_M[given.scored_N], None if entropy_M is None else entropy_M[given.scored_N]
+            hidden_M_H = _selected(hidden, given.before_M)
+            scores_M, entropy_M = self._score(hidden_M_H, given.targets_M, temperature, entropy)
+        scores_N = _selected(scores_M[:, None], given.scored_N)[:, 0]
+        return scores_N, None if entropy_M is None else _selected(entropy_M[:, None], given.scored_N)[:, 0]
 
     def _hidden(
         self, token_ids_R_L: torch.Tensor, position_ids_R_L: torch.Tensor, packed: PackedRows | Tree
@@ -96,6 +97,11 @@ class PackedModel(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the scores of tokens from the hidden states before them, at least float32, and entropies if wanted."""
         raise NotImplementedError
+
+
+def _selected(lines: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
+    """Return lines, some more than once: of all kinds of indexing, only this gradient is deterministic on CPUs and GPUs."""
+    return F.embedding(index_N, lines)
 
 
 class PolicyModel(PackedModel):

@@ -16,6 +16,7 @@ from agentrl.batch.packing import pack
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.types import MaskReason, Provenance, Row, RowKey
 from agentrl.learner.fsdp.loading import load_critic
+from agentrl.learner.fsdp.model import _selected
 from tests.unit.learner.learners import SIZES, VOCAB, Learners, gradients, make_model
 
 CASES = [
@@ -181,3 +182,14 @@ def test_a_model_that_mixes_rows_takes_no_shared_prefixes(learners: Learners, fo
     assert not learner.shares_prefixes
     with pytest.raises(AssertionError, match="mix rows"):
         learner.logprobs(make_batch(make_rows(6), share_prefixes=True))
+
+
+def test_the_gradient_of_a_branch_is_the_same_on_several_threads():
+    torch.manual_seed(0)
+    lines, index, weights = torch.randn(3, 64, requires_grad=True), torch.arange(2000) % 3, torch.randn(2000, 64)
+    torch.set_num_threads(2)
+    try:
+        first, *others = (torch.autograd.grad((_selected(lines, index) * weights).sum(), lines)[0] for _ in range(20))
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(first, other) for other in others)
