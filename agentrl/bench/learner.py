@@ -81,6 +81,7 @@ def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], N
         write_random_model(model, shape, weights=True, device=device)
         peak_rate = config.learner.ranks * matrix_rate(torch.device(device))
         work = training_flops(shape, rows)
+        _free()
         tell(f"a product of large bfloat16 matrices: {peak_rate / 1e12:.0f} TFLOP/s")
         with _learner(config, model, Path(folder)) as learner:
             batch = packed_batch(config, rows)
