@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
+from agentrl.config.learner import Recompute
 from agentrl.config.schema import Config
 from agentrl.models.freezing import count_trained
+from agentrl.models.load import empty_model
 
 
 def describe_training(config: Config, folder: Path) -> list[str]:
@@ -21,3 +24,31 @@ def describe_training(config: Config, folder: Path) -> list[str]:
         trained, total = count_trained(folder, config.learner.freeze)
         lines.append(f"{'trained':<13}{trained:,} of {total:,} weights (learner.freeze)")
     return lines
+
+
+def describe_memory(config: Config, folder: Path) -> str:
+    """Return a line on the memory that each rank of the learner needs to train the policy in ``folder``.
+
+    Raises:
+        ModelError: the model's configuration cannot be loaded.
+
+    """
+    from agentrl.learner.device import recomputed, resolve_device, uses_bfloat16
+    from agentrl.learner.memory import learner_memory
+
+    learner = config.learner
+    # A configuration for GPUs is described as on GPUs, also on a machine without.
+    device = "cuda" if learner.device == "cuda" else resolve_device(learner)
+    on_gpu = device == "cuda"
+    of_gpus: Recompute = "selective" if learner.recompute == "auto" else learner.recompute
+    found = learner_memory(
+        empty_model(folder, "sdpa"),
+        learner,
+        ranks=learner.ranks,
+        tokens=config.batch.tokens_per_micro,
+        bfloat16=learner.precision != "float32" if on_gpu else uses_bfloat16(learner),
+        recompute=of_gpus if on_gpu else recomputed(learner),
+        reference=config.algo.has_kl,
+    )
+    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in asdict(found).items() if size)
+    return f"{'memory':<13}about {found.total / 2**30:.1f} GiB on each of {learner.ranks} learner ranks ({device}): {parts}"

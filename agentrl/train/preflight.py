@@ -23,7 +23,7 @@ from agentrl.runtime.placement_check import check_placement, describe_placement
 from agentrl.runtime.run_tools import check_tools
 from agentrl.runtime.task_sources import TaskSources, of_source, read_splits
 from agentrl.runtime.template_check import check_chat_template
-from agentrl.runtime.training_summary import describe_training
+from agentrl.runtime.training_summary import describe_memory, describe_training
 from agentrl.train.teachers import check_teachers
 from agentrl.train.warm_start import describe, warm_start_config
 
@@ -92,6 +92,8 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     warnings, training = [], []
     if model is not None:
         training = describe_training(config, model)
+        if not fetch:
+            lines.append(describe_memory(config, model))
         critic = resolve_critic(config, model)
         sizes = [count_parameters(folder) if folder is not None else 0 for folder in (model, critic)]
         warnings = learning_rate_warnings(config, *sizes)

@@ -16,8 +16,9 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 
 
 def test_dry_run_prints_a_configuration_that_loads(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run(capsys, "train", "--env", "search_r1", "--dry-run", "train.steps=7")
+    status, out, err = run(capsys, "train", "--env", "search_r1", "--dry-run", "train.steps=7", "learner.device=cuda")
     assert status == 0
+    assert "GiB on each of 1 learner ranks (cuda): weights" in err
     assert yaml.safe_load(out)["train"]["steps"] == 7
     assert yaml.safe_load(out)["tasks"]["name"] == "multihop", "the shipped cpu configuration is taken"
     assert "search_r1" in err
