@@ -7,6 +7,7 @@ from typing import Any
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.config.shipped import find_config
+from agentrl.models.learning_rates import usual_rates
 
 PAGE = (Path(__file__).parents[1] / "docs" / "hyperparameters.md").read_text()
 
@@ -30,5 +31,12 @@ def test_named_defaults_are_those_of_the_configuration() -> None:
         for name in key.split("."):
             found = getattr(found, name)
         assert found == float(value), key
-    assert "`learner.optimizer.lr` is 3e-4 by default" in PAGE
-    assert Config().learner.optimizer.lr == 3e-4
+
+
+def test_the_table_of_learning_rates_is_that_of_auto() -> None:
+    rows = re.findall(r"^\| (\d+) million \| (\S+) \| (\S+) \| (\d+) \|$", PAGE, re.MULTILINE)
+    assert len(rows) == 3
+    for size, policy, other, warmup in rows:
+        rates = usual_rates(int(size) * 1_000_000)
+        assert (rates.policy, rates.other, rates.warmup_steps) == (float(policy), float(other), int(warmup))
+        assert rates.size == int(size) * 1_000_000

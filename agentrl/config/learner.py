@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from agentrl.config.base import Section
 
@@ -12,15 +12,25 @@ Recompute = Literal["none", "selective", "full"]
 """What is computed again in the backward pass; see `LearnerConfig.recompute`."""
 
 
+Schedule = Literal["constant", "linear", "cosine"]
+"""The learning rate after the warm-up."""
+
+
 class OptimizerConfig(Section):
     """The optimizer."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """``muon`` orthogonalises the steps of the layers' matrices; embeddings, head, norms and biases get AdamW."""
-    lr: PositiveFloat = 3e-4
-    """Learning rate after warm-up; Muon's is scaled to match AdamW's root mean square."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate grows linearly to ``lr``."""
+    lr: PositiveFloat | Literal["auto"] = "auto"
+    """Learning rate after warm-up; Muon's is scaled to match AdamW's root mean square. ``auto`` is by the number of weights:
+    3e-4, from 50 million 5e-5, from 500 million 1e-6, or 1e-5 for critics and SFT."""
+    warmup_steps: NonNegativeInt | Literal["auto"] = "auto"
+    """Steps over which the learning rate grows linearly to ``lr``. ``auto`` is by the number of weights: 0, from 50 million 3,
+    from 500 million 10."""
+    schedule: Literal["auto", "constant", "linear", "cosine"] = "auto"
+    """The learning rate after the warm-up, over the run's optimizer steps. ``auto`` is ``constant``, for SFT ``linear``."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Share of ``lr`` that ``linear`` and ``cosine`` end at."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
@@ -38,6 +48,22 @@ class OptimizerConfig(Section):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError("both are from 0 to below 1")
         return betas
+
+    def scheduled(self, auto: Schedule) -> Schedule:
+        """Return the schedule, if ``auto`` stands for the given one."""
+        return auto if self.schedule == "auto" else self.schedule
+
+    @property
+    def fixed_lr(self) -> float:
+        """``lr``, which is no longer ``auto`` once a run has a model."""
+        assert self.lr != "auto"
+        return self.lr
+
+    @property
+    def fixed_warmup_steps(self) -> int:
+        """``warmup_steps``, which is no longer ``auto`` once a run has a model."""
+        assert self.warmup_steps != "auto"
+        return self.warmup_steps
 
 
 class LearnerConfig(Section):

@@ -32,8 +32,6 @@ class SftConfig(Section):
     """Demonstrated episodes per step."""
     context_weight: NonNegativeFloat = 0.3
     """Weight of the loss on observed tokens, relative to 1 on the expert's."""
-    lr_end: float = Field(default=0.1, ge=0, le=1)
-    """The learning rate decays linearly to this share of ``learner.optimizer.lr``."""
     curriculum: list[SftStage] = Field(default_factory=list)
     """Stages before the rest of the run, in order; after them the configured options are used."""
     reseed_option: str | None = None

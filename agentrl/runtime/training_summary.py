@@ -8,18 +8,21 @@ from pathlib import Path
 from agentrl.config.learner import Recompute
 from agentrl.config.schema import Config
 from agentrl.models.freezing import count_trained
+from agentrl.models.learning_rates import Use, describe_optimizer
 from agentrl.models.load import empty_model
 
 
-def describe_training(config: Config, folder: Path) -> list[str]:
-    """Return lines on what is trained of the policy in ``folder``.
+def describe_training(config: Config, folder: Path, critic: Path | None, use: Use = "policy") -> list[str]:
+    """Return lines on what is trained of the policy in ``folder``, and with which learning rates.
 
     Raises:
         ConfigError: a key of ``learner`` does not fit the model.
         ModelError: the model's configuration cannot be loaded.
 
     """
-    lines = []
+    lines = [f"{'optimizer':<13}{describe_optimizer(config.learner.optimizer, folder, use)}"]
+    if critic is not None:
+        lines.append(f"{'critic':<13}{describe_optimizer(config.algo.critic.optimizer, critic, 'critic')}")
     if config.learner.freeze:
         trained, total = count_trained(folder, config.learner.freeze)
         lines.append(f"{'trained':<13}{trained:,} of {total:,} weights (learner.freeze)")

@@ -9,6 +9,7 @@ from pathlib import Path
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.core.registry import make_env, make_tasks
+from agentrl.models.learning_rates import with_rates
 from agentrl.models.resolve import resolve_model
 from agentrl.runtime.checks import check_packages
 from agentrl.runtime.training_summary import describe_training
@@ -33,9 +34,16 @@ def check_sft(config: Config) -> None:
     check_packages(config)
 
 
-def describe_sft(config: Config, model: Path) -> list[str]:
-    """Return lines on what is trained; see `describe_training`."""
-    return describe_training(config, model)
+def prepare_sft(config: Config) -> tuple[Config, Path, list[str]]:
+    """Check a run, and return its configuration with numbers in place of ``auto``, its model, and lines on the training.
+
+    Raises:
+        UserError: with the value and the key to change.
+
+    """
+    check_sft(config)
+    model = resolve_model(config.model.path)
+    return with_rates(config, model, None, "sft"), model, describe_training(config, model, None, "sft")
 
 
 def plan_sft(config: Config) -> list[str]:

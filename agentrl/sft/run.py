@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch.utils.data import DataLoader
 
+from agentrl.batch.lr_schedule import lr_scale
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
 from agentrl.cluster.learner_group import start_learners
@@ -25,7 +26,6 @@ from agentrl.core.file_modes import give_default_mode
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.models.load import load_model, load_tokenizer
-from agentrl.models.resolve import resolve_model
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.trackers import open_tensorboard
 from agentrl.render.registry import make_renderer
@@ -33,7 +33,7 @@ from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.interrupt import SIGNALS, handled_signals, leave_terminals, terminals
 from agentrl.runtime.run_dir import run_folder
 from agentrl.sft.demonstrations import Demonstrated, Demonstrations
-from agentrl.sft.preflight import check_sft, describe_sft
+from agentrl.sft.preflight import prepare_sft
 
 SHOWN_EVERY = 50
 """Steps between lines on the console; ``metrics.jsonl`` has all steps."""
@@ -48,18 +48,17 @@ def sft(config: Config, *, note: Callable[[str], None]) -> Path:
         LearnerError: a learner rank failed.
 
     """
-    check_sft(config)
-    model = resolve_model(config.model.path)
+    resolved, model, lines = prepare_sft(config)
     data = Demonstrations(config, RendererOf(model, config.render, config.model.trust_remote_code))
     with run_folder(config) as folder:
         save_config(config, folder)
-        return _run(config, model, data, folder, note)
+        for line in lines:
+            note(line)
+        return _run(resolved, model, data, folder, note)
 
 
 def _run(config: Config, model: Path, data: Demonstrations, folder: Path, note: Callable[[str], None]) -> Path:
     out = config.sft.out or folder / "model"
-    for line in describe_sft(config, model):
-        note(line)
     note(f"run {folder}: {config.sft.steps} steps of {config.sft.batch_size} demonstrations")
     learner = _start_learner(config, model, folder)
     try:
@@ -96,7 +95,7 @@ def _train(
             share = max(step / config.sft.steps, (begin - start) / 60 / (config.sft.minutes or float("inf")))
             if share >= 1 or interrupted.is_set():
                 break
-            batch.lr_scale = 1 - (1 - config.sft.lr_end) * share
+            batch.lr_scale = lr_scale(config.learner.optimizer, share, config.sft.steps, "linear")
             step_metrics = batch.metrics | learner.train_step(batch)
             step += 1
             spent = time.perf_counter() - start

@@ -17,8 +17,10 @@ from agentrl.algo.distillation import teacher_gaps, teacher_metrics
 from agentrl.algo.estimate import RowAdvantages, estimate_advantages
 from agentrl.algo.kl import kl_estimate
 from agentrl.batch.groups import RolloutGroups, groups_by_source
+from agentrl.batch.lr_schedule import lr_scale
 from agentrl.batch.packing import pack
 from agentrl.batch.sequences import SampledSequence, sequences_of
+from agentrl.config.learner import OptimizerConfig
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout, Row, RowKey
 from agentrl.learner.base import CriticGroup, LearnerGroup
@@ -183,6 +185,30 @@ def divided(config: Config, groups: RolloutGroups) -> Iterator[list[Rollout]]:
     """Yield the rollouts of each of ``train.steps_per_rollout`` optimizer steps, whole groups."""
     for share in np.array_split(np.arange(len(groups.prompt_ids_G)), config.train.steps_per_rollout):
         yield [one for one, group in zip(groups.rollouts_N, groups.groups_N, strict=True) if group in share]
+
+
+def policy_lr_scale(config: Config, step: int, index: int) -> float:
+    """Return the schedule's factor for an optimizer step of the policy, over the training steps that train it.
+
+    Args:
+        config: of the run.
+        step: finished training steps.
+        index: of the optimizer step in its training step.
+
+    """
+    critic_alone = config.algo.critic.warmup_steps if config.algo.needs_critic else 0
+    return _lr_scale(config, config.learner.optimizer, step, index, critic_alone)
+
+
+def critic_lr_scale(config: Config, step: int, index: int) -> float:
+    """Return the schedule's factor for an optimizer step of the critic; see `policy_lr_scale`."""
+    return _lr_scale(config, config.algo.critic.optimizer, step, index, 0)
+
+
+def _lr_scale(config: Config, optimizer: OptimizerConfig, step: int, index: int, before: int) -> float:
+    each = config.train.steps_per_rollout
+    steps = (config.train.steps - before) * each
+    return lr_scale(optimizer, ((step - before) * each + index) / steps, steps, "constant")
 
 
 def packing_options(config: Config, pad_id: int) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from agentrl.core.task import Task
 from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
 from agentrl.models.critic import KEY as CRITIC_KEY
 from agentrl.models.critic import resolve_critic
-from agentrl.models.load import count_parameters, read_max_positions
+from agentrl.models.learning_rates import count_weights, usual_rates
+from agentrl.models.load import read_max_positions
 from agentrl.models.reference_policy import check_reference, resolve_reference
 from agentrl.models.resolve import has_chat_template, resolve_model
 from agentrl.runtime.checks import check_engine, check_episodes, check_packages, open_tasks
@@ -26,9 +27,6 @@ from agentrl.runtime.template_check import check_chat_template
 from agentrl.runtime.training_summary import describe_memory, describe_training
 from agentrl.train.teachers import check_teachers
 from agentrl.train.warm_start import describe, warm_start_config
-
-_LEARNING_RATES = ((500_000_000, 2e-5, 1e-6), (50_000_000, 2e-4, 5e-5))
-"""``(weights, highest rate without a warning, usual rate)``. The usual rates are those of the shipped configurations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +89,16 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     lines = [*_describe_sources(config, train), *_describe(config, model, sets, template)]
     warnings, training = [], []
     if model is not None:
-        training = describe_training(config, model)
+        critic = resolve_critic(config, model)
+        training = describe_training(config, model, critic)
+        lines += training
         if not fetch:
             lines.append(describe_memory(config, model))
-        critic = resolve_critic(config, model)
-        sizes = [count_parameters(folder) if folder is not None else 0 for folder in (model, critic)]
+        sizes = [count_weights(folder) if folder is not None else 0 for folder in (model, critic)]
         warnings = learning_rate_warnings(config, *sizes)
     if warm is not None:
         lines.append(f"{'warm start':<13}{config.model.warm_start}: {describe(warm)}")
-    return Plan([*lines, *training], missing, warnings, training, template)
+    return Plan(lines, missing, warnings, training, template)
 
 
 @contextmanager
@@ -162,12 +161,12 @@ def learning_rate_warnings(config: Config, count: int, critic_count: int = 0) ->
     rates["algo.critic.optimizer"] = (config.algo.critic.optimizer.lr, critic_count)
     found = []
     for key, (lr, weights) in rates.items():
-        limits = [(most, usual) for size, most, usual in _LEARNING_RATES if weights >= size]
-        if limits and lr > limits[0][0]:
-            usual = limits[0][1]
+        usual = usual_rates(weights)
+        if lr != "auto" and lr > usual.highest:
+            rate = usual.policy if key == "learner.optimizer" else usual.other
             found.append(
-                f"warning: {key}.lr={lr:g} is many times the usual {usual:g} for a model of {weights / 1e9:.2g} billion "
-                f"weights, and may destroy it: set {key}.lr={usual:g} and {key}.warmup_steps"
+                f"warning: {key}.lr={lr:g} is many times the usual {rate:g} for a model of {weights / 1e9:.2g} billion "
+                f"weights, and may destroy it: set {key}.lr={rate:g} and {key}.warmup_steps"
             )
     return found
 

@@ -26,12 +26,14 @@ from agentrl.obs.waiting import PHASE, waiting
 from agentrl.train.critic import returns_of, value_batches, value_metrics, warming_up
 from agentrl.train.optimizer_steps import (
     StepScores,
+    critic_lr_scale,
     distillation_metrics,
     live_share,
     needs_scores,
     nothing_trained,
     optimizer_steps,
     packing_options,
+    policy_lr_scale,
     score_rollouts,
     step_advantages,
     step_correction,
@@ -124,9 +126,10 @@ class Trainer:
                 trained=part.trained,
                 learner_logprobs=scores.learner or None,
                 correction=correction,
+                lr_scale=policy_lr_scale(self.config, self.step, index),
                 **packing_options(self.config, self.source.pad_token_id),
             )
-            for part in optimizer_steps(self.config, groups, advantages)
+            for index, part in enumerate(optimizer_steps(self.config, groups, advantages))
             if not warming_up(self.config, self.step)
         ]
         learned: list[Mapping[str, float]] = []
@@ -162,7 +165,9 @@ class Trainer:
         if self.critic is None or not scores.values:
             return {}
         learned, returns = [], returns_of(self.config, groups, scores)
-        for batch in value_batches(self.config, groups, scores, returns, self.source.pad_token_id):
+        batches = value_batches(self.config, groups, scores, returns, self.source.pad_token_id)
+        for index, batch in enumerate(batches):
+            batch.lr_scale = critic_lr_scale(self.config, self.step, index)
             learned.append(await asyncio.to_thread(self.critic.train_step, batch))
             self._ahead += 1
         return value_metrics(learned, groups, scores, returns)

@@ -21,6 +21,8 @@ from agentrl.config.schema import Config
 from agentrl.config.shipped import find_config
 from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import ConfigError, LearnerError, UserError
+from agentrl.models.critic import resolve_critic
+from agentrl.models.learning_rates import with_rates
 from agentrl.models.reference_policy import pin_reference
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.console import print_message
@@ -67,7 +69,7 @@ def describe(warm: Config) -> str:
 async def initial_policy(
     config: Config, folder: Path, checkpoint: Path | None, interrupt: Interrupt, console: Console
 ) -> tuple[Config, Path]:
-    """Return the configuration of a run with its reference policy, and the folder of the weights that it starts from.
+    """Return the configuration of a run with its reference policy and learning rates, and the folder of its first weights.
 
     The weights are those of the checkpoint that the run resumes from, else of its warm start, else of ``model.path``.
 
@@ -81,7 +83,8 @@ async def initial_policy(
     else:
         warm = (folder / FOLDER / "model").resolve() if config.model.warm_start else None
     config = pin_reference(config, warm)
-    return config, checkpoint / "model" if checkpoint else warm or resolve_model(config.model.path)
+    model = checkpoint / "model" if checkpoint else warm or resolve_model(config.model.path)
+    return with_rates(config, model, resolve_critic(config, model)), model
 
 
 async def warmed_model(config: Config, folder: Path, interrupt: Interrupt, console: Console) -> Path | None:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from agentrl.config.learner import OptimizerConfig
+from agentrl.config.algo import AlgoConfig
+from agentrl.config.learner import LearnerConfig, OptimizerConfig
+from agentrl.learner.base import Role
+from agentrl.models.learning_rates import resolve_optimizer
+
+
+def config_of_role(config: LearnerConfig, algo: AlgoConfig, folder: Path, role: Role) -> LearnerConfig:
+    """Return the configuration of a policy's or a critic's learner, whose initial weights are in ``folder``, without ``auto``."""
+    if role == "critic":
+        config = config.model_copy(update={"optimizer": algo.critic.optimizer, "freeze": []})
+    return config.model_copy(update={"optimizer": resolve_optimizer(config.optimizer, folder, role)})
 
 
 def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
@@ -18,7 +29,7 @@ def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) 
     Args:
         model: its parameters that require a gradient are trained.
         head: the output head; like the embeddings it is optimized by AdamW.
-        config: optimizer and learning rates.
+        config: optimizer and learning rates, without ``auto``.
 
     """
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -36,7 +47,7 @@ def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) 
 def _muon(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.Muon(
         parameters,
-        lr=config.lr,
+        lr=config.fixed_lr,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         adjust_lr_fn="match_rms_adamw",
@@ -49,10 +60,11 @@ def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.opt
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, fused=True, **options)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.fixed_lr, fused=True, **options)
 
 
 def learning_rate(config: OptimizerConfig, step: int, scale: float) -> float:
-    """Return the learning rate after ``step`` finished steps: linear warm-up, times the batch's factor."""
-    warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-    return config.lr * warm * scale
+    """Return the learning rate after ``step`` finished steps: linear warm-up, times the schedule's factor."""
+    steps = config.fixed_warmup_steps
+    warm = min(1.0, (step + 1) / steps) if steps else 1.0
+    return config.fixed_lr * warm * scale

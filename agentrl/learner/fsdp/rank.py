@@ -25,7 +25,7 @@ from agentrl.learner.device import to_device
 from agentrl.learner.fsdp.gather import gather_weights
 from agentrl.learner.fsdp.loading import load_critic, load_frozen, load_policy
 from agentrl.learner.fsdp.model import PackedModel
-from agentrl.learner.fsdp.optimizer import learning_rate, make_optimizers
+from agentrl.learner.fsdp.optimizer import config_of_role, learning_rate, make_optimizers
 from agentrl.learner.fsdp.sharding import reshard
 from agentrl.learner.fsdp.state import load_state, saved_tensors, start_saving
 from agentrl.learner.fsdp.step_metrics import StepMetrics
@@ -64,9 +64,7 @@ class FsdpRank:
         reference: Path | None = None,
         role: Role = "policy",
     ) -> None:
-        if role == "critic":
-            config = config.model_copy(update={"optimizer": algo.critic.optimizer, "freeze": []})
-        self.config = config
+        self.config = config = config_of_role(config, algo, folder, role)
         self.device = device
         self.source = folder
         self.step = 0

@@ -170,7 +170,7 @@ def test_differences_are_by_key() -> None:
     assert list(map(str, differences(before, after))) == [
         "env.options.b: 2 → 3",
         "env.options.c: null → 4",
-        "learner.optimizer.lr: 0.0003 → 1.0e-05",
+        "learner.optimizer.lr: auto → 1.0e-05",
         "env.options.a: 1 → null",
     ]
     assert differences(before, before) == []

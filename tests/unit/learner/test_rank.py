@@ -296,7 +296,7 @@ def test_supervised_batches_take_cross_entropy(learners):
 def test_learning_rate_warms_up_and_takes_the_batchs_factor():
     config = OptimizerConfig(lr=1.0, warmup_steps=4)
     assert [learning_rate(config, step, 0.5) for step in range(5)] == [0.125, 0.25, 0.375, 0.5, 0.5]
-    assert learning_rate(OptimizerConfig(lr=1.0), 0, 1.0) == 1.0
+    assert learning_rate(OptimizerConfig(lr=1.0, warmup_steps=0), 0, 1.0) == 1.0
 
 
 def test_a_missing_model_names_the_key(learners, tmp_path):
