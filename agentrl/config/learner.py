@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from agentrl.config.base import Section
 
@@ -66,6 +74,17 @@ class OptimizerConfig(Section):
         return self.warmup_steps
 
 
+class LoraConfig(Section):
+    """Adapters of low rank, in float32, that are trained in place of the weights."""
+
+    rank: PositiveInt = 16
+    """Rank of the adapters."""
+    alpha: PositiveInt = 32
+    """The adapters' product is scaled by ``alpha / rank``."""
+    target: Literal["linear"] | list[str] = "linear"
+    """Shell patterns of the linear layers that get one, by Hugging Face name; ``linear`` is all but the output head."""
+
+
 class LearnerConfig(Section):
     """Backend, devices and memory options of training."""
 
@@ -96,9 +115,18 @@ class LearnerConfig(Section):
     freeze: list[str] = Field(default_factory=list)
     """Shell patterns of weights that stay as they are, by Hugging Face name, such as ``*.embed_tokens.*``. They have no
     gradient and no optimizer state. A critic is trained as a whole."""
+    lora: LoraConfig | None = None
+    """Train adapters only (needs the extra ``lora``). Engines and exports get merged weights. A critic is trained as a whole."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer."""
     start_timeout_s: PositiveFloat = 300.0
     """Seconds until the ranks must have loaded the model."""
     step_timeout_s: PositiveFloat = 1800.0
     """Timeout of a call to the ranks, such as an optimizer step or a checkpoint, seconds."""
+
+    @model_validator(mode="after")
+    def _adapters_alone(self) -> LearnerConfig:
+        for key in ("fp8", "freeze"):
+            if self.lora is not None and getattr(self, key):
+                raise ValueError(f"{key} with lora: only the adapters are trained, in float32; leave out {key} or lora")
+        return self

@@ -93,7 +93,7 @@ def _make_env(config: Config) -> Env:
 
 
 def check_packages(config: Config) -> None:
-    """Check that the packages of a run's outputs are installed.
+    """Check that the packages of a run's outputs, and of its adapters, are installed.
 
     Raises:
         MissingError: one is not; a line for each.
@@ -101,6 +101,7 @@ def check_packages(config: Config) -> None:
     """
     obs, lines = config.obs, []
     for package, wanted, key in (
+        ("peft", config.learner.lora is not None, "learner.lora"),
         ("tensorboard", obs.tensorboard is True, "obs.tensorboard=true"),
         ("wandb", obs.wandb != "off", f"obs.wandb={obs.wandb}"),
         ("pyarrow", obs.rollout_format == "parquet", "obs.rollout_format=parquet"),

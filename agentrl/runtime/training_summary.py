@@ -23,6 +23,8 @@ def describe_training(config: Config, folder: Path, critic: Path | None, use: Us
     lines = [f"{'optimizer':<13}{describe_optimizer(config.learner.optimizer, folder, use)}"]
     if critic is not None:
         lines.append(f"{'critic':<13}{describe_optimizer(config.algo.critic.optimizer, critic, 'critic')}")
+    if (lora := config.learner.lora) is not None:
+        lines.append(f"{'trained':<13}LoRA adapters of rank {lora.rank} (learner.lora)")
     if config.learner.freeze:
         trained, total = count_trained(folder, config.learner.freeze)
         lines.append(f"{'trained':<13}{trained:,} of {total:,} weights (learner.freeze)")

@@ -83,7 +83,9 @@ async def initial_policy(
     else:
         warm = (folder / FOLDER / "model").resolve() if config.model.warm_start else None
     config = pin_reference(config, warm)
-    model = checkpoint / "model" if checkpoint else warm or resolve_model(config.model.path)
+    # With LoRA a checkpoint's model has merged weights, and the learner needs those of the base model.
+    resumed = checkpoint / "model" if checkpoint and config.learner.lora is None else None
+    model = resumed or warm or resolve_model(config.model.path)
     return with_rates(config, model, resolve_critic(config, model)), model
 
 

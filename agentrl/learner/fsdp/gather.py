@@ -1,12 +1,16 @@
-"""Gathering of sharded weights: one collective for many of them."""
+"""Gathering of sharded weights, one collective for many of them, and merging of LoRA adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+
+from agentrl.config.learner import LoraConfig
+from agentrl.learner.fsdp.weights import adapter_name, hf_name, is_adapter, local
 
 _PART_BYTES = 256 << 20
 """Weights of one collective, at least one; further memory as large is needed for it."""
@@ -73,3 +77,44 @@ def _all_gather(part: Sequence[_Shards]) -> None:
         for flat, piece in zip(ranks, torch.split(out, count), strict=False):
             copies.append((at(flat, begin, piece, out.dtype), piece))
     copy_all(copies)
+
+
+class MergedWeights:
+    """The weights of a model by Hugging Face name, with adapters merged: ``W + scale B A`` in float32.
+
+    Args:
+        hf: with adapters or without.
+        config: of the adapters; None for a model without.
+
+    """
+
+    def __init__(self, hf: nn.Module, config: LoraConfig | None) -> None:
+        named = dict(hf.named_parameters())
+        self.adapters = {name: parameter for name, parameter in named.items() if is_adapter(name)}
+        self.base = {hf_name(name): parameter for name, parameter in named.items() if not is_adapter(name)}
+        self._pairs = {
+            hf_name(name): (named[adapter_name(name, "A")], named[adapter_name(name, "B")])
+            for name in named
+            if not is_adapter(name) and adapter_name(name, "A") in self.adapters
+        }
+        self._scale = config.alpha / config.rank if config is not None else 0.0
+
+    def get(self, name: str, present: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return a weight, sharded as the model's. Collective if it has an adapter: all ranks get ``A``.
+
+        Args:
+            name: of Hugging Face.
+            present: returns a tensor of the model in readable memory.
+
+        """
+        weight = present(self.base[name])
+        if name not in self._pairs:
+            return weight
+        a, b = (present(each) for each in self._pairs[name])
+        whole_a = a.full_tensor() if isinstance(a, DTensor) else a
+        merged = local(weight) + self._scale * (local(b) @ whole_a)
+        if not isinstance(weight, DTensor):
+            return merged
+        return DTensor.from_local(
+            merged, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )

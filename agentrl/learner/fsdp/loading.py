@@ -19,6 +19,7 @@ from agentrl.core.errors import ModelError
 from agentrl.learner.device import compiles, recomputed, resolve_device, uses_bfloat16
 from agentrl.learner.fsdp.attention import IMPLEMENTATION, packed_rows
 from agentrl.learner.fsdp.layers import prepare_layers
+from agentrl.learner.fsdp.lora import add_adapters, fill_adapters
 from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
 from agentrl.learner.fsdp.sharding import reshard, shard
 from agentrl.learner.fsdp.weights import allocate, fill, untie_different
@@ -81,7 +82,7 @@ def load_frozen(
     folder: Path, config: LearnerConfig, device: torch.device, mesh: DeviceMesh | None, key: str
 ) -> PolicyModel:
     """Load ``folder`` as a frozen model that only scores tokens; see `load_policy`."""
-    frozen = load_policy(folder, config.model_copy(update={"freeze": []}), device, mesh, key)
+    frozen = load_policy(folder, config.model_copy(update={"freeze": [], "lora": None}), device, mesh, key)
     frozen.eval()
     frozen.requires_grad_(False)
     return frozen
@@ -93,6 +94,8 @@ def _load(
     """Set a model on `meta` up for training, shard it, and read its weights."""
     files = WeightFiles(folder, key)
     untie_different(model.hf, files)
+    if config.lora is not None:
+        add_adapters(model.hf, config.lora)
     _freeze(model.hf, config)
     model.hf.train()
     _disable_dropout(model.hf)
@@ -103,6 +106,7 @@ def _load(
     if mesh is not None:
         shard(model, mesh, config)
     allocate(model, device)
+    fill_adapters(model.hf, seed=0)
     fill(model.hf, folder, files, values=isinstance(model, ValueModel), key=key)
 
 

@@ -17,7 +17,7 @@ from agentrl.models.learning_rates import resolve_optimizer
 def config_of_role(config: LearnerConfig, algo: AlgoConfig, folder: Path, role: Role) -> LearnerConfig:
     """Return the configuration of a policy's or a critic's learner, whose initial weights are in ``folder``, without ``auto``."""
     if role == "critic":
-        config = config.model_copy(update={"optimizer": algo.critic.optimizer, "freeze": []})
+        config = config.model_copy(update={"optimizer": algo.critic.optimizer, "freeze": [], "lora": None})
     return config.model_copy(update={"optimizer": resolve_optimizer(config.optimizer, folder, role)})
 
 

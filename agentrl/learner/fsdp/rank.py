@@ -22,7 +22,7 @@ from agentrl.core.errors import LearnerError
 from agentrl.distributed.base import TensorSpec, spec_of
 from agentrl.learner.base import Role, RowLogprobs, RowScores
 from agentrl.learner.device import to_device
-from agentrl.learner.fsdp.gather import gather_weights
+from agentrl.learner.fsdp.gather import MergedWeights, gather_weights
 from agentrl.learner.fsdp.loading import load_critic, load_frozen, load_policy
 from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import config_of_role, learning_rate, make_optimizers
@@ -83,7 +83,8 @@ class FsdpRank:
         self.writers = dist.new_group(backend="gloo")
         load = load_critic if role == "critic" else load_policy
         self.model: PackedModel = load(folder, config, device, mesh)
-        self._parameters = dict(self.model.hf.named_parameters())
+        self.merged = MergedWeights(self.model.hf, self.config.lora)
+        self._parameters = self.merged.base
         self.models: dict[str, PackedModel] = {"critic" if role == "critic" else "main": self.model}
         if reference is not None:
             check_reference(folder, reference)
@@ -252,8 +253,8 @@ class FsdpRank:
                 "the reference has another architecture than the policy, so it cannot become the policy: set "
                 "algo.reference_steps=0, or algo.reference to a model of the policy's architecture"
             )
-        for name, parameter in self._parameters.items():
-            theirs[name].copy_(parameter)
+        for name in self._parameters:
+            theirs[name].copy_(self.merged.get(name, torch.Tensor.detach))
         self.reference_updated = True
 
     @property
@@ -268,8 +269,8 @@ class FsdpRank:
     @torch.no_grad()
     def gather(self, into: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Write weights into tensors on this rank's device, or on the CPU while it sleeps; see `LearnerRank.gather`."""
-        weights = [(self._parameters[name], out) for name, out in into]
-        gather_weights((self.staged(weight) if self._offload else weight, out) for weight, out in weights)
+        present = self.staged if self._offload else torch.Tensor.detach
+        gather_weights((self.merged.get(name, present), out) for name, out in into)
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the copy on the CPU of a tensor of the rank's state, as of the last `save` or `sleep`."""

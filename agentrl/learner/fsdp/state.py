@@ -5,6 +5,7 @@
     folder/
       model/         Hugging Face folder: float32 safetensors, configuration, the tokenizer's files
       optimizer/     torch.distributed.checkpoint; absent before the first step
+      adapters/      LoRA adapters, likewise; model/ then has merged weights
       reference/     the reference policy, likewise; only once it differs from that of the start
       random/        one file per rank: torch, CUDA, NumPy and Python states
       learner.json   finished steps, optimizer, number of ranks, shapes of weights, frozen ones
@@ -38,6 +39,7 @@ from agentrl.core.background import in_background
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
 from agentrl.distributed.base import spec_of
+from agentrl.learner.fsdp.gather import MergedWeights
 from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.weights import fill, local, named_tensors, part_of
 from agentrl.learner.random_states import random_states, restore_random
@@ -68,6 +70,9 @@ class SavedRank(Protocol):
     writers: dist.ProcessGroup
     """Of the threads that write checkpoints."""
 
+    merged: MergedWeights
+    """The weights of `model`, with LoRA adapters merged."""
+
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the copy on the CPU of a tensor of the state, which no step changes."""
         ...
@@ -76,6 +81,7 @@ class SavedRank(Protocol):
 def saved_tensors(rank: SavedRank) -> Iterator[torch.Tensor]:
     """Yield the tensors of a checkpoint."""
     yield from named_tensors(rank.model.hf).values()
+    yield from rank.merged.adapters.values()
     for optimizer in rank.optimizers:
         yield from (t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
     if rank.reference_updated:
@@ -96,8 +102,11 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
     sharded = {"optimizer": _optimizer_states(rank)} if rank.step else {}
     if rank.reference_updated:
         sharded["reference"] = _reference(rank)
+    if rank.merged.adapters:
+        sharded["adapters"] = dict(rank.merged.adapters)
     sharded = tree_map_only(torch.Tensor, rank.staged, sharded)
-    staged = {name: rank.staged(tensor) for name, tensor in weights.items()}
+    merged = {name: rank.merged.get(name, rank.staged) for name in rank.merged.base}
+    staged = {name: rank.staged(tensor) for name, tensor in weights.items() if name not in merged} | merged
     states = _random_states(rank.device)
     dist.barrier()
 
@@ -129,7 +138,10 @@ def load_state(rank: SavedRank, folder: Path) -> None:
             )
     try:
         model, key = folder / "model", "checkpoint"
-        fill(rank.model.hf, model, WeightFiles(model, key), values="critic" in rank.models, key=key)
+        if rank.merged.adapters:  # model/ has merged weights; the rank has those of the base model
+            load_sharded(dict(rank.merged.adapters), checkpoint_id=folder / "adapters")
+        else:
+            fill(rank.model.hf, model, WeightFiles(model, key), values="critic" in rank.models, key=key)
         states = _load_optimizers(rank, folder / "optimizer") if found["step"] else {}
         rank.reference_updated = (folder / "reference").is_dir() and "reference" in rank.models
         if rank.reference_updated:
@@ -204,7 +216,7 @@ def _difference(rank: SavedRank, found: Any, expected: Any) -> str:
     if isinstance(found, list):
         other = min({*found} ^ {*expected})
         now, before = ("trained", "frozen") if other in found else ("frozen", "trained")
-        return f"{other} is {before}, in this run {now} (learner.freeze)"
+        return f"{other} is {before}, in this run {now} (learner.freeze, learner.lora)"
     if not isinstance(found, dict):
         key = "algo.critic.optimizer.name" if is_critic else "learner.optimizer.name"
         return f"{found!r}, this run has {expected!r} ({key})"

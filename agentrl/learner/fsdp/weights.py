@@ -19,6 +19,8 @@ from agentrl.models.weight_files import WeightFiles
 
 _log = logging.getLogger(__name__)
 
+_BASE, _ADAPTERS = ".base_layer.", (".lora_A.", ".lora_B.")
+
 Part = tuple[slice, ...]
 """The part of a whole tensor that a rank has; empty for a tensor without dimensions."""
 
@@ -27,7 +29,23 @@ def named_tensors(hf: nn.Module) -> dict[str, torch.Tensor]:
     """Return what a Hugging Face folder holds of a model, by name: parameters, tied ones once, and persistent buffers."""
     persistent = hf.state_dict().keys()
     buffers = {name: buffer for name, buffer in hf.named_buffers() if name in persistent}
-    return {name: parameter.detach() for name, parameter in hf.named_parameters()} | buffers
+    found = {hf_name(name): each.detach() for name, each in hf.named_parameters() if not is_adapter(name)}
+    return found | buffers
+
+
+def hf_name(name: str) -> str:
+    """Return the Hugging Face name of a weight of a model with LoRA adapters."""
+    return name.replace(_BASE, ".")
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a weight is one of a LoRA adapter."""
+    return any(part in name for part in _ADAPTERS)
+
+
+def adapter_name(name: str, matrix: str) -> str:
+    """Return the name of the adapter's matrix, ``A`` or ``B``, of a weight that has one."""
+    return name.replace(_BASE, f".lora_{matrix}.default.")
 
 
 def part_of(tensor: torch.Tensor) -> Part:
