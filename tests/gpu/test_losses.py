@@ -13,6 +13,7 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.learner.in_process import LocalLearnerGroup
+from tests.algo_config import make_algo
 from tests.integration.test_two_ranks import AGGREGATIONS, ALGOS, batch_of
 from tests.integration.two_ranks import compute
 from tests.unit.learner.learners import make_batch, make_model
@@ -82,7 +83,7 @@ def test_compiled_layers_have_the_gradient_of_plain_ones(folders, recompute, pre
     found = []
     for compiled, how in ((False, "none"), (True, recompute)):
         config = LearnerConfig(device="cuda", precision=precision, compile=compiled, recompute=how)
-        learner = LocalLearnerGroup(folders[0], config, AlgoConfig(), seed=0)
+        learner = LocalLearnerGroup(folders[0], config, make_algo(), seed=0)
         try:
             found.append(whole_gradient(learner, batch))
         finally:
@@ -97,7 +98,7 @@ def test_flash_attention_in_bfloat16_is_near_float32(folders):
     found = []
     for precision in ("float32", "bfloat16"):
         config = LearnerConfig(device="cuda", precision=precision, compile=False, recompute="none")
-        learner = LocalLearnerGroup(folders[0], config, AlgoConfig(), seed=0)
+        learner = LocalLearnerGroup(folders[0], config, make_algo(), seed=0)
         try:
             found.append(whole_gradient(learner, batch))
         finally:

@@ -30,6 +30,7 @@ from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.core.errors import CheckpointError, EngineError, LearnerError, ModelError, ProvenanceError
 from agentrl.core.types import Provenance
 from agentrl.distributed.broadcast_group import BroadcastGroup
+from agentrl.distributed.flat_bucket import bytes_of, views
 from agentrl.learner.in_process import LocalCritic, LocalLearnerGroup
 from agentrl.obs.watchdog import Watchdog
 from tests.algo_config import make_algo
@@ -229,13 +230,14 @@ def test_rank_0_sends_and_stops_when_the_group_is_left(group, tmp_path):
         group.join_group(joining)
         place = other.result()
         for number, bucket in enumerate(group.buckets(5000, "bfloat16")):
-            into = [torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in bucket.specs]
-            taken = threads.submit(place.broadcast, into)
+            flat = torch.zeros(bytes_of(*bucket.specs), dtype=torch.uint8)
+            taken = threads.submit(place.broadcast, [flat])
             bucket.broadcast()
             taken.result()
             bucket.save(tmp_path / str(number))
             saved = load_file(tmp_path / str(number))
-            for tensor, (name, sent) in zip(into, bucket.tensors(), strict=True):
+            for (name, tensor), (sent_name, sent) in zip(views(bucket.specs, flat), bucket.tensors(), strict=True):
+                assert name == sent_name
                 assert torch.equal(tensor, sent)
                 assert torch.equal(tensor, saved[name])
         # A rank of two that is left alone in a new group waits for the other.

@@ -132,7 +132,14 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
         covered |= {key for key in written if key in _filled(name, names)}
     assert written - covered == set(), "written, but not on the page"
     elsewhere = {
-        *("train/skipped", "train/kl", "train/kl_loss", "train/correction_mean", "train/correction_rejected"),
+        *(
+            "train/skipped",
+            "train/peak_gpu_gib",
+            "train/kl",
+            "train/kl_loss",
+            "train/correction_mean",
+            "train/correction_rejected",
+        ),
         *(
             "train/teacher_kl",
             "train/teacher_kl/NAME",

@@ -31,6 +31,10 @@ def prepare_layers(hf: Any, config: LearnerConfig, *, compiled: bool, recompute:
 
     """
     layers = decoder_layers(hf)
+    if compiled:
+        # Beyond the limit layers would be interpreted without a word: rows and trees, with gradients and without, with
+        # windows and without, of static and of changing lengths are compiled separately.
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     if config.fp8:
         from agentrl.learner.fsdp.fp8 import convert_linears
 

@@ -8,7 +8,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -261,6 +263,6 @@ def _packed(*rows: torch.Tensor) -> MicroBatch:
     return MicroBatch(torch.cat(rows), positions, row_L, zeros, zeros, zeros, zeros, zeros, zeros, zeros, ())
 
 
-def _scored(micro: MicroBatch) -> torch.Tensor:
+def _scored(micro: MicroBatch) -> NDArray[np.int64]:
     """Return the positions of all tokens but the first of each row."""
-    return micro.position_ids_L.nonzero()[:, 0]
+    return np.flatnonzero(micro.position_ids_L.numpy())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import nn
 
 from agentrl.batch.microbatch import MicroBatch
@@ -37,13 +39,13 @@ class PackedModel(nn.Module):
         """Sizes of the sliding windows that layers may have."""
 
     def forward(
-        self, micro: MicroBatch, at_N: torch.Tensor, temperature: float, entropy: bool = False
+        self, micro: MicroBatch, places_N: NDArray[np.int64], temperature: float, entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Score the tokens at ``at_N`` given the tokens before them in their rows.
+        """Score the tokens at ``places_N`` given the tokens before them in their rows.
 
         Args:
             micro: token ids, positions and rows, on the CPU.
-            at_N: int64, positions of the tokens to score, never the first of a row.
+            places_N: positions of the tokens to score, never the first of a row; FSDP would move a tensor to the GPU.
             temperature: logits are divided by it.
             entropy: whether to compute entropies.
 
@@ -51,7 +53,7 @@ class PackedModel(nn.Module):
             what `_score` returns.
 
         """
-        device = self.hf.device
+        device, at_N = self.hf.device, torch.from_numpy(places_N)
         if micro.shares_prefixes:
             return self._score_tree(tree_input(micro, at_N, device, self.windows), temperature, entropy)
         token_ids_L, position_ids_L, row_L = micro.token_ids_L, micro.position_ids_L, micro.row_L

@@ -107,7 +107,7 @@ class FsdpRank:
         metrics = StepMetrics(self.device)
         for index, micro in enumerate(micros):
             at_N = _at_mask(micro)
-            scores_N, entropy_N = self.model(micro, at_N, batch.temperature, batch.kind == "rl")
+            scores_N, entropy_N = self.model(micro, at_N.numpy(), batch.temperature, batch.kind == "rl")
             given = LossInput(
                 **self._fields(batch, micro, at_N),
                 sequence_log_ratio_N=ratios[index],
@@ -173,7 +173,7 @@ class FsdpRank:
         numbers = []
         for micro in micros:
             given = LossInput(**self._fields(batch, micro, at_N := _at_mask(micro)))
-            logprobs_N, _ = self.model(micro, at_N, batch.temperature)
+            logprobs_N, _ = self.model(micro, at_N.numpy(), batch.temperature)
             assert given.sequence_N is not None
             log_ratio_N = logprobs_N - self.objective.old_logprobs(logprobs_N, given)
             sums_S.index_add_(0, given.sequence_N, log_ratio_N.double())
@@ -190,7 +190,9 @@ class FsdpRank:
         if batch.kind != "rl" or not self.algo.has_kl or self.algo.kl_in == "reward":
             return [None] * len(micros)
         model = self._model("reference")
-        found: list[torch.Tensor | None] = [model(micro, _at_mask(micro), batch.temperature)[0] for micro in micros]
+        found: list[torch.Tensor | None] = [
+            model(micro, _at_mask(micro).numpy(), batch.temperature)[0] for micro in micros
+        ]
         reshard(model)
         return found
 
@@ -236,7 +238,7 @@ class FsdpRank:
         for micro in micros:
             row = micro.row_L
             at_N = ((row >= 0) & (micro.position_ids_L > 0)).nonzero()[:, 0]
-            scored_N = model(micro, at_N, batch.temperature)[0]
+            scored_N = model(micro, at_N.numpy(), batch.temperature)[0]
             reshard(model)
             flat = torch.zeros(row.numel())
             flat[at_N] = scored_N.float().cpu()

@@ -63,7 +63,7 @@ def packed(*rows: list[int], length: int) -> MicroBatch:
 
 def scored(policy: PolicyModel, micro: MicroBatch) -> torch.Tensor:
     real = (micro.row_L >= 0) & (micro.position_ids_L > 0)
-    return policy(micro, real.nonzero()[:, 0], 1.0)[0]
+    return policy(micro, real.nonzero()[:, 0].numpy(), 1.0)[0]
 
 
 def gradients(policy: PolicyModel, loss: torch.Tensor) -> list[torch.Tensor]:
