@@ -17,7 +17,7 @@ class WeightsConfig(Section):
     learner's rank 0 in a ``torch.distributed`` group with the engines, NCCL on separate GPUs or gloo on a CPU; ``ipc``: CUDA
     IPC on the GPUs that engines share with the learner (``placement.mode=colocate``)."""
     bucket_mib: PositiveInt | None = None
-    """Size of one bucket, MiB; by default 2048 for ``ipc``, 4096 for ``distributed``, and 512 for ``tensor`` and ``disk``. A
+    """Size of one bucket, MiB; by default 4096 for ``ipc`` and ``distributed``, and 512 for ``tensor`` and ``disk``. A
     smaller model is one bucket. Each learner rank needs this memory on its device for a sync in addition to its weights, and
     with ``ipc`` keeps it. With ``distributed`` each GPU of an engine needs it too, with SGLang 0.5.17 twice."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None

@@ -50,6 +50,7 @@ def learner_memory(
     tokens: int,
     bfloat16: bool,
     recompute: Recompute,
+    compiled: bool,
     reference: bool = False,
 ) -> LearnerMemory:
     """Estimate the memory of one of ``ranks`` ranks.
@@ -62,6 +63,7 @@ def learner_memory(
         tokens: of a micro-batch.
         bfloat16: whether matrix products are computed in bfloat16, else float32.
         recompute: what is computed again in the backward pass.
+        compiled: whether layers are compiled, so that a single rank casts weights where they are used.
         reference: whether there is a reference policy.
 
     """
@@ -76,7 +78,8 @@ def learner_memory(
     units = [_count(layer) for layer in layers]
     rest = _count(hf) - sum(units)
     if ranks == 1:
-        gathered = size * _count(hf) if bfloat16 else 0  # autocast keeps its copies until the end of the pass
+        # Without compilation autocast keeps its copies until the end of the pass.
+        gathered = size * (max(units) + rest if compiled else _count(hf)) if bfloat16 else 0
     else:
         there = 2 * max(units) if config.reshard_after_forward else sum(units)
         # Beside the gathered weights there are the gradient of a unit, and its float32 copy that is reduced.

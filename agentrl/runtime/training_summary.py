@@ -53,6 +53,7 @@ def describe_memory(config: Config, folder: Path) -> str:
         tokens=config.batch.tokens_per_micro,
         bfloat16=learner.precision != "float32" if on_gpu else uses_bfloat16(learner),
         recompute=of_gpus if on_gpu else recomputed(learner),
+        compiled=on_gpu if learner.compile == "auto" else learner.compile,
         reference=config.algo.has_kl,
     )
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in asdict(found).items() if size)

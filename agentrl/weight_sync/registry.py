@@ -12,7 +12,7 @@ from agentrl.weight_sync.tensor import TensorSync
 
 TRANSPORTS = ("tensor", "disk", "distributed", "ipc")
 """Values of ``weights.transport``."""
-_BUCKET_MIB = {"ipc": 2048, "distributed": 4096}
+_BUCKET_MIB = {"ipc": 4096, "distributed": 4096}
 """Default sizes of a bucket, which costs a few milliseconds by itself. The memory of ``ipc`` is not freed between syncs."""
 _BUCKET_BY_VALUE_MIB = 512
 """Default size for the other transports, which copy a bucket on the CPU."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import Qwen2Config
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.learner.memory import LearnerMemory, learner_memory
 from agentrl.models.load import empty_model
+from agentrl.models.random_models import SHAPES, model_config
 from tests.unit.learner.learners import Learners, make_batch
 
 WEIGHTS_7B = 7_615_616_512
-OF_8 = {"ranks": 8, "tokens": 8192, "bfloat16": True, "recompute": "selective"}
+OF_8 = {"ranks": 8, "tokens": 8192, "bfloat16": True, "recompute": "selective", "compiled": True}
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,15 @@ def test_a_7b_policy_on_8_ranks(of_7b):
     assert found.reference == 0
 
 
+@pytest.mark.parametrize(("size", "measured_gib"), [("0.6b", 25.8), ("4b", 101.8)])
+def test_the_estimate_is_within_15_percent_of_what_an_h200_had_allocated(size: str, measured_gib: float):
+    """``agentrl bench learner batch.tokens_per_micro=16384``; see docs/results.md."""
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(model_config(SHAPES[size]))
+    options = {"ranks": 1, "tokens": 16384, "bfloat16": True, "recompute": "selective", "compiled": True}
+    assert learner_memory(hf, LearnerConfig(), **options).total / 2**30 == pytest.approx(measured_gib, rel=0.15)
+
+
 def test_what_needs_more_memory_is_estimated_to(of_7b):
     def total(options: dict[str, object] | None = None, **learner: object) -> int:
         return learner_memory(of_7b, LearnerConfig(**learner), **OF_8 | (options or {})).total
@@ -53,7 +64,7 @@ def test_what_needs_more_memory_is_estimated_to(of_7b):
 def test_the_state_is_what_a_rank_has(learners: Learners, name: str):
     rank = learners.open(name).rank
     learners.current.train_step(make_batch([20, 30]))
-    options = {"ranks": 1, "tokens": 64, "bfloat16": False, "recompute": "none"}
+    options = {"ranks": 1, "tokens": 64, "bfloat16": False, "recompute": "none", "compiled": False}
     found: LearnerMemory = learner_memory(rank.model.hf, rank.config, **options)
     assert found.weights == sum(parameter.nbytes for parameter in rank.model.parameters())
     moments = [t for one in rank.optimizers for state in one.state.values() for t in state.values() if t.ndim]

@@ -328,7 +328,7 @@ def test_checksums_know_how_engines_keep_weights():
 
 @pytest.mark.parametrize(
     ("transport", "mib", "expected"),
-    [("ipc", None, 2048), ("distributed", None, 4096), ("tensor", None, 512), ("disk", None, 512), ("ipc", 64, 64)],
+    [("ipc", None, 4096), ("distributed", None, 4096), ("tensor", None, 512), ("disk", None, 512), ("ipc", 64, 64)],
 )
 def test_the_default_size_of_a_bucket_depends_on_the_transport(transport, mib, expected):
     assert bucket_bytes_of(transport, mib) == expected << 20
