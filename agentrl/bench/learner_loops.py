@@ -114,6 +114,7 @@ class _TrlStep:
             gradient_checkpointing_kwargs={"use_reentrant": False},
             report_to=[],
             save_strategy="no",
+            max_length=None,  # rows stay as they are
             dataset_kwargs={"skip_prepare_dataset": True},
             remove_unused_columns=False,
         )
