@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -25,6 +25,7 @@ from agentrl.learner.base import LearnerGroup
 from agentrl.learner.device import resolve_device
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.models.random_models import Shape, find_model_shape, write_random_model
+from agentrl.runtime.training_summary import estimate_memory
 
 _MATRIX = {"cuda": 8192, "cpu": 1024}
 """Rows of the square matrices whose product's rate is the measure, by device."""
@@ -60,6 +61,8 @@ class StepTimes:
     """Floating-point operations of the model, none that were computed again, over those of a large product in the same time."""
     peak_gib: float | None
     """Memory of a GPU at most."""
+    estimated_gib: float | None = None
+    """What a dry run says of agentrl's learner."""
 
 
 def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], None]) -> Iterator[StepTimes]:
@@ -85,7 +88,8 @@ def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], N
         tell(f"a product of large bfloat16 matrices: {peak_rate / 1e12:.0f} TFLOP/s")
         with _learner(config, model, Path(folder)) as learner:
             batch = packed_batch(config, rows)
-            yield _measured("agentrl", lambda: learner.train_step(batch), bench, rows, work / peak_rate, tell)
+            times = _measured("agentrl", lambda: learner.train_step(batch), bench, rows, work / peak_rate, tell)
+            yield replace(times, estimated_gib=estimate_memory(config, model)[0].total / 2**30)
         for name in bench.loops:
             _free()
             loop = OtherLoop(_options(name), model, rows, config.batch.tokens_per_micro, torch.device(device))

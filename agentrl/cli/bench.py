@@ -197,20 +197,21 @@ def _learner(arguments: argparse.Namespace, config: Config, console: Console) ->
         workload=arguments.workload,
         loops=[part for part in arguments.loops.split(",") if part],
     )
-    heads = ("loop", "first s", "s a step", "tokens/s", "utilization", "GiB")
+    heads = ("loop", "first s", "s a step", "tokens/s", "utilization", "GiB", "estimated")
     table = Table(*(Column(head, no_wrap=True) for head in heads), box=SIMPLE, padding=(0, 0, 0, 1))
     try:
         with console.status("starting") as status:
             for one in measure_learner(config, bench, _teller(console, status)):
-                memory = "" if one.peak_gib is None else f"{one.peak_gib:.1f}"
-                rates = (f"{one.tokens_per_s:,.0f}", f"{one.utilization:.3f}", memory)
-                table.add_row(one.name, f"{one.first_s:.1f}", f"{one.step_s:.3f}", *rates)
+                memory = ("" if each is None else f"{each:.1f}" for each in (one.peak_gib, one.estimated_gib))
+                rates = (f"{one.tokens_per_s:,.0f}", f"{one.utilization:.3f}")
+                table.add_row(one.name, f"{one.first_s:.1f}", f"{one.step_s:.3f}", *rates, *memory)
     finally:
         console.print(table)
     console.print(
         "utilization: floating-point operations of the model (6 a parameter and token, the head's at trained tokens only, "
         "causal attention; none that were computed again) over those of a product of large bfloat16 matrices in the same "
-        "time. The optimizer's step counts. Medians of the steps after the second; GiB: most memory of a GPU"
+        "time. The optimizer's step counts. Medians of the steps after the second; GiB: most memory of a GPU; estimated: "
+        "what agentrl train --dry-run says of it"
     )
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentrl.config.learner import Recompute
 from agentrl.config.schema import Config
 from agentrl.models.freezing import count_trained
 from agentrl.models.learning_rates import Use, describe_optimizer
 from agentrl.models.load import empty_model
+
+if TYPE_CHECKING:
+    from agentrl.learner.memory import LearnerMemory
 
 
 def describe_training(config: Config, folder: Path, critic: Path | None, use: Use = "policy") -> list[str]:
@@ -38,6 +42,19 @@ def describe_memory(config: Config, folder: Path) -> str:
         ModelError: the model's configuration cannot be loaded.
 
     """
+    found, device = estimate_memory(config, folder)
+    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in asdict(found).items() if size)
+    ranks = config.learner.ranks
+    return f"{'memory':<13}about {found.total / 2**30:.1f} GiB on each of {ranks} learner ranks ({device}): {parts}"
+
+
+def estimate_memory(config: Config, folder: Path) -> tuple[LearnerMemory, str]:
+    """Return the memory that each rank of the learner needs to train the policy in ``folder``, and its kind of device.
+
+    Raises:
+        ModelError: the model's configuration cannot be loaded.
+
+    """
     from agentrl.learner.device import recomputed, resolve_device, uses_bfloat16
     from agentrl.learner.memory import learner_memory
 
@@ -56,5 +73,4 @@ def describe_memory(config: Config, folder: Path) -> str:
         compiled=on_gpu if learner.compile == "auto" else learner.compile,
         reference=config.algo.has_kl,
     )
-    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in asdict(found).items() if size)
-    return f"{'memory':<13}about {found.total / 2**30:.1f} GiB on each of {learner.ranks} learner ranks ({device}): {parts}"
+    return found, device
