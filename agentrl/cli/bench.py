@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     efficiency = actions.add_parser(
         "efficiency", help="tokens/s of the runner over those of a bare client that asks the same of the same engines"
     )
-    efficiency.add_argument("--size", default="0.6b", help="of the random model: tiny, 0.6b or 8b")
+    efficiency.add_argument("--size", default="0.6b", help="of the random model: tiny, 0.6b, 4b or 8b")
     efficiency.add_argument("--episodes", type=int, default=256, help="episodes of a pass")
     efficiency.add_argument("--concurrency", type=int, help="episodes at the same time; all, unless it is set")
     efficiency.add_argument("--turns", type=int, default=4, help="turns of an episode")
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     weights = actions.add_parser(
         "weights", help="seconds and GB/s of new weights into an engine, by transport and bucket size"
     )
-    weights.add_argument("--sizes", default="0.6b,8b", help="of the random models: tiny, 0.6b, 8b; comma-separated")
+    weights.add_argument("--sizes", default="0.6b,8b", help="of the random models: tiny, 0.6b, 4b, 8b; comma-separated")
     weights.add_argument("--transports", default="", help="ipc, distributed, disk, tensor; what can be here unless set")
     weights.add_argument(
         "--buckets", default="", help="sizes of a bucket, MiB, comma-separated; by default that of a run"

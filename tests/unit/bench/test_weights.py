@@ -56,7 +56,7 @@ def test_the_rate_leaves_gathering_out() -> None:
     [
         ("tiny", "ipc", "", r"--transports=ipc: it is for engines on a GPU"),
         ("tiny", "pigeon", "", r"--transports: pigeon is none of tensor, disk, distributed, ipc"),
-        ("7b", "disk", "", r"size '7b': there are tiny, 0\.6b, 8b"),
+        ("7b", "disk", "", r"size '7b': there are tiny, 0\.6b, 4b, 8b"),
         ("tiny", "disk", "sampler.url=http://127.0.0.1:1", r"sampler\.url=.*starts its own engines"),
     ],
 )
