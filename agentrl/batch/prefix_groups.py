@@ -16,7 +16,7 @@ from agentrl.batch.balance import Unit, balanced, row_cost
 from agentrl.batch.prefix_tree import TokenIds, by_prefix
 
 OVERHEAD = 0.1
-"""Share of the tokens that must be saved: computing a tree takes more time a token than computing rows."""
+"""Share of the tokens that must be saved: a tree takes more time a token than rows, 8 hundredths at 4B on an H200."""
 SIZES = 3
 """Maximum sizes of units to try, each half of the one before."""
 
@@ -106,10 +106,8 @@ class _Prefixes:
         Neighbours are joined only if a row gets a share of its tokens that pays.
         """
         lengths = [self.lengths[number] for number in self.order]
-        first, last = (
-            list(range(len(lengths))),
-            list(range(len(lengths))),
-        )  # places of the unit that ends, or begins, here
+        # Places where the unit begins that ends here, and where that ends that begins here.
+        first, last = list(range(len(lengths))), list(range(len(lengths)))
         tokens, begins = [*lengths], [True] * len(lengths)
         for place in np.argsort(-self.common[1:], kind="stable") + 1:
             common = int(self.common[place])

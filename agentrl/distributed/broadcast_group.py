@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +21,7 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # its stubs leave them out
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
+from agentrl.core.background import in_background
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import EngineError
 from agentrl.distributed.base import WeightGroup
@@ -106,7 +107,7 @@ class BroadcastGroup:
         backend = self._backend
         if backend is None:
             raise EngineError("the broadcast of weights broke off: the group was left")
-        passed = _in_thread(partial(_pass, backend, tensors))
+        passed = in_background(partial(_pass, backend, tensors), "weights")
         wait((passed, self._left), timeout=self._timeout_s, return_when=FIRST_COMPLETED)
         if self._left.done():
             raise EngineError("the broadcast of weights broke off: the group was left")
@@ -126,23 +127,7 @@ class BroadcastGroup:
             return
         self._left.set_result(None)
         # gloo's connections close with the object.
-        wait((_in_thread(partial(_end, backend)),), timeout=_CLOSE_S)
-
-
-def _in_thread(call: Callable[[], None]) -> Future[None]:
-    """Run a call in a daemon thread."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    Thread(target=run, name="weights", daemon=True).start()
-    return future
+        wait((in_background(partial(_end, backend), "weights"),), timeout=_CLOSE_S)
 
 
 def _pass(backend: Any, tensors: Sequence[torch.Tensor]) -> None:

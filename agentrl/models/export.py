@@ -13,6 +13,15 @@ from agentrl.models.weight_files import INDEX, WeightFiles
 from agentrl.models.weight_writer import FILE_BYTES, WeightWriter
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+"""Files of a model folder other than weights: configuration, tokenizer and chat template."""
+
+
+def copy_other_files(source: Path, out: Path) -> None:
+    """Copy what a model folder has besides weights and ``config.json``: the tokenizer's files, chat template, code."""
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            if file.name not in (INDEX, "config.json"):
+                shutil.copyfile(file, out / file.name)
 
 
 def export_model(source: Path, out: Path, dtype: str, file_bytes: int = FILE_BYTES) -> None:
@@ -41,9 +50,6 @@ def export_model(source: Path, out: Path, dtype: str, file_bytes: int = FILE_BYT
     writer.create()
     for spec in specs:
         writer.write(spec.name, files.read(spec.name, ()).to(as_dtype(spec.dtype)))
-    for pattern in _COPIED:
-        for file in source.glob(pattern):
-            if file.name not in (INDEX, "config.json"):
-                shutil.copyfile(file, out / file.name)
+    copy_other_files(source, out)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     (out / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n", encoding="utf-8")

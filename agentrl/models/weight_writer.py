@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 FILE_BYTES = 4 << 30
-"""Weights of a file; a larger weight gets a file of its own."""
+"""Weights of a file; a larger weight gets a separate file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from agentrl.learner.fsdp.rank import FsdpRank
 from tests.algo_config import make_algo
 from tests.integration.two_ranks import batch_of_rank
 
-CONFIG = LearnerConfig(device="cpu", threads=1)
+CONFIG = LearnerConfig(precision="float32", device="cpu", threads=1)
 
 
 def join(folder: Path, number: int, ranks: int) -> FsdpRank:

@@ -29,7 +29,7 @@ PROMPTS = [[random.Random(number // 2).randrange(2, 384) for _ in range(30)] for
 def test_engine_and_learner_agree_turn_by_turn(tmp_path: Path, transport: str) -> None:
     """After every turn log-probabilities agree to 1e-4; before, those of the step before do not."""
     folder = save_model(tmp_path / "model")
-    config = LearnerConfig(device="cpu", threads=1, optimizer=OptimizerConfig(lr=1e-2))
+    config = LearnerConfig(precision="float32", device="cpu", threads=1, optimizer=OptimizerConfig(lr=1e-2))
     learner = LocalLearnerGroup(folder, config, make_algo(), seed=0)
     engine = launch_embedded(folder, log=tmp_path / "log", slots=16, context=256, threads=1)
 

@@ -55,7 +55,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def group(model: Path, reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayLearnerGroup]:
-    config = LearnerConfig(ranks=2, device="cpu", threads=1, optimizer=ADAMW, step_timeout_s=60)
+    config = LearnerConfig(precision="float32", ranks=2, device="cpu", threads=1, optimizer=ADAMW, step_timeout_s=60)
     run = tmp_path_factory.mktemp("run")
     group = start_learners(model, config, WITH_KL, seed=0, run_dir=run, reference=reference, critic_ranks=1)
     yield group
@@ -65,7 +65,7 @@ def group(model: Path, reference: Path, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(params=[ADAMW], ids=["adamw"])
 def local(model: Path, reference: Path, request: pytest.FixtureRequest) -> Iterator[LocalLearnerGroup]:
-    config = LearnerConfig(device="cpu", threads=1, optimizer=request.param)
+    config = LearnerConfig(precision="float32", device="cpu", threads=1, optimizer=request.param)
     algo = WITH_KL if request.param is ADAMW else make_algo()
     learner = LocalLearnerGroup(model, config, algo, seed=0, reference=reference if algo.needs_reference else None)
     yield learner
@@ -136,7 +136,7 @@ def test_weights_that_ranks_cannot_divide_evenly_are_gathered(group):
 
 def test_a_critic_has_its_own_ranks(group, local, model, tmp_path):
     algo = make_algo(advantage={"name": "gae"})
-    config = LearnerConfig(device="cpu", threads=1)
+    config = LearnerConfig(precision="float32", device="cpu", threads=1)
     batch = replace(one(1, 0), kind="value")
     for micro in batch.micro[0]:
         micro.returns_L, micro.values_L = micro.advantages_L, torch.zeros_like(micro.advantages_L)
@@ -302,7 +302,8 @@ from agentrl.cluster.learner_group import start_learners
 from tests.algo_config import make_algo
 from agentrl.config.learner import LearnerConfig
 
-group = start_learners(Path(sys.argv[1]), LearnerConfig(device="cpu"), make_algo(), seed=0, run_dir=Path(sys.argv[2]))
+config = LearnerConfig(precision="float32", device="cpu")
+group = start_learners(Path(sys.argv[1]), config, make_algo(), seed=0, run_dir=Path(sys.argv[2]))
 group.ready()
 print("ready", flush=True)
 time.sleep(600)
@@ -327,7 +328,7 @@ def test_ray_ends_with_a_killed_driver(model, tmp_path):
 
 @pytest.mark.parametrize("local", [MUON], ids=["muon"], indirect=True)
 def test_muon_on_sharded_matrices_takes_the_step_of_whole_ones(model, local, tmp_path):
-    config = LearnerConfig(ranks=2, device="cpu", threads=1, optimizer=MUON)
+    config = LearnerConfig(precision="float32", ranks=2, device="cpu", threads=1, optimizer=MUON)
     group = start_learners(model, config, make_algo(), seed=0, run_dir=tmp_path)
     try:
         before = weights(local)
@@ -345,7 +346,9 @@ def test_muon_on_sharded_matrices_takes_the_step_of_whole_ones(model, local, tmp
 
 def test_a_model_that_cannot_be_loaded_is_the_users_error(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    group = start_learners(tmp_path, LearnerConfig(device="cpu"), make_algo(), seed=0, run_dir=tmp_path)
+    group = start_learners(
+        tmp_path, LearnerConfig(precision="float32", device="cpu"), make_algo(), seed=0, run_dir=tmp_path
+    )
     try:
         with pytest.raises(ModelError, match=r"model\.path"):
             group.ready()

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import preloaded
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from agentrl.learner.in_process import LocalLearnerGroup
 from tests.algo_config import make_algo
+from tests.integration.rank_processes import run_ranks
 from tests.integration.saving_ranks import CONFIG
 from tests.unit.learner.learners import make_batch, make_model
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -24,21 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     make_model(folder / "model", vocab_size=97, hidden_size=28)  # ranks have unequal shares
     torch.save(make_batch([30, 12, 44, 9], ranks=2, micro=64), folder / "batch.pt")
-    with (folder / "log").open("wb") as log:
-        ranks = [
-            preloaded.Forked(
-                "tests.integration.saving_ranks:main",
-                [str(folder), str(number)],
-                cwd=ROOT, env=dict(os.environ), stdout=log.fileno(), stderr=log.fileno(),
-            )
-            for number in range(3)
-        ]  # fmt: skip
-        try:
-            codes = [rank.wait(timeout=100) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.end()
-    assert codes == [0, 0, 0], (folder / "log").read_text()
+    run_ranks("tests.integration.saving_ranks:main", folder, 3, timeout_s=100)
     return folder
 
 

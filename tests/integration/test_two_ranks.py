@@ -6,12 +6,9 @@ The rollouts have several agents and several rows, so that sequences are divided
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
-import preloaded
 import pytest
 import torch
 
@@ -23,11 +20,11 @@ from agentrl.config.algo import ADVANTAGES, LOSSES
 from agentrl.config.load import validate
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.train.optimizer_steps import StepScores, optimizer_steps, packing_options, step_correction
+from tests.integration.rank_processes import run_ranks
 from tests.integration.two_ranks import CONFIG, Work, compute
 from tests.unit.algo.ragged import Ragged, make_ragged
 from tests.unit.learner.learners import make_model
 
-ROOT = Path(__file__).parents[2]
 WIDE = {"clip_low": 0.9, "clip_high": 9.0}  # so that few ratios of sequences are clipped
 ALGOS: dict[str, dict[str, object]] = {
     **{name: {"loss": {"name": name, "options": WIDE if "gspo" in name else {}}} for name in LOSSES},
@@ -104,21 +101,7 @@ def of_two(work: Work, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[s
     """The metrics of two ranks, by case and shape."""
     folder = tmp_path_factory.mktemp("ranks")
     torch.save(work, folder / "work.pt")
-    with (folder / "log").open("wb") as log:
-        ranks = [
-            preloaded.Forked(
-                "tests.integration.two_ranks:main",
-                [str(folder), str(number)],
-                cwd=ROOT, env=dict(os.environ), stdout=log.fileno(), stderr=log.fileno(),
-            )
-            for number in range(2)
-        ]  # fmt: skip
-        try:
-            codes = [rank.wait(timeout=300) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.end()
-    assert codes == [0, 0], (folder / "log").read_text()
+    run_ranks("tests.integration.two_ranks:main", folder, 2, timeout_s=300)
     found = torch.load(folder / "found.pt", weights_only=False)
     return {(name, shape): metrics for (name, _, _, shape), metrics in zip(CASES, found, strict=True)}
 

@@ -20,7 +20,7 @@ from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.learner.fsdp.rank import FsdpRank
 
-CONFIG = LearnerConfig(device="cpu", threads=1, optimizer=OptimizerConfig(max_grad_norm=1e9))
+CONFIG = LearnerConfig(precision="float32", device="cpu", threads=1, optimizer=OptimizerConfig(max_grad_norm=1e9))
 
 
 @dataclass(frozen=True)

@@ -22,18 +22,20 @@ from transformers import AttentionInterface
 
 from agentrl.core.errors import ModelError
 from agentrl.learner.device import to_device
-from agentrl.learner.fsdp.tree_attention import Tree, TreeMasks, TreeRows, attend_tree
+from agentrl.learner.fsdp.tree_attention import (
+    CPU_BLOCK,
+    CPU_STORED_TOKENS,
+    LENGTH_RATIO,
+    Tree,
+    TreeMasks,
+    TreeRows,
+    attend_tree,
+)
 
 IMPLEMENTATION = "agentrl_packed"
 """Name of the attention implementation, for transformers."""
-LENGTH_RATIO = 1.5
-"""Maximum ratio of row lengths in one group, which bounds the padding."""
-CPU_BLOCK = 64
-"""Queries per block on a CPU; fastest of 32 to 200 on rows of 400 tokens."""
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """Fewer key heads than query heads; torch 2.11 takes them without an argument."""
-CPU_BLOCKWISE_TOKENS = 1024
-"""Longer rows use torch's own CPU kernel, which stores no scores: it is slower, but needs less memory."""
 
 
 class RowBounds(NamedTuple):
@@ -212,7 +214,7 @@ def _causal(
     """Return causal attention ``[N, H, T, D]`` of separate rows; each token sees at most the last ``window`` tokens."""
     length = q.shape[2]
     windowed = window is not None and length > window
-    if windowed or (q.device.type == "cpu" and length <= CPU_BLOCKWISE_TOKENS):
+    if windowed or (q.device.type == "cpu" and length <= CPU_STORED_TOKENS):
         return blockwise_causal(q, k, v, scaling or q.shape[-1] ** -0.5, window)
     q, k = q.to(v.dtype), k.to(v.dtype)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)

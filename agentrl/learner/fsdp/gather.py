@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from agentrl.config.learner import LoraConfig
+from agentrl.distributed.flat_bucket import ALIGNMENT
 from agentrl.learner.fsdp.weights import adapter_name, hf_name, is_adapter, local
 
 _PART_BYTES = 256 << 20
 """Weights of one collective, at least one; further memory as large is needed for it."""
-_ALIGNMENT = 16
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 """A weight, and the tensor that it is written into."""
@@ -62,7 +62,7 @@ def _all_gather(part: Sequence[_Shards]) -> None:
     # As FSDP divides: the same number of rows for each rank, fewer or none for the last ones.
     rows = [max(-(-len(out) // mesh.size()), 1) for _, out in part]
     sizes = [count * out[:1].nbytes for count, (_, out) in zip(rows, part, strict=True)]
-    begins = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+    begins = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
     own = torch.empty(begins[-1], dtype=torch.uint8, device=device)
 
     def at(flat: torch.Tensor, begin: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

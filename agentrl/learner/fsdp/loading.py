@@ -41,7 +41,7 @@ def load_policy(
 ) -> PolicyModel:
     """Load ``folder`` in float32 with packed attention, each rank its shards, and check the model's logits. Collective.
 
-    If layers of the model mix packed rows, such as convolutions, Mamba or linear attention, every row gets a bin of its own.
+    If layers of the model mix packed rows, such as convolutions, Mamba or linear attention, every row gets a separate bin.
 
     Args:
         folder: a Hugging Face model folder.
@@ -152,7 +152,7 @@ def _disable_dropout(model: nn.Module) -> None:
 def _mixes_rows(model: PackedModel) -> bool:
     """Return whether a row's hidden states depend on the packed row before it.
 
-    They do if they have a gradient with respect to its embeddings: one that is exactly 0 shows that no layer carries
+    They do if they have a gradient with respect to its embeddings; exactly 0 shows that no layer carries
     anything over, in any precision. Differences of hidden states would show rounding too.
     """
     packed, split = _packed(_PROBE_T, _OTHER_T), len(_PROBE_T)

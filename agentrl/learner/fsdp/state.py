@@ -43,12 +43,9 @@ from agentrl.learner.fsdp.gather import MergedWeights
 from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.weights import fill, local, named_tensors, part_of
 from agentrl.learner.random_states import random_states, restore_random
+from agentrl.models.export import copy_other_files
 from agentrl.models.weight_files import WeightFiles
 from agentrl.models.weight_writer import WeightWriter
-
-COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-"""Files of a model folder other than weights: configuration, tokenizer and chat template."""
-NOT_COPIED = ("model.safetensors.index.json", "config.json")
 
 
 class SavedRank(Protocol):
@@ -160,10 +157,7 @@ def load_state(rank: SavedRank, folder: Path) -> None:
 
 def _copy_files(rank: SavedRank, folder: Path) -> None:
     """Write what a Hugging Face folder has besides weights: configuration, tokenizer, chat template."""
-    for pattern in COPIED:
-        for file in rank.source.glob(pattern):
-            if file.name not in NOT_COPIED:
-                shutil.copyfile(file, folder / file.name)
+    copy_other_files(rank.source, folder)
     model: Any = rank.model.hf
     model.config.dtype = torch.float32
     model.config.save_pretrained(folder)

@@ -31,7 +31,7 @@ FLEX_MULTIPLE = 128
 LENGTH_RATIO = 1.5
 """Maximum ratio of lengths in one group, which bounds the padding."""
 CPU_BLOCK = 64
-"""Queries per block on a CPU."""
+"""Queries per block on a CPU; fastest of 32 to 200 on rows of 400 tokens."""
 CPU_STORED_TOKENS = 1024
 """Longer rows use torch's own CPU kernel, which stores no scores: it is slower, but needs less memory."""
 

@@ -31,7 +31,7 @@ LENGTHS = [30, 12, 44, 9, 25]
 def open_critic(folder: Path, *, lr: float = 1e-2, clip: float | None = None, **learner: object) -> LocalCritic:
     optimizer = {"lr": lr, "max_grad_norm": 1e6}
     algo = make_algo(advantage={"name": "gae"}, critic={"optimizer": optimizer, "value_clip": clip})
-    return LocalCritic(folder, LearnerConfig(device="cpu", threads=1, **learner), algo, seed=0)
+    return LocalCritic(folder, LearnerConfig(precision="float32", device="cpu", threads=1, **learner), algo, seed=0)
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_a_saved_critic_goes_on_bit_for_bit(model, tmp_path):
 
 
 def test_it_shares_the_process_with_the_policy_and_changes_nothing_of_it(model):
-    config = LearnerConfig(device="cpu", threads=1)
+    config = LearnerConfig(precision="float32", device="cpu", threads=1)
     policy = LocalLearnerGroup(model, config, make_algo(), seed=0)
     critic = open_critic(model)
     try:

@@ -52,7 +52,7 @@ def sharded(folder: Path, world: int, values: bool = False) -> PackedModel:
 
 
 def fill_shards(model: PackedModel, folder: Path, world: int) -> PackedModel:
-    shard(model, init_device_mesh("cpu", (world,)), LearnerConfig())
+    shard(model, init_device_mesh("cpu", (world,)), LearnerConfig(precision="float32"))
     allocate(model, CPU)
     files = WeightFiles(folder, "model.path")
     fill(model.hf, folder, files, values=isinstance(model, ValueModel), key="model.path")
@@ -112,7 +112,7 @@ def test_a_rank_never_holds_more_than_its_shards(tmp_path):
 
 def test_tied_weights_share_memory_and_buffers_are_the_models_own(tmp_path):
     folder = make_model(tmp_path / "m", "qwen3")
-    policy, plain = load_policy(folder, LearnerConfig(), CPU, None), load_model(folder)
+    policy, plain = load_policy(folder, LearnerConfig(precision="float32"), CPU, None), load_model(folder)
     assert policy.hf.lm_head.weight is policy.hf.model.embed_tokens.weight
     wanted = dict(plain.named_buffers())
     assert {name: tensor.tolist() for name, tensor in policy.hf.named_buffers()} == {
@@ -127,7 +127,7 @@ def test_tied_weights_that_differ_in_the_files_are_untied(tmp_path, caplog):
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with caplog.at_level(logging.WARNING):
-        policy = load_policy(folder, LearnerConfig(), CPU, None)
+        policy = load_policy(folder, LearnerConfig(precision="float32"), CPU, None)
     assert "untied" in caplog.text
     assert torch.equal(policy.hf.lm_head.weight, weights["lm_head.weight"])
     assert torch.equal(policy.hf.model.embed_tokens.weight, weights["model.embed_tokens.weight"])
@@ -137,7 +137,7 @@ def test_several_files_and_bfloat16_become_float32_masters(tmp_path):
     model = load_model(make_model(tmp_path / "m", "llama"), "bfloat16")
     model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
-    found = named_tensors(load_policy(tmp_path / "many", LearnerConfig(), CPU, None).hf)
+    found = named_tensors(load_policy(tmp_path / "many", LearnerConfig(precision="float32"), CPU, None).hf)
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
     assert all(torch.equal(found[name], tensor.float()) for name, tensor in named_tensors(model).items())
 
@@ -152,7 +152,7 @@ def test_weights_that_transformers_converts_are_loaded_with_it(tmp_path, caplog)
     config = AutoConfig.for_model("qwen3_moe", **SIZES | MOE)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "moe")
     with caplog.at_level(logging.WARNING):
-        policy = load_policy(tmp_path / "moe", LearnerConfig(), CPU, None)
+        policy = load_policy(tmp_path / "moe", LearnerConfig(precision="float32"), CPU, None)
     assert "rank 0 loads the whole model with transformers" in caplog.text
     assert not policy.separates_rows
     found, wanted = named_tensors(policy.hf), named_tensors(load_model(tmp_path / "moe"))
@@ -165,18 +165,20 @@ def test_a_folder_of_bin_files_is_loaded_with_transformers(tmp_path):
     weights = load_file(folder / "model.safetensors")
     torch.save(weights, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    found = named_tensors(load_policy(folder, LearnerConfig(), CPU, None).hf)
+    found = named_tensors(load_policy(folder, LearnerConfig(precision="float32"), CPU, None).hf)
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
 
 
 def test_a_critic_has_a_head_of_zeros_unless_the_folder_has_one(tmp_path):
     folder = make_model(tmp_path / "m", "qwen3")
-    critic = load_critic(folder, LearnerConfig(), CPU, None)
+    critic = load_critic(folder, LearnerConfig(precision="float32"), CPU, None)
     assert not any(parameter.any() for parameter in critic.head.parameters())
     saved = load_value_model(folder)
     torch.nn.init.ones_(saved.score.weight)
     saved.save_pretrained(tmp_path / "critic")
-    assert bool((load_critic(tmp_path / "critic", LearnerConfig(), CPU, None).head.weight == 1).all())
+    assert bool(
+        (load_critic(tmp_path / "critic", LearnerConfig(precision="float32"), CPU, None).head.weight == 1).all()
+    )
     assert value_head_names(critic.hf) == {"score.weight", "score.bias"}
 
 
@@ -186,7 +188,7 @@ def test_a_folder_that_lacks_weights_is_refused(tmp_path):
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"algo\.reference=.*1 weights are missing, such as 'model\.norm\.weight'"):
-        load_policy(folder, LearnerConfig(), CPU, None, "algo.reference")
+        load_policy(folder, LearnerConfig(precision="float32"), CPU, None, "algo.reference")
     (folder / "model.safetensors").write_bytes(b"\x10")
     with pytest.raises(ModelError, match=r"model\.path=.*cannot be read"):
-        load_policy(folder, LearnerConfig(), CPU, None)
+        load_policy(folder, LearnerConfig(precision="float32"), CPU, None)

@@ -65,7 +65,7 @@ def test_long_rows_take_torchs_kernel_and_give_the_same(monkeypatch):
     q, k, v = qkv(2, 100)
     packed = packed_rows(torch.arange(100).repeat(2, 1), torch.tensor([0, 1])[:, None].expand(2, 100), CPU)
     blockwise, _ = packed_attention(torch.nn.Module(), q, k, v, None, packed=packed)
-    monkeypatch.setattr(attention, "CPU_BLOCKWISE_TOKENS", 50)
+    monkeypatch.setattr(attention, "CPU_STORED_TOKENS", 50)
     kernel, _ = packed_attention(torch.nn.Module(), q, k, v, None, packed=packed)
     assert torch.allclose(blockwise, kernel, atol=1e-12)
 
@@ -98,7 +98,7 @@ def test_what_the_learner_lacks_is_refused():
 @pytest.mark.parametrize("family", sorted(MODELS))
 def test_packed_logprobs_equal_a_plain_forward_of_each_row(tmp_path, family):
     folder = make_model(tmp_path / family, family)
-    policy = load_policy(folder, LearnerConfig(logits_chunk=7), torch.device("cpu"), None)
+    policy = load_policy(folder, LearnerConfig(precision="float32", logits_chunk=7), torch.device("cpu"), None)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     batch = make_batch([30, 50, 20, 7, 60, 33], bin_=256, micro=256)
     [micro] = batch.micro[0]
@@ -125,4 +125,4 @@ def test_an_architecture_that_changes_logits_after_the_head_is_refused(tmp_path,
 
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", scaled)
     with pytest.raises(ModelError, match="Qwen3ForCausalLM changes logits"):
-        load_policy(folder, LearnerConfig(), torch.device("cpu"), None)
+        load_policy(folder, LearnerConfig(precision="float32"), torch.device("cpu"), None)

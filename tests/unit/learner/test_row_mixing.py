@@ -80,7 +80,9 @@ def model(root: Path, kind: str, sizes: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("kind", MIXING)
 def test_packed_rows_count_as_if_each_was_alone(tmp_path: Path, kind: str) -> None:
-    policy = load_policy(model(tmp_path, kind, MIXING[kind]), LearnerConfig(), torch.device("cpu"), None)
+    policy = load_policy(
+        model(tmp_path, kind, MIXING[kind]), LearnerConfig(precision="float32"), torch.device("cpu"), None
+    )
     assert policy.separates_rows
     rows = [[5, 9, 2, 7, 1, 8], [3, 3, 4], [11, 2, 30, 40, 9], [63, 1]]
     together = scored(policy, packed(*rows, length=10))
@@ -94,7 +96,9 @@ def test_packed_rows_count_as_if_each_was_alone(tmp_path: Path, kind: str) -> No
 
 
 def test_a_model_of_attention_alone_keeps_its_packed_rows(tmp_path: Path) -> None:
-    assert not load_policy(model(tmp_path, "llama", {}), LearnerConfig(), torch.device("cpu"), None).separates_rows
+    assert not load_policy(
+        model(tmp_path, "llama", {}), LearnerConfig(precision="float32"), torch.device("cpu"), None
+    ).separates_rows
 
 
 @given(st.lists(st.integers(1, 9), max_size=8), st.integers(9, 20))

@@ -136,7 +136,7 @@ def test_losses_and_entropies_stay(learners: Learners, folders):
 
 def test_values_stay(learners: Learners, folders):
     learner = learners.open(folder=folders["qwen3"])
-    critic = load_critic(folders["qwen3"], LearnerConfig(device="cpu"), torch.device("cpu"), None)
+    critic = load_critic(folders["qwen3"], LearnerConfig(precision="float32", device="cpu"), torch.device("cpu"), None)
     torch.nn.init.normal_(critic.head.weight)
     learner.rank.models["critic"] = critic
     rows = make_rows(3)
