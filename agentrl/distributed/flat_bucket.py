@@ -17,6 +17,11 @@ ALIGNMENT = 16
 """Bytes. Vectorized copies need weights that begin at a multiple of it."""
 
 
+LARGE_WEIGHTS = 16 * 2**20
+"""Bytes. Weights of this mean size take longer to join than to broadcast one by one: SGLang 0.5.17 joins the weights of a
+flat bucket in memory before it receives them."""
+
+
 def dtype_of(spec: TensorSpec) -> torch.dtype:
     """Return the dtype of a weight."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -26,6 +31,11 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 def bytes_of(*specs: TensorSpec) -> int:
     """Return the size of weights in bytes."""
     return sum(math.prod(spec.shape) * dtype_of(spec).itemsize for spec in specs)
+
+
+def broadcast_as_one(specs: Sequence[TensorSpec]) -> bool:
+    """Return whether a bucket is broadcast as one tensor of bytes; else weight by weight, in the order of ``specs``."""
+    return bytes_of(*specs) < len(specs) * LARGE_WEIGHTS
 
 
 def packed(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:

@@ -139,7 +139,9 @@ class WeightBucket(Protocol):
         ...
 
     def broadcast(self) -> None:
-        """Broadcast the weights from rank 0, as one tensor of bytes, in the group that `LearnerGroup.join_group` joined.
+        """Broadcast the weights from rank 0 in the group that `LearnerGroup.join_group` joined.
+
+        They are one tensor of bytes, or large weights one after the other: see `flat_bucket.broadcast_as_one`.
 
         Raises:
             EngineError: another process of the group died or is too slow, or `leave_group` was called.

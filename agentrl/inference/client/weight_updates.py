@@ -145,17 +145,20 @@ class SGLangWeightUpdates:
         """Load one bucket of weights from the request."""
         from agentrl.distributed.flat_bucket import serialize_tensors
 
-        body: dict[str, Any] = {"serialized_named_tensors": [serialize_tensors(named)]}
+        body: dict[str, Any] = {"load_format": LOAD_FORMAT, "serialized_named_tensors": [serialize_tensors(named)]}
         await self._bucket("/update_weights_from_tensor", body, version, last=last)
 
     async def from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
         """Load one bucket of weights from memory of the engine's GPUs, one handle a rank."""
-        body: dict[str, Any] = {"serialized_named_tensors": list(handles)}
+        body: dict[str, Any] = {"load_format": LOAD_FORMAT, "serialized_named_tensors": list(handles)}
         await self._bucket("/update_weights_from_tensor", body, version, last=last)
 
     async def from_group(self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool) -> None:
-        """Load one bucket that is broadcast."""
+        """Load one bucket that is broadcast; see `agentrl.learner.base.WeightBucket.broadcast`."""
+        from agentrl.distributed.flat_bucket import broadcast_as_one
+
         body: dict[str, Any] = {
+            "load_format": LOAD_FORMAT if broadcast_as_one(specs) else None,
             "names": [spec.name for spec in specs],
             "dtypes": [spec.dtype for spec in specs],
             "shapes": [list(spec.shape) for spec in specs],
@@ -192,7 +195,7 @@ class SGLangWeightUpdates:
 
     async def _bucket(self, path: str, body: dict[str, Any], version: int, *, last: bool, once: bool = False) -> None:
         await self.begin()
-        body |= {"load_format": LOAD_FORMAT, "flush_cache": last}
+        body["flush_cache"] = last
         if last:
             body["weight_version"] = str(version)
         before, self._changed = self._changed, True

@@ -89,19 +89,21 @@ class WeightStaging:
         await asyncio.to_thread(group.close)
 
     async def receive_broadcast(self, body: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-        """Receive the bucket that an ``/update_weights_from_distributed`` body describes, as one tensor of bytes.
+        """Receive the bucket that an ``/update_weights_from_distributed`` body describes.
 
         Raises:
             BadRequestError: they do not fit the model, the group does not exist, or the broadcast failed.
         """
-        check_load_format(body)
+        as_one = body.get("load_format") is not None
+        if as_one:
+            check_load_format(body)
         group = self._groups.get(str(body.get("group_name")))
         if group is None:
             raise BadRequestError(f"Failed to receive weights: there is no group {body.get('group_name')!r}")
         flat, named = _allocate(body)
         self._scheduler.model.check_weights([(name, tensor.shape) for name, tensor in named])
         try:
-            await asyncio.to_thread(group.broadcast, [flat])
+            await asyncio.to_thread(group.broadcast, [flat] if as_one else [tensor for _, tensor in named])
         except EngineError as error:
             raise BadRequestError(f"Failed to receive weights: {error}") from error
         return named

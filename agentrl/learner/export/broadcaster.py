@@ -47,15 +47,15 @@ class WeightBroadcaster:
         joined.close()
         raise EngineError(f"the group {group.name} was left while it was joined")
 
-    def broadcast(self, flat: torch.Tensor) -> None:
-        """Broadcast a bucket's bytes; see `WeightBucket.broadcast`."""
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Broadcast the tensors of a bucket, all on one device; see `WeightBucket.broadcast`."""
         joined = self._joined
         if joined is None:
             raise LearnerError("rank 0 has joined no group for weight sync")
         on = "cuda" if joined.group.backend == "nccl" else "cpu"
-        if on == "cuda" and flat.device.type != on:
+        if on == "cuda" and tensors[0].device.type != on:
             raise LearnerError("NCCL broadcasts from a GPU only, and the weights are on the CPU: the learner sleeps")
-        joined.broadcast([flat.to(on)])
+        joined.broadcast([tensor.to(on) for tensor in tensors])
 
     def leave(self) -> None:
         """Leave the group, if there is one; see `LearnerGroup.leave_group`."""

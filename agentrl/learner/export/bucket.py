@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from agentrl.core.file_modes import give_default_mode
 from agentrl.distributed.base import TensorSpec, spec_of
-from agentrl.distributed.flat_bucket import bytes_of, packed, views
+from agentrl.distributed.flat_bucket import broadcast_as_one, bytes_of, packed, views
 from agentrl.learner.base import WeightSource
 from agentrl.learner.export.broadcaster import WeightBroadcaster
 from agentrl.learner.export.cuda_ipc import SharedMemory
@@ -73,7 +73,10 @@ class RankBucket:
 
     def broadcast(self) -> None:
         """Send the weights; see `WeightBucket.broadcast`."""
-        self._broadcaster.broadcast(self._memory.flat[: self._size])
+        if broadcast_as_one(self.specs):
+            self._broadcaster.broadcast([self._memory.flat[: self._size]])
+        else:
+            self._broadcaster.broadcast([tensor for _, tensor in self.on_device()])
 
     def share(self) -> list[str]:
         """Return this rank's handle of the weights; see `WeightBucket.share`."""

@@ -93,6 +93,13 @@ def test_both_generations_of_sglang(brackets: bool, bucket: Callable[..., Awaita
     assert pool.calls == (new * 2 if brackets else ["/begin_weight_update", *buckets, *buckets])
 
 
+def test_large_weights_are_received_one_by_one() -> None:
+    pool = ScriptedPool(brackets=True)
+    large = [TensorSpec("large", "bfloat16", (4096, 4096))]
+    asyncio.run(updates_of(pool).from_group(GROUP, large, 3, last=True))
+    assert pool.bodies[UPDATES + "distributed"]["load_format"] is None
+
+
 @pytest.mark.parametrize("brackets", [True, False])
 def test_requests_that_a_pause_keeps_in_the_engine(brackets: bool) -> None:
     """An SGLang that would end of it is not told anything."""

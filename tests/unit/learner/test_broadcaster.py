@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from agentrl.core.errors import EngineError, LearnerError
+from agentrl.distributed import flat_bucket
 from agentrl.distributed.broadcast_group import BroadcastGroup
 from agentrl.distributed.flat_bucket import bytes_of, views
 from agentrl.learner.export.bucket import NamedTensors
@@ -53,6 +54,19 @@ def test_a_bucket_arrives_whole_and_in_order(learner, threads):
             expected = [tensor for _, tensor in bucket.tensors()]
             assert all(torch.equal(*pair) for pair in zip(arrived.result(), expected, strict=True))
     learner.leave_group()
+    learner.leave_group()
+    other.close()
+
+
+def test_large_weights_arrive_one_by_one(learner, threads, monkeypatch):
+    monkeypatch.setattr(flat_bucket, "LARGE_WEIGHTS", 1)
+    other = joined(learner, threads)
+    [bucket] = learner.buckets(99)
+    arriving = [torch.zeros_like(tensor) for _, tensor in bucket.tensors()]
+    arrived = threads.submit(other.broadcast, arriving)
+    bucket.broadcast()
+    arrived.result()
+    assert all(torch.equal(mine, sent) for mine, (_, sent) in zip(arriving, bucket.tensors(), strict=True))
     learner.leave_group()
     other.close()
 
