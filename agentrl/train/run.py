@@ -143,7 +143,7 @@ async def run_training(
                 save_config(config, folder)
                 trainer = await TrainingRun(config, folder, console, checkpoint, model, replay, state).train(interrupt)
         except CheckpointError as error:
-            raise _with_older(error, folder, checkpoint) from error
+            raise _with_older(error, folder, checkpoint, replay) from error
         except AgentrlError as error:
             if not isinstance(error, RunStopped) and not interrupt.requested.is_set():
                 raise
@@ -154,12 +154,12 @@ async def run_training(
         print_summary(console, folder, trainer.step, trainer.evaluation, curve)
 
 
-def _with_older(error: CheckpointError, folder: Path, checkpoint: Path | None) -> CheckpointError:
+def _with_older(error: CheckpointError, folder: Path, checkpoint: Path | None, replay: Path | None) -> CheckpointError:
     """Return the error of a damaged ``checkpoint`` with the one before it, if there is one."""
     older = [path for path in whole_checkpoints(folder / "checkpoints") if path != checkpoint]
     if checkpoint is None or str(checkpoint) not in str(error) or not older:
         return error
-    again = resume_command(folder, None)
+    again = resume_command(folder, replay)
     return CheckpointError(f"{error}. The one before it is {older[-1]}: move {checkpoint.name} away, then\n  {again}")
 
 

@@ -1,18 +1,32 @@
-"""A run that is killed and resumed with ``--resume`` alone equals the one that was not: configuration, tasks, learning rates."""
+"""A run that is killed and resumed with ``--resume`` equals the one that was not.
+
+Of runs that sample: configuration, tasks, learning rates. Of runs on recorded rollouts: losses, weights, optimizer and random
+states, order of the data.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
+from killed_run import KILL_AT, MOMENTS
+from safetensors.torch import load_file
 from shared_runs import IN_PROCESS_LEARNER, ONE_THREAD, Running, Services, metrics
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from agentrl.config.layers import differences
 from agentrl.config.load import validate
+from agentrl.learner.checkpoints import whole_checkpoints
+from agentrl.models.weight_checksum import tensor_checksum
 
 STEPS = 4
 OVERRIDES = [
@@ -51,7 +65,8 @@ def start(cwd: Path, services: Services, *words: str) -> Running:
 
 
 @pytest.fixture(scope="module")
-def unkilled(services: Services, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def recorded(services: Services, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was not killed."""
     cwd = tmp_path_factory.mktemp("unkilled") / "cwd"
     run = start(cwd, services)
     try:
@@ -59,7 +74,12 @@ def unkilled(services: Services, tmp_path_factory: pytest.TempPathFactory) -> Ou
     finally:
         run.end()
     [folder] = (cwd / "runs").iterdir()
-    return outcome(folder)
+    return folder
+
+
+@pytest.fixture
+def unkilled(recorded: Path) -> Outcome:
+    return outcome(recorded)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -95,4 +115,103 @@ def test_a_run_that_is_resumed_equals_the_one_that_was_not_ended(
     print(
         f"{number.name} after step {ended} of {STEPS}, {len(OVERRIDES)} overrides: 0 keys differ, tasks of "
         f"{len(resumed.tasks)} rollouts and {len(resumed.rates)} learning rates equal"
+    )
+
+
+REPLAYED = [*OVERRIDES, *ONE_THREAD, "train.save_every=1", "train.keep=9", "train.steps_per_rollout=2", "run.dir=run"]
+REPLAY = "killed_run:main"
+
+
+def replay(cwd: Path, samples: Path, *words: str) -> tuple[int, str]:
+    """Train on recorded rollouts, in the folder ``run`` of ``cwd``; returns exit status and output."""
+    cwd.mkdir(exist_ok=True)
+    run = Running("train", "--replay", str(samples), *words, cwd=cwd, target=REPLAY, forks=False)
+    try:
+        return run.finish(), run.output()
+    finally:
+        run.end()
+
+
+def digest(value: Any) -> str:
+    """Return a hash of tensors and plain values in dictionaries and sequences."""
+    found = hashlib.sha256()
+    for path, leaf in sorted((keystr(path), leaf) for path, leaf in tree_flatten_with_path(value)[0]):
+        found.update(path.encode())
+        found.update((tensor_checksum(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)).encode())
+    return found.hexdigest()
+
+
+def learner_state(folder: Path) -> dict[str, Any]:
+    """Return what a learner saved: its counters, and hashes of weights, optimizer and random states."""
+    dcp_to_torch_save(folder / "optimizer", folder.parent / "optimizer.pt")
+    states = {"optimizer": folder.parent / "optimizer.pt", "random": folder / "random" / "rank_00000.pt"}
+    hashes = {name: digest(torch.load(path, weights_only=True)) for name, path in states.items()}
+    weights = digest([load_file(path) for path in sorted((folder / "model").glob("*.safetensors"))])
+    return json.loads((folder / "learner.json").read_text()) | hashes | {"weights": weights}
+
+
+def trainer_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the trainer's counters and random states, without times."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    return {name: value for name, value in state.items() if name != "spent_s"}
+
+
+def batches(folder: Path) -> dict[int, list[str]]:
+    """Return the batches of each optimizer step, in the order in which they were trained: more than one if it was repeated."""
+    found: dict[int, list[str]] = {}
+    for line in (folder / "batches.jsonl").read_text().splitlines():
+        found.setdefault(json.loads(line)["step"], []).append(line)
+    return found
+
+
+@pytest.fixture(scope="module")
+def unkilled_replay(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The working directory of a run on recorded rollouts that was not killed."""
+    cwd = tmp_path_factory.mktemp("unkilled_replay")
+    status, output = replay(cwd, recorded, "--env", "search_r1", *REPLAYED)
+    assert status == 0, output
+    return cwd
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_replay_that_is_killed_at_a_random_moment_equals_the_one_that_was_not(
+    recorded: Path, unkilled_replay: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    moments = int((unkilled_replay / MOMENTS).read_text())
+    moment = random.Random(seed).randrange(moments * 3 // 4)
+    monkeypatch.setenv(KILL_AT, str(moment))
+    status, output = replay(tmp_path, recorded, "--env", "search_r1", *REPLAYED)
+    assert status == -signal.SIGKILL, output
+    folder, other = tmp_path / "run", unkilled_replay / "run"
+    trained = len(metrics(folder))
+    checkpoints = whole_checkpoints(folder / "checkpoints")
+    assert checkpoints, "the first was complete"
+    at_kill = learner_state(checkpoints[-1])
+    monkeypatch.delenv(KILL_AT)
+    status, output = replay(tmp_path, recorded, "--resume", "run.dir=run")
+    assert status == 0, output
+    assert f"going on from {checkpoints[-1].name}" in output
+
+    # What was loaded is what the checkpoint has.
+    loaded = learner_state(folder / "loaded")
+    assert loaded == at_kill
+
+    # From there on the run is that of the unkilled one.
+    rows, wanted = metrics(folder), metrics(other)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row, expected in zip(rows, wanted, strict=True):
+        compared = {key: value for key, value in expected.items() if key.startswith(("train/", "batch/", "rollout/"))}
+        assert "train/loss" in compared
+        assert {key: row[key] for key in compared} == pytest.approx(compared, rel=0, abs=1e-6)
+    assert {step: {*lines} for step, lines in batches(folder).items()} == {
+        step: {*lines} for step, lines in batches(other).items()
+    }
+    ours, theirs = (whole_checkpoints(run / "checkpoints")[-1] for run in (folder, other))
+    assert learner_state(ours) == learner_state(theirs)
+    assert trainer_state(ours) == trainer_state(theirs)
+    repeated = sum(len(lines) - 1 for lines in batches(folder).values())
+    gap = max(abs(row["train/loss"] - expected["train/loss"]) for row, expected in zip(rows, wanted, strict=True))
+    print(
+        f"SIGKILL at file operation {moment} of {moments}, after step {trained}; resumed from {checkpoints[-1].name}, "
+        f"{repeated} optimizer steps repeated; largest difference of losses {gap}"
     )
