@@ -12,6 +12,7 @@ EXTRAS = {
     "gguf": "models",
     "matplotlib": "plots",
     "mcp": "mcp",
+    "megatron": "megatron",
     "peft": "lora",
     "pyarrow": "parquet",
     "renderers": "renderers",

@@ -1,0 +1,121 @@
+"""Megatron-Core on a CPU, where it calls CUDA whatever the device of its tensors.
+
+`computing_on` is entered by the thread that calls Megatron-Core, around every call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+def computing_on(device: torch.device) -> AbstractContextManager[None]:
+    """Return the context in which Megatron-Core computes on ``device``."""
+    return nullcontext() if device.type == "cuda" else _on_cpu()
+
+
+@contextmanager
+def _on_cpu() -> Iterator[None]:
+    """Redirect the CUDA calls of Megatron-Core to the CPU. Nothing is compiled: that would take longer than a small run."""
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    calls: dict[ModuleType, Mapping[str, Callable[..., Any]]] = {
+        torch.cuda: _TORCH_CUDA,
+        random: {
+            "_get_cuda_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+            "_set_cuda_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+        },
+        token_dispatcher: {"maybe_move_tensor_to_cpu": _as_cpu},
+    }
+    log = logging.getLogger(random.__name__)
+    with ExitStack() as stack:
+        for module, replaced in calls.items():
+            stack.enter_context(_replacing(module, replaced))
+        # Its guard of the CPU's random state, which is the only one here.
+        log.addFilter(_keeps)
+        stack.callback(log.removeFilter, _keeps)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_CudaTensorsOnCpu())
+        yield
+
+
+@contextmanager
+def _replacing(module: ModuleType, replaced: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in replaced}
+    vars(module).update(replaced)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+class _CudaTensorsOnCpu(TorchFunctionMode):
+    """Makes tensors on the CPU that are requested on a GPU, or in pinned memory."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not options:
+            # Optimizers compare names of types with those on GPUs.
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if "device" in options and str(options["device"]).startswith("cuda"):
+            options["device"] = _CPU
+        if func is not torch.Tensor.pin_memory:
+            options.pop("pin_memory", None)
+        return func(*args, **options)
+
+
+class _Stream:
+    """A CUDA stream or event where everything is computed in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record_event(self, *args: Any) -> _Stream:
+        return self
+
+    def wait_stream(self, *args: Any) -> None:
+        pass
+
+    wait = wait_event = synchronize = record = wait_stream
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _as_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Return sizes as numpy where it is requested: Megatron-Core does so only with tensors of a GPU."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _keeps(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()
+
+
+_TORCH_CUDA: dict[str, Callable[..., Any]] = {
+    "current_device": lambda: _CPU,
+    "synchronize": lambda *args: None,
+    "empty_cache": lambda: None,
+    "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+    "get_rng_state": lambda *args: torch.get_rng_state(),
+    "Stream": _Stream,
+    "Event": _Stream,
+    "current_stream": lambda *args: _Stream(),
+    "default_stream": lambda *args: _Stream(),
+    "stream": lambda stream: nullcontext(),
+}

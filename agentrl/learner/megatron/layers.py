@@ -1,0 +1,144 @@
+"""Layers of Megatron-Core models without Transformer Engine: norm, rotary embedding and attention over packed rows.
+
+Packed rows are passed as `PackedTokens`, with a position for each token, in the place of Megatron-Core's ``PackedSeqParams``.
+Its own ``thd`` format reads the rows' bounds on the host in every layer.
+
+Legend: ``L`` tokens, ``H`` heads, ``D`` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from agentrl.learner.fsdp.attention import PackedRows, packed_attention
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTokens:
+    """What layers read of a micro-batch. Its other fields are those of ``PackedSeqParams`` that Megatron-Core reads."""
+
+    position_ids_L: torch.Tensor
+    """int64, of this rank's tokens in their rows."""
+    rows: PackedRows
+    """Rows among the tokens, for attention."""
+    qkv_format: str = "sbhd"
+    cp_group: None = None
+    local_cp_size: None = None
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm, computed in float32, with the weights' dtype as its input has it.
+
+    Args:
+        config: of Megatron-Core.
+        hidden_size: of the last dimension.
+        eps: added to the mean square.
+
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **options: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        # With sequence parallelism each rank has the gradient of its own tokens: Megatron-Core sums those so marked.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the normalised and scaled values."""
+        return F.rms_norm(hidden, (hidden.shape[-1],), self.weight.to(hidden.dtype), self.eps)
+
+
+class LatentNorm(RMSNorm):
+    """Of the latents of multi-head latent attention, whose epsilon is no part of a model's configuration."""
+
+    def __init__(self, config: Any, hidden_size: int, **options: Any) -> None:
+        super().__init__(config, hidden_size)
+
+
+class PackedAttention(nn.Module):
+    """Attention within packed rows; see `agentrl.learner.fsdp.attention`. Megatron-Core's core attention."""
+
+    def __init__(self, config: Any, *, softmax_scale: float | None = None, **options: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedTokens,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Return attention's output ``[L, 1, H·D]``; query, key and value are ``[L, 1, H, D]`` or ``[L, H, D]``."""
+        q, k, v = (part.reshape(1, len(part), -1, part.shape[-1]).transpose(1, 2) for part in (query, key, value))
+        attended, _ = packed_attention(self, q, k, v, None, packed=packed_seq_params.rows, scaling=self.scale)
+        return attended.reshape(len(query), 1, -1)
+
+
+class PackedRotary(nn.Module):
+    """Rotary embedding at given positions.
+
+    Megatron-Core calls `get_rotary_seq_len` and then the module with its result; here these are the tokens.
+
+    Args:
+        inv_freq: of the pairs of dimensions.
+        scaling: factor of sines and cosines, for latent attention; others have it in their softmax scale.
+        interleaved: whether the pairs are neighbours, instead of a distance of half the dimensions apart.
+        latent: whether it belongs to multi-head latent attention, which takes ``[L, 1, D]`` and the factor.
+
+    """
+
+    def __init__(self, inv_freq: torch.Tensor, scaling: float, interleaved: bool, latent: bool) -> None:
+        super().__init__()
+        self.inv_freq, self.scaling = inv_freq, scaling
+        self.interleaved, self.latent = interleaved, latent
+
+    def get_rotary_seq_len(
+        self, context: object, decoder: object, hidden: object, config: object, packed: PackedTokens
+    ) -> PackedTokens:
+        """Return the tokens."""
+        return packed
+
+    def forward(self, packed: PackedTokens, *, packed_seq: bool = False, cp_group: None = None) -> Any:
+        """Return the angles ``[L, 1, 1, D]`` of the tokens' positions."""
+        angles = torch.outer(packed.position_ids_L.float(), self.inv_freq)
+        angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        if not self.latent:
+            return angles[:, None, None]
+        return angles[:, None], self.scaling
+
+
+class PostNormLayer(TransformerLayer):  # type: ignore[misc]
+    """A decoder layer with a further norm on the outputs of attention and MLP, as in GLM-4."""
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.self_attn_bda: Any = _after(self.post_self_attn_layernorm, self.self_attn_bda)
+        self.mlp_bda: Any = _after(self.post_mlp_layernorm, self.mlp_bda)
+
+
+def _after(norm: nn.Module, add: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+    """Return Megatron-Core's function that adds an output to the residual, with a norm of the output before it."""
+
+    def make(training: bool, fused: bool) -> Callable[..., Any]:
+        def normed(output_with_bias: tuple[torch.Tensor, None], residual: torch.Tensor, dropout: float) -> Any:
+            output, bias = output_with_bias
+            assert bias is None, "a bias would be added after the norm"
+            return add(training, fused)((norm(output), None), residual, dropout)
+
+        return normed
+
+    return make

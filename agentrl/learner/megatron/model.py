@@ -1,0 +1,170 @@
+"""Megatron-Core models from Hugging Face folders: the chunks of this rank, without their weights' contents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from agentrl.core.errors import ModelError
+from agentrl.learner.device import to_device
+from agentrl.learner.fsdp.attention import packed_rows
+from agentrl.learner.megatron.families.base import Family, head_size
+from agentrl.learner.megatron.families.registry import read_family
+from agentrl.learner.megatron.layers import (
+    LatentNorm,
+    PackedAttention,
+    PackedRotary,
+    PackedTokens,
+    PostNormLayer,
+    RMSNorm,
+)
+from agentrl.learner.megatron.layout import Layout
+from agentrl.learner.megatron.options import transformer_config
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronModel:
+    """A rank's part of a model."""
+
+    chunks: tuple[Any, ...]
+    """A ``GPTModel`` for each virtual stage."""
+    config: TransformerConfig
+    layout: Layout
+    family: Family
+    hf: Any
+    """Configuration in transformers."""
+
+
+def build_model(
+    folder: Path,
+    options: Mapping[str, Any],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    key: str = "model.path",
+) -> MegatronModel:
+    """Build this rank's chunks; `load_weights` fills them. The groups of the layout exist (`Layout.start`).
+
+    A rank allocates what it holds, and nothing else.
+
+    Args:
+        folder: a Hugging Face folder.
+        options: the options ``learner.megatron``.
+        device: of the rank.
+        dtype: of the parameters.
+        key: configuration key of the folder, for messages.
+
+    Raises:
+        ConfigError: an option is unknown, or Megatron-Core refuses it.
+        ModelError: the folder has no model of a known family.
+
+    """
+    family, hf = read_family(folder, key)
+    layout = Layout.of(options)
+    config = transformer_config(family.options(hf), options, device=device, dtype=dtype)
+    rotary = _rotary(hf, config, device, f"{key}={folder}")
+    chunks = []
+    for stage in range(layout.chunks):
+        number = stage if layout.virtual_pipeline_model_parallel_size else None
+        chunk = GPTModel(
+            config,
+            _block(config, family, number),
+            vocab_size=hf.vocab_size,
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
+            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            position_embedding_type="rope",
+            vp_stage=number,
+        )
+        for module in chunk.modules():
+            if hasattr(module, "rotary_pos_emb"):
+                module.rotary_pos_emb = rotary
+        chunks.append(chunk.to(device))
+    return MegatronModel(tuple(chunks), config, layout, family, hf)
+
+
+def packed_tokens(
+    position_ids_L: torch.Tensor, row_L: torch.Tensor, device: torch.device, dtype: torch.dtype
+) -> PackedTokens:
+    """Return what layers read of packed rows, the argument ``packed_seq_params`` of a chunk.
+
+    Args:
+        position_ids_L: int64 on the CPU, from 0 in every row.
+        row_L: int32 on the CPU, -1 in padding.
+        device: of the rank.
+        dtype: of the parameters.
+
+    """
+    flash = dtype is torch.bfloat16
+    return PackedTokens(to_device(position_ids_L, device), packed_rows(position_ids_L, row_L, device, flash=flash))
+
+
+def _block(config: TransformerConfig, family: Family, stage: int | None) -> TransformerBlockSubmodules:
+    """Return the specification of the layers of a chunk."""
+    if config.pipeline_model_parallel_layout is not None:
+        layers = config.pipeline_model_parallel_layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=stage)
+    else:
+        first = get_transformer_layer_offset(config, vp_stage=stage)
+        layers = range(first, first + get_num_layers_to_build(config, vp_stage=stage))
+    return TransformerBlockSubmodules(
+        layer_specs=[_layer(config, family, has_experts(config, layer)) for layer in layers], layer_norm=RMSNorm
+    )
+
+
+def has_experts(config: TransformerConfig, layer: int) -> bool:
+    """Return whether the layer with this index is a mixture of experts."""
+    return config.num_moe_experts is not None and bool(config.moe_layer_freq[layer])
+
+
+def _layer(config: TransformerConfig, family: Family, experts: bool) -> ModuleSpec:
+    """Return the specification of a layer. With Transformer Engine it would be another."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if experts else None,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
+    )
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = PackedAttention
+    if config.multi_latent_attention:
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if family.post_norms:
+        spec.module = PostNormLayer
+    return spec
+
+
+def _rotary(hf: Any, config: TransformerConfig, device: torch.device, where: str) -> PackedRotary:
+    """Return the rotary embedding, with the frequencies that transformers computes."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = hf.rope_parameters
+    kind, share = parameters["rope_type"], parameters.get("partial_rotary_factor", 1.0)
+    size, scaling = int(head_size(hf) * share), 1.0
+    if kind == "default":
+        inv_freq = 1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
+    elif kind in ("linear", "llama3", "yarn"):
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
+    else:
+        raise ModelError(f"{where}: rope_type={kind!r} in config.json: the megatron learner lacks it")
+    if scaling != 1 and not config.multi_latent_attention:
+        if share != 1:
+            raise ModelError(f"{where}: rope_type={kind!r} with partial_rotary_factor={share} in config.json")
+        # Of queries and keys alike: their product has the square.
+        config.softmax_scale = scaling**2 * head_size(hf) ** -0.5
+    return PackedRotary(inv_freq.to(device), scaling, config.rotary_interleaved, config.multi_latent_attention)

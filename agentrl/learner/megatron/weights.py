@@ -1,0 +1,213 @@
+"""The weights of a rank's chunks by Hugging Face name: loading slice by slice, and gathering of whole tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from agentrl.core.errors import ModelError
+from agentrl.distributed.base import TensorSpec, spec_of
+from agentrl.distributed.flat_bucket import bytes_of, packed, views
+from agentrl.learner.megatron.families.base import model_weights
+from agentrl.learner.megatron.mapping import Part, Weight
+from agentrl.learner.megatron.model import MegatronModel, has_experts
+from agentrl.models.weight_files import WeightFiles
+
+_PART_BYTES = 256 << 20
+"""Weights of one collective, at least one; further memory as large is needed for it."""
+
+Pair = tuple[str, torch.Tensor]
+"""Name of a weight, and the tensor that it is written into."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A weight of this rank."""
+
+    tensor: torch.Tensor
+    parts: tuple[Part, ...]
+    given: bool
+    """Whether this rank gives its parts to the others: of ranks that have the same, one does."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherGroups:
+    """The groups in which weights are gathered: together their ranks have each weight once."""
+
+    layers: Any
+    """For all but experts: ranks of tensor and pipeline parallelism."""
+    experts: Any
+    """For experts: ranks of expert tensor, expert and pipeline parallelism."""
+
+    @classmethod
+    def of_megatron(cls) -> GatherGroups:
+        """Return the groups of Megatron-Core, of the device on which it computes."""
+        return cls(
+            parallel_state.get_model_parallel_group(), parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+        )
+
+
+class ModelWeights:
+    """The weights of a model by Hugging Face name.
+
+    Args:
+        model: this rank's part.
+
+    """
+
+    def __init__(self, model: MegatronModel) -> None:
+        self._model = model
+        dtype = str(model.config.params_dtype).removeprefix("torch.")
+        self._specs: dict[str, TensorSpec] = {}
+        self._of_experts: set[str] = set()
+        for weight, of_expert in _all_weights(model):
+            for tensor in weight.tensors():
+                self._specs[tensor.name] = TensorSpec(tensor.name, weight.dtype or dtype, tensor.shape)
+                if of_expert:
+                    self._of_experts.add(tensor.name)
+        self.held = list(chain.from_iterable(_held(model, chunk) for chunk in model.chunks))
+        self._parts: dict[str, list[tuple[torch.Tensor, Part]]] = defaultdict(list)
+        for held in self.held:
+            for part in held.parts if held.given else ():
+                self._parts[part.tensor.name].append((held.tensor, part))
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """Return names, dtypes and shapes of the whole model's weights; see `LearnerRank.specs`."""
+        return list(self._specs.values())
+
+    @torch.no_grad()
+    def gather(
+        self,
+        into: Sequence[Pair],
+        groups: GatherGroups,
+        present: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+    ) -> None:
+        """Write whole weights, cast, into tensors. Collective: every rank calls it with the same names.
+
+        Args:
+            into: tensors on the device of the groups.
+            groups: whose ranks have the weights.
+            present: returns a tensor of the model in readable memory on that device.
+
+        """
+        of_experts = [pair for pair in into if pair[0] in self._of_experts]
+        others = [pair for pair in into if pair[0] not in self._of_experts]
+        for pairs, group in ((others, groups.layers), (of_experts, groups.experts)):
+            for part in _parts_of(pairs) if group.size() > 1 else [pairs]:
+                self._gather(part, group, present)
+
+    def _gather(self, pairs: Sequence[Pair], group: Any, present: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Write what this rank has into zeros, and add up the ranks' bytes: each byte comes from one of them."""
+        if group.size() == 1:
+            for name, out in pairs:
+                self._write(name, out, present)
+            return
+        specs = packed([spec_of(*pair) for pair in pairs])
+        flat = torch.zeros(sum(map(bytes_of, specs)), dtype=torch.uint8, device=pairs[0][1].device)
+        found = dict(views(specs, flat))
+        for name, whole in found.items():
+            self._write(name, whole, present)
+        dist.all_reduce(flat, group=group)
+        for name, out in pairs:
+            out.copy_(found[name])
+
+    def _write(self, name: str, whole: torch.Tensor, present: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for tensor, part in self._parts[name]:
+            whole[part.there].copy_(present(tensor)[part.here])
+
+
+def _parts_of(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+    part: list[Pair] = []
+    size = 0
+    for pair in pairs:
+        size += pair[1].nbytes
+        if part and size > _PART_BYTES:
+            yield part
+            part, size = [], pair[1].nbytes
+        part.append(pair)
+    if part:
+        yield part
+
+
+def _all_weights(model: MegatronModel) -> Iterator[tuple[Weight, bool]]:
+    """Iterate over the weights of the whole model, and whether each is of an expert."""
+    embedding, *rest = model_weights(model.hf)
+    yield embedding, False
+    for layer in range(model.config.num_layers):
+        yield from ((weight, False) for weight in model.family.layer(model.hf, layer))
+        if has_experts(model.config, layer):
+            assert model.family.expert is not None
+            for expert in range(model.config.num_moe_experts):
+                yield from ((weight, True) for weight in model.family.expert(model.hf, layer, expert))
+    yield from ((weight, False) for weight in rest)
+
+
+def _held(model: MegatronModel, chunk: Any) -> Iterator[Held]:
+    """Iterate over the weights of a chunk. All of its parameters and persistent buffers are among them."""
+    persistent = chunk.state_dict().keys()
+    named = dict(chunk.named_parameters()) | {name: each for name, each in chunk.named_buffers() if name in persistent}
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+
+    def take(weight: Weight, prefix: str = "") -> Held:
+        given = weight.split is not None or rank == 0
+        return Held(named.pop(prefix + weight.name), tuple(weight.parts(rank, size)), given)
+
+    for weight in model_weights(model.hf):
+        # Stages have the first ones, the last ones, or none of these. A head that is tied has its weight from the embedding.
+        if weight.name in named:
+            held = take(weight)
+            is_copy = weight.name.startswith("output_layer") and model.hf.tie_word_embeddings
+            yield replace(held, given=held.given and not is_copy)
+    for index, layer in enumerate(chunk.decoder.layers):
+        number, prefix = layer.layer_number - 1, f"decoder.layers.{index}."
+        yield from (take(weight, prefix) for weight in model.family.layer(model.hf, number))
+        if has_experts(model.config, number):
+            yield from _held_experts(model, number, f"{prefix}mlp.experts.local_experts.", named)
+    assert not named, f"no mapping has {', '.join(named)}"
+
+
+def _held_experts(model: MegatronModel, layer: int, prefix: str, named: dict[str, torch.Tensor]) -> Iterator[Held]:
+    assert model.family.expert is not None
+    rank, size = (
+        parallel_state.get_expert_tensor_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+    count = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    first = parallel_state.get_expert_model_parallel_rank() * count
+    for index in range(count):
+        for weight in model.family.expert(model.hf, layer, first + index):
+            tensor = named.pop(f"{prefix}{index}.{weight.name}")
+            yield Held(tensor, tuple(weight.parts(rank, size)), given=True)
+
+
+@torch.no_grad()
+def load_weights(weights: ModelWeights, folder: Path, key: str = "model.path") -> None:
+    """Read this rank's slices of the weights in a Hugging Face folder. Weights there that the model lacks are not read.
+
+    Args:
+        weights: of the model.
+        folder: with safetensors files.
+        key: configuration key of the folder, for messages.
+
+    Raises:
+        ModelError: a weight is missing, or has another shape.
+
+    """
+    files = WeightFiles(folder, key)
+    shapes = files.shapes()
+    wrong = [spec for spec in weights.specs() if shapes.get(spec.name) != spec.shape]
+    if wrong:
+        name, expected = wrong[0].name, list(wrong[0].shape)
+        found = f"has the shape {list(shapes[name])}, not {expected}" if name in shapes else "is missing"
+        raise ModelError(f"{key}={folder}: {len(wrong)} weights cannot be read; {name!r} {found}")
+    for held in weights.held:
+        for part in held.parts:
+            held.tensor[part.here].copy_(files.read(part.tensor.name, part.there))
