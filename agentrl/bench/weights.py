@@ -239,7 +239,7 @@ class _Pushes:
         folder: Path,
         place: _Place,
     ) -> None:
-        dtype = config.weights.dtype or "bfloat16"
+        dtype = "bfloat16" if config.weights.dtype == "auto" else config.weights.dtype
         self.bytes = learner.numbers * getattr(torch, dtype).itemsize
         self.version = 0
         """The last that was sent."""

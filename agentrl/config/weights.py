@@ -20,8 +20,9 @@ class WeightsConfig(Section):
     """Size of one bucket, MiB; by default 4096 for ``ipc`` and ``distributed``, and 512 for ``tensor`` and ``disk``. A
     smaller model is one bucket. Each learner rank needs this memory on its device for a sync in addition to its weights, and
     with ``ipc`` keeps it. With ``distributed`` each GPU of an engine needs it too, with SGLang 0.5.17 twice."""
-    dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """Weights are cast to it before they are sent, such as to the engines' dtype; by default they keep the learner's."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Weights are cast to it before they are sent. ``auto`` is what the engines report to hold; if they report nothing, or
+    hold different ones, the learner's float32 is sent."""
     sync_every: PositiveInt = 1
     """Steps between weight syncs; an evaluation always has the newest weights. Tokens have the version that sampled them,
     and the ratio to its log-probabilities (``algo.old_logprobs=sampler``) corrects for its age."""

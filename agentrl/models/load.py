@@ -103,14 +103,31 @@ def read_max_positions(folder: Path) -> int | None:
     return int(positions * max(factor, 1)) if isinstance(positions, int) else None
 
 
+def read_dtype(folder: Path) -> str | None:
+    """Return the dtype in ``config.json`` of the model in ``folder``, such as ``bfloat16``; None if there is none.
+
+    Raises:
+        ModelError: it has no readable ``config.json``.
+    """
+    config, text = _config(folder), _text_config(folder)
+    given = (one.get(key) for one in (config, text) for key in ("dtype", "torch_dtype"))
+    return next((str(found) for found in given if found), None)
+
+
 def _text_config(folder: Path) -> dict[str, Any]:
+    config = _config(folder)
+    found = config.get("text_config") or config
+    if not isinstance(found, dict):
+        raise ModelError(f"{folder}/config.json: text_config={found!r} is not a mapping")
+    return found
+
+
+def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        found: dict[str, Any] = dict(config.get("text_config") or config)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"{path} cannot be read: {error!r}") from error
-    return found
 
 
 def load_model(

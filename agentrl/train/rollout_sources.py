@@ -10,6 +10,7 @@ from pathlib import Path
 from agentrl.cluster.ray_address import learner_device
 from agentrl.config.schema import Config
 from agentrl.evaluation.sets import load_eval_tasks
+from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.launch.launcher import EngineSpec, Launcher
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.runtime.checks import open_tasks
@@ -47,9 +48,10 @@ async def open_sampling(
     tasks = open_tasks(config)
     opening = open_services(config, tasks, model, folder, config.run.seed, launcher=launcher)
     services = await exits.enter_async_context(opening)
+    dtype = await _sent_dtype(config, services.fleet)
     if config.placement.mode == "colocate":  # the learner loads next
         await asyncio.gather(*(engine.memory.release() for engine in services.fleet.live))
-    sync = _weight_sync(config, folder, config.weights.transport)
+    sync = _weight_sync(config, folder, config.weights.transport, dtype)
     exits.push_async_callback(sync.aclose)
     recorder = RolloutRecorder(
         folder / "rollouts", keep=config.obs.rollouts, form=config.obs.rollout_format, after=resume_after
@@ -63,7 +65,7 @@ async def open_sampling(
         interrupt=interrupt,
         eval_sets=load_eval_tasks(config, tasks),
         # An offloaded learner has no GPU memory that an engine could open.
-        restart_sync=_weight_sync(config, folder, "tensor") if config.weights.transport == "ipc" else None,
+        restart_sync=_weight_sync(config, folder, "tensor", dtype) if config.weights.transport == "ipc" else None,
     )
     await source.open()
     return source
@@ -75,13 +77,21 @@ def open_replay(config: Config, path: Path, model: Path, interrupt: Interrupt) -
     return Replay(config, recorded, sample_check(config, model), interrupt)
 
 
-def _weight_sync(config: Config, folder: Path, transport: str) -> WeightSync:
+async def _sent_dtype(config: Config, fleet: Fleet) -> str | None:
+    """Return the dtype in which weights are sent; None for the learner's."""
+    if config.weights.dtype != "auto":
+        return config.weights.dtype
+    held = set(await asyncio.gather(*(engine.dtype() for engine in fleet.live)))
+    return held.pop() if len(held) == 1 else None
+
+
+def _weight_sync(config: Config, folder: Path, transport: str, dtype: str | None) -> WeightSync:
     gpus = config.sampler.device == learner_device(config.learner) == "cuda"
     return make_sync(
         transport,
         bucket_bytes=bucket_bytes_of(transport, config.weights.bucket_mib),
         folder=folder / "weights",
-        dtype=config.weights.dtype,
+        dtype=dtype,
         check=config.weights.check,
         backend="nccl" if gpus else "gloo",
         timeout_s=config.sampler.request_timeout_s,

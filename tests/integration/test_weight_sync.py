@@ -98,6 +98,7 @@ def test_all_engines_agree_with_the_learner(engines: Engines, learner: Learner, 
                 learner.change(version)
                 await sync.push(learner, clients, version)
                 for client in clients:
+                    assert await client.dtype() == "float32"
                     assert_of(learner, await sample(client), version)
         finally:
             await sync.aclose()

@@ -14,6 +14,9 @@ from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.weight_groups import SGLangWeightGroups
 from agentrl.inference.client.weight_updates import SGLangWeightUpdates
 
+_DTYPES = {name: name for name in ("bfloat16", "float16", "float32")} | {"half": "float16", "float": "float32"}
+"""Dtypes by SGLang's names."""
+
 
 class SGLangClient(GenerationClient):
     """A `Sampler` and an `EngineControl` for one engine.
@@ -148,6 +151,11 @@ class SGLangClient(GenerationClient):
                 f"the engine at {self.url} reports max_req_input_len={found!r} at /server_info, not a number"
             )
         return found
+
+    async def dtype(self) -> str | None:
+        """Return the dtype of the weights; None if the engine does not report it, as SGLang with ``--dtype auto``."""
+        info = await self._control.call("/server_info", None)
+        return _DTYPES.get(str(info.get("dtype"))) if isinstance(info, dict) else None
 
     async def checksums(self) -> dict[str, str]:
         """Return the checksums of ``/weights_checker``, 64 bits for each weight.

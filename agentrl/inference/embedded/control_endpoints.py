@@ -59,14 +59,15 @@ class ControlEndpoints:
         )
 
     async def server_info(self, http: HttpRequest) -> Response:
-        """Return the number of ranks, the device, the context, and that a weight update takes effect as a whole.
+        """Return the number of ranks, device, dtype and context, and that a weight update takes effect as a whole.
 
         503 if the engine's loop does not run: SGLang's scheduler would not answer either.
         """
         if not self._alive:
             return Response(status_code=503)
-        context = self._scheduler.model.context
-        return json_reply({"tp_size": 1, "device": "cpu", "whole_updates": True, "max_req_input_len": context})
+        model = self._scheduler.model
+        found = {"tp_size": 1, "device": "cpu", "dtype": model.dtype, "whole_updates": True}
+        return json_reply(found | {"max_req_input_len": model.context})
 
     async def flush_cache(self, http: HttpRequest) -> Response:
         """Drop the prefix cache."""

@@ -63,6 +63,11 @@ class Model:
         """Shapes of the weights whose memory was released."""
 
     @property
+    def dtype(self) -> str:
+        """The dtype of the weights."""
+        return str(self._model.dtype).removeprefix("torch.")
+
+    @property
     def end_ids(self) -> frozenset[int]:
         """End-of-sequence tokens of the model's configuration and generation configuration."""
         found: set[int] = set()

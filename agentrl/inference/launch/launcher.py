@@ -8,12 +8,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, ConfigError
 from agentrl.inference.launch.processes import EngineProcess, launch_embedded, launch_sglang
+from agentrl.models.load import read_dtype
 from agentrl.obs.waiting import waiting
 
 
@@ -96,9 +97,7 @@ class EngineSpec:
                 host=host,
                 port=port,
                 seed=seed,
-                options={"trust_remote_code": True, **config.sglang_options}
-                if self.trust_remote_code
-                else config.sglang_options,
+                options=self._sglang_options(),
                 python=config.python,
                 gpus=gpus,
                 timeout_s=timeout_s,
@@ -116,6 +115,14 @@ class EngineSpec:
             trust_remote_code=self.trust_remote_code,
             timeout_s=timeout_s,
         )
+
+    def _sglang_options(self) -> dict[str, Any]:
+        """Return the options of SGLang, which by itself would hold a float32 model in float16."""
+        options: dict[str, Any] = {"trust_remote_code": True} if self.trust_remote_code else {}
+        if self.config.device == "cuda":
+            found = read_dtype(self.model)
+            options["dtype"] = found if found in ("bfloat16", "float16") else "bfloat16"
+        return options | self.config.sglang_options
 
 
 class LocalLauncher:

@@ -47,6 +47,8 @@ class FakeSGLang:
     busy: int = 0
     """How often it refuses to drop its cache."""
     url: str = ""
+    dtype: str = "auto"
+    """As it reports it."""
 
     async def answer(self, http: Request) -> Response:
         path = http.url.path
@@ -68,7 +70,7 @@ class FakeSGLang:
             self.busy -= 1
             return JSONResponse({"success": False, "message": "requests are running"}, 400)
         if path == "/server_info":
-            return JSONResponse({"max_req_input_len": 506})
+            return JSONResponse({"max_req_input_len": 506, "dtype": self.dtype})
         if path == "/model_info":
             return JSONResponse({"weight_version": self.version})
         if path == "/abort_request":
@@ -278,7 +280,7 @@ def test_a_pause_after_the_last_token_ends_the_turn(fake: FakeSGLang) -> None:
 
 def test_a_control_reply_that_is_not_json_is_the_engines_failure(fake: FakeSGLang) -> None:
     fake.junk = True
-    for call in ("version", "checksums", "max_tokens", "pause"):
+    for call in ("version", "checksums", "max_tokens", "dtype", "pause"):
         with pytest.raises(EngineError):
             fake.drive(lambda client, call=call: getattr(client, call)())  # type: ignore[misc]
 
@@ -321,6 +323,14 @@ def test_an_engine_that_holds_less_than_an_episode_is_refused_at_the_start(fake:
     asyncio.run(start(506))
     with pytest.raises(ConfigError, match=r"rollout\.max_tokens=507.*at most 506 tokens.*context_length"):
         asyncio.run(start(507))
+
+
+@pytest.mark.parametrize(
+    ("reported", "dtype"), [("bfloat16", "bfloat16"), ("half", "float16"), ("float", "float32"), ("auto", None)]
+)
+def test_an_engine_reports_the_dtype_of_its_weights(fake: FakeSGLang, reported: str, dtype: str | None) -> None:
+    fake.dtype = reported
+    assert fake.drive(lambda client: client.dtype()) == dtype
 
 
 def test_two_turns_of_one_id_are_a_mistake(fake: FakeSGLang) -> None:

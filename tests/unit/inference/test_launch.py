@@ -11,9 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
+from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError, EngineError, PortInUseError
 from agentrl.inference.launch.interpreter import Interpreter
-from agentrl.inference.launch.launcher import engine_gpus
+from agentrl.inference.launch.launcher import EngineSpec, engine_gpus
 from agentrl.inference.launch.processes import command_flags, launch_embedded, launch_sglang
 
 
@@ -277,3 +278,23 @@ def test_engines_get_gpus_of_their_own_from_the_last_on(engines: int, each: int,
 def test_an_engine_that_needs_more_gpus_than_there_are_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"needs 4 GPUs \(sampler\.sglang\.tp_size.* has 2"):
         engine_gpus(0, 4, ["0", "1"])
+
+
+@pytest.mark.parametrize(
+    ("described", "options", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, {}, "bfloat16"),
+        ({"torch_dtype": "float16"}, {}, "float16"),
+        ({"text_config": {"dtype": "float16"}}, {}, "float16"),
+        ({"dtype": "float32"}, {}, "bfloat16"),
+        ({}, {}, "bfloat16"),
+        ({"dtype": "float32"}, {"dtype": "auto"}, "auto"),
+        ({"dtype": "float32"}, {"device": "cpu"}, None),
+    ],
+)
+def test_sglang_on_a_gpu_never_holds_a_float32_model_in_float16(
+    tmp_path: Path, described: dict[str, object], options: dict[str, object], dtype: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    spec = EngineSpec(SamplerConfig(backend="sglang", sglang=options), tmp_path, tmp_path, 0)
+    assert spec._sglang_options().get("dtype") == dtype
