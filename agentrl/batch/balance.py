@@ -28,15 +28,15 @@ def row_cost(length: int) -> float:
     return length * (1 + length / ATTENTION_TOKENS)
 
 
-def balanced(units: Sequence[Unit], ranks: int, tokens: int) -> list[list[Unit]]:
-    """Divide units, largest first, among a multiple of ``ranks`` micro-batches of about the same cost.
+def balanced(units: Sequence[Unit], shares: int, tokens: int) -> list[list[Unit]]:
+    """Divide units, largest first, among a multiple of ``shares`` micro-batches of about the same cost.
 
     There are as few as first-fit-decreasing needs. Each unit, largest first, goes to the cheapest one with space for it;
-    where one finds none, the division of first-fit-decreasing stays. Micro-batch ``i`` belongs to rank ``i % ranks``, and
+    where one finds none, the division of first-fit-decreasing stays. Micro-batch ``i`` belongs to share ``i % shares``, and
     adjacent ones have similar costs, so that ranks wait little for each other. Some are empty if there are too few units.
     """
     fitted = _first_fit(units, tokens)
-    count = -(-max(1, len(fitted)) // ranks) * ranks
+    count = -(-max(1, len(fitted)) // shares) * shares
     groups = _spread(units, count, tokens) or fitted + [[] for _ in range(count - len(fitted))]
     return sorted(groups, key=lambda group: -sum(unit.cost for unit in group))
 

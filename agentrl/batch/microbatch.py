@@ -2,7 +2,7 @@
 
 The mask, advantage and log-probability of a token stand at the token's own position; the token is predicted from the
 position before it. All denominators are already in the weights: the loss is the plain sum ``Σ weight · loss(token)``, so
-neither packing nor the number of ranks changes the gradient.
+neither packing nor the number of shares changes the gradient.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class MicroBatch:
 
 @dataclass(slots=True, eq=False)
 class GlobalBatch:
-    """One optimizer step: the same number of micro-batches for every data-parallel rank."""
+    """One optimizer step, in shares of equally many micro-batches. One rank computes a share, or several together."""
 
     micro: tuple[tuple[MicroBatch, ...], ...]
-    """``micro[rank][i]``. A rank receives a batch with only its share, ``micro[0]``."""
+    """``micro[share][i]``. A rank receives a batch with only its share, ``micro[0]``."""
     kind: Kind = "rl"
     """The learner's loss. In ``sft`` the mask may hold demonstrated and observed tokens; else mask 1 implies sampled
     (`check_provenance`)."""

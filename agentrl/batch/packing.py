@@ -1,7 +1,7 @@
 """Packs rows of any length into tensors, with final loss weights. Legend: ``L`` tokens of a micro-batch.
 
-A micro-batch is one sequence of packed rows. Every rank gets the same number of micro-batches, of about the same cost.
-Weights are shares of the *global* batch, so neither the packing nor the number of ranks changes the gradient.
+A micro-batch is one sequence of packed rows. Every share of a batch has the same number of micro-batches, of about the same
+cost. Weights are parts of the *global* batch, so neither the packing nor the number of shares changes the gradient.
 
 Layout of a micro-batch with rows ``a``, ``b`` and padding ``.``::
 
@@ -36,7 +36,7 @@ def pack(
     rows: Sequence[Row],
     advantages: Mapping[RowKey, float | NDArray[np.float32]] | Mapping[str, float] | None = None,
     *,
-    ranks: int,
+    shares: int,
     tokens_per_micro: int,
     pad_id: int,
     share_prefixes: bool = False,
@@ -60,7 +60,7 @@ def pack(
         rows: of all rollouts of the step; their order does not matter.
         advantages: of every row by its key (one number, or ``[T]`` numbers), or of every rollout by ``rollout_id``.
             None is zeros, for supervised batches.
-        ranks: data-parallel ranks.
+        shares: of the batch, which ranks of a learner compute at the same time; see `LearnerBackend.shares`.
         tokens_per_micro: maximum tokens of a micro-batch, before padding; a longer row gets a separate one.
         pad_id: fills micro-batches.
         share_prefixes: whether the learner computes what rows of a micro-batch begin with once, where that is faster.
@@ -86,8 +86,8 @@ def pack(
     """
     if context_weight and kind != "sft":
         raise ValueError(f"context_weight={context_weight:g} trains on observed tokens; only kind='sft' may")
-    if min(ranks, tokens_per_micro) < 1:
-        raise ValueError(f"{ranks=} and {tokens_per_micro=} must be at least 1")
+    if min(shares, tokens_per_micro) < 1:
+        raise ValueError(f"{shares=} and {tokens_per_micro=} must be at least 1")
     weights = row_weights(rows, aggregation, context_weight, constant_tokens)
     left_out = leave_out(rows, weights) if kind != "sft" and provenance == "warn" else 0
     # Sorting by length, then key, makes the batch a function of the set of rows.
@@ -101,7 +101,7 @@ def pack(
     )
     if kind != "sft":
         check_temperature((rows[i] for i in chosen), temperature)
-    groups = divide([rows[i].token_ids for i in chosen], ranks, tokens_per_micro, share_prefixes=share_prefixes)
+    groups = divide([rows[i].token_ids for i in chosen], shares, tokens_per_micro, share_prefixes=share_prefixes)
     micro = [_tensors([chosen[i] for i in group.rows], rows, weights, advantages, pad_id) for group in groups]
     for batch, group in zip(micro, groups, strict=True):
         batch.shares_prefixes = group.shares_prefixes
@@ -111,13 +111,13 @@ def pack(
         batch.sources = tuple(sources.index(source_of(key.prompt_id)) for key in batch.keys) if sources else ()
     sizes = _number_sequences(micro)
     parts = Counter(number for batch in micro for number in {*batch.sequences})
-    shares = tuple(tuple(micro[rank::ranks]) for rank in range(ranks))
     computed = sum(group.computed_tokens for group in groups)
     metrics = _metrics(rows, chosen, micro, computed) | (
         {"train/provenance_faults": float(left_out)} if kind == "rl" else {}
     )
     divided = any(count > 1 for count in parts.values())
-    return GlobalBatch(shares, kind, temperature, lr_scale, sizes, divided, metrics)
+    by_share = tuple(tuple(micro[share::shares]) for share in range(shares))
+    return GlobalBatch(by_share, kind, temperature, lr_scale, sizes, divided, metrics)
 
 
 def _tensors(

@@ -1,7 +1,7 @@
 """Division of rows among micro-batches, with rows that begin with the same tokens in the same one.
 
 A micro-batch that shares prefixes is computed as a tree (`agentrl.batch.prefix_tree`): its size is that of the tree. Larger
-units of rows share more, and balance the ranks worse, so several sizes are tried. The fastest division is taken, which may be
+units of rows share more, and balance the shares worse, so several sizes are tried. The fastest division is taken, which may be
 the one without sharing. It does not depend on the order of rows with different tokens.
 """
 
@@ -35,30 +35,30 @@ class Division:
     """Whether shared prefixes are computed once."""
 
 
-def divide(rows: Sequence[TokenIds], ranks: int, tokens: int, *, share_prefixes: bool) -> list[Division]:
+def divide(rows: Sequence[TokenIds], shares: int, tokens: int, *, share_prefixes: bool) -> list[Division]:
     """Divide rows, longest first, among micro-batches; see `balanced`.
 
     Args:
         rows: token ids, of one dtype.
-        ranks: their number divides the number of micro-batches.
+        shares: of the batch; their number divides the number of micro-batches.
         tokens: maximum tokens of a micro-batch that are computed; a longer row gets a separate one.
         share_prefixes: whether prefixes may be shared.
 
     """
     alone = [Unit((number,), len(row), row_cost(len(row))) for number, row in enumerate(rows)]
-    best = [_plain(group) for group in balanced(alone, ranks, tokens)]
+    best = [_plain(group) for group in balanced(alone, shares, tokens)]
     if not share_prefixes or not rows:
         return best
     prefixes = _Prefixes(rows)
     whole = prefixes.unit(range(len(rows)))
     if not _pays(whole.tokens, sum(unit.tokens for unit in alone)):
         return best
-    limit = max(1, min(tokens, -(-whole.tokens // ranks)))
+    limit = max(1, min(tokens, -(-whole.tokens // shares)))
     for size in range(SIZES):
         units = sorted(prefixes.units(limit >> size), key=lambda unit: (-unit.tokens, min(unit.rows)))
-        groups = [prefixes.division(group, alone, tokens) for group in balanced(units, ranks, tokens)]
+        groups = [prefixes.division(group, alone, tokens) for group in balanced(units, shares, tokens)]
         groups.sort(key=lambda group: -group.cost)
-        if _time(groups, ranks) < _time(best, ranks):
+        if _time(groups, shares) < _time(best, shares):
             best = groups
     return best
 
@@ -74,9 +74,9 @@ def _pays(unique: int, tokens: int) -> bool:
     return unique < (1 - OVERHEAD) * tokens
 
 
-def _time(groups: Sequence[Division], ranks: int) -> float:
-    """Return how long all ranks take, which wait for each other after every micro-batch."""
-    return sum(max(group.cost for group in groups[first : first + ranks]) for first in range(0, len(groups), ranks))
+def _time(groups: Sequence[Division], shares: int) -> float:
+    """Return how long all shares take, whose ranks wait for each other after every micro-batch."""
+    return sum(max(group.cost for group in groups[first : first + shares]) for first in range(0, len(groups), shares))
 
 
 class _Prefixes:

@@ -24,6 +24,7 @@ from agentrl.core.types import Row
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.device import resolve_device
 from agentrl.learner.in_process import LocalLearnerGroup
+from agentrl.learner.registry import make_backend
 from agentrl.models.random_models import Shape, find_model_shape, write_random_model
 from agentrl.runtime.training_summary import estimate_memory
 
@@ -77,11 +78,13 @@ def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], N
         raise ConfigError(f"--workload={bench.workload}: there are {', '.join(WORKLOADS)}")
     options = RowOptions(bench.rows, bench.median_tokens, bench.longest, shape.vocab_size, bench.seed)
     rows = WORKLOADS[bench.workload](options)
+    backend = make_backend(config.learner)
     device = resolve_device(config.learner)
     with tempfile.TemporaryDirectory() as folder:
         tell(f"writing a random model of {shape.parameters / 1e9:.2f}B parameters")
         model = Path(folder) / "model"
         write_random_model(model, shape, weights=True, device=device)
+        backend.check(config.algo, [model])
         peak_rate = config.learner.ranks * matrix_rate(torch.device(device))
         work = training_flops(shape, rows)
         _free()
@@ -103,7 +106,7 @@ def packed_batch(config: Config, rows: Sequence[Row]) -> GlobalBatch:
     return pack(
         rows,
         advantages,
-        ranks=config.learner.ranks,
+        shares=make_backend(config.learner).shares,
         tokens_per_micro=config.batch.tokens_per_micro,
         pad_id=0,
         share_prefixes=config.batch.share_prefixes,

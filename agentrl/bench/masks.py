@@ -32,7 +32,7 @@ def bench_masks(build_rows: Callable[[], Sequence[Row]], *, tokens_per_micro: in
     rows = build_rows()
     built = time.thread_time()
     advantages = {row.key: 1.0 for row in rows}
-    batch = pack(rows, advantages, ranks=2, tokens_per_micro=tokens_per_micro, pad_id=0)
+    batch = pack(rows, advantages, shares=2, tokens_per_micro=tokens_per_micro, pad_id=0)
     packed = time.thread_time()
     check_provenance(batch)
     checked = time.thread_time()

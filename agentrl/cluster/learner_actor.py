@@ -66,10 +66,11 @@ class LearnerActor:
         assert self._bucket is not None, "next_bucket comes first"
         return self._bucket
 
-    def node(self) -> str:
+    def node(self, config: LearnerConfig) -> str:
         """Return the IP address of this machine, and import what `set_up` will need."""
-        import agentrl.learner.fsdp.rank  # noqa: F401
+        from agentrl.learner.registry import make_backend
 
+        make_backend(config).rank_class()
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return address
 
@@ -80,15 +81,15 @@ class LearnerActor:
         self._store = TCPStore(host, 0, self._ranks, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
-    def set_up(self, spec: RankSpec, host: str, port: int, same_machine: bool, gpus: Sequence[str] = ()) -> None:
-        """Join the process group, then load and shard the model, on ``gpus`` if Ray assigned none to this actor."""
+    def set_up(self, spec: RankSpec, host: str, port: int, same_machine: bool, gpus: Sequence[str] = ()) -> int:
+        """Join the process group, then load the model, on ``gpus`` if Ray assigned none to this actor; return its share."""
         import torch.distributed as dist
         from torch._C._distributed_c10d import TCPStore
 
         from agentrl.distributed.network_interface import gloo_on
         from agentrl.learner.device import collectives, pick_device
         from agentrl.learner.export.exporter import WeightExporter
-        from agentrl.learner.registry import make_rank
+        from agentrl.learner.registry import make_backend
 
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -103,7 +104,7 @@ class LearnerActor:
                 world_size=self._ranks,
                 timeout=timedelta(seconds=spec.learner.step_timeout_s),
             )
-            self.learner = make_rank(
+            self.learner = make_backend(spec.learner).rank_class()(
                 spec.folder,
                 spec.learner,
                 spec.algo,
@@ -113,6 +114,7 @@ class LearnerActor:
                 role=spec.role,
             )
         self.exporter = WeightExporter(self.learner)
+        return self.learner.share
 
     def sleep(self) -> None:
         """Release the device's memory, including that of the bucket; see `LearnerRank.sleep`."""

@@ -88,10 +88,11 @@ class LoraConfig(Section):
 class LearnerConfig(Section):
     """Backend, devices and memory options of training."""
 
-    backend: Literal["fsdp"] = "fsdp"
-    """The implementation: PyTorch's FSDP2 on the Hugging Face model."""
+    backend: str = "fsdp"
+    """The implementation. ``fsdp`` is PyTorch's FSDP2 on the Hugging Face model. Others are registered (entry points
+    ``agentrl.learners``), or ``file.py:Class`` or ``module:Class``."""
     ranks: PositiveInt = 1
-    """Data-parallel ranks, one process each; each with one GPU if on GPUs."""
+    """Processes of the learner; each with one GPU if on GPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; ``auto`` uses GPUs if there are any."""
     threads: int = Field(default=0, ge=0)

@@ -1,7 +1,7 @@
-"""Registries of environments, tools, tasksets, models, rewards and sandbox backends.
+"""Registries of environments, tools, tasksets, models, rewards, sandbox backends and learner backends.
 
-Names come from entry points, or are registered in the process. agentrl's own are entry points too. Objects are imported
-on lookup.
+Names come from entry points, or are registered in the process. agentrl's own are entry points too, but for learner
+backends (`agentrl.learner.registry`). Objects are imported on lookup.
 """
 
 from __future__ import annotations
@@ -32,8 +32,12 @@ TASKS = "agentrl.tasks"
 MODELS = "agentrl.models"
 REWARDS = "agentrl.rewards"
 SANDBOXES = "agentrl.sandboxes"
+LEARNERS = "agentrl.learners"
 
-_registered: dict[str, dict[str, Any]] = {ENVS: {}, TOOLS: {}, TASKS: {}, MODELS: {}, REWARDS: {}, SANDBOXES: {}}
+GROUPS = (ENVS, TOOLS, TASKS, MODELS, REWARDS, SANDBOXES, LEARNERS)
+"""The entry point groups."""
+
+_registered: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
 
 
 def register_env(name: str) -> Callable[[E], E]:
@@ -125,7 +129,7 @@ def _registered_object(group: str, name: str, what: str, key: str) -> Any:
     if point is None:
         known = names(group)
         error = unknown_name(what, name, known, key)
-        if not known:  # agentrl registers some in every group
+        if not known:  # agentrl has entry points in every group that is looked up here alone
             raise UnknownNameError(f"{error} The installation is older than the code: install agentrl again.")
         raise error
     try:

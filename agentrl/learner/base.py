@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.config.algo import AlgoConfig
+from agentrl.config.learner import LearnerConfig
 from agentrl.core.types import RowKey
 from agentrl.distributed.base import TensorSpec, WeightGroup
 
@@ -46,6 +49,11 @@ class LearnerRank(WeightSource, Protocol):
     """One rank of a learner. All ranks are called in the same order, with the same arguments, or their share of a batch."""
 
     @property
+    def share(self) -> int:
+        """Index of the share of a batch (`GlobalBatch.micro`) that this rank computes, alone or with other ranks."""
+        ...
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether the rank takes micro-batches that share prefixes; see `LearnerGroup.shares_prefixes`."""
         ...
@@ -64,6 +72,8 @@ class LearnerRank(WeightSource, Protocol):
 
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
         """Return the log-probabilities of the rows in the only share of ``batch``, this rank's.
+
+        Of ranks that compute one share, one returns all of its rows. The others return the same, or none.
 
         Raises:
             LearnerError: no such policy is loaded.
@@ -112,6 +122,67 @@ class LearnerRank(WeightSource, Protocol):
     def close(self) -> None:
         """Leave the process group."""
         ...
+
+
+class RankClass(Protocol):
+    """The class of a backend's ranks."""
+
+    def __call__(
+        self,
+        folder: Path,
+        config: LearnerConfig,
+        algo: AlgoConfig,
+        *,
+        device: torch.device,
+        seed: int,
+        reference: Path | None = None,
+        role: Role = "policy",
+    ) -> LearnerRank:
+        """Load this process's rank. The process group of all ranks must exist.
+
+        Args:
+            folder: the model, a Hugging Face folder.
+            config: of the learner.
+            algo: the loss.
+            device: where the rank computes.
+            seed: of the random states, the same on all ranks.
+            reference: folder of the frozen reference policy, if the loss needs one.
+            role: what is trained.
+
+        Raises:
+            ModelError: a folder cannot be loaded.
+
+        """
+        ...
+
+
+class LearnerBackend(ABC):
+    """What is known of a learner backend before its ranks exist. Nothing heavy is imported before `rank_class`."""
+
+    def __init__(self, config: LearnerConfig) -> None:
+        self.config = config
+
+    @property
+    @abstractmethod
+    def shares(self) -> int:
+        """The number of shares of a batch: the learner's ranks, over those that compute a share together."""
+
+    @abstractmethod
+    def check(self, algo: AlgoConfig, models: Sequence[Path]) -> None:
+        """Check the configuration before anything starts.
+
+        Args:
+            algo: the loss, and whether there is a critic.
+            models: folders of the models that are loaded, as far as they are known: policy, critic, reference.
+
+        Raises:
+            ConfigError: the backend cannot train this; the message has values and keys.
+
+        """
+
+    @abstractmethod
+    def rank_class(self) -> RankClass:
+        """Import the class of the ranks."""
 
 
 class WeightBucket(Protocol):

@@ -15,7 +15,7 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.learner.base import LearnerRank, Role, RowLogprobs, RowScores
 from agentrl.learner.device import collectives, pick_device
 from agentrl.learner.export.exporter import WeightExporter
-from agentrl.learner.registry import make_rank
+from agentrl.learner.registry import make_backend
 
 if TYPE_CHECKING:
     from agentrl.batch.microbatch import GlobalBatch
@@ -33,7 +33,8 @@ class _LocalRank:
         if not self._shares_group:
             dist.init_process_group(collectives(device.type), store=HashStore(), rank=0, world_size=1, timeout=timeout)
         try:
-            self.rank: LearnerRank = make_rank(
+            rank_class = make_backend(config).rank_class()
+            self.rank: LearnerRank = rank_class(
                 folder, config, algo, device=device, seed=seed, reference=reference, role=role
             )
         except BaseException:

@@ -1,32 +1,48 @@
-"""The learner backends of ``learner.backend``."""
+"""Learner backends by name: those of agentrl, entry points of the group ``agentrl.learners``, and references to a class."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+import inspect
 
-from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
-from agentrl.learner.base import LearnerRank, Role
+from agentrl.core.errors import ConfigError, unknown_name
+from agentrl.core.imports import is_reference
+from agentrl.core.registry import LEARNERS, lookup, names
+from agentrl.learner.base import LearnerBackend
+from agentrl.learner.fsdp.backend import FsdpBackend
 
-if TYPE_CHECKING:
-    import torch
+KEY = "learner.backend"
+BACKENDS: dict[str, type[LearnerBackend]] = {"fsdp": FsdpBackend}
+"""Those of agentrl."""
 
-    from agentrl.learner.fsdp.rank import FsdpRank
+
+def backend_class(name: str) -> type[LearnerBackend]:
+    """Return the backend class of a name, of ``path/to/file.py:Class`` or ``module:Class``.
+
+    Raises:
+        UnknownNameError: nothing has that name.
+        ConfigError: the file, or the class in it, does not exist or is no `LearnerBackend`.
+
+    """
+    if name in BACKENDS:
+        return BACKENDS[name]
+    known = names(LEARNERS)
+    if not is_reference(name) and name not in known:
+        raise unknown_name("learner backend", name, [*BACKENDS, *known], KEY)
+    cls = lookup(LEARNERS, name, "learner backend", KEY)
+    if not (inspect.isclass(cls) and issubclass(cls, LearnerBackend)):
+        raise ConfigError(f"{KEY}={name}: {cls!r:.100} is no subclass of agentrl.learner.base.LearnerBackend")
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        raise ConfigError(f"{KEY}={name}: {cls.__name__} does not implement {missing}")
+    return cls
 
 
-def make_rank(
-    folder: Path,
-    config: LearnerConfig,
-    algo: AlgoConfig,
-    *,
-    device: torch.device,
-    seed: int,
-    reference: Path | None = None,
-    role: Role = "policy",
-) -> LearnerRank:
-    """Create this process's rank of ``learner.backend``; the process group must exist."""
-    from agentrl.learner.fsdp.rank import FsdpRank
+def make_backend(config: LearnerConfig) -> LearnerBackend:
+    """Return the backend that ``learner.backend`` names.
 
-    backends: dict[str, type[FsdpRank]] = {"fsdp": FsdpRank}
-    return backends[config.backend](folder, config, algo, device=device, seed=seed, reference=reference, role=role)
+    Raises:
+        UnknownNameError, ConfigError: see `backend_class`.
+
+    """
+    return backend_class(config.backend)(config)

@@ -9,6 +9,7 @@ from pathlib import Path
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.core.registry import make_env, make_tasks
+from agentrl.learner.registry import make_backend
 from agentrl.models.learning_rates import with_rates
 from agentrl.models.resolve import resolve_model
 from agentrl.runtime.checks import check_packages
@@ -32,6 +33,7 @@ def check_sft(config: Config) -> None:
     make_tasks(config.tasks.name, config.tasks.options)
     make_env(config.env.name, config.env.options)
     check_packages(config)
+    make_backend(config.learner).check(config.algo, [])
 
 
 def prepare_sft(config: Config) -> tuple[Config, Path, list[str]]:
@@ -43,6 +45,7 @@ def prepare_sft(config: Config) -> tuple[Config, Path, list[str]]:
     """
     check_sft(config)
     model = resolve_model(config.model.path)
+    make_backend(config.learner).check(config.algo, [model])
     return with_rates(config, model, None, "sft"), model, describe_training(config, model, None, "sft")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import shutil
 import signal
 import threading
@@ -12,11 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.utils.data import DataLoader
-
 from agentrl.batch.lr_schedule import lr_scale
-from agentrl.batch.microbatch import GlobalBatch
-from agentrl.batch.packing import pack
 from agentrl.cluster.learner_group import start_learners
 from agentrl.config.render import RenderConfig
 from agentrl.config.saved import save_config
@@ -30,9 +25,10 @@ from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.trackers import open_tensorboard
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
-from agentrl.runtime.interrupt import SIGNALS, handled_signals, leave_terminals, terminals
+from agentrl.runtime.interrupt import handled_signals, leave_terminals, terminals
 from agentrl.runtime.run_dir import run_folder
-from agentrl.sft.demonstrations import Demonstrated, Demonstrations
+from agentrl.sft.batches import batches
+from agentrl.sft.demonstrations import Demonstrations
 from agentrl.sft.preflight import prepare_sft
 
 SHOWN_EVERY = 50
@@ -135,27 +131,6 @@ def _line(config: Config, step: int, spent: float, step_metrics: dict[str, float
     )
 
 
-def batches(config: Config, data: Demonstrations) -> Iterator[GlobalBatch]:
-    """Yield the packed batch of every step in order, prefetched by ``sft.workers`` processes."""
-    workers = config.sft.workers
-    loader: DataLoader[bytes] = DataLoader(
-        data,  # type: ignore[arg-type]
-        batch_size=None,
-        collate_fn=Packer(config, data.renderer.pad_token_id),
-        num_workers=workers,
-        # This process has threads: a forked one could hang in a lock that a thread held.
-        multiprocessing_context="forkserver" if workers else None,
-        worker_init_fn=_leave_interrupts_to_the_driver if workers else None,
-    )
-    for packed in loader:
-        yield from pickle.loads(packed)
-
-
-def _leave_interrupts_to_the_driver(worker: int) -> None:
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
 @dataclass(frozen=True, slots=True)
 class RendererOf:
     """Builds the renderer of a model folder in the calling process."""
@@ -167,30 +142,6 @@ class RendererOf:
     def __call__(self) -> ChatRenderer:
         """Return a new renderer."""
         return make_renderer(load_tokenizer(self.folder, trust_remote_code=self.trust_remote_code), self.config)
-
-
-@dataclass(frozen=True, slots=True)
-class Packer:
-    """Packs the demonstrations of steps into one batch per step; runs in the workers."""
-
-    config: Config
-    pad_id: int
-
-    def __call__(self, steps: list[Demonstrated]) -> bytes:
-        """Return the pickled batches: plain bytes need no shared memory file per tensor."""
-        return pickle.dumps([self._pack(step) for step in steps])
-
-    def _pack(self, step: Demonstrated) -> GlobalBatch:
-        batch = pack(
-            step.rows,
-            ranks=self.config.learner.ranks,
-            tokens_per_micro=self.config.batch.tokens_per_micro,
-            pad_id=self.pad_id,
-            kind="sft",
-            context_weight=self.config.sft.context_weight,
-        )
-        batch.metrics["sft/reward"] = step.reward
-        return batch
 
 
 def write_policy(trained: Path, source: Path, out: Path, dtype: str) -> None:

@@ -24,6 +24,7 @@ from agentrl.config.learner import OptimizerConfig
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout, Row, RowKey
 from agentrl.learner.base import CriticGroup, LearnerGroup
+from agentrl.learner.registry import make_backend
 
 GROUP_RELATIVE = ("grpo", "rloo", "maxrl", "turn_level")
 """Estimators that compare a group's rollouts with each other."""
@@ -214,7 +215,7 @@ def _lr_scale(config: Config, optimizer: OptimizerConfig, step: int, index: int,
 def packing_options(config: Config, pad_id: int) -> dict[str, Any]:
     """Return the arguments of `pack` that are the same for every batch of a run."""
     return {
-        "ranks": config.learner.ranks,
+        "shares": make_backend(config.learner).shares,
         "tokens_per_micro": config.batch.tokens_per_micro,
         "pad_id": pad_id,
         "share_prefixes": config.batch.share_prefixes,

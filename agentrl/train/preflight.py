@@ -13,6 +13,7 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.core.task import Task
 from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
+from agentrl.learner.registry import make_backend
 from agentrl.models.critic import KEY as CRITIC_KEY
 from agentrl.models.critic import resolve_critic
 from agentrl.models.learning_rates import count_weights, usual_rates
@@ -70,6 +71,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         check_episodes(config)
     with _listed(missing):
         check_packages(config)
+    make_backend(config.learner).check(config.algo, [])
     warm = warm_start_config(config, Path())
     sets: list[EvalTasks] | None = None
     train: dict[str, Sequence[Task]] = {}
@@ -151,6 +153,9 @@ def _check_model(config: Config, missing: list[str], *, fetch: bool) -> Path | N
         critic = resolve_critic(config, model, fetch=fetch)
         if critic is not None:
             check_reference(model, critic, CRITIC_KEY)
+        make_backend(config.learner).check(
+            config.algo, [each for each in (model, critic, reference) if each is not None]
+        )
         check_teachers(config, model, fetch=fetch)
     return model
 

@@ -14,6 +14,7 @@ from agentrl.core.types import Provenance, Rollout
 from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.learner.base import LearnerGroup
+from agentrl.learner.registry import make_backend
 from agentrl.models.load import load_tokenizer, read_vocab_size
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.progress import Stopwatch
@@ -212,6 +213,7 @@ def check_replay(config: Config, path: Path) -> list[str]:
         )
     samples = RecordedRollouts(path, config.rollout.batch_size)
     model = resolve_model(config.model.path)
+    make_backend(config.learner).check(config.algo, [model])
     rollouts = samples[0]
     sample_check(config, model)(rollouts, samples.name(0))
     groups = group_rollouts(rollouts)

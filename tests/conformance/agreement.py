@@ -80,7 +80,7 @@ def batch_of(rows: Sequence[Row]) -> GlobalBatch:
     return pack(
         rows,
         advantages,
-        ranks=1,
+        shares=1,
         tokens_per_micro=16384,
         pad_id=0,
         temperature=rows[0].temperature,

@@ -50,7 +50,7 @@ def make_batch(*, share_prefixes: bool) -> GlobalBatch:
         ids = turns[: 100 * fork] + rng.integers(2, VOCAB, 50).tolist()
         rows.append(make_row("forks", fork, ids, range(100 * fork, len(ids))))
     advantages = {row.key: 1.0 - 0.3 * (number % 7) for number, row in enumerate(rows)}
-    return pack(rows, advantages, ranks=1, tokens_per_micro=2048, pad_id=0, share_prefixes=share_prefixes)
+    return pack(rows, advantages, shares=1, tokens_per_micro=2048, pad_id=0, share_prefixes=share_prefixes)
 
 
 def computed(folder: Path, *, share_prefixes: bool, **options: object) -> tuple[torch.Tensor, dict[RowKey, np.ndarray]]:

@@ -72,8 +72,8 @@ def local(model: Path, reference: Path, request: pytest.FixtureRequest) -> Itera
     learner.close()
 
 
-def one(ranks: int, seed: int) -> GlobalBatch:
-    return make_batch(LENGTHS, seed=seed, ranks=ranks, bin_=64, micro=64)
+def one(shares: int, seed: int) -> GlobalBatch:
+    return make_batch(LENGTHS, seed=seed, shares=shares, bin_=64, micro=64)
 
 
 def weights(learner: RayLearnerGroup | LocalLearnerGroup, bucket: int = 1 << 30) -> dict[str, torch.Tensor]:
@@ -261,12 +261,15 @@ def processes(group: RayLearnerGroup) -> list[psutil.Process]:
 def test_a_stopped_rank_is_named_as_long_as_it_is_waited_for(group):
     """By a call in which no rank waits for another."""
 
+    def node(actor: LearnerActor) -> str:
+        return actor.node(LearnerConfig())
+
     async def call(stopped: psutil.Process) -> str:
         said: list[str] = []
         stopped.suspend()
         try:
             with Watchdog(0.5, said.append):
-                answers = asyncio.create_task(asyncio.to_thread(group._call, LearnerActor.node, "node"))
+                answers = asyncio.create_task(asyncio.to_thread(group._call, node, "node"))
                 found: list[str] = []
                 while not found and not answers.done():
                     await asyncio.sleep(0.02)

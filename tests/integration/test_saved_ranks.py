@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoints ``of_two``, ``of_three`` and ``asleep``."""
     folder = tmp_path_factory.mktemp("ranks")
     make_model(folder / "model", vocab_size=97, hidden_size=28)  # ranks have unequal shares
-    torch.save(make_batch([30, 12, 44, 9], ranks=2, micro=64), folder / "batch.pt")
+    torch.save(make_batch([30, 12, 44, 9], shares=2, micro=64), folder / "batch.pt")
     run_ranks("tests.integration.saving_ranks:main", folder, 3, timeout_s=100)
     return folder
 

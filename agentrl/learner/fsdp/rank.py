@@ -67,6 +67,8 @@ class FsdpRank:
         self.config = config = config_of_role(config, algo, folder, role)
         self.device = device
         self.source = folder
+        self.share = dist.get_rank()
+        """Every rank computes a share; see `LearnerRank.share`."""
         self.step = 0
         self.reference_updated = False
         seed_everything(seed + dist.get_rank())

@@ -33,7 +33,7 @@ def row(number, mask, rollout=None, part=0, provenance=Provenance.SAMPLED):
 
 
 def packed(rows, advantages=None, **changes):
-    given_ = {"ranks": 1, "tokens_per_micro": 32, "pad_id": PAD} | changes
+    given_ = {"shares": 1, "tokens_per_micro": 32, "pad_id": PAD} | changes
     return pack(rows, {made.key: 1.0 for made in rows} if advantages is None else advantages, **given_)
 
 
@@ -71,7 +71,7 @@ def batches(draw):
     rollouts = [draw(st.integers(0, max(0, len(masks) - 1))) for _ in masks]
     made = [row(n, mask, rollout, n) for n, (mask, rollout) in enumerate(zip(masks, rollouts, strict=True))]
     limits = {
-        "ranks": draw(st.integers(1, 3)),
+        "shares": draw(st.integers(1, 3)),
         "tokens_per_micro": draw(st.integers(1, 128)),
         "aggregation": draw(st.sampled_from(["token_mean", "rollout_mean"])),
     }
@@ -102,10 +102,10 @@ def test_every_token_of_a_row_to_train_is_packed_once(batch):
 
 
 @given(batches())
-def test_ranks_get_equally_many_micro_batches_within_the_limits(batch):
+def test_shares_have_equally_many_micro_batches_within_the_limits(batch):
     made, limits = batch
     batch = packed(made, **limits)
-    assert len(batch.micro) == limits["ranks"]
+    assert len(batch.micro) == limits["shares"]
     assert len({len(rank) for rank in batch.micro}) == 1
     longest = max([0, *(len(each.token_ids) for each in made)])
     for rank in batch.micro:
@@ -127,10 +127,10 @@ def test_the_batch_does_not_depend_on_the_order_of_rows(batch, random):
 
 
 @given(batches(), st.integers(1, 4), st.integers(1, 64))
-def test_weights_do_not_depend_on_packing_or_ranks_and_sum_to_1(batch, ranks, size):
+def test_weights_do_not_depend_on_packing_or_shares_and_sum_to_1(batch, shares, size):
     made, limits = batch
     first = tokens(packed(made, **limits))
-    second = tokens(packed(made, **limits | {"ranks": ranks, "tokens_per_micro": size}))
+    second = tokens(packed(made, **limits | {"shares": shares, "tokens_per_micro": size}))
     assert first == second
     assert math.isclose(sum(fields[2] for fields in first.values()), 1 if trained(made) else 0, rel_tol=1e-5)
 
@@ -196,7 +196,7 @@ def test_supervised_batches_may_weigh_the_context():
     weight   0 c 1/2 1/2 with c = 0.3, the only context token that something comes before
     """
     made = [row(0, [0, 0, 1, 1], provenance=Provenance.DEMONSTRATED)]
-    batch = pack(made, ranks=1, tokens_per_micro=8, pad_id=PAD, kind="sft", context_weight=0.3)
+    batch = pack(made, shares=1, tokens_per_micro=8, pad_id=PAD, kind="sft", context_weight=0.3)
     micro = batch.micro[0][0]
     assert micro.weight_L[:5].tolist() == pytest.approx([0, 0.3, 0.5, 0.5, 0])
     assert micro.mask_L.nonzero()[:, 0].tolist() == [1, 2, 3]
@@ -209,7 +209,7 @@ def test_the_context_is_refused_outside_supervised_batches():
         packed([row(0, [0, 1])], context_weight=0.3)
 
 
-@pytest.mark.parametrize("name", ["ranks", "tokens_per_micro"])
+@pytest.mark.parametrize("name", ["shares", "tokens_per_micro"])
 def test_limits_below_1_are_refused(name):
     with pytest.raises(ValueError, match=f"{name}=0"):
         packed([row(0, [0, 1])], **{name: 0})
@@ -225,12 +225,12 @@ def test_advantages_by_rollout_by_row_and_by_token():
         packed(made, {"r0": 0.5})
 
 
-def test_rounding_up_to_the_ranks_splits_groups_before_it_adds_empty_ones():
+def test_rounding_up_to_the_shares_splits_groups_before_it_adds_empty_ones():
     made = [row(number, [0, 1] * 8) for number in range(3)]
-    batch = packed(made, ranks=2, tokens_per_micro=1024)
-    assert [[len(micro.keys) for micro in rank] for rank in batch.micro] == [[2], [1]]
-    alone = packed(made[:1], ranks=2)
-    assert [[len(micro.keys) for micro in rank] for rank in alone.micro] == [[1], [0]]
+    batch = packed(made, shares=2, tokens_per_micro=1024)
+    assert [[len(micro.keys) for micro in share] for share in batch.micro] == [[2], [1]]
+    alone = packed(made[:1], shares=2)
+    assert [[len(micro.keys) for micro in share] for share in alone.micro] == [[1], [0]]
     empty = alone.micro[1][0]
     assert empty.token_ids_L.shape == (MULTIPLE,)
     assert empty.weight_L.sum() == 0

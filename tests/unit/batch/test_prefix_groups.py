@@ -36,20 +36,20 @@ def unique(rows: list[np.ndarray], division: Division) -> int:
     return len(prefix_tree([rows[number] for number in division.rows]).token_ids_U)
 
 
-def time(divisions: list[Division], ranks: int) -> float:
-    """Return the time of all micro-batches, which begin on all ranks together."""
+def time(divisions: list[Division], shares: int) -> float:
+    """Return the time of all micro-batches, of which as many begin together as there are shares."""
     costs = [division.cost for division in divisions]
-    return sum(max(costs[first : first + ranks]) for first in range(0, len(costs), ranks))
+    return sum(max(costs[first : first + shares]) for first in range(0, len(costs), shares))
 
 
 @given(FORKS, st.integers(1, 4), st.integers(1, 200))
-def test_every_row_is_there_once_within_the_limits_and_no_slower(forks, ranks, tokens):
+def test_every_row_is_there_once_within_the_limits_and_no_slower(forks, shares, tokens):
     rows = forked(forks)
-    plain = divide(rows, ranks, tokens, share_prefixes=False)
-    found = divide(rows, ranks, tokens, share_prefixes=True)
+    plain = divide(rows, shares, tokens, share_prefixes=False)
+    found = divide(rows, shares, tokens, share_prefixes=True)
     for divisions in (plain, found):
         assert sorted(number for division in divisions for number in division.rows) == list(range(len(rows)))
-        assert len(divisions) % ranks == 0
+        assert len(divisions) % shares == 0
         for division in divisions:
             assert len(division.rows) == 1 or division.computed_tokens <= tokens
             lengths = [len(rows[number]) for number in division.rows]
@@ -59,7 +59,7 @@ def test_every_row_is_there_once_within_the_limits_and_no_slower(forks, ranks, t
             else:
                 assert division.computed_tokens == unique(rows, division) < sum(lengths)
     assert not any(division.shares_prefixes for division in plain)
-    assert time(found, ranks) <= time(plain, ranks)
+    assert time(found, shares) <= time(plain, shares)
 
 
 def test_the_cost_of_a_tree_is_that_of_its_tokens_and_the_tokens_that_they_see():
@@ -95,10 +95,10 @@ def test_a_batch_says_what_it_shares():
     made = [row(number, [0, 0, 0, 0, 1, 1]) for number in range(3)]
     for each in made:
         each.token_ids[:4] = range(4)
-    batch = pack(made, {each.key: 1.0 for each in made}, ranks=1, tokens_per_micro=32, pad_id=PAD, share_prefixes=True)
+    batch = pack(made, {each.key: 1.0 for each in made}, shares=1, tokens_per_micro=32, pad_id=PAD, share_prefixes=True)
     assert [micro.shares_prefixes for micro in batch.micro[0]] == [True]
     assert batch.metrics["batch/shared_share"] == pytest.approx(8 / 18)
     assert batch.metrics["batch/tokens"] == 18
-    apart = pack(made, {each.key: 1.0 for each in made}, ranks=1, tokens_per_micro=32, pad_id=PAD)
+    apart = pack(made, {each.key: 1.0 for each in made}, shares=1, tokens_per_micro=32, pad_id=PAD)
     assert not apart.micro[0][0].shares_prefixes
     assert apart.metrics["batch/shared_share"] == 0

@@ -50,7 +50,7 @@ def test_rows_and_batches_that_train_on_tokens_that_were_not_sampled_are_refused
     with pytest.raises(ProvenanceError, match=match):
         check_rows(made)
     with pytest.raises(ProvenanceError, match=f"{match}.*train.provenance=warn"):
-        check_provenance(pack(made, {"r0": 1.0, "bad": 1.0}, ranks=1, tokens_per_micro=32, pad_id=0))
+        check_provenance(pack(made, {"r0": 1.0, "bad": 1.0}, shares=1, tokens_per_micro=32, pad_id=0))
 
 
 @pytest.mark.parametrize(
@@ -64,11 +64,11 @@ def test_rows_that_contradict_themselves_are_refused(field, value, words):
 
 def test_good_rows_and_batches_pass():
     check_rows([row()])
-    check_provenance(pack([row()], {"r0": 1.0}, ranks=2, tokens_per_micro=32, pad_id=0))
+    check_provenance(pack([row()], {"r0": 1.0}, shares=2, tokens_per_micro=32, pad_id=0))
 
 
 def test_padding_may_not_be_trained_on():
-    batch = pack([row()], {"r0": 1.0}, ranks=1, tokens_per_micro=32, pad_id=0)
+    batch = pack([row()], {"r0": 1.0}, shares=1, tokens_per_micro=32, pad_id=0)
     micro = batch.micro[0][0]
     for name, value in (("mask", True), ("provenance", 1), ("versions", 0), ("requests", 0)):
         getattr(micro, f"{name}_L")[6] = value
@@ -82,7 +82,7 @@ def test_a_warning_leaves_out_only_tokens_that_were_not_sampled(field, value, wo
     mask   good o o s s    bad o o s x     x is at fault: s keeps its share of the four tokens, x has none
     """
     made = [row(), broken(field, value)]
-    options = {"ranks": 1, "tokens_per_micro": 32, "pad_id": 0}
+    options = {"shares": 1, "tokens_per_micro": 32, "pad_id": 0}
     given = pack(made, {"r0": 1.0, "bad": 1.0}, **options)
     batch = pack(made, {"r0": 1.0, "bad": 1.0}, **options, provenance="warn")
     (record,) = caplog.records
@@ -106,7 +106,7 @@ def test_a_warning_leaves_out_only_tokens_that_were_not_sampled(field, value, wo
 
 
 def test_good_rows_are_packed_alike_under_both_rules(caplog):
-    options = {"ranks": 1, "tokens_per_micro": 32, "pad_id": 0}
+    options = {"shares": 1, "tokens_per_micro": 32, "pad_id": 0}
     for rule in ("strict", "warn"):
         batch = pack([row()], {"r0": 1.0}, **options, provenance=rule)
         assert batch.metrics["train/provenance_faults"] == 0.0
@@ -115,7 +115,7 @@ def test_good_rows_are_packed_alike_under_both_rules(caplog):
 
 
 def test_rows_of_another_temperature_are_refused():
-    options = {"ranks": 1, "tokens_per_micro": 32, "pad_id": 0}
+    options = {"shares": 1, "tokens_per_micro": 32, "pad_id": 0}
     made = [row(), replace(row("warm"), temperature=0.7)]
     words = r"row 0 of rollout 'warm'.* at temperature 0\.7, .*sampler\.temperature=1:"
     with pytest.raises(ProvenanceError, match=words):
@@ -128,7 +128,7 @@ def test_rows_of_another_temperature_are_refused():
 
 def test_supervised_batches_are_not_held_to_it():
     made = replace(row(), provenance=np.array([0, 0, 2, 2], np.uint8))
-    batch = pack([made], ranks=1, tokens_per_micro=32, pad_id=0, kind="sft")
+    batch = pack([made], shares=1, tokens_per_micro=32, pad_id=0, kind="sft")
     assert "train/provenance_faults" not in batch.metrics
     check_provenance(batch)
     batch.kind = "rl"

@@ -30,7 +30,7 @@ def test_a_critic_starts_from_the_policy_or_its_checkpoint(tmp_path: Path) -> No
     config = load_config(None, ["algo.advantage.name=gae", "learner.device=cpu", "learner.threads=1"])
     rows = make_rows([9, 14])
     returns = {row.key: np.ones(len(row.mask), np.float32) for row in rows}
-    sizes = {"ranks": 1, "tokens_per_micro": 64, "pad_id": 0}
+    sizes = {"shares": 1, "tokens_per_micro": 64, "pad_id": 0}
     batch = pack(rows, kind="value", returns=returns, values=returns, **sizes)  # type: ignore[arg-type]
 
     async def values(checkpoint: Path | None, trains: bool = False) -> list[list[float]]:

@@ -76,7 +76,7 @@ def make_batch(
     lengths: Sequence[int],
     *,
     seed: int = 0,
-    ranks: int = 1,
+    shares: int = 1,
     bin_: int = 64,
     micro: int = 128,
     rows: list[Row] | None = None,
@@ -86,7 +86,7 @@ def make_batch(
     rows = make_rows(lengths, seed) if rows is None else rows
     rng = np.random.default_rng(seed + 1)
     advantages = {row.key.rollout_id: float(rng.normal()) for row in rows}
-    sizes = {"ranks": ranks, "tokens_per_micro": micro}
+    sizes = {"shares": shares, "tokens_per_micro": micro}
     return pack(rows, advantages, **sizes, pad_id=0, provenance=provenance)
 
 

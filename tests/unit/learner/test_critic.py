@@ -46,7 +46,7 @@ def constant(rows: list[Row], value: float) -> dict[RowKey, np.ndarray]:
 
 
 def value_batch(rows: list[Row], returns: dict[RowKey, np.ndarray], **sizes: int) -> GlobalBatch:
-    sizes = {"ranks": 1, "tokens_per_micro": 128, "pad_id": 0} | sizes
+    sizes = {"shares": 1, "tokens_per_micro": 128, "pad_id": 0} | sizes
     return pack(rows, kind="value", returns=returns, values=constant(rows, 0.0), **sizes)  # type: ignore[arg-type]
 
 
@@ -103,7 +103,7 @@ def gradient(critic: LocalCritic, batch: GlobalBatch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-6), (torch.float32, 1e-4)], ids=str)
-def test_the_gradient_does_not_depend_on_packing_order_ranks_or_chunks(critic, dtype, limit):
+def test_the_gradient_does_not_depend_on_packing_order_shares_or_chunks(critic, dtype, limit):
     rank_of(critic).model.to(dtype)
     spread_head(critic)
     rows, rng = make_rows(LENGTHS), np.random.default_rng(0)
@@ -112,7 +112,7 @@ def test_the_gradient_does_not_depend_on_packing_order_ranks_or_chunks(critic, d
     found = {
         "packing": gradient(critic, value_batch(rows, returns, tokens_per_micro=8)),
         "order": gradient(critic, value_batch(rows[::-1], returns)),
-        "ranks": gradient(critic, value_batch(rows, returns, ranks=2, tokens_per_micro=64)),
+        "shares": gradient(critic, value_batch(rows, returns, shares=2, tokens_per_micro=64)),
     }
     rank_of(critic).model.logits_chunk = 3
     found["chunks"] = gradient(critic, value_batch(rows, returns))
@@ -219,7 +219,7 @@ def test_it_shares_the_process_with_the_policy_and_changes_nothing_of_it(model):
             pack(
                 rows,
                 {row.key.rollout_id: 1.0 for row in rows},
-                ranks=1,
+                shares=1,
                 tokens_per_micro=64,
                 pad_id=0,
             )

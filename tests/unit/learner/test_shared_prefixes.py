@@ -65,9 +65,9 @@ def make_rows(seed: int) -> list[Row]:
     ]
 
 
-def make_batch(rows: list[Row], *, share_prefixes: bool, tokens: int = 4096, ranks: int = 1) -> GlobalBatch:
+def make_batch(rows: list[Row], *, share_prefixes: bool, tokens: int = 4096, shares: int = 1) -> GlobalBatch:
     advantages = {"a": 1.5, "b": -0.5, "c": 0.25, "d": -1.0}
-    return pack(rows, advantages, ranks=ranks, tokens_per_micro=tokens, pad_id=0, share_prefixes=share_prefixes)
+    return pack(rows, advantages, shares=shares, tokens_per_micro=tokens, pad_id=0, share_prefixes=share_prefixes)
 
 
 def make_windowed(folder: Path) -> Path:
@@ -165,7 +165,7 @@ def test_a_token_is_computed_and_scored_once(learners: Learners, folders):
 def test_micro_batches_without_tokens_to_score_have_gradients_of_zero(learners: Learners, folders):
     model = learners.open(folder=folders["qwen3"]).rank.model
     [micro] = make_batch(make_rows(5), share_prefixes=True).micro[0]
-    only_padding = pack([], {}, ranks=1, tokens_per_micro=32, pad_id=0).micro[0][0]
+    only_padding = pack([], {}, shares=1, tokens_per_micro=32, pad_id=0).micro[0][0]
     for empty in (micro, replace(only_padding, shares_prefixes=True)):
         scores_N, _ = model(empty, np.zeros(0, np.int64), 1.0)
         assert scores_N.shape == (0,)

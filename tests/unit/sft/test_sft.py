@@ -23,9 +23,10 @@ from agentrl.core.types import Fork, ForkReason, Message, Provenance, Row, RowKe
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
+from agentrl.sft.batches import batches
 from agentrl.sft.demonstrate import demonstrate
 from agentrl.sft.demonstrations import Demonstrations
-from agentrl.sft.run import RendererOf, batches, sft
+from agentrl.sft.run import RendererOf, sft
 
 WARM = model_folder("multihop-warm")
 assert WARM is not None

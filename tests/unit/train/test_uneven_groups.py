@@ -48,7 +48,7 @@ def in_batches(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
     groups = group_rollouts(rollouts)
     given = step_advantages(config, groups, StepScores())
     for step in optimizer_steps(config, groups, given):
-        batch = pack(step.rows, given, ranks=1, tokens_per_micro=64, pad_id=0)
+        batch = pack(step.rows, given, shares=1, tokens_per_micro=64, pad_id=0)
         for micro in (micro for rank in batch.micro for micro in rank):
             for number, key in enumerate(micro.keys):
                 [value] = set(micro.advantages_L[(micro.row_L == number) & micro.mask_L].tolist())

@@ -1,0 +1,62 @@
+"""Packed batches of demonstrations, prefetched by processes."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.utils.data import DataLoader
+
+from agentrl.batch.microbatch import GlobalBatch
+from agentrl.batch.packing import pack
+from agentrl.config.schema import Config
+from agentrl.learner.registry import make_backend
+from agentrl.runtime.interrupt import SIGNALS
+from agentrl.sft.demonstrations import Demonstrated, Demonstrations
+
+
+def batches(config: Config, data: Demonstrations) -> Iterator[GlobalBatch]:
+    """Yield the packed batch of every step in order, prefetched by ``sft.workers`` processes."""
+    workers = config.sft.workers
+    loader: DataLoader[bytes] = DataLoader(
+        data,  # type: ignore[arg-type]
+        batch_size=None,
+        collate_fn=Packer(config, data.renderer.pad_token_id),
+        num_workers=workers,
+        # This process has threads: a forked one could hang in a lock that a thread held.
+        multiprocessing_context="forkserver" if workers else None,
+        worker_init_fn=_leave_interrupts_to_the_driver if workers else None,
+    )
+    for packed in loader:
+        yield from pickle.loads(packed)
+
+
+def _leave_interrupts_to_the_driver(worker: int) -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """Packs the demonstrations of steps into one batch per step; runs in the workers."""
+
+    config: Config
+    pad_id: int
+
+    def __call__(self, steps: list[Demonstrated]) -> bytes:
+        """Return the pickled batches: plain bytes need no shared memory file per tensor."""
+        return pickle.dumps([self._pack(step) for step in steps])
+
+    def _pack(self, step: Demonstrated) -> GlobalBatch:
+        batch = pack(
+            step.rows,
+            shares=make_backend(self.config.learner).shares,
+            tokens_per_micro=self.config.batch.tokens_per_micro,
+            pad_id=self.pad_id,
+            kind="sft",
+            context_weight=self.config.sft.context_weight,
+        )
+        batch.metrics["sft/reward"] = step.reward
+        return batch
