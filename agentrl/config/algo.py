@@ -270,7 +270,8 @@ class AlgoConfig(Section):
     """Where the term is: in the loss of every token, or in its reward, before advantages are computed (as in RLHF)."""
     reference: str | None = None
     """The frozen policy of the KL term: a folder, a shipped model's name or a hub id. Without it, the policy that the run
-    started with (``model.path``, after its warm start), after ``--resume`` too. It must have the policy's tokenizer."""
+    started with (``model.path``, after its warm start), after ``--resume`` too; with ``learner.lora`` that is the policy without
+    its adapters, and no second model is loaded. It must have the policy's tokenizer."""
     reference_steps: int = Field(default=0, ge=0)
     """Steps after which the reference becomes the policy, again and again; 0 keeps it."""
     entropy_coef: NonNegativeFloat = Field(default=0.0, allow_inf_nan=False)

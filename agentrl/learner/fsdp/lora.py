@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,9 +14,8 @@ from torch import nn
 from agentrl.config.learner import LoraConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.extras import require
-from agentrl.learner.fsdp.weights import local, part_of
+from agentrl.learner.fsdp.weights import LORA_KEY, local, part_of
 
-KEY = "learner.lora"
 _ADAPTER = "default"
 _A, _B = f".lora_A.{_ADAPTER}.", f".lora_B.{_ADAPTER}."
 
@@ -27,7 +28,7 @@ def add_adapters(hf: Any, config: LoraConfig) -> None:
         MissingError: peft is not installed.
 
     """
-    require("peft", KEY)
+    require("peft", LORA_KEY)
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
@@ -46,7 +47,7 @@ def _targets(hf: Any, config: LoraConfig) -> list[str]:
         found = {name for name in linears if fnmatchcase(name, pattern)}
         if not found:
             raise ConfigError(
-                f"{KEY}.target: {pattern!r} matches no linear layer of the policy but its head; it has layers such as "
+                f"{LORA_KEY}.target: {pattern!r} matches no linear layer of the policy but its head; it has layers such as "
                 f"{', '.join(linears[:3])}"
             )
         chosen |= found
@@ -63,3 +64,19 @@ def fill_adapters(hf: nn.Module, seed: int) -> None:
             local(parameter).copy_(whole[part_of(parameter)])
         elif _B in name:
             local(parameter).zero_()
+
+
+@contextmanager
+def disabled_adapters(hf: nn.Module) -> Iterator[None]:
+    """Compute without adapters in the block."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in hf.modules() if isinstance(module, BaseTunerLayer)]
+    try:
+        for layer in layers:
+            # Not by `enable_adapters`, which changes `requires_grad` too: FSDP's gathered weights would keep the old one.
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False

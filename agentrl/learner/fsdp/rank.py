@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,16 @@ from agentrl.distributed.base import TensorSpec, spec_of
 from agentrl.learner.base import Role, RowLogprobs, RowScores
 from agentrl.learner.device import to_device
 from agentrl.learner.fsdp.gather import MergedWeights, gather_weights
-from agentrl.learner.fsdp.loading import load_critic, load_frozen, load_policy
+from agentrl.learner.fsdp.loading import load_critic, load_policy
 from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import config_of_role, learning_rate, make_optimizers
+from agentrl.learner.fsdp.reference import Reference, load_reference
 from agentrl.learner.fsdp.sharding import reshard
 from agentrl.learner.fsdp.state import load_state, saved_tensors, start_saving
 from agentrl.learner.fsdp.step_metrics import StepMetrics
 from agentrl.learner.fsdp.weights import local
 from agentrl.learner.offload import CpuOffload
 from agentrl.learner.random_states import seed_everything
-from agentrl.models.reference_policy import check_reference
 
 
 class FsdpRank:
@@ -70,7 +71,6 @@ class FsdpRank:
         self.share = dist.get_rank()
         """Every rank computes a share; see `LearnerRank.share`."""
         self.step = 0
-        self.reference_updated = False
         seed_everything(seed + dist.get_rank())
         self.algo = algo
         self.objective = make_objective(algo)
@@ -87,16 +87,18 @@ class FsdpRank:
         self.model: PackedModel = load(folder, config, device, mesh)
         self.merged = MergedWeights(self.model.hf, self.config.lora)
         self._parameters = self.merged.base
-        self.models: dict[str, PackedModel] = {"critic" if role == "critic" else "main": self.model}
+        self.name = "critic" if role == "critic" else "main"
+        self.reference: Reference | None = None
         if reference is not None:
-            check_reference(folder, reference)
-            self.models["reference"] = load_frozen(reference, config, device, mesh, "algo.reference")
+            self.reference = load_reference(
+                reference, self.config, mesh, policy=self.model, source=folder, merged=self.merged
+            )
         self.optimizers = make_optimizers(self.model, self.model.head, config.optimizer)
 
     @property
     def shares_prefixes(self) -> bool:
         """Whether micro-batches may share prefixes; see `LearnerGroup.shares_prefixes`."""
-        return not any(model.separates_rows for model in self.models.values())
+        return not any(one.separates_rows for one in (self.model, self.reference) if one is not None)
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step; see `LearnerRank.train_step`. A batch without a token to train on takes none."""
@@ -191,18 +193,18 @@ class FsdpRank:
         [micros] = batch.micro
         if batch.kind != "rl" or not self.algo.has_kl or self.algo.kl_in == "reward":
             return [None] * len(micros)
-        model = self._model("reference")
-        found: list[torch.Tensor | None] = [
-            model(micro, _at_mask(micro).numpy(), batch.temperature)[0] for micro in micros
-        ]
-        reshard(model)
-        return found
+        with self._model("reference") as model:
+            return [model(micro, _at_mask(micro).numpy(), batch.temperature)[0] for micro in micros]
 
-    def _model(self, name: str) -> PackedModel:
-        if name not in self.models:
-            hint = "; set algo.kl_coef above 0, or give the learner its folder" if name == "reference" else ""
-            raise LearnerError(f"the learner has no policy {name!r}, only {', '.join(self.models)}{hint}")
-        return self.models[name]
+    def _model(self, name: str) -> AbstractContextManager[PackedModel]:
+        """Return the policy, the critic or the reference, for the block."""
+        if name == self.name:
+            return nullcontext(self.model)
+        if name == "reference" and self.reference is not None:
+            return self.reference.model()
+        hint = "; set algo.kl_coef above 0, or give the learner its folder" if name == "reference" else ""
+        known = [self.name] if self.reference is None else [self.name, "reference"]
+        raise LearnerError(f"the learner has no policy {name!r}, only {', '.join(known)}{hint}")
 
     def _update(self, lr_scale: float) -> dict[str, float]:
         """Clip the gradient and take an optimizer step, at the learning rate of this step; none if it is not finite."""
@@ -225,41 +227,37 @@ class FsdpRank:
     @torch.no_grad()
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
         """Return the log-probabilities of this rank's rows; see `LearnerRank.logprobs`."""
-        return self._scores(batch, self._model(policy))
+        return self._scores(batch, policy)
 
     @torch.no_grad()
     def values(self, batch: GlobalBatch) -> RowScores:
         """Return the critic's values of this rank's rows; see `LearnerRank.values`."""
-        return self._scores(batch, self._model("critic"))
+        return self._scores(batch, "critic")
 
-    def _scores(self, batch: GlobalBatch, model: PackedModel) -> RowScores:
+    def _scores(self, batch: GlobalBatch, name: str) -> RowScores:
         """Return the first score of every token by row, 0 for the first token."""
         self._check_awake()
         found: RowScores = {}
         [micros] = batch.micro
-        for micro in micros:
-            row = micro.row_L
-            at_N = ((row >= 0) & (micro.position_ids_L > 0)).nonzero()[:, 0]
-            scored_N = model(micro, at_N.numpy(), batch.temperature)[0]
-            reshard(model)
-            flat = torch.zeros(row.numel())
-            flat[at_N] = scored_N.float().cpu()
-            found |= {key: flat[row == number].numpy() for number, key in enumerate(micro.keys)}
+        with self._model(name) as model:
+            for micro in micros:
+                row = micro.row_L
+                at_N = ((row >= 0) & (micro.position_ids_L > 0)).nonzero()[:, 0]
+                scored_N = model(micro, at_N.numpy(), batch.temperature)[0]
+                reshard(model)
+                flat = torch.zeros(row.numel())
+                flat[at_N] = scored_N.float().cpu()
+                found |= {key: flat[row == number].numpy() for number, key in enumerate(micro.keys)}
         return found
 
-    @torch.no_grad()
     def update_reference(self) -> None:
         """Copy the policy into the reference; see `LearnerRank.update_reference`."""
         self._check_awake()
-        theirs = dict(self._model("reference").hf.named_parameters())
-        if {name: p.shape for name, p in theirs.items()} != {name: p.shape for name, p in self._parameters.items()}:
+        if self.reference is None:
             raise LearnerError(
-                "the reference has another architecture than the policy, so it cannot become the policy: set "
-                "algo.reference_steps=0, or algo.reference to a model of the policy's architecture"
+                "the learner has no reference policy: set algo.kl_coef above 0, or algo.reference_steps=0"
             )
-        for name in self._parameters:
-            theirs[name].copy_(self.merged.get(name, torch.Tensor.detach))
-        self.reference_updated = True
+        self.reference.update()
 
     @property
     def gathers_on(self) -> torch.device:
@@ -291,8 +289,7 @@ class FsdpRank:
         if self._offload:
             return
         wait([self._writing])  # it reads the copies
-        for model in self.models.values():
-            reshard(model)
+        reshard(self.model)
         self._zero_grad()
         self._offload.offload(self._state())
         if self.device.type == "cuda":
@@ -311,7 +308,9 @@ class FsdpRank:
     @torch.no_grad()
     def _state(self) -> list[torch.Tensor]:
         """Return this rank's shards of weights, optimizer states and reference."""
-        tensors: list[torch.Tensor] = [p for model in self.models.values() for p in model.parameters()]
+        tensors: list[torch.Tensor] = [*self.model.parameters()]
+        if self.reference is not None:
+            tensors += self.reference.weights().values()
         for optimizer in self.optimizers:
             tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
@@ -324,8 +323,7 @@ class FsdpRank:
     def save(self, folder: Path) -> None:
         """Copy the state to the CPU and begin to write it; see `LearnerRank.save`."""
         wait([self._writing])
-        for model in self.models.values():
-            reshard(model)
+        reshard(self.model)
         self._offload.copy(local(tensor) for tensor in saved_tensors(self))
         self._writing = start_saving(self, folder)
 

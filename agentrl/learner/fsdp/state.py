@@ -8,7 +8,7 @@
       adapters/      LoRA adapters, likewise; model/ then has merged weights
       reference/     the reference policy, likewise; only once it differs from that of the start
       random/        one file per rank: torch, CUDA, NumPy and Python states
-      learner.json   finished steps, optimizer, number of ranks, shapes of weights, frozen ones
+      learner.json   finished steps, optimizer, number of ranks, LoRA's rank and alpha, shapes of weights, frozen ones
 
 Every rank writes and reads its shards alone. A checkpoint loads on any number of ranks.
 """
@@ -41,7 +41,8 @@ from agentrl.core.reading import reading
 from agentrl.distributed.base import spec_of
 from agentrl.learner.fsdp.gather import MergedWeights
 from agentrl.learner.fsdp.model import PackedModel
-from agentrl.learner.fsdp.weights import fill, local, named_tensors, part_of
+from agentrl.learner.fsdp.reference import Reference
+from agentrl.learner.fsdp.weights import LORA_KEY, fill, is_adapted, local, named_tensors, part_of
 from agentrl.learner.random_states import random_states, restore_random
 from agentrl.models.export import copy_other_files
 from agentrl.models.weight_files import WeightFiles
@@ -59,11 +60,10 @@ class SavedRank(Protocol):
     optimizers: list[torch.optim.Optimizer]
     step: int
     """Finished optimizer steps."""
-    models: dict[str, PackedModel]
-    """The policy as ``main``, and the reference, if there is one; or the critic."""
-    reference_updated: bool
-    """Whether the reference was the policy of an earlier step (``algo.reference_steps``)."""
-
+    name: str
+    """Of the model: ``main`` or ``critic``."""
+    reference: Reference | None
+    """The frozen policy of the loss, if it needs one."""
     writers: dist.ProcessGroup
     """Of the threads that write checkpoints."""
 
@@ -81,8 +81,7 @@ def saved_tensors(rank: SavedRank) -> Iterator[torch.Tensor]:
     yield from rank.merged.adapters.values()
     for optimizer in rank.optimizers:
         yield from (t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
-    if rank.reference_updated:
-        yield from _reference(rank).values()
+    yield from _reference(rank).values()
 
 
 def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
@@ -97,8 +96,8 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
         writer.create()
         (folder / "learner.json").write_text(json.dumps(_description(rank), indent=1), encoding="utf-8")
     sharded = {"optimizer": _optimizer_states(rank)} if rank.step else {}
-    if rank.reference_updated:
-        sharded["reference"] = _reference(rank)
+    if reference := _reference(rank):
+        sharded["reference"] = reference
     if rank.merged.adapters:
         sharded["adapters"] = dict(rank.merged.adapters)
     sharded = tree_map_only(torch.Tensor, rank.staged, sharded)
@@ -128,21 +127,19 @@ def load_state(rank: SavedRank, folder: Path) -> None:
     """
     found = _read_description(folder)
     expected = _description(rank)
-    for key in ("optimizer", "shapes", "frozen"):
+    for key in ("optimizer", "lora", "shapes", "frozen"):
         if found[key] != expected[key]:
-            raise CheckpointError(
-                f"{folder} was written with another {key}: {_difference(rank, found[key], expected[key])}"
-            )
+            difference = _difference(rank, key, found[key], expected[key])
+            raise CheckpointError(f"{folder} was written with another {key}: {difference}")
     try:
         model, key = folder / "model", "checkpoint"
         if rank.merged.adapters:  # model/ has merged weights; the rank has those of the base model
             load_sharded(dict(rank.merged.adapters), checkpoint_id=folder / "adapters")
         else:
-            fill(rank.model.hf, model, WeightFiles(model, key), values="critic" in rank.models, key=key)
+            fill(rank.model.hf, model, WeightFiles(model, key), values=rank.name == "critic", key=key)
         states = _load_optimizers(rank, folder / "optimizer") if found["step"] else {}
-        rank.reference_updated = (folder / "reference").is_dir() and "reference" in rank.models
-        if rank.reference_updated:
-            load_sharded(_reference(rank), checkpoint_id=folder / "reference")
+        if rank.reference is not None and (folder / "reference").is_dir():
+            rank.reference.load(folder / "reference")
     except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
         words = str(error).strip().splitlines() or ["no message"]
         raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {words[-1]}") from error
@@ -175,8 +172,8 @@ def _load_optimizers(rank: SavedRank, folder: Path) -> dict[str, Any]:
 
 
 def _reference(rank: SavedRank) -> dict[str, torch.Tensor]:
-    """Return the sharded weights of the reference policy by name; loading writes into them."""
-    return {name: parameter.detach() for name, parameter in rank.models["reference"].hf.named_parameters()}
+    """Return the sharded weights of a reference that was the policy of an earlier step, by name."""
+    return rank.reference.weights() if rank.reference is not None and rank.reference.updated else {}
 
 
 def _set_moments(rank: SavedRank, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -189,10 +186,12 @@ def _set_moments(rank: SavedRank, optimizer: torch.optim.Optimizer, state: dict[
 
 
 def _description(rank: SavedRank) -> dict[str, Any]:
+    lora = rank.config.lora
     return {
         "step": rank.step,
         "optimizer": rank.config.optimizer.name,
         "ranks": dist.get_world_size(),
+        "lora": None if lora is None else {"rank": lora.rank, "alpha": lora.alpha},
         "shapes": {name: list(parameter.shape) for name, parameter in rank.model.hf.named_parameters()},
         "frozen": sorted(name for name, parameter in rank.model.hf.named_parameters() if not parameter.requires_grad),
     }
@@ -202,21 +201,34 @@ def _read_description(folder: Path) -> dict[str, Any]:
     with reading(folder / "learner.json", "description of a whole checkpoint", CheckpointError):
         found: dict[str, Any] = json.loads((folder / "learner.json").read_bytes())
         shapes, frozen = dict(found["shapes"]), list(found["frozen"])
-        return {"step": int(found["step"]), "optimizer": str(found["optimizer"]), "shapes": shapes, "frozen": frozen}
+        lora = None if found.get("lora") is None else {key: int(found["lora"][key]) for key in ("rank", "alpha")}
+        return {
+            "step": int(found["step"]),
+            "optimizer": str(found["optimizer"]),
+            "lora": lora,
+            "shapes": shapes,
+            "frozen": frozen,
+        }
 
 
-def _difference(rank: SavedRank, found: Any, expected: Any) -> str:
-    is_critic = "critic" in rank.models
-    if isinstance(found, list):
+def _difference(rank: SavedRank, key: str, found: Any, expected: Any) -> str:
+    is_critic = rank.name == "critic"
+    if key == "optimizer":
+        name = "algo.critic.optimizer.name" if is_critic else "learner.optimizer.name"
+        return f"{found!r}, this run has {expected!r} ({name})"
+    if key == "lora":
+        shown = [
+            None if each is None else ", ".join(f"{name} {each[name]}" for name in each) for each in (found, expected)
+        ]
+        return f"{shown[0]}, this run has {shown[1]} ({LORA_KEY})"
+    if key == "frozen":
         other = min({*found} ^ {*expected})
         now, before = ("trained", "frozen") if other in found else ("frozen", "trained")
-        return f"{other} is {before}, in this run {now} (learner.freeze, learner.lora)"
-    if not isinstance(found, dict):
-        key = "algo.critic.optimizer.name" if is_critic else "learner.optimizer.name"
-        return f"{found!r}, this run has {expected!r} ({key})"
+        return f"{other} is {before}, in this run {now} (learner.freeze)"
     path = "algo.critic.path" if is_critic else "model.path"
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):
+            path = f"{LORA_KEY}.target" if is_adapted(name) else path
             return f"{name} is {found.get(name)}, in this run's model {expected.get(name)} ({path})"
     return "the order of weights"
 

@@ -19,6 +19,7 @@ from agentrl.models.weight_files import WeightFiles
 
 _log = logging.getLogger(__name__)
 
+LORA_KEY = "learner.lora"
 _BASE, _ADAPTERS = ".base_layer.", (".lora_A.", ".lora_B.")
 
 Part = tuple[slice, ...]
@@ -41,6 +42,11 @@ def hf_name(name: str) -> str:
 def is_adapter(name: str) -> bool:
     """Return whether a weight is one of a LoRA adapter."""
     return any(part in name for part in _ADAPTERS)
+
+
+def is_adapted(name: str) -> bool:
+    """Return whether a weight is one of a LoRA adapter, or of a layer that has one."""
+    return _BASE in name or is_adapter(name)
 
 
 def adapter_name(name: str, matrix: str) -> str:

@@ -15,6 +15,7 @@ from agentrl.batch.packing import pack
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.core.types import MaskReason, Provenance, Row, RowKey
+from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.in_process import LocalLearnerGroup
 from tests.algo_config import make_algo
 
@@ -128,6 +129,15 @@ class Learners:
 def tensors(learner: LocalLearnerGroup) -> dict[str, torch.Tensor]:
     """Return copies of all weights by name."""
     return {name: tensor.clone() for bucket in learner.buckets(1 << 40) for name, tensor in bucket.tensors()}
+
+
+def models(learner: LocalLearnerGroup) -> list[PackedModel]:
+    """Return the policy's model, and the reference's."""
+    rank = learner.rank
+    if rank.reference is None:
+        return [rank.model]
+    with rank.reference.model() as reference:
+        return [rank.model, reference]
 
 
 def gradients(learner: LocalLearnerGroup, batch: GlobalBatch, dtype: torch.dtype) -> dict[str, torch.Tensor]:

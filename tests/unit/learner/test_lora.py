@@ -1,16 +1,26 @@
-"""LoRA adapters: gradients, merged weights."""
+"""LoRA adapters: gradients, merged weights, the reference, checkpoints."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
 from agentrl.config.learner import LearnerConfig
-from agentrl.core.errors import ConfigError
-from tests.unit.learner.learners import make_batch, tensors
+from agentrl.config.load import validate
+from agentrl.config.saved import check_resumed
+from agentrl.core.errors import CheckpointError, ConfigError
+from agentrl.learner.fsdp.weights import is_adapter
+from tests.algo_config import make_algo
+from tests.unit.learner.learners import make_batch, models, tensors
 
 pytest.importorskip("peft")
 LENGTHS = [20, 12, 30]
+ROUNDING = 1e-5
+"""Relative difference of products with merged weights and with adapters."""
 
 
 def open_lora(learners, **lora):
@@ -97,3 +107,92 @@ def test_a_checkpoint_has_adapters_and_merged_weights_and_continues(learners, tm
 def test_keys_that_adapters_exclude_are_refused(other):
     with pytest.raises(ValueError, match=f"{next(iter(other))} with lora"):
         LearnerConfig(lora={}, **other)
+
+
+@pytest.fixture
+def held(learners, model, tmp_path):
+    """Opens a learner with a KL term, whose reference is the base model or a copy of it, and adapters that are not zero."""
+    copied = shutil.copytree(model, tmp_path / "copy")
+
+    def open_held(*, loaded: bool = False):
+        learner = learners.open(
+            reference=copied if loaded else model, algo=make_algo(kl_coef=0.5), lora={"rank": 4, "alpha": 8}
+        )
+        assert len({id(one) for one in models(learner)}) == 1 + loaded
+        learner.train_step(make_batch(LENGTHS))
+        return learner
+
+    return open_held
+
+
+def assert_close(found, wanted, rtol=0.0):
+    assert found.keys() == wanted.keys()
+    for key in wanted:
+        np.testing.assert_allclose(found[key], wanted[key], rtol=rtol, atol=1e-6)
+
+
+def test_the_base_model_is_the_reference_without_a_copy(held):
+    batches = [make_batch(LENGTHS, seed=seed) for seed in range(4)]
+
+    def play(learner):
+        scores = [learner.logprobs(batches[0], "reference")]
+        metrics = [learner.train_step(batches[1])]
+        learner.update_reference()
+        followed = learner.logprobs(batches[0])
+        metrics += [learner.train_step(batch) for batch in batches[2:]]
+        learner.sleep()
+        learner.wake()
+        scores += [learner.logprobs(batches[0], "reference"), learner.logprobs(batches[0])]
+        assert_close(scores[1], followed, ROUNDING)
+        assert not np.allclose(*(next(iter(each.values())) for each in scores[1:]))
+        return scores, metrics
+
+    wanted, metrics = play(held(loaded=True))
+    learner = held()
+    assert all(
+        parameter.requires_grad == is_adapter(name) for name, parameter in learner.rank.model.hf.named_parameters()
+    )
+    found, ours = play(learner)
+    assert_close(found[0], wanted[0])
+    for one, other in zip(found[1:], wanted[1:], strict=True):
+        assert_close(one, other, ROUNDING)
+    for one, other in zip(ours, metrics, strict=True):
+        assert one == pytest.approx(other, abs=1e-6, rel=ROUNDING)
+
+
+def test_adapters_of_an_earlier_step_that_are_the_reference_are_in_checkpoints(held, learners, model, tmp_path):
+    learner, batch = held(), make_batch(LENGTHS, seed=5)
+    learner.save(tmp_path / "base")
+    learner.update_reference()
+    wanted = learner.logprobs(batch)
+    learner.train_step(batch)
+    learner.save(tmp_path / "later")
+    learner.finish_save()
+    assert not (tmp_path / "base" / "reference").exists()
+    straight = learner.train_step(batch)
+    learner = held()
+    learner.load(tmp_path / "later")
+    assert_close(learner.logprobs(batch, "reference"), wanted)
+    assert learner.train_step(batch) == straight
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"alpha": 16}, r"another lora: rank 4, alpha 8, this run has rank 4, alpha 16 \(learner\.lora\)"),
+        ({"rank": 2}, r"another lora: .* this run has rank 2, alpha 8 \(learner\.lora\)"),
+        ({"target": ["*.q_proj"]}, r"another shapes: .*down_proj.* \(learner\.lora\.target\)"),
+    ],
+)
+def test_a_checkpoint_of_other_adapters_is_refused(learners, tmp_path, other, message):
+    learner = open_lora(learners)
+    learner.save(tmp_path / "one")
+    learner.finish_save()
+    with pytest.raises(CheckpointError, match=message):
+        open_lora(learners, **other).load(tmp_path / "one")
+
+
+def test_a_resume_with_another_scale_is_refused_before_anything_starts():
+    before, after = (validate({"learner": {"lora": {"alpha": alpha}}}) for alpha in (32, 64))
+    with pytest.raises(ConfigError, match=r"^learner\.lora\.alpha=64: the run in r has 32"):
+        check_resumed(before, after, Path("r"))

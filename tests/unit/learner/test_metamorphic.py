@@ -33,7 +33,7 @@ from agentrl.core.types import FinishReason, Generation, MaskReason, Rollout, St
 from agentrl.episode.trajectory import Trajectory
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.train.optimizer_steps import StepScores, optimizer_steps, packing_options, step_advantages
-from tests.unit.learner.learners import VOCAB, Learners, gradients, make_model
+from tests.unit.learner.learners import VOCAB, Learners, gradients, make_model, models
 
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
 """The largest relative difference."""
@@ -182,7 +182,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def opened(learners: Learners, folders: tuple[Path, Path], config: Config, dtype: torch.dtype) -> LocalLearnerGroup:
     reference = folders[1] if config.algo.needs_reference else None
     learner = learners.open(folder=folders[0], algo=config.algo, reference=reference, logits_chunk=16)
-    for policy in learner.rank.models.values():
+    for policy in models(learner):
         policy.to(dtype)
     return learner
 

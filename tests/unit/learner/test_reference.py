@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.core.errors import ConfigError, LearnerError, ModelError
 from tests.algo_config import make_algo
-from tests.unit.learner.learners import gradients, make_batch, make_model, make_rows, tensors
+from tests.unit.learner.learners import gradients, make_batch, make_model, make_rows, models, tensors
 
 LENGTHS = [30, 50, 20, 7, 60, 33, 12]
 
@@ -75,7 +75,7 @@ def test_a_policy_that_is_its_reference_takes_the_step_it_takes_without(learners
 def test_without_a_coefficient_no_metric_and_no_step_changes(learners, other):
     batch = make_batch(LENGTHS)
     plain = learners.open()
-    assert list(plain.rank.models) == ["main"]
+    assert plain.rank.reference is None
     expected, wanted = plain.train_step(batch), tensors(plain)
     held = learners.open(reference=other, algo=make_algo(kl_coef=0.0, reference=str(other)))
     assert held.train_step(batch) == expected
@@ -118,7 +118,7 @@ def test_kl_and_gradient_do_not_depend_on_how_rows_are_packed(learners, other):
     found = []
     for bin_, micro in [(8, 8), (512, 512)]:
         learner = learners.open(reference=other, algo=algo)
-        for policy in learner.rank.models.values():
+        for policy in models(learner):
             policy.double()
         found.append(gradients(learner, make_batch(LENGTHS, bin_=bin_, micro=micro), torch.float64))
     for name, value in found[0].items():
@@ -185,7 +185,7 @@ def test_training_leaves_the_reference_as_it_is_and_frozen(learners, other):
     learner.train_step(batch)
     after = learner.logprobs(batch, "reference")
     assert all(np.array_equal(value, after[key]) for key, value in before.items())
-    frozen = learner.rank.models["reference"]
+    _, frozen = models(learner)
     assert not frozen.training
     assert not any(parameter.requires_grad or parameter.grad is not None for parameter in frozen.parameters())
     trained = {

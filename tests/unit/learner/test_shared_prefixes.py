@@ -138,7 +138,7 @@ def test_values_stay(learners: Learners, folders):
     learner = learners.open(folder=folders["qwen3"])
     critic = load_critic(folders["qwen3"], LearnerConfig(precision="float32", device="cpu"), torch.device("cpu"), None)
     torch.nn.init.normal_(critic.head.weight)
-    learner.rank.models["critic"] = critic
+    learner.rank.model, learner.rank.name = critic, "critic"
     rows = make_rows(3)
     plain, shared = (learner.rank.values(make_batch(rows, share_prefixes=share)) for share in (False, True))
     assert all(np.allclose(plain[key], shared[key], atol=1e-5) for key in plain)

@@ -1,0 +1,188 @@
+"""The reference policy of a rank: a loaded model, or with LoRA the base model, without a second copy of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.device_mesh import DeviceMesh
+
+from agentrl.config.learner import LearnerConfig
+from agentrl.core.errors import LearnerError
+from agentrl.learner.fsdp.gather import MergedWeights
+from agentrl.learner.fsdp.loading import load_frozen
+from agentrl.learner.fsdp.lora import disabled_adapters
+from agentrl.learner.fsdp.model import PackedModel
+from agentrl.learner.fsdp.sharding import reshard
+from agentrl.learner.fsdp.weights import local
+from agentrl.models.reference_policy import KEY, check_reference
+
+
+class Reference(Protocol):
+    """A reference policy."""
+
+    @property
+    def updated(self) -> bool:
+        """Whether it was the policy of an earlier step (``algo.reference_steps``): checkpoints have `weights` then."""
+        ...
+
+    @property
+    def separates_rows(self) -> bool:
+        """See `PackedModel.separates_rows`."""
+        ...
+
+    def model(self) -> AbstractContextManager[PackedModel]:
+        """Return a model that is the reference in the block, without gradients; its weights are sharded again at the end."""
+        ...
+
+    def update(self) -> None:
+        """Become the policy.
+
+        Raises:
+            LearnerError: it is of another architecture.
+
+        """
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Load `weights` that torch.distributed.checkpoint wrote. Collective."""
+        ...
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the sharded weights that it has in addition to the policy's, by name."""
+        ...
+
+
+def load_reference(
+    folder: Path,
+    config: LearnerConfig,
+    mesh: DeviceMesh | None,
+    *,
+    policy: PackedModel,
+    source: Path,
+    merged: MergedWeights,
+) -> Reference:
+    """Return the reference policy in ``folder``. Collective.
+
+    Args:
+        folder: a Hugging Face model folder.
+        config: of the policy.
+        mesh: of the ranks; see `load_frozen`.
+        policy: the model that is trained.
+        source: folder of its initial weights, with LoRA those of the base model.
+        merged: its weights.
+
+    Raises:
+        ConfigError: the reference reads other tokens than the policy.
+        ModelError: the folder cannot be loaded.
+
+    """
+    check_reference(source, folder)
+    if config.lora is not None and folder.samefile(source):
+        return BaseReference(policy, merged.adapters)
+    return LoadedReference(load_frozen(folder, config, policy.hf.device, mesh, KEY), merged)
+
+
+class LoadedReference:
+    """A second model."""
+
+    def __init__(self, model: PackedModel, policy: MergedWeights) -> None:
+        self.updated = False
+        self._model = model
+        self._policy = policy
+
+    @property
+    def separates_rows(self) -> bool:
+        """See `PackedModel.separates_rows`."""
+        return self._model.separates_rows
+
+    @contextmanager
+    def model(self) -> Iterator[PackedModel]:
+        """Return the model; see `Reference.model`."""
+        yield self._model
+        reshard(self._model)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Copy the policy's weights; see `Reference.update`."""
+        own, theirs = dict(self._model.hf.named_parameters()), self._policy.base
+        if {name: p.shape for name, p in own.items()} != {name: p.shape for name, p in theirs.items()}:
+            raise LearnerError(
+                "the reference has another architecture than the policy, so it cannot become the policy: set "
+                "algo.reference_steps=0, or algo.reference to a model of the policy's architecture"
+            )
+        for name, weight in own.items():
+            weight.copy_(self._policy.get(name, torch.Tensor.detach))
+        self.updated = True
+
+    def load(self, folder: Path) -> None:
+        """Load the model's weights; see `Reference.load`."""
+        load_sharded(self.weights(), checkpoint_id=folder)
+        self.updated = True
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the model's weights; see `Reference.weights`."""
+        return {name: parameter.detach() for name, parameter in self._model.hf.named_parameters()}
+
+
+class BaseReference:
+    """The policy without its adapters; once it was updated, with those of an earlier step."""
+
+    def __init__(self, policy: PackedModel, adapters: dict[str, nn.Parameter]) -> None:
+        self._policy = policy
+        self._adapters = adapters
+        self._kept: dict[str, torch.Tensor] = {}
+        """The adapters of an earlier step."""
+
+    @property
+    def updated(self) -> bool:
+        """See `Reference.updated`."""
+        return bool(self._kept)
+
+    @property
+    def separates_rows(self) -> bool:
+        """See `PackedModel.separates_rows`."""
+        return self._policy.separates_rows
+
+    @contextmanager
+    def model(self) -> Iterator[PackedModel]:
+        """Return the policy with other adapters; see `Reference.model`."""
+        if not self._kept:
+            with disabled_adapters(self._policy.hf):
+                yield self._policy
+            reshard(self._policy)
+            return
+        self._swap()
+        try:
+            yield self._policy
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Copy the policy's adapters; see `Reference.update`."""
+        self._kept = {name: adapter.detach().clone() for name, adapter in self._adapters.items()}
+
+    def load(self, folder: Path) -> None:
+        """Load the adapters; see `Reference.load`."""
+        self.update()
+        load_sharded(self._kept, checkpoint_id=folder)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the adapters of the earlier step; see `Reference.weights`."""
+        return self._kept
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """Exchange the policy's adapters and those that are kept."""
+        reshard(self._policy)  # whole weights are gathered from the shards again
+        for name, kept in self._kept.items():
+            here, other = local(self._adapters[name]), local(kept)
+            before = here.clone()
+            here.copy_(other)
+            other.copy_(before)
