@@ -34,6 +34,7 @@ FIXED = (
     "model.path",
     "model.warm_start",
     "model.warm_start_options",
+    "learner.lora",
 )
 """Keys that a resumed run may not change, of its sources either: with another value it would be another run."""
 
@@ -67,7 +68,7 @@ def config_files(folder: Path) -> list[Path]:
 
 
 def check_resumed(before: Config, after: Config, folder: Path) -> None:
-    """Check that a resumed run has the seed, environment, tasks and model that it started with.
+    """Check that a resumed run has the seed, environment, tasks, model and adapters that it started with.
 
     Raises:
         ConfigError: it has another one; the message names the key and both values.
