@@ -86,6 +86,10 @@ class Layout:
                 f"is a multiple of it; set it to {_divisors(groups)}"
             )
         if model.get("num_moe_experts"):
+            if tensor > 1 and not options.get("sequence_parallel"):
+                raise ConfigError(
+                    f"{_KEY}.tensor_model_parallel_size={tensor} with experts needs {_KEY}.sequence_parallel=true"
+                )
             name = f"{_KEY}.expert_model_parallel_size"
             _divides(model["num_moe_experts"], "the model's experts", self.expert_model_parallel_size, name)
             name = f"{_KEY}.expert_tensor_parallel_size"

@@ -89,9 +89,11 @@ def all_rows(tensor: HfTensor) -> tuple[Rows, ...]:
     return (Rows(tensor, 0, tensor.shape[0]),)
 
 
-def same(name: str, tensor: HfTensor, split: Literal["rows", "columns"] | None = None) -> Weight:
+def same(
+    name: str, tensor: HfTensor, split: Literal["rows", "columns"] | None = None, dtype: str | None = None
+) -> Weight:
     """Return a weight that is one Hugging Face tensor."""
-    return Weight(name, (all_rows(tensor),), split)
+    return Weight(name, (all_rows(tensor),), split, dtype)
 
 
 def gate_up(name: str, gate: HfTensor, up: HfTensor) -> Weight:

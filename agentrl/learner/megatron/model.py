@@ -22,6 +22,7 @@ from agentrl.learner.device import to_device
 from agentrl.learner.fsdp.attention import packed_rows
 from agentrl.learner.megatron.families.base import Family, head_size
 from agentrl.learner.megatron.families.registry import read_family
+from agentrl.learner.megatron.fixes import mend
 from agentrl.learner.megatron.layers import (
     LatentNorm,
     PackedAttention,
@@ -71,6 +72,7 @@ def build_model(
         ModelError: the folder has no model of a known family.
 
     """
+    mend()
     family, hf = read_family(folder, key)
     layout = Layout.of(options)
     config = transformer_config(family.options(hf), options, device=device, dtype=dtype)

@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.core.errors import ModelError
-from agentrl.learner.megatron.families import llama, qwen2, qwen3
+from agentrl.learner.megatron.families import deepseek_v3, glm4, glm4_moe, llama, qwen2, qwen3, qwen3_moe
 from agentrl.learner.megatron.families.base import Family
 
 FAMILIES: dict[str, Family] = {
+    "deepseek_v3": deepseek_v3.FAMILY,
+    "glm4": glm4.FAMILY,
+    "glm4_moe": glm4_moe.FAMILY,
+    "kimi_k2": deepseek_v3.FAMILY,  # another name, no other model
     "llama": llama.FAMILY,
     "qwen2": qwen2.FAMILY,
     "qwen3": qwen3.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
 }
 """By ``model_type`` in ``config.json``."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,7 +21,7 @@ SIZES = {
     "eos_token_id": 1,
     "tie_word_embeddings": False,
 }
-FAMILIES: dict[str, dict[str, object]] = {
+MODELS: dict[str, dict[str, object]] = {
     "llama": {
         "rope_parameters": {
             "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -28,6 +29,31 @@ FAMILIES: dict[str, dict[str, object]] = {
         },
     },
     "qwen2": {"tie_word_embeddings": True},
+    "qwen3_moe": {
+        "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "mlp_only_layers": [1], "norm_topk_prob": True,
+    },
+    "glm4": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+    "glm4_moe": {
+        "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+        "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+        },
+    },
+    "moonlight": {
+        "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+        "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+        "rms_norm_eps": 1e-3,
+    },
     "qwen3": {
         "head_dim": 16,
         "rope_parameters": {
@@ -37,11 +63,15 @@ FAMILIES: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-def make_model(folder: Path, family: str, **options: object) -> Path:
-    """Save a random model of a family as a Hugging Face folder."""
+def model_config(name: str, **options: object) -> Any:
+    """The configuration of a model in transformers."""
+    return AutoConfig.for_model("deepseek_v3" if name == "moonlight" else name, **SIZES | MODELS[name] | options)
+
+
+def make_model(folder: Path, name: str, **options: object) -> Path:
+    """Save a random model as a Hugging Face folder."""
     torch.manual_seed(7)
-    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family] | options)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(model_config(name, **options), dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name:
