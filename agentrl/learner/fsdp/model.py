@@ -102,7 +102,7 @@ class PackedModel(nn.Module):
 
 
 def _selected(lines: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
-    """Return lines, some more than once: of all kinds of indexing, only this gradient is deterministic on CPUs and GPUs."""
+    """Return lines, some more than once: of all kinds of indexing, only this gradient is deterministic on CPUs."""
     return F.embedding(index_N, lines)
 
 
