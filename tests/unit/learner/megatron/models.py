@@ -1,4 +1,4 @@
-"""Tiny random models of every family, with norms and biases that are not those of a new model."""
+"""Tiny random models of every family, the layouts of two ranks, and a micro-batch."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ MODELS: dict[str, dict[str, object]] = {
             "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
         },
     },
+    "one_key_head": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "moonlight": {
         "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
         "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
@@ -61,11 +62,37 @@ MODELS: dict[str, dict[str, object]] = {
         },
     },
 }  # fmt: skip
+"""By name, what is changed in the family's configuration."""
+FAMILIES = {"moonlight": "deepseek_v3", "one_key_head": "qwen2"}
+"""Of models whose name is not their family's."""
+
+TP, SP, PP = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}, {"pipeline_model_parallel_size": 2}
+EP, VPP = {"expert_model_parallel_size": 2}, {"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "TP2": ("qwen2", TP),
+    "TP2, one key head": ("one_key_head", TP),
+    "TP2, SP, fused MLP": ("glm4", TP | SP),
+    "TP2, SP, experts": ("glm4_moe", TP | SP),
+    "TP2, SP, EP2, ETP1": ("deepseek_v3", TP | SP | EP | {"expert_tensor_parallel_size": 1}),
+    "EP2": ("qwen3_moe", EP),
+    "PP2, tied": ("qwen2", PP),
+    "PP2, experts": ("deepseek_v3", PP),
+    "PP2, VPP2": ("llama", PP | VPP),
+}
+"""By name: the model, and the options ``learner.megatron``."""
+LENGTHS = (23, 9, 14)
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, positions and rows of a micro-batch."""
+    token_ids_L = torch.randint(96, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    positions_L = torch.cat([torch.arange(length) for length in LENGTHS])
+    return token_ids_L, positions_L, torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
 
 
 def model_config(name: str, **options: object) -> Any:
     """The configuration of a model in transformers."""
-    return AutoConfig.for_model("deepseek_v3" if name == "moonlight" else name, **SIZES | MODELS[name] | options)
+    return AutoConfig.for_model(FAMILIES.get(name, name), **SIZES | MODELS[name] | options)
 
 
 def make_model(folder: Path, name: str, **options: object) -> Path:

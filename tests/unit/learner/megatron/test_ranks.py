@@ -1,0 +1,61 @@
+"""Models on one rank and divided among two: weights read slice by slice and gathered bit for bit, logits of transformers.
+
+All ranks are forks of one process; see `forked`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentrl.models.load import load_model
+from tests.unit.learner.megatron.forked import Found, run_ranks
+from tests.unit.learner.megatron.models import LAYOUTS, LENGTHS, MODELS, make_model, rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for each model."""
+    parent = tmp_path_factory.mktemp("megatron")
+    for name in MODELS:
+        make_model(parent / name, name)
+    return parent
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Found:
+    return run_ranks(folder, one_rank=1, refused_options=1, two_ranks=2)
+
+
+def expected_logits(folder: Path) -> torch.Tensor:
+    model = load_model(folder)
+    with torch.no_grad():
+        return torch.cat([model(ids[None]).logits[0] for ids in rows()[0].split(LENGTHS)])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_that_of_transformers(folder: Path, found: Found, name: str) -> None:
+    wrong, logits = found["one_rank"][name]
+    assert wrong == []
+    assert torch.allclose(logits, expected_logits(folder / name), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_ranks_hold_the_same_model(folder: Path, found: Found, name: str) -> None:
+    wrong, logits = found["two_ranks"][name]
+    assert wrong == []
+    if logits is not None:
+        assert torch.allclose(logits, expected_logits(folder / LAYOUTS[name][0]), atol=1e-5, rtol=0)
+
+
+def test_options_pass_through_and_unknown_ones_are_named(found: Found) -> None:
+    messages = found["refused_options"]
+    assert messages["taken"] == "full 2"
+    assert messages["recompute_granularty"] == (
+        "learner.megatron.recompute_granularty: Megatron-Core has no such option; did you mean "
+        "learner.megatron.recompute_granularity?"
+    )
+    assert messages["num_layers"].startswith("learner.megatron.num_layers: the model's config.json sets it to 4")
+    assert messages["recompute_granularity"].startswith("learner.megatron: Megatron-Core refuses these options: ")
