@@ -54,6 +54,15 @@ def recomputed(config: LearnerConfig) -> Recompute:
     return "selective" if resolve_device(config) == "cuda" else "none"
 
 
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Return, as a metric, the most GPU memory that was allocated since the last call; for a CPU nothing."""
+    if device.type != "cuda":
+        return {}
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"train/peak_gpu_gib": peak / 2**30}
+
+
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the CPU on ``device``; a GPU copies it without the host waiting."""
     if device.type != "cuda":

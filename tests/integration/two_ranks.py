@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from agentrl.algo.registry import make_objective
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
+from agentrl.learner.batch_loss import BatchLoss
 from agentrl.learner.fsdp.rank import FsdpRank
 
 CONFIG = LearnerConfig(precision="float32", device="cpu", threads=1, optimizer=OptimizerConfig(max_grad_norm=1e9))
@@ -35,8 +35,7 @@ class Work:
 def compute(rank: FsdpRank, algo: AlgoConfig, share: GlobalBatch) -> Mapping[str, float]:
     """Return the metrics of one optimizer step at learning rate 0."""
     assert share.lr_scale == 0
-    rank.algo, rank.objective = algo, make_objective(algo)
-    rank._losses["rl"] = rank.objective
+    rank.loss = BatchLoss(algo, rank.device)
     return rank.train_step(share)
 
 

@@ -7,33 +7,32 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from agentrl.algo.base import LossInput
-from agentrl.algo.registry import make_losses, make_objective
-from agentrl.batch.microbatch import GlobalBatch, MicroBatch
+from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import LearnerError
 from agentrl.distributed.base import TensorSpec, spec_of
 from agentrl.learner.base import Role, RowLogprobs, RowScores
-from agentrl.learner.device import to_device
+from agentrl.learner.batch_loss import BatchLoss, SequenceRatios, at_mask, by_row, scored
+from agentrl.learner.device import peak_memory
 from agentrl.learner.fsdp.gather import MergedWeights, gather_weights
 from agentrl.learner.fsdp.loading import load_critic, load_policy
 from agentrl.learner.fsdp.model import PackedModel
-from agentrl.learner.fsdp.optimizer import config_of_role, learning_rate, make_optimizers
+from agentrl.learner.fsdp.optimizer import make_optimizers
 from agentrl.learner.fsdp.reference import Reference, load_reference
 from agentrl.learner.fsdp.sharding import reshard
 from agentrl.learner.fsdp.state import load_state, saved_tensors, start_saving
-from agentrl.learner.fsdp.step_metrics import StepMetrics
 from agentrl.learner.fsdp.weights import local
 from agentrl.learner.offload import CpuOffload
+from agentrl.learner.optimization import config_of_role, learning_rate
 from agentrl.learner.random_states import seed_everything
+from agentrl.learner.step_metrics import StepMetrics
 
 
 class FsdpRank:
@@ -72,9 +71,7 @@ class FsdpRank:
         """Every rank computes a share; see `LearnerRank.share`."""
         self.step = 0
         seed_everything(seed + dist.get_rank())
-        self.algo = algo
-        self.objective = make_objective(algo)
-        self._losses = make_losses(algo, self.objective)
+        self.loss = BatchLoss(algo, device)
         ranks = (dist.get_world_size(),)
         mesh = init_device_mesh(device.type, ranks) if ranks > (1,) else None
         self._cpu_mesh = init_device_mesh("cpu", ranks) if mesh is not None and device.type != "cpu" else mesh
@@ -104,97 +101,43 @@ class FsdpRank:
         """Take one optimizer step; see `LearnerRank.train_step`. A batch without a token to train on takes none."""
         self._check_awake()
         [micros] = batch.micro
-        loss_of = self._losses[batch.kind]
         # Before the policy's first pass, so that the weights of both models are never gathered at the same time.
         references = self._reference_logprobs(batch)
         ratios = self._sequence_ratios(batch)
         metrics = StepMetrics(self.device)
-        for index, micro in enumerate(micros):
-            at_N = _at_mask(micro)
-            scores_N, entropy_N = self.model(micro, at_N.numpy(), batch.temperature, batch.kind == "rl")
-            given = LossInput(
-                **self._fields(batch, micro, at_N),
-                sequence_log_ratio_N=ratios[index],
-                reference_logprobs_N=references[index],
-                entropy_N=entropy_N if self.algo.needs_entropy else None,
-            )
-            loss, loss_metrics = loss_of(scores_N, given)
+        for micro, reference_N, ratio_N in zip(micros, references, ratios, strict=True):
+            at_N = at_mask(micro)
+            scores = self.model(micro, at_N.numpy(), batch.temperature, batch.kind == "rl")
+            loss, loss_metrics = self.loss(batch, micro, at_N, scores, reference_N=reference_N, ratio_N=ratio_N)
             torch.autograd.backward(loss)
-            if entropy_N is not None:
-                loss_metrics.sums["entropy"] = entropy_N.detach().sum()
             metrics.add(loss, len(at_N), loss_metrics)
-        result = metrics.reduce() | self._peak_memory()
+        result = metrics.reduce() | peak_memory(self.device)
         if result["train/trained_tokens"]:
             result |= self._update(batch.lr_scale)
         self._zero_grad()
         return result
 
-    def _peak_memory(self) -> dict[str, float]:
-        """Return the most GPU memory that was allocated since the last call; for a CPU nothing."""
-        if self.device.type != "cuda":
-            return {}
-        peak = torch.cuda.max_memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return {"train/peak_gpu_gib": peak / 2**30}
-
-    def _fields(self, batch: GlobalBatch, micro: MicroBatch, at_N: torch.Tensor) -> dict[str, Any]:
-        """Return the fields of a `LossInput` that the driver set, at these positions and on the device."""
-        fields = {
-            "weight_N": micro.weight_L,
-            "advantages_N": micro.advantages_L,
-            "logprobs_N": micro.logprobs_L,
-            "learner_logprobs_N": micro.learner_logprobs_L,
-            "correction_N": micro.correction_L,
-            "values_N": micro.values_L,
-            "returns_N": micro.returns_L,
-        }
-        chosen = {name: None if values is None else values[at_N] for name, values in fields.items()}
-        numbers = torch.tensor(micro.sequences, dtype=torch.int64)
-        chosen["sequence_N"] = numbers[micro.row_L[at_N].long()]
-        chosen["sequence_size_N"] = torch.tensor(batch.sequence_sizes, dtype=torch.float32)[chosen["sequence_N"]]
-        found: dict[str, Any] = {
-            name: None if values_N is None else to_device(values_N, self.device) for name, values_N in chosen.items()
-        }
-        found["source_tokens"], found["sequences"] = self._source_tokens(micro, at_N), len(batch.sequence_sizes)
-        return found
-
-    def _source_tokens(self, micro: MicroBatch, at_N: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Return where the tokens of each source are among those at the mask; see `LossInput.source_tokens`."""
-        source_N = torch.tensor(micro.sources)[micro.row_L[at_N].long()] if micro.sources else at_N[:0]
-        places = {number: (source_N == number).nonzero()[:, 0] for number in sorted({*source_N.tolist()})}
-        return {number: to_device(at_M, self.device) for number, at_M in places.items()}
-
     @torch.no_grad()
     def _sequence_ratios(self, batch: GlobalBatch) -> list[torch.Tensor | None]:
-        """Return, for each micro-batch, the mean log-ratio of each token's sequence, ``[N]``; None if the loss computes it.
-
-        It cannot where parts of a sequence are in other micro-batches or on other ranks. That takes a forward pass.
-        """
+        """Return the ratios that the loss needs of each micro-batch, which take a forward pass; see `SequenceRatios`."""
         [micros] = batch.micro
-        if not (batch.kind == "rl" and batch.divided_sequences and self.algo.needs_sequences):
+        if not self.loss.needs_ratios(batch):
             return [None] * len(micros)
-        sums_S = torch.zeros(len(batch.sequence_sizes), dtype=torch.float64, device=self.device)
-        numbers = []
+        ratios = SequenceRatios(batch, self.device)
         for micro in micros:
-            given = LossInput(**self._fields(batch, micro, at_N := _at_mask(micro)))
-            logprobs_N, _ = self.model(micro, at_N.numpy(), batch.temperature)
-            assert given.sequence_N is not None
-            log_ratio_N = logprobs_N - self.objective.old_logprobs(logprobs_N, given)
-            sums_S.index_add_(0, given.sequence_N, log_ratio_N.double())
-            numbers.append(given.sequence_N)
+            logprobs_N, _ = self.model(micro, (at_N := at_mask(micro)).numpy(), batch.temperature)
+            ratios.add(*self.loss.log_ratio(batch, micro, at_N, logprobs_N))
         reshard(self.model)
-        dist.all_reduce(sums_S)
-        means_S = (sums_S / torch.tensor(batch.sequence_sizes, device=self.device)).to(log_ratio_N.dtype)
-        return [means_S[sequence_N] for sequence_N in numbers]
+        return [*ratios.reduce()]
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: GlobalBatch) -> list[torch.Tensor | None]:
         """Return the reference policy's log-probabilities at the mask of each micro-batch, on the device."""
         [micros] = batch.micro
-        if batch.kind != "rl" or not self.algo.has_kl or self.algo.kl_in == "reward":
+        if not self.loss.needs_reference(batch):
             return [None] * len(micros)
         with self._model("reference") as model:
-            return [model(micro, _at_mask(micro).numpy(), batch.temperature)[0] for micro in micros]
+            return [model(micro, at_mask(micro).numpy(), batch.temperature)[0] for micro in micros]
 
     def _model(self, name: str) -> AbstractContextManager[PackedModel]:
         """Return the policy, the critic or the reference, for the block."""
@@ -241,13 +184,10 @@ class FsdpRank:
         [micros] = batch.micro
         with self._model(name) as model:
             for micro in micros:
-                row = micro.row_L
-                at_N = ((row >= 0) & (micro.position_ids_L > 0)).nonzero()[:, 0]
+                at_N = scored(micro)
                 scored_N = model(micro, at_N.numpy(), batch.temperature)[0]
                 reshard(model)
-                flat = torch.zeros(row.numel())
-                flat[at_N] = scored_N.float().cpu()
-                found |= {key: flat[row == number].numpy() for number, key in enumerate(micro.keys)}
+                found |= by_row(micro, at_N, scored_N)
         return found
 
     def update_reference(self) -> None:
@@ -343,10 +283,3 @@ class FsdpRank:
         """Leave the process group."""
         wait([self._writing])
         dist.destroy_process_group()
-
-
-def _at_mask(micro: MicroBatch) -> torch.Tensor:
-    """Return the positions at the loss mask, int64 ``[N]`` on the CPU."""
-    at_N = micro.mask_L.nonzero()[:, 0]
-    assert bool((micro.position_ids_L[at_N] > 0).all()), "a row's first token cannot be trained on"
-    return at_N

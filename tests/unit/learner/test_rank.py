@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from agentrl.config.learner import OptimizerConfig
 from agentrl.core.errors import CheckpointError, ModelError, ProvenanceError
 from agentrl.core.types import Provenance
-from agentrl.learner.fsdp.optimizer import learning_rate
+from agentrl.learner.optimization import learning_rate
 from tests.unit.learner.learners import gradients, make_batch, make_model, make_rows, tensors
 
 LENGTHS = [30, 50, 20, 7, 60, 33, 12]

@@ -15,6 +15,7 @@ from agentrl.batch.packing import pack
 from agentrl.config.load import validate
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
+from agentrl.learner.batch_loss import BatchLoss
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.train.optimizer_steps import StepScores, optimizer_steps, packing_options, step_advantages
 from tests.unit.learner.learners import Learners, make_model
@@ -66,9 +67,7 @@ def count(rollouts: list[Rollout], aggregation: str) -> int:
 
 def use(learner: LocalLearnerGroup, given: Config) -> None:
     """Let the learner compute another loss."""
-    rank = learner.rank
-    rank.algo = given.algo
-    rank.objective = rank._losses["rl"] = make_objective(given.algo)
+    learner.rank.loss = BatchLoss(given.algo, learner.rank.device)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +81,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_a_mixed_batch_has_the_gradient_of_its_sources(aggregation, learners, folders):
     mixed = config(aggregation, ALGORITHMS)
     learner = opened(learners, folders, mixed, torch.float64)
-    assert len(learner.rank.objective.policy_losses) == 2
+    assert len(learner.rank.loss.objective.policy_losses) == 2
     rng = np.random.default_rng(0)
     whole = [rollout_of(script) for script in scripts()]
     wanted = torch.zeros(())
@@ -109,13 +108,13 @@ def test_each_loss_is_called_with_the_tokens_of_its_source(learners: Learners, f
     """Where one loss is not finite, the other source's gradient still is."""
     mixed = config("token_mean", ALGORITHMS)
     learner = opened(learners, folders, mixed, torch.float64)
-    losses, sizes = learner.rank.objective.policy_losses, []
+    losses, sizes = learner.rank.loss.objective.policy_losses, []
 
     def watched(logprobs_N, old_N, given):
         sizes.append((len(logprobs_N), len(old_N), len(given.advantages_N), len(given.sequence_N)))
         return losses[1](logprobs_N, old_N, given)
 
-    learner.rank.objective.policy_losses = [losses[0], watched]
+    learner.rank.loss.objective.policy_losses = [losses[0], watched]
     groups = group_rollouts([rollout_of(script) for script in scripts()])
     batch_gradient(learner, packed(mixed, groups), torch.float64)
     of_b = sum(int(row.mask.sum()) for row in groups.rows if row.key.prompt_id.startswith("b/"))
