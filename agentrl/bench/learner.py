@@ -26,7 +26,7 @@ from agentrl.learner.device import resolve_device
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.learner.registry import make_backend
 from agentrl.models.random_models import Shape, find_model_shape, write_random_model
-from agentrl.runtime.training_summary import estimate_memory
+from agentrl.runtime.training_summary import estimate_memory, with_recompute
 
 _MATRIX = {"cuda": 8192, "cpu": 1024}
 """Rows of the square matrices whose product's rate is the measure, by device."""
@@ -89,10 +89,14 @@ def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], N
         work = training_flops(shape, rows)
         _free()
         tell(f"a product of large bfloat16 matrices: {peak_rate / 1e12:.0f} TFLOP/s")
+        config, lines = with_recompute(config, model)
+        for line in lines:
+            tell(line)
         with _learner(config, model, Path(folder)) as learner:
             batch = packed_batch(config, rows)
+            memory, _ = estimate_memory(config, model, accumulates=len(batch.micro[0]) > 1)
             times = _measured("agentrl", lambda: learner.train_step(batch), bench, rows, work / peak_rate, tell)
-            yield replace(times, estimated_gib=estimate_memory(config, model)[0].total / 2**30)
+            yield replace(times, estimated_gib=memory.total / 2**30)
         for name in bench.loops:
             _free()
             loop = OtherLoop(_options(name), model, rows, config.batch.tokens_per_micro, torch.device(device))

@@ -108,7 +108,8 @@ class LearnerConfig(Section):
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
     """What is computed again in the backward pass to save memory: ``none``; ``selective``, all but matrix products and
     attention (half the activations, some hundredths slower); ``full``, everything but each layer's input (a third slower).
-    ``auto`` is ``selective`` on GPUs, ``none`` on CPUs."""
+    ``auto`` is ``none`` on CPUs; on GPUs ``selective`` where the estimate of its memory is at most nine tenths of a GPU's, else
+    ``full``."""
     reshard_after_forward: bool = False
     """Drop gathered weights after each layer's forward pass: less memory, twice the communication."""
     logits_chunk: PositiveInt = 4096

@@ -63,6 +63,12 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     return {"train/peak_gpu_gib": peak / 2**30}
 
 
+def gpu_bytes() -> int | None:
+    """Return the memory of the smallest GPU that this process sees; None without one."""
+    count = torch.cuda.device_count()
+    return min((torch.cuda.get_device_properties(index).total_memory for index in range(count)), default=None)
+
+
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the CPU on ``device``; a GPU copies it without the host waiting."""
     if device.type != "cuda":

@@ -1,9 +1,14 @@
-"""Estimate of the memory that a learner rank needs, from a model without weights."""
+"""Estimate of the memory that a learner rank needs, from a model without weights.
+
+The peak is that of the moment of an optimizer step that needs most. Before the backward pass all activations are there, and
+the gradients of earlier micro-batches. In the backward pass gradients appear while activations are freed.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
@@ -13,93 +18,169 @@ from agentrl.learner.fsdp.layers import decoder_layers
 
 _MASTER = 4
 """Bytes of a float32 number: weights, gradients, moments, logits."""
-_LOGITS = 3
-"""Logits of a chunk, their exponentials and their gradient."""
+_LOGITS, _LOGITS_EAGER = 2, 5
+"""Arrays of a chunk's logits at the same time: with compilation they and their gradient, else intermediate results too."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerMemory:
-    """Bytes on the device of one rank at the peak of an optimizer step."""
+    """Bytes on the device of one rank at a moment of an optimizer step."""
 
     weights: int
     """float32, this rank's shards."""
-    gradients: int
-    """float32, this rank's shards of trained weights."""
     optimizer: int
     """AdamW's two moments, this rank's shards; Muon has one for matrices of layers."""
-    reference: int
+    reference: int = 0
     """The frozen reference policy, this rank's shards; 0 without one."""
-    gathered: int
-    """Whole weights of layers, and the gradient of one, in the dtype of matrix products."""
-    activations: int
-    """What the backward pass reads, and one layer that is computed again."""
-    logits: int
-    """Of a chunk of tokens (``learner.logits_chunk``)."""
+    gradients: int = 0
+    """float32, this rank's shards of trained weights, and whole ones that are not yet reduced or added."""
+    gathered: int = 0
+    """Whole weights of layers in the dtype of matrix products."""
+    activations: int = 0
+    """What the backward pass reads, and what it computes of one layer."""
+    logits: int = 0
+    """Of a chunk of tokens (``learner.logits_chunk``), with their gradient and that of the head's weights."""
 
     @property
     def total(self) -> int:
         """The sum. Fragmentation, NCCL's buffers and the CUDA context come on top, a few GB."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(asdict(self).values())
 
 
-def learner_memory(
-    hf: Any,
-    config: LearnerConfig,
-    *,
-    ranks: int,
-    tokens: int,
-    bfloat16: bool,
-    recompute: Recompute,
-    compiled: bool,
-    reference: bool = False,
-) -> LearnerMemory:
-    """Estimate the memory of one of ``ranks`` ranks.
+@dataclass(frozen=True, slots=True)
+class MemoryOptions:
+    """What the memory of a rank depends on besides model and configuration."""
+
+    ranks: int
+    """That share the weights."""
+    tokens: int
+    """Of a micro-batch."""
+    bfloat16: bool
+    """Whether matrix products are computed in bfloat16, else float32."""
+    recompute: Recompute
+    """What is computed again in the backward pass."""
+    compiled: bool
+    """Whether layers are compiled, so that a single rank casts weights where they are used."""
+    reference: bool = False
+    """Whether there is a reference policy."""
+    accumulates: bool = True
+    """Whether an optimizer step has several micro-batches, so that one has the gradients of those before."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of a factor of a product."""
+        return 2 if self.bfloat16 else _MASTER
+
+    @property
+    def hidden_size(self) -> int:
+        """Bytes of a number of the hidden states between layers: sums with the embeddings, which autocast leaves in float32."""
+        return self.size if self.ranks > 1 else _MASTER
+
+
+def learner_memory(hf: Any, config: LearnerConfig, options: MemoryOptions) -> LearnerMemory:
+    """Return the memory of one rank at the moment of an optimizer step that needs most.
 
     Args:
         hf: a model of transformers, such as `agentrl.models.load.empty_model` returns; its weights are not read.
             Those without ``requires_grad`` are not trained.
         config: optimizer, sharding and chunk of logits.
-        ranks: that share the weights.
-        tokens: of a micro-batch.
-        bfloat16: whether matrix products are computed in bfloat16, else float32.
-        recompute: what is computed again in the backward pass.
-        compiled: whether layers are compiled, so that a single rank casts weights where they are used.
-        reference: whether there is a reference policy.
+        options: all else.
 
     """
-    size = 2 if bfloat16 else _MASTER
-    shards = _MASTER * sum(_shard(parameter, ranks) for parameter in hf.parameters())
-    trained = _MASTER * sum(_shard(parameter, ranks) for parameter in hf.parameters() if parameter.requires_grad)
+    return max(_moments(hf, config, options), key=lambda moment: moment.total)
+
+
+def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator[LearnerMemory]:
+    """Yield the memory at the head, at each layer of the backward pass, and at the embeddings, the last of it.
+
+    The optimizer needs no more than the embeddings: its state, weights and gradients.
+    """
+    size, several, tokens = options.size, options.ranks > 1, options.tokens
     layers = decoder_layers(hf)
-    moments = 2 * trained
-    if config.optimizer.name == "muon":
-        matrices = [p for layer in layers for p in layer.parameters() if p.ndim == 2 and p.requires_grad]
-        moments -= _MASTER * sum(_shard(matrix, ranks) for matrix in matrices)
     units = [_count(layer) for layer in layers]
     rest = _count(hf) - sum(units)
-    if ranks == 1:
-        # Without compilation autocast keeps its copies until the end of the pass.
-        gathered = size * (max(units) + rest if compiled else _count(hf)) if bfloat16 else 0
-    else:
-        there = 2 * max(units) if config.reshard_after_forward else sum(units)
-        # Beside the gathered weights there are the gradient of a unit, and its float32 copy that is reduced.
-        gathered = size * (there + rest) + (size + _MASTER) * max(*units, rest)
-    of_layers = [_activations(layer, hf.config, recompute) for layer in layers]
-    again = 0 if recompute == "none" else max(_activations(layer, hf.config, "none") for layer in layers)
-    vocabulary = hf.get_input_embeddings().num_embeddings
-    return LearnerMemory(
-        weights=shards,
-        gradients=trained,
-        optimizer=moments,
-        reference=shards if reference else 0,
-        gathered=gathered,
-        activations=size * tokens * (sum(of_layers) + again),
-        logits=_LOGITS * _MASTER * min(config.logits_chunk, tokens) * vocabulary,
+    shards, adapters = (
+        _shards(hf, options.ranks, trained=False),
+        sum(_adapters(layer, config, options) for layer in layers),
     )
+    trained = _shards(hf, options.ranks, trained=True) + adapters
+    state = {"weights": shards + adapters, "optimizer": _optimizer(hf, config, options.ranks) + 2 * adapters}
+    state |= {"reference": shards if options.reference else 0}
+    # Autograd adds up the gradients of tied embeddings and head before it adds them to that of the weight. FSDP reduces the
+    # gradient of a unit: there are a whole one, and its float32 copy.
+    tied = hf.get_input_embeddings().weight is hf.get_output_embeddings().weight
+    whole = _MASTER * _trained(hf.get_input_embeddings()) if not several else 0
+    reduced = (size + _MASTER) if several else 0
+    gradients = trained if options.accumulates else 0
+    hidden = hf.config.get_text_config().hidden_size
+    widths = [_widths(layer, hf.config, config, options.compiled) for layer in layers]
+    kept = [tokens * _kept(one, options) for one in widths]
+    # The final norm keeps its input and what it scales; its result is float32 where its input is.
+    last = tokens * hidden * (2 * options.hidden_size + _MASTER)
+    there = _gathered(units, rest, config, options)
+
+    yield LearnerMemory(
+        **state, gradients=gradients, gathered=there, activations=sum(kept) + last, logits=_head(hf, config, options)
+    )
+    below = sum(kept)
+    grown = whole if tied else _shards(hf.get_output_embeddings(), options.ranks, trained=True)
+    for layer, unit, own, width in reversed(list(zip(layers, units, kept, widths, strict=True))):
+        now = max(gradients + (whole if tied else 0), grown) + reduced * unit
+        casts = size * unit if options.bfloat16 and not several and options.compiled else 0
+        again = tokens * _computed(width, options)
+        yield LearnerMemory(**state, gradients=now, gathered=there + casts, activations=below + again)
+        below -= own
+        grown += _shards(layer, options.ranks, trained=True) + _adapters(layer, config, options)
+    added = whole * (1 + (tied and options.accumulates)) + reduced * rest
+    yield LearnerMemory(**state, gradients=trained + added, gathered=size * rest if several else 0)
+
+
+def _optimizer(hf: Any, config: LearnerConfig, ranks: int) -> int:
+    moments = 2 * _shards(hf, ranks, trained=True)
+    if config.optimizer.name == "muon":
+        matrices = [p for layer in decoder_layers(hf) for p in layer.parameters() if p.ndim == 2 and p.requires_grad]
+        moments -= _MASTER * sum(_shard(matrix, ranks) for matrix in matrices)
+    return moments
+
+
+def _adapters(layer: nn.Module, config: LearnerConfig, options: MemoryOptions) -> int:
+    """Return the bytes of the first rank's shards of a layer's LoRA adapters, as if every linear layer had one."""
+    if config.lora is None:
+        return 0
+    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    numbers = config.lora.rank * sum(linear.in_features + linear.out_features for linear in linears)
+    return _MASTER * math.ceil(numbers / options.ranks)
+
+
+def _gathered(units: list[int], rest: int, config: LearnerConfig, options: MemoryOptions) -> int:
+    if options.ranks > 1:
+        return options.size * (rest + (2 * max(units) if config.reshard_after_forward else sum(units)))
+    # Without compilation autocast keeps its copies until the end of the pass.
+    return options.size * (sum(units) + rest) if options.bfloat16 and not options.compiled else 0
+
+
+def _head(hf: Any, config: LearnerConfig, options: MemoryOptions) -> int:
+    """Return the bytes at the gradient of the second chunk's logits, or at the product of it with hidden states."""
+    head = hf.get_output_embeddings()
+    chunk = min(config.logits_chunk, options.tokens)
+    array: int = chunk * head.weight.shape[0]
+    of_weight, copy = _MASTER * _trained(head), options.size * head.weight.numel() if options.bfloat16 else 0
+    several = of_weight if options.tokens > chunk else 0
+    derived = _MASTER * array * (_LOGITS if options.compiled else _LOGITS_EAGER) + several
+    return max(derived, options.size * array + several + max(of_weight, copy))
 
 
 def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _trained(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def _shards(module: nn.Module, ranks: int, *, trained: bool) -> int:
+    """Return the bytes of the first rank's shards of all weights in float32, or of those that are trained."""
+    return _MASTER * sum(_shard(p, ranks) for p in module.parameters() if p.requires_grad or not trained)
 
 
 def _shard(parameter: nn.Parameter, ranks: int) -> int:
@@ -108,18 +189,59 @@ def _shard(parameter: nn.Parameter, ranks: int) -> int:
     return math.ceil(rows / ranks) * (parameter.numel() // max(rows, 1))
 
 
-def _activations(layer: nn.Module, config: Any, recompute: Recompute) -> int:
-    """Return the numbers that a layer keeps for each token: its input, and results and inputs of its products."""
-    hidden = int(config.get_text_config().hidden_size)
-    if recompute == "full":
-        return hidden
-    results, inputs = 0, 0
-    for module in layer.modules():
-        if isinstance(module, nn.Linear):
-            results, inputs = results + module.out_features, inputs + module.in_features
-    active = int(getattr(config.get_text_config(), "num_experts_per_tok", None) or 0)
-    for parameter in layer.parameters():
-        if parameter.ndim == 3 and active:  # experts, fused
-            results, inputs = results + active * parameter.shape[1], inputs + active * parameter.shape[2]
-    # Attention's result is about as large as the input of the product after it.
-    return 2 * hidden + results if recompute == "selective" else 2 * hidden + results + inputs
+@dataclass(frozen=True, slots=True)
+class _Widths:
+    """Numbers of a layer for each token."""
+
+    hidden: int
+    attention: int
+    """Of all heads."""
+    results: int
+    """Of products, without the last, which is only added."""
+    inputs: int
+    """Of products; products with the same input have one if the layer is compiled."""
+    widest: int
+    """Of a result."""
+
+
+def _widths(layer: nn.Module, model: Any, config: LearnerConfig, compiled: bool) -> _Widths:
+    text = model.get_text_config()
+    hidden = int(text.hidden_size)
+    heads = int(text.num_attention_heads)
+    attention = heads * int(getattr(text, "head_dim", None) or hidden // heads)
+    products = [(m.in_features, m.out_features) for m in layer.modules() if isinstance(m, nn.Linear)]
+    active = int(getattr(text, "num_experts_per_tok", None) or 0)
+    # Experts, fused: each of the active ones has its own results.
+    products += [(p.shape[2], p.shape[1]) for p in layer.parameters() if p.ndim == 3 for _ in range(active)]
+    if compiled:
+        inputs = 2 * hidden + attention + sum(width for width, _ in products if width not in (hidden, attention))
+    else:
+        inputs = sum(width for width, _ in products)
+    results = [width for _, width in products]
+    if config.lora is not None:  # of both factors of an adapter, whose result is added to the product's
+        results += [width for _, out in products for width in (config.lora.rank, out)]
+    return _Widths(hidden, attention, sum(results) - hidden, inputs, max(results))
+
+
+def _kept(widths: _Widths, options: MemoryOptions) -> int:
+    """Return the bytes that a layer keeps for each token until its backward pass: always its input."""
+    own = options.hidden_size * widths.hidden
+    if options.recompute == "full":
+        return own
+    products = options.size * (widths.results + widths.attention)
+    return own + products if options.recompute == "selective" else _all(widths, options)
+
+
+def _all(widths: _Widths, options: MemoryOptions) -> int:
+    """Return the bytes that a layer keeps for each token if nothing is computed again."""
+    own = options.hidden_size * widths.hidden
+    if options.compiled:
+        return own + options.size * (widths.results + widths.inputs)
+    # Also what the two norms keep, and what activations and rotations make of the products' results.
+    return 2 * (own + _MASTER * widths.hidden) + options.size * (2 * widths.results + widths.inputs)
+
+
+def _computed(widths: _Widths, options: MemoryOptions) -> int:
+    """Return the bytes for each token in a layer's backward pass, without what it has kept: computed again, and gradients."""
+    gradients = 2 * options.hidden_size * widths.hidden + 2 * options.size * widths.widest
+    return _all(widths, options) - _kept(widths, options) + gradients

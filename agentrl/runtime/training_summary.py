@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from agentrl.config.learner import Recompute
+from agentrl.config.learner import LearnerConfig, Recompute
 from agentrl.config.schema import Config
-from agentrl.models.freezing import count_trained
+from agentrl.models.freezing import count_trained, frozen_names
 from agentrl.models.learning_rates import Use, describe_optimizer
 from agentrl.models.load import empty_model
 
 if TYPE_CHECKING:
     from agentrl.learner.memory import LearnerMemory
+
+FITS = 0.9
+"""Share of a GPU's memory that the estimate may need: fragmentation, NCCL's buffers and a bucket of weights come on top."""
 
 
 def describe_training(config: Config, folder: Path, critic: Path | None, use: Use = "policy") -> list[str]:
@@ -35,42 +39,103 @@ def describe_training(config: Config, folder: Path, critic: Path | None, use: Us
     return lines
 
 
-def describe_memory(config: Config, folder: Path) -> str:
-    """Return a line on the memory that each rank of the learner needs to train the policy in ``folder``.
+def describe_memory(config: Config, folder: Path) -> list[str]:
+    """Return lines on the memory that each rank of the learner needs to train the policy in ``folder``.
 
     Raises:
+        ConfigError: see `frozen_names`.
         ModelError: the model's configuration cannot be loaded.
 
     """
+    config, lines = with_recompute(config, folder)
     found, device = estimate_memory(config, folder)
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in asdict(found).items() if size)
     ranks = config.learner.ranks
-    return f"{'memory':<13}about {found.total / 2**30:.1f} GiB on each of {ranks} learner ranks ({device}): {parts}"
+    line = f"about {found.total / 2**30:.1f} GiB on each of {ranks} learner ranks ({device}): {parts}"
+    return [f"{'memory':<13}{line}", *lines]
 
 
-def estimate_memory(config: Config, folder: Path) -> tuple[LearnerMemory, str]:
-    """Return the memory that each rank of the learner needs to train the policy in ``folder``, and its kind of device.
+def with_recompute(
+    config: Config, folder: Path, gpu_memory: Callable[[], int | None] | None = None
+) -> tuple[Config, list[str]]:
+    """Return the configuration with ``learner.recompute=auto`` replaced by what fits a GPU, and a line that says so.
+
+    Unchanged if the key is set, the learner is not on GPUs, or their memory is not known.
+
+    Args:
+        config: of the run.
+        folder: of the policy; its weights are not read.
+        gpu_memory: returns the bytes of a GPU; None: of the smallest that this process sees.
 
     Raises:
+        ConfigError: see `frozen_names`.
         ModelError: the model's configuration cannot be loaded.
 
     """
-    from agentrl.learner.device import recomputed, resolve_device, uses_bfloat16
-    from agentrl.learner.memory import learner_memory
+    learner = config.learner
+    if learner.recompute != "auto" or learner.backend != "fsdp" or _device(learner) != "cuda":
+        return config, []
+    from agentrl.learner.device import gpu_bytes
+
+    if (gpu := (gpu_memory or gpu_bytes)()) is None:
+        return config, []
+    selective, full = (
+        config.model_copy(update={"learner": learner.model_copy(update={"recompute": choice})})
+        for choice in ("selective", "full")
+    )
+    needed = estimate_memory(selective, folder)[0].total
+    fits = needed <= FITS * gpu
+    line = (
+        f"{'recompute':<13}{'selective' if fits else 'full'} (learner.recompute=auto): selective recomputation needs about "
+        f"{needed / 2**30:.1f} GiB of the {gpu / 2**30:.1f} of a GPU"
+    )
+    return (selective if fits else full), [line]
+
+
+def estimate_memory(config: Config, folder: Path, *, accumulates: bool = True) -> tuple[LearnerMemory, str]:
+    """Return the memory that each rank of the learner needs to train the policy in ``folder``, and its kind of device.
+
+    Args:
+        config: of the run.
+        folder: of the policy; its weights are not read.
+        accumulates: whether an optimizer step has several micro-batches.
+
+    Raises:
+        ConfigError: see `frozen_names`.
+        ModelError: the model's configuration cannot be loaded.
+
+    """
+    from agentrl.learner.device import recomputed, uses_bfloat16
+    from agentrl.learner.memory import MemoryOptions, learner_memory
 
     learner = config.learner
-    # A configuration for GPUs is described as on GPUs, also on a machine without.
-    device = "cuda" if learner.device == "cuda" else resolve_device(learner)
+    device = _device(learner)
     on_gpu = device == "cuda"
     of_gpus: Recompute = "selective" if learner.recompute == "auto" else learner.recompute
-    found = learner_memory(
-        empty_model(folder, "sdpa"),
-        learner,
+    hf: Any = empty_model(folder, "sdpa")
+    weights = dict(hf.named_parameters())
+    for name in weights if learner.lora is not None else frozen_names(weights.keys(), learner.freeze):
+        weights[name].requires_grad_(False)
+    options = MemoryOptions(
         ranks=learner.ranks,
         tokens=config.batch.tokens_per_micro,
         bfloat16=learner.precision != "float32" if on_gpu else uses_bfloat16(learner),
         recompute=of_gpus if on_gpu else recomputed(learner),
         compiled=on_gpu if learner.compile == "auto" else learner.compile,
-        reference=config.algo.has_kl,
+        reference=_has_second_model(config, folder),
+        accumulates=accumulates,
     )
-    return found, device
+    return learner_memory(hf, learner, options), device
+
+
+def _has_second_model(config: Config, folder: Path) -> bool:
+    """Return whether there is a reference policy besides the base model of LoRA adapters."""
+    is_base = config.learner.lora is not None and config.algo.reference in (None, config.model.path, str(folder))
+    return config.algo.needs_reference and not is_base
+
+
+def _device(learner: LearnerConfig) -> str:
+    """Return the kind of device. A configuration for GPUs is described as on GPUs, also on a machine without."""
+    from agentrl.learner.device import resolve_device
+
+    return "cuda" if learner.device == "cuda" else resolve_device(learner)

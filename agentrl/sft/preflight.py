@@ -13,7 +13,7 @@ from agentrl.learner.registry import make_backend
 from agentrl.models.learning_rates import with_rates
 from agentrl.models.resolve import resolve_model
 from agentrl.runtime.checks import check_packages
-from agentrl.runtime.training_summary import describe_training
+from agentrl.runtime.training_summary import describe_training, with_recompute
 
 
 def check_sft(config: Config) -> None:
@@ -46,7 +46,9 @@ def prepare_sft(config: Config) -> tuple[Config, Path, list[str]]:
     check_sft(config)
     model = resolve_model(config.model.path)
     make_backend(config.learner).check(config.algo, [model])
-    return with_rates(config, model, None, "sft"), model, describe_training(config, model, None, "sft")
+    lines = describe_training(config, model, None, "sft")
+    resolved, chosen = with_recompute(with_rates(config, model, None, "sft"), model)
+    return resolved, model, lines + chosen
 
 
 def plan_sft(config: Config) -> list[str]:

@@ -23,6 +23,7 @@ from agentrl.obs.waiting import PHASE, waiting
 from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_dir import run_folder
+from agentrl.runtime.training_summary import with_recompute
 from agentrl.train.optimizer_steps import with_possible_sharing
 from agentrl.train.rollout_sources import open_replay, open_sampling
 from agentrl.train.run_outputs import draw_curve, open_metrics, print_summary
@@ -141,6 +142,11 @@ async def run_training(
                 save_config(config, folder)  # a run that is stopped in its warm start is resumed with it
                 config, model = await initial_policy(config, folder, checkpoint, interrupt, console)
                 save_config(config, folder)
+                config, lines = await asyncio.to_thread(
+                    with_recompute, config, model
+                )  # not saved: a resume may have other GPUs
+                for line in lines:
+                    print_message(console, line)
                 trainer = await TrainingRun(config, folder, console, checkpoint, model, replay, state).train(interrupt)
         except CheckpointError as error:
             raise _with_older(error, folder, checkpoint, replay) from error

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from agentrl.config.learner import LearnerConfig, OptimizerConfig
-from agentrl.learner.memory import LearnerMemory, learner_memory
+from agentrl.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
+from agentrl.learner.memory import LearnerMemory, MemoryOptions, learner_memory
 from agentrl.models.load import empty_model
 from agentrl.models.random_models import SHAPES, model_config
 from tests.unit.learner.learners import Learners, make_batch
 
 WEIGHTS_7B = 7_615_616_512
-OF_8 = {"ranks": 8, "tokens": 8192, "bfloat16": True, "recompute": "selective", "compiled": True}
+OF_8 = MemoryOptions(ranks=8, tokens=8192, bfloat16=True, recompute="selective", compiled=True)
+GIB = 2**30
 
 
 @pytest.fixture(scope="module")
@@ -29,27 +33,38 @@ def of_7b(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 
 def test_a_7b_policy_on_8_ranks(of_7b):
-    found = learner_memory(of_7b, LearnerConfig(reshard_after_forward=True), **OF_8)
+    found = learner_memory(of_7b, LearnerConfig(reshard_after_forward=True), OF_8)
     assert found.weights == pytest.approx(4 * WEIGHTS_7B / 8, rel=1e-3)
     assert found.gradients == found.weights
     assert found.optimizer == 2 * found.weights
-    assert found.logits == 3 * 4 * LearnerConfig().logits_chunk * 152064
+    # A chunk's logits and their gradient, and the gradient of the head's weights so far.
+    assert found.logits == 4 * 152064 * (2 * LearnerConfig().logits_chunk + 3584)
     assert 20e9 < found.total < 80e9
     assert found.reference == 0
 
 
-@pytest.mark.parametrize(("size", "measured_gib"), [("0.6b", 25.8), ("4b", 101.8)])
-def test_the_estimate_is_within_15_percent_of_what_an_h200_had_allocated(size: str, measured_gib: float):
-    """``agentrl bench learner batch.tokens_per_micro=16384``; see docs/results.md."""
+@pytest.mark.parametrize(
+    ("size", "options", "measured_gib"),
+    [
+        ("4b", {"tokens": 16384}, 101.8),
+        ("0.6b", {"tokens": 16384}, 25.8),
+        ("4b", {"tokens": 32768, "recompute": "full", "accumulates": False}, 64.0),
+        ("8b", {"tokens": 8192, "ranks": 2}, 103.9),
+        ("8b", {"tokens": 12288, "ranks": 2}, 116.2),
+    ],
+)
+def test_the_estimate_is_what_an_h200_had_allocated(size: str, options: dict[str, Any], measured_gib: float):
+    """``agentrl bench learner``; see docs/results.md. Micro-batches are a little smaller than their limit."""
+    defaults: dict[str, Any] = {"ranks": 1, "bfloat16": True, "recompute": "selective", "compiled": True}
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(model_config(SHAPES[size]))
-    options = {"ranks": 1, "tokens": 16384, "bfloat16": True, "recompute": "selective", "compiled": True}
-    assert learner_memory(hf, LearnerConfig(), **options).total / 2**30 == pytest.approx(measured_gib, rel=0.15)
+    found = learner_memory(hf, LearnerConfig(), MemoryOptions(**defaults | options)).total / GIB
+    assert 1.0 < found / measured_gib < 1.08
 
 
 def test_what_needs_more_memory_is_estimated_to(of_7b):
-    def total(options: dict[str, object] | None = None, **learner: object) -> int:
-        return learner_memory(of_7b, LearnerConfig(**learner), **OF_8 | (options or {})).total
+    def total(options: dict[str, Any] | None = None, **learner: Any) -> int:
+        return learner_memory(of_7b, LearnerConfig(**learner), replace(OF_8, **options or {})).total
 
     usual = total()
     assert total({"recompute": "full"}) < usual < total({"recompute": "none"})
@@ -58,15 +73,57 @@ def test_what_needs_more_memory_is_estimated_to(of_7b):
     assert usual < total({"reference": True})
     assert total(optimizer=OptimizerConfig(name="muon")) < usual
     assert total({"ranks": 1}) > 4 * usual / 3
+    assert total({"accumulates": False}) < usual
+    assert total({"compiled": False}) > usual
+
+
+def test_gradients_of_one_micro_batch_appear_while_activations_are_freed(of_7b):
+    """The peak is less than the sum of both, and not less than what the state or the activations need."""
+    one, several = (
+        learner_memory(of_7b, LearnerConfig(), replace(OF_8, accumulates=accumulates)) for accumulates in (False, True)
+    )
+    assert several.gradients == several.weights
+    assert several.total - several.weights <= one.total < several.total
+
+
+def test_lora_trains_adapters_alone(of_7b):
+    whole = learner_memory(of_7b, LearnerConfig(), OF_8)
+    frozen = copy.deepcopy(of_7b).requires_grad_(False)
+    found = learner_memory(frozen, LearnerConfig(lora=LoraConfig(rank=8)), OF_8)
+    adapters = 28 * 8 * sum((4 * 3584, 2 * (3584 + 512), 3 * (3584 + 18944))) * 4 // 8
+    assert found.weights - whole.weights == pytest.approx(adapters, rel=1e-3)
+    assert found.optimizer == 2 * found.gradients == 2 * (found.weights - whole.weights)
+    assert found.activations > whole.activations
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_the_state_is_what_a_rank_has(learners: Learners, name: str):
     rank = learners.open(name).rank
     learners.current.train_step(make_batch([20, 30]))
-    options = {"ranks": 1, "tokens": 64, "bfloat16": False, "recompute": "none", "compiled": False}
-    found: LearnerMemory = learner_memory(rank.model.hf, rank.config, **options)
+    options = MemoryOptions(ranks=1, tokens=64, bfloat16=False, recompute="none", compiled=False)
+    found: LearnerMemory = learner_memory(rank.model.hf, rank.config, options)
     assert found.weights == sum(parameter.nbytes for parameter in rank.model.parameters())
     moments = [t for one in rank.optimizers for state in one.state.values() for t in state.values() if t.ndim]
     assert found.optimizer == sum(tensor.nbytes for tensor in moments)
     assert found.gathered == 0
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_activations_are_what_autograd_keeps(learners: Learners, recompute: str):
+    """Without compilation, selective recomputation keeps products in another place, where hooks do not see them."""
+    rank = learners.open(precision="bfloat16", recompute=recompute).rank
+    [[micro]] = make_batch([200], bin_=256, micro=256).micro
+    hidden, kept = 32, dict[int, int]()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in rank.model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.shape[-1] == hidden and tensor.ndim == 3:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        scores, _ = rank.model(micro, micro.mask_L.nonzero()[:, 0].numpy(), 1.0)
+    # The inputs of two layers in float32; of the final norm, its input and what it scales.
+    assert sum(kept.values()) == 4 * hidden * len(micro.token_ids_L) * (2 + 2)
+    del scores

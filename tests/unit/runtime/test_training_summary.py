@@ -1,0 +1,40 @@
+"""``learner.recompute=auto``: what fits a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentrl.config.load import load_config
+from agentrl.models.random_models import SHAPES, model_config
+from agentrl.runtime.training_summary import with_recompute
+
+AS_ON_A_GPU = ["learner.device=cuda", "batch.tokens_per_micro=16384"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 4B without weights; with selective recomputation it needs 107.6 GiB, nine tenths of 119.5."""
+    found = tmp_path_factory.mktemp("4b")
+    model_config(SHAPES["4b"]).save_pretrained(found)
+    return found
+
+
+@pytest.mark.parametrize(("gib", "chosen"), [(120.0, "selective"), (119.0, "full")])
+def test_selective_recomputation_is_chosen_where_it_fits(folder: Path, gib: float, chosen: str) -> None:
+    config, [line] = with_recompute(load_config(None, AS_ON_A_GPU), folder, lambda: int(gib * 2**30))
+    assert config.learner.recompute == chosen
+    assert f"{chosen} (learner.recompute=auto)" in line
+    assert f"of the {gib} of a GPU" in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu"),
+    [([*AS_ON_A_GPU, "learner.recompute=none"], 1), (AS_ON_A_GPU, None), (["learner.device=cpu"], 1)],
+)
+def test_what_is_set_and_what_is_not_on_a_known_gpu_stays(
+    tmp_path: Path, overrides: list[str], gpu: int | None
+) -> None:
+    given = load_config(None, overrides)
+    assert with_recompute(given, tmp_path, lambda: gpu) == (given, [])
