@@ -44,6 +44,6 @@ class SftConfig(Section):
     workers: int = Field(default=1, ge=0)
     """Processes that make demonstrations; 0: the driver does. The data do not depend on it."""
     out: Path | None = None
-    """Folder to write the finished policy to; without one, ``model`` in the run's folder."""
+    """New or empty folder to write the finished policy to; without one, ``model`` in the run's folder."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of the written weights."""

@@ -24,6 +24,17 @@ def copy_other_files(source: Path, out: Path) -> None:
                 shutil.copyfile(file, out / file.name)
 
 
+def check_free(out: Path, key: str = "") -> None:
+    """Refuse a folder that holds files; ``key`` is what it was given as.
+
+    Raises:
+        ConfigError: it does.
+
+    """
+    if out.is_dir() and any(out.iterdir()):
+        raise ConfigError(f"{key}{out} holds files; name a new folder")
+
+
 def export_model(source: Path, out: Path, dtype: str, file_bytes: int = FILE_BYTES) -> None:
     """Write the model in ``source`` to ``out``, with its tokenizer. One weight at a time is in memory.
 
@@ -39,8 +50,7 @@ def export_model(source: Path, out: Path, dtype: str, file_bytes: int = FILE_BYT
 
     """
     as_dtype(dtype)
-    if out.is_dir() and any(out.iterdir()):
-        raise ConfigError(f"{out} holds files; name a new folder")
+    check_free(out)
     files = WeightFiles(source, "export")
     specs = [replace(spec, dtype=dtype) if "float" in spec.dtype else spec for spec in files.specs()]
     if not specs:

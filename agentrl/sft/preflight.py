@@ -10,6 +10,7 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.core.registry import make_env, make_tasks
 from agentrl.learner.registry import make_backend
+from agentrl.models.export import check_free
 from agentrl.models.learning_rates import with_rates
 from agentrl.models.resolve import resolve_model
 from agentrl.runtime.checks import check_packages
@@ -33,6 +34,8 @@ def check_sft(config: Config) -> None:
     make_tasks(config.tasks.name, config.tasks.options)
     make_env(config.env.name, config.env.options)
     check_packages(config)
+    if config.sft.out is not None:
+        check_free(config.sft.out, "sft.out=")
     make_backend(config.learner).check(config.algo, [])
 
 

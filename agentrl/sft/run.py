@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import threading
 import time
@@ -17,10 +16,10 @@ from agentrl.config.render import RenderConfig
 from agentrl.config.saved import save_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import RunStopped
-from agentrl.core.file_modes import give_default_mode
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.in_process import LocalLearnerGroup
-from agentrl.models.load import load_model, load_tokenizer
+from agentrl.models.export import export_model
+from agentrl.models.load import load_tokenizer
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.trackers import open_tensorboard
 from agentrl.render.registry import make_renderer
@@ -66,7 +65,7 @@ def _run(config: Config, model: Path, data: Demonstrations, folder: Path, note: 
     finally:
         learner.close()
         data.close()
-    write_policy(folder / "checkpoint" / "model", model, out, config.sft.dtype)
+    export_model(folder / "checkpoint" / "model", out, config.sft.dtype)
     note(f"policy {out}")
     if interrupted:
         raise RunStopped(f"interrupted after {step} of {config.sft.steps} steps; the policy so far is in {out}")
@@ -142,13 +141,3 @@ class RendererOf:
     def __call__(self) -> ChatRenderer:
         """Return a new renderer."""
         return make_renderer(load_tokenizer(self.folder, trust_remote_code=self.trust_remote_code), self.config)
-
-
-def write_policy(trained: Path, source: Path, out: Path, dtype: str) -> None:
-    """Write the model in ``trained`` to ``out`` in ``dtype``, with the tokenizer and chat template of ``source``."""
-    out.mkdir(parents=True, exist_ok=True)
-    load_model(trained, dtype).save_pretrained(out)
-    give_default_mode(*out.glob("*.safetensors"))
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from agentrl.config.load import load_config
 from agentrl.config.render import RenderConfig
@@ -204,7 +205,10 @@ def test_a_run_lowers_the_loss_and_writes_a_policy(tmp_path: Path) -> None:
     losses = [row["train/loss"] for row in rows]
     assert np.mean(losses[-3:]) < np.mean(losses[:2])
     assert rows[-1]["train/lr"] < rows[0]["train/lr"] == pytest.approx(1e-3)
-    assert load_model(out, "bfloat16").config.dtype is not None
+    written = load_model(out, "bfloat16")
+    assert written.config.dtype is torch.bfloat16
+    weights = load_model(tmp_path / "run" / "checkpoint" / "model", "bfloat16").state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in written.state_dict().items())
     assert (out / "tokenizer.json").read_bytes() == (WARM / "tokenizer.json").read_bytes()
     assert load_tokenizer(out).chat_template
     assert len({path.stat().st_mode for path in tmp_path.rglob("*") if path.is_file()}) == 1, "all are readable"
@@ -234,3 +238,11 @@ def test_ctrl_c_saves_what_there_is(tmp_path: Path) -> None:
 def test_a_taskset_is_needed() -> None:
     with pytest.raises(ConfigError, match=r"tasks\.name"):
         sft(load_config(None, []), note=print)
+
+
+def test_a_folder_with_files_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=r"sft\.out=.*/policy holds files"):
+        sft(config(f"run.dir={tmp_path / 'run'}", f"sft.out={tmp_path / 'policy'}"), note=print)
+    assert not (tmp_path / "run").exists()
