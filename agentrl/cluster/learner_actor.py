@@ -17,6 +17,8 @@ from agentrl.core.child_process import LOOPBACK
 from agentrl.distributed.base import TensorSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from agentrl.learner.base import LearnerRank, Role
     from agentrl.learner.export.bucket import RankBucket
     from agentrl.learner.export.exporter import WeightExporter
@@ -113,7 +115,7 @@ class LearnerActor:
                 reference=spec.reference,
                 role=spec.role,
             )
-        self.exporter = WeightExporter(self.learner)
+        self.exporter = WeightExporter(self.learner, self.learner.adapters)
         return self.learner.share
 
     def sleep(self) -> None:
@@ -131,6 +133,11 @@ class LearnerActor:
         """Gather the next bucket in place of the current one, and return its head; None after the last."""
         self._bucket = next(self._buckets, None)
         return None if self._bucket is None else (tuple(self._bucket.specs), self._bucket.last)
+
+    def adapters(self, dtype: str | None) -> list[tuple[str, torch.Tensor]]:
+        """Return the LoRA adapters on rank 0, nothing on others; see `LearnerGroup.adapters`."""
+        found = self.exporter.adapters(dtype)
+        return found if self._rank == 0 else []
 
     @ray.method(concurrency_group="leaving")
     def leave_group(self) -> None:

@@ -40,6 +40,7 @@ def check(config: Config) -> None:
         _distillation,
         _batches,
         _weights,
+        _adapters,
     )
     faults = [fault for rule in rules for fault in rule(config)]
     for name, source in config.by_source().items() if config.sources else ():
@@ -298,6 +299,34 @@ def _weights(config: Config) -> Iterator[str]:
     # Pipeline stages and data parallel replicas number their tensor parallel ranks from 0 again.
     elif kind in ("ipc", "distributed") and sampler.engine_ranks != sampler.tensor_ranks:
         yield f"weights.transport={kind} reaches SGLang's tensor parallel ranks only; set weights.transport=disk"
+
+
+def _adapters(config: Config) -> Iterator[str]:
+    """Whether the engines can hold the base model and take adapters."""
+    sampler, key = config.sampler, "weights.adapters=only"
+    if config.weights.adapters != "only":
+        return
+    if config.learner.lora is None:
+        yield f"{key} without learner.lora: no adapters are trained; set learner.lora={{}}, or leave out weights.adapters"
+    if sampler.backend != "sglang":
+        yield f"{key} with sampler.backend={sampler.backend}: it takes no adapters; set weights.adapters=merged"
+    if sampler.router == "sglang":
+        yield (
+            f"{key} with sampler.router=sglang: requests name the adapter of an engine, and the router chooses the engine; set "
+            "sampler.router=builtin"
+        )
+    if config.placement.mode == "colocate":
+        yield (
+            f"{key} with placement.mode=colocate: engines that release their memory lose the base model; set "
+            "weights.adapters=merged"
+        )
+    if config.weights.transport != "tensor":
+        yield (
+            f"{key} with weights.transport={config.weights.transport}: adapters are sent in the request; leave out "
+            "weights.transport"
+        )
+    if sampler.engine_ranks != sampler.tensor_ranks:
+        yield f"{key} reaches SGLang's tensor parallel ranks only; set weights.adapters=merged"
 
 
 def check_context(config: Config, max_positions: int | None = None) -> None:

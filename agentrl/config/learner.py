@@ -118,7 +118,8 @@ class LearnerConfig(Section):
     """Shell patterns of weights that stay as they are, by Hugging Face name, such as ``*.embed_tokens.*``. They have no
     gradient and no optimizer state. A critic is trained as a whole."""
     lora: LoraConfig | None = None
-    """Train adapters only (needs the extra ``lora``). Engines and exports get merged weights. A critic is trained as a whole."""
+    """Train adapters only (needs the extra ``lora``). Engines, unless ``weights.adapters`` is ``only``, and exports get merged
+    weights. A critic is trained as a whole."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer."""
     start_timeout_s: PositiveFloat = 300.0

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from agentrl.distributed.base import TensorSpec, WeightGroup
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LoraAdapter:
+    """A LoRA adapter, as a PEFT folder has it."""
+
+    config: Mapping[str, Any]
+    """The contents of ``adapter_config.json``."""
+    tensors: Sequence[tuple[str, torch.Tensor]]
+    """By name, on the CPU."""
+    ranks: int = 1
+    """Processes of the engine that load it."""
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of the tensors by name, which the engine compares; without any it compares nothing."""
+
 
 MemoryPart = Literal["weights", "kv_cache"]
 """Part of an engine's memory that can be released."""
@@ -68,6 +84,10 @@ class WeightUpdates(Protocol):
 
     async def from_group(self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool) -> None:
         """Load one bucket that rank 0 broadcasts, and return when it has arrived; otherwise like `from_tensors`."""
+        ...
+
+    async def from_adapter(self, adapter: LoraAdapter, version: int) -> None:
+        """Load a LoRA adapter, with which ``version`` samples; requests that a pause keeps continue with theirs."""
         ...
 
 

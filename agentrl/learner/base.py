@@ -49,6 +49,11 @@ class LearnerRank(WeightSource, Protocol):
     """One rank of a learner. All ranks are called in the same order, with the same arguments, or their share of a batch."""
 
     @property
+    def adapters(self) -> WeightSource:
+        """The LoRA adapters that are trained, by their names in a PEFT folder; none without LoRA."""
+        ...
+
+    @property
     def share(self) -> int:
         """Index of the share of a batch (`GlobalBatch.micro`) that this rank computes, alone or with other ranks."""
         ...
@@ -277,6 +282,15 @@ class LearnerGroup(Protocol):
         Args:
             bucket_bytes: size of a bucket; a larger tensor gets a separate bucket.
             dtype: weights are cast to it, such as ``bfloat16``; None keeps the learner's dtype.
+
+        """
+        ...
+
+    def adapters(self, dtype: str | None = None) -> list[tuple[str, torch.Tensor]]:
+        """Return copies of the LoRA adapters on the CPU, by their names in a PEFT folder; none without LoRA.
+
+        Args:
+            dtype: they are cast to it; None keeps the learner's dtype.
 
         """
         ...

@@ -85,7 +85,7 @@ class LocalLearnerGroup(_LocalRank, WeightExporter):
         self, folder: Path, config: LearnerConfig, algo: AlgoConfig, *, seed: int, reference: Path | None = None
     ) -> None:
         _LocalRank.__init__(self, folder, config, algo, seed, reference, "policy")
-        WeightExporter.__init__(self, self.rank)
+        WeightExporter.__init__(self, self.rank, self.rank.adapters)
 
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
         """Return log-probabilities by row; see `LearnerGroup.logprobs`."""

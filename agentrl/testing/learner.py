@@ -73,6 +73,10 @@ class FakeLearner:
         """Iterate over the weights in buckets of at most ``bucket_bytes``, with at least one tensor."""
         return self._weights().buckets(bucket_bytes, dtype)
 
+    def adapters(self, dtype: str | None = None) -> list[tuple[str, torch.Tensor]]:
+        """Return nothing: there are no LoRA adapters."""
+        return []
+
     def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
         """Open a real weight sync group."""
         return self._weights().open_group(urls, size, backend, timeout_s)

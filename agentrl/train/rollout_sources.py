@@ -19,6 +19,7 @@ from agentrl.runtime.services import open_services
 from agentrl.runtime.task_sources import order_of, read_splits
 from agentrl.train.replay import RecordedRollouts, Replay, sample_check
 from agentrl.train.sampling import RolloutSource, Sampling
+from agentrl.weight_sync.adapter import AdapterSync, with_adapters
 from agentrl.weight_sync.base import WeightSync
 from agentrl.weight_sync.registry import bucket_bytes_of, make_sync
 
@@ -46,6 +47,9 @@ async def open_sampling(
 
     """
     tasks = open_tasks(config)
+    lora, sampler = config.learner.lora, config.sampler
+    if lora is not None and config.weights.adapters == "only" and not sampler.urls:
+        config = config.model_copy(update={"sampler": await asyncio.to_thread(with_adapters, sampler, lora, model)})
     opening = open_services(config, tasks, model, folder, config.run.seed, launcher=launcher)
     services = await exits.enter_async_context(opening)
     dtype = await _sent_dtype(config, services.fleet)
@@ -86,6 +90,8 @@ async def _sent_dtype(config: Config, fleet: Fleet) -> str | None:
 
 
 def _weight_sync(config: Config, folder: Path, transport: str, dtype: str | None) -> WeightSync:
+    if config.learner.lora is not None and config.weights.adapters == "only":
+        return AdapterSync(config.learner.lora, dtype=dtype, check=config.weights.check)
     gpus = config.sampler.device == learner_device(config.learner) == "cuda"
     return make_sync(
         transport,

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, 
 
 from agentrl.core.errors import EngineLostError, SamplerError
 from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
+from agentrl.inference.client.adapters import adapter_version
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
 from agentrl.inference.client.segments import Segment, Vocabulary, join
 from agentrl.obs.waiting import waiting
@@ -67,6 +68,11 @@ class GenerationClient(ABC):
     def ready(self) -> bool:
         """Whether generations may start now."""
 
+    @property
+    def adapter(self) -> str | None:
+        """Name of the LoRA adapter that generations use; None: the engine's weights alone."""
+        return None
+
     @abstractmethod
     async def wait_ready(self) -> None:
         """Wait until generations may start.
@@ -99,7 +105,7 @@ class GenerationClient(ABC):
                 request.pause, request.updated = None, False
                 # SGLang aborts every request whose id starts with the given one: the suffix keeps r1 from aborting r10.
                 request.sent_id = f"{request_id}:{next(self._numbers)}"
-                body = generate_body(ids, params, left, request.sent_id)
+                body = generate_body(ids, params, left, request.sent_id, self.adapter)
                 with waiting("engine", self._http.url):
                     async with self._http.request("POST", "/generate", body, key=session_id) as reply:
                         content = await reply.read()
@@ -189,8 +195,10 @@ class GenerationClient(ABC):
                 wait.cancel()
 
 
-def generate_body(ids: list[int], params: SamplingParams, max_new_tokens: int, rid: str) -> dict[str, Any]:
-    """Return the body for ``/generate``."""
+def generate_body(
+    ids: list[int], params: SamplingParams, max_new_tokens: int, rid: str, adapter: str | None = None
+) -> dict[str, Any]:
+    """Return the body for ``/generate``, with the engine's LoRA adapter of this name."""
     sampling: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": params.temperature,
@@ -208,7 +216,8 @@ def generate_body(ids: list[int], params: SamplingParams, max_new_tokens: int, r
         sampling["ignore_eos"] = True
     if params.seed is not None:
         sampling["sampling_seed"] = params.seed
-    return {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "rid": rid}
+    body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "rid": rid}
+    return body if adapter is None else body | {"lora_path": adapter}
 
 
 class _Part(BaseModel):
@@ -282,7 +291,10 @@ def read_reply(
     for fault, found in _faults(reply, ids, finish, body, vocabulary).items():
         if found:
             raise SamplerError(f"the engine's reply to {request_id} {fault}")
-    if meta.weight_versions is not None:
+    adapter = body.get("lora_path")
+    if adapter is not None:  # it samples the whole request, whatever the engine's newest version is
+        versions: tuple[tuple[int, int], ...] = ((0, adapter_version(adapter)),) if ids else ()
+    elif meta.weight_versions is not None:
         # SGLang names one for a request that was aborted before its first token, too.
         spans = [span for span in meta.weight_versions if span.start < len(ids)]
         versions = tuple((span.start, version_number(span.version)) for span in spans)
@@ -296,7 +308,7 @@ def read_reply(
         cached_tokens=meta.cached_tokens,
         request_id=request_id,
     )
-    return Segment(generation, exact=meta.weight_versions is not None)
+    return Segment(generation, exact=adapter is not None or meta.weight_versions is not None)
 
 
 def _faults(

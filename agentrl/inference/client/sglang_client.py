@@ -77,6 +77,11 @@ class SGLangClient(GenerationClient):
             await self.memory.wait_ready()
             await self.updates.wait_ready()
 
+    @property
+    def adapter(self) -> str | None:
+        """Name of the LoRA adapter that generations use."""
+        return self.updates.adapters.current
+
     async def abort(self, request_id: str) -> None:
         """Abort a request and wait until its `generate` returns; unknown requests are ignored."""
         await self.abort_at(request_id, self.stop)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.distributed.base import LOAD_FORMAT, TensorSpec, WeightGroup
+from agentrl.inference.base import LoraAdapter
+from agentrl.inference.client.adapters import SGLangAdapters
 from agentrl.inference.client.control import ControlEndpoint, ControlRefused
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ class SGLangWeightUpdates:
         self._paused = paused
         self._keeps_requests = keeps_requests
         self._on_update = on_update
+        self.adapters = SGLangAdapters(control)
+        """The engine's LoRA adapters."""
         self._in_progress = False
         self._brackets = True
         """The engine has /begin_weight_update, as far as is known."""
@@ -131,10 +135,21 @@ class SGLangWeightUpdates:
             self._finish()
         self._on_update()
 
+    async def from_adapter(self, adapter: LoraAdapter, version: int) -> None:
+        """Load a LoRA adapter, while no generation starts."""
+        self.check_resumed()
+        self._close()
+        try:
+            await self._wait_settled()
+            await self.adapters.load(adapter, version, keep_old=self._keeps_requests())
+        finally:
+            self._finish()
+
     async def _load(self, body: dict[str, Any]) -> None:
         try:
             await self._control.call("/update_weights_from_disk", body)
             self._unfit = None
+            self.adapters.drop()
         except EngineError as error:
             # SGLang's other refusals come before it touches a weight.
             if not isinstance(error, ControlRefused) or any(words in str(error) for words in _TOUCHED):
@@ -213,6 +228,7 @@ class SGLangWeightUpdates:
             raise
         if last:
             self._unfit = None
+            self.adapters.drop()
             self._finish()
         self._on_update()
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from agentrl.distributed.base import WeightGroup
 from agentrl.learner.base import WeightBucket, WeightSource
 from agentrl.learner.export.broadcaster import WeightBroadcaster
 from agentrl.learner.export.bucket import rank_buckets
+
+if TYPE_CHECKING:
+    import torch
 
 
 class WeightExporter:
@@ -16,14 +21,22 @@ class WeightExporter:
     Used by every rank of a Ray learner, and a base class of in-process learners and of test and benchmark learners.
     """
 
-    def __init__(self, source: WeightSource) -> None:
-        """Export the weights of ``source``."""
+    def __init__(self, source: WeightSource, adapters: WeightSource | None = None) -> None:
+        """Export the weights of ``source``, and LoRA adapters."""
         self._source = source
+        self._adapters = adapters
         self._broadcaster = WeightBroadcaster()
 
     def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
         """Iterate over the weights; see `LearnerGroup.buckets`. Collective."""
         return rank_buckets(self._source, bucket_bytes, dtype, self._broadcaster)
+
+    def adapters(self, dtype: str | None = None) -> list[tuple[str, torch.Tensor]]:
+        """Return the LoRA adapters; see `LearnerGroup.adapters`. Collective."""
+        if self._adapters is None:
+            return []
+        buckets = rank_buckets(self._adapters, sys.maxsize, dtype, self._broadcaster)
+        return [(name, tensor.clone()) for bucket in buckets for name, tensor in bucket.tensors()]
 
     def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
         """Open a group's store; see `LearnerGroup.open_group`."""

@@ -10,8 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from agentrl.config.learner import LoraConfig
+from agentrl.distributed.base import TensorSpec, spec_of
 from agentrl.distributed.flat_bucket import ALIGNMENT
-from agentrl.learner.fsdp.weights import adapter_name, hf_name, is_adapter, local
+from agentrl.learner.base import WeightSource
+from agentrl.learner.fsdp.weights import adapter_name, hf_name, is_adapter, local, peft_name
 
 _PART_BYTES = 256 << 20
 """Weights of one collective, at least one; further memory as large is needed for it."""
@@ -98,16 +100,18 @@ class MergedWeights:
             if not is_adapter(name) and adapter_name(name, "A") in self.adapters
         }
         self._scale = config.alpha / config.rank if config is not None else 0.0
+        self.exported = {peft_name(name): adapter for name, adapter in self.adapters.items()}
+        """The adapters by their names in a PEFT folder."""
 
     def get(self, name: str, present: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Return a weight, sharded as the model's. Collective if it has an adapter: all ranks get ``A``.
 
         Args:
-            name: of Hugging Face.
+            name: of Hugging Face, or of `exported`.
             present: returns a tensor of the model in readable memory.
 
         """
-        weight = present(self.base[name])
+        weight = present(self.exported[name] if name in self.exported else self.base[name])
         if name not in self._pairs:
             return weight
         a, b = (present(each) for each in self._pairs[name])
@@ -118,3 +122,25 @@ class MergedWeights:
         return DTensor.from_local(
             merged, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
+
+
+class AdapterWeights:
+    """Implements `agentrl.learner.base.WeightSource` over the adapters of a rank."""
+
+    def __init__(self, rank: WeightSource, weights: MergedWeights) -> None:
+        """Gather by ``rank``, which knows the names of `MergedWeights.exported`."""
+        self._rank = rank
+        self._adapters = weights.exported
+
+    @property
+    def gathers_on(self) -> torch.device:
+        """See `WeightSource.gathers_on`."""
+        return self._rank.gathers_on
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """Return names, dtypes and shapes of the adapters."""
+        return [spec_of(*item) for item in self._adapters.items()]
+
+    def gather(self, into: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Write adapters into tensors; see `WeightSource.gather`."""
+        self._rank.gather(into)

@@ -32,12 +32,20 @@ def add_adapters(hf: Any, config: LoraConfig) -> None:
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
-    options = PeftConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=_targets(hf, config))
+    options = PeftConfig(
+        r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=adapted_layers(hf, config)
+    )
     hf.requires_grad_(False)
     inject_adapter_in_model(options, hf, _ADAPTER, low_cpu_mem_usage=True)
 
 
-def _targets(hf: Any, config: LoraConfig) -> list[str]:
+def adapted_layers(hf: Any, config: LoraConfig) -> list[str]:
+    """Return the names of the linear layers of a model without adapters that ``config.target`` names.
+
+    Raises:
+        ConfigError: a pattern matches no linear layer, or the output head.
+
+    """
     head = hf.get_output_embeddings()
     linears = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear) and module is not head]
     if config.target == "linear":

@@ -21,7 +21,7 @@ from agentrl.distributed.base import TensorSpec, spec_of
 from agentrl.learner.base import Role, RowLogprobs, RowScores
 from agentrl.learner.batch_loss import BatchLoss, SequenceRatios, at_mask, by_row, scored
 from agentrl.learner.device import peak_memory
-from agentrl.learner.fsdp.gather import MergedWeights, gather_weights
+from agentrl.learner.fsdp.gather import AdapterWeights, MergedWeights, gather_weights
 from agentrl.learner.fsdp.loading import load_critic, load_policy
 from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import make_optimizers
@@ -83,6 +83,7 @@ class FsdpRank:
         load = load_critic if role == "critic" else load_policy
         self.model: PackedModel = load(folder, config, device, mesh)
         self.merged = MergedWeights(self.model.hf, self.config.lora)
+        self.adapters = AdapterWeights(self, self.merged)
         self._parameters = self.merged.base
         self.name = "critic" if role == "critic" else "main"
         self.reference: Reference | None = None

@@ -54,6 +54,11 @@ def adapter_name(name: str, matrix: str) -> str:
     return name.replace(_BASE, f".lora_{matrix}.default.")
 
 
+def peft_name(name: str) -> str:
+    """Return the name that an adapter's weight has in a PEFT folder."""
+    return f"base_model.model.{name.replace('.default.', '.')}"
+
+
 def part_of(tensor: torch.Tensor) -> Part:
     """Return which part of the whole tensor this rank has."""
     shape, offset = tuple(tensor.shape), (0,) * tensor.ndim

@@ -11,6 +11,7 @@ from agentrl.core.errors import ConfigError
 GPU = ["sampler.backend=sglang"]
 IPC = ["weights.transport=ipc", "placement.mode=colocate"]
 SEND = ["weights.transport=distributed"]
+ADAPTERS = ["weights.adapters=only", "learner.lora={}"]
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,12 @@ SEND = ["weights.transport=distributed"]
         ([*SEND, *GPU, "sampler.sglang={tp_size: 2, pp-size: 2}"], "tensor parallel ranks only"),
         ([*IPC, *GPU, "sampler.sglang={dp_size: 2}"], "tensor parallel ranks only"),
         (["weights.check=checksum", *GPU, "sampler.sglang={device: cpu, tp: 2}"], "set weights.check=version"),
+        (["weights.adapters=only", *GPU], r"set learner\.lora="),
+        ([*ADAPTERS], r"sampler\.backend=embedded: it takes no adapters"),
+        ([*ADAPTERS, *GPU, "sampler.router=sglang"], r"set sampler\.router=builtin"),
+        ([*ADAPTERS, *GPU, "placement.mode=colocate"], r"lose the base model; set weights\.adapters=merged"),
+        ([*ADAPTERS, *GPU, "weights.transport=disk"], r"leave out weights\.transport"),
+        ([*ADAPTERS, *GPU, "sampler.sglang={dp_size: 2}"], "tensor parallel ranks only"),
     ],
 )
 def test_ways_that_lead_nowhere(settings: list[str], why: str) -> None:
@@ -43,6 +50,7 @@ def test_ways_that_lead_nowhere(settings: list[str], why: str) -> None:
         ["weights.transport=disk", *GPU, "sampler.sglang={pp_size: 2}", "placement.mode=disaggregate"],
         ["weights.dtype=bfloat16"],
         ["weights.check=checksum", *GPU],
+        [*ADAPTERS, *GPU, "placement.mode=disaggregate", "sampler.sglang={tp_size: 2}"],
     ],
 )
 def test_ways_that_are_open(settings: list[str]) -> None:

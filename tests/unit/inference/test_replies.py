@@ -250,3 +250,10 @@ def test_versions_are_numbers() -> None:
     for name in ("mine", "-1", "²", "9" * 20, ""):
         with pytest.raises(SamplerError, match="weight_version"):
             version_number(name)
+
+
+def test_the_adapter_of_a_request_is_its_version() -> None:
+    """The engine reports its newest version, but each request is sampled with the adapter that it names."""
+    segment = read_reply(orjson.dumps(REPLY), BODY | {"lora_path": "policy-v4-0a1b"}, "r")
+    assert segment.exact
+    assert segment.generation.versions == ((0, 4),)

@@ -41,7 +41,11 @@ def test_gradients_and_merged_weights_are_those_of_peft(learners, model):
     hf = learner.rank.model.hf
     learner.train_step(make_batch(LENGTHS))
     learner.train_step(make_batch(LENGTHS, seed=1))
-    merged = tensors(learner)
+    merged, adapters = tensors(learner), dict(learner.adapters())
+    assert {tensor.dtype for _, tensor in learner.adapters("bfloat16")} == {torch.bfloat16}
+    learner.sleep()
+    assert all(torch.equal(tensor, adapters[name]) for name, tensor in learner.adapters())
+    learner.wake()
     options = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), options)
     inner = theirs.base_model.model
@@ -49,6 +53,9 @@ def test_gradients_and_merged_weights_are_those_of_peft(learners, model):
         n for n, p in inner.named_parameters() if p.requires_grad
     }
     inner.load_state_dict(hf.state_dict())
+    named = peft.get_peft_model_state_dict(theirs)
+    assert adapters.keys() == named.keys()
+    assert all(torch.equal(tensor, named[name]) for name, tensor in adapters.items())
 
     found = {}
     learner.rank._update = lambda scale: (

@@ -1,0 +1,135 @@
+"""Weight sync of LoRA adapters alone: the engines keep the base model's weights."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.learner import LoraConfig
+from agentrl.config.sampler import SamplerConfig
+from agentrl.core.errors import ConfigError
+from agentrl.inference.base import EngineControl, LoraAdapter
+from agentrl.learner.base import LearnerGroup
+from agentrl.models.weight_checksum import raw_bytes
+from agentrl.weight_sync.engines import call_all, check_version
+
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that SGLang computes as one."""
+_SLOTS = 2
+"""Adapters that an engine holds on its device: the policy's, and an earlier one of requests that a pause kept."""
+
+
+class AdapterSync:
+    """Sends the adapters in the body of a request. Each version is an adapter of the engines, which requests name.
+
+    Args:
+        config: of the adapters.
+        dtype: they are cast to it before they are sent; None keeps the learner's float32.
+        check: ``none``; ``version``, the engines' versions afterwards; ``checksum``, also each engine's own comparison of
+            what it received with SHA-256 sums.
+
+    """
+
+    def __init__(self, config: LoraConfig, *, dtype: str | None = None, check: str = "version") -> None:
+        self._config = config
+        self._dtype = dtype
+        self._check = check
+
+    async def aclose(self) -> None:
+        """Do nothing: no resources are kept between updates."""
+
+    async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> None:
+        """Sync the adapters; see `WeightSync.push`.
+
+        Raises:
+            ConfigError: SGLang cannot compute adapters of these layers.
+            EngineError: an engine refused them, died or did not answer in time, or has another version afterwards.
+
+        """
+        adapter = await asyncio.to_thread(self._adapter, learner)
+
+        async def send(engine: EngineControl) -> None:
+            await engine.updates.from_adapter(replace(adapter, ranks=await engine.groups.ranks()), version)
+
+        await call_all(engines, f"adapters of version {version}", send)
+        if self._check != "none":
+            await check_version(engines, version)
+
+    def _adapter(self, learner: LearnerGroup) -> LoraAdapter:
+        tensors = learner.adapters(self._dtype)
+        layers = {name.partition(".lora_")[0] for name, _ in tensors}
+        _check_joined(layers)
+        sums: Mapping[str, str] = {}
+        if self._check == "checksum":
+            sums = {name: hashlib.sha256(raw_bytes(tensor)).hexdigest() for name, tensor in tensors}
+        return LoraAdapter(peft_config(self._config, _last_names(layers)), tensors, checksums=sums)
+
+
+def peft_config(config: LoraConfig, modules: Sequence[str]) -> dict[str, Any]:
+    """Return the contents of ``adapter_config.json`` of adapters of layers whose names end with ``modules``."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(modules),
+        "bias": "none",
+    }
+
+
+def with_adapters(sampler: SamplerConfig, config: LoraConfig, model: Path) -> SamplerConfig:
+    """Return the configuration of SGLang engines that hold adapters; options that it has already stay.
+
+    Args:
+        sampler: configuration of the engines.
+        config: of the adapters.
+        model: Hugging Face folder of the base model.
+
+    Raises:
+        ConfigError: see `agentrl.learner.fsdp.lora.adapted_layers`.
+        ModelError: the model's configuration cannot be loaded.
+
+    """
+    from agentrl.learner.fsdp.lora import adapted_layers
+    from agentrl.models.load import empty_model
+
+    layers = adapted_layers(empty_model(model, "sdpa"), config)
+    _check_joined(layers)
+    options: dict[str, Any] = {
+        "enable_lora": True,
+        "max_lora_rank": config.rank,
+        "lora_target_modules": _last_names(layers),
+        "max_loras_per_batch": _SLOTS,
+        "lora_strict_loading": True,
+    }
+    given = {name.replace("-", "_") for name in sampler.sglang}
+    options = {name: value for name, value in options.items() if name not in given}
+    return sampler.model_copy(update={"sglang": sampler.sglang | options})
+
+
+def _last_names(layers: Collection[str]) -> list[str]:
+    return sorted({layer.rpartition(".")[2] for layer in layers})
+
+
+def _check_joined(layers: Collection[str]) -> None:
+    """Check that of layers that SGLang joins, either all or none have an adapter.
+
+    Raises:
+        ConfigError: names one without.
+
+    """
+    names = set(layers)
+    for layer in sorted(names):
+        parent, _, last = layer.rpartition(".")
+        for joined in _JOINED:
+            missing = [each for each in joined if last in joined and f"{parent}.{each}" not in names]
+            if missing:
+                raise ConfigError(
+                    f"weights.adapters=only: {layer} has an adapter and {parent}.{missing[0]} has none, but SGLang computes "
+                    f"{', '.join(joined)} as one layer; set learner.lora.target to all of them, or weights.adapters=merged"
+                )
