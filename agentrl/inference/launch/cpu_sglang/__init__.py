@@ -17,6 +17,7 @@ OPTIONS: Mapping[str, object] = {
     "disable_overlap_schedule": True,
     "dtype": "float32",
     "grammar_backend": "none",
+    "lora_backend": "torch_native",
     # By default half of the memory, here 16 GB.
     "max_total_tokens": 65536,
     # Otherwise an idle scheduler keeps a core busy.

@@ -1,15 +1,17 @@
-"""Allows torchvision to be imported if its extension module, linked against CUDA, cannot be loaded.
+"""Allows torchvision to be imported if its extension module, linked against CUDA, cannot be loaded, and LoRA on a CPU.
 
 Python imports this module at its start, in every process. SGLang imports torchvision, but does not use it with a
-language model; torchvision itself only needs the schemas of two operators.
+language model; torchvision itself only needs the schemas of two operators. SGLang's LoRA layers request pinned memory,
+which torch refuses without a GPU.
 """
 
 import ctypes
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,15 +19,19 @@ from typing import Any
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
-class _Torchvision(importlib.abc.MetaPathFinder):
-    """Defines the operators just before torchvision is imported; finds no module itself."""
+class _Before(importlib.abc.MetaPathFinder):
+    """Calls ``prepare`` just before ``module`` is imported; finds no module itself."""
+
+    def __init__(self, module: str, prepare: Callable[[], None]) -> None:
+        self._module = module
+        self._prepare = prepare
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname == "torchvision":
+        if fullname == self._module:
             sys.meta_path.remove(self)
-            _define_operators()
+            self._prepare()
         return None
 
 
@@ -48,6 +54,21 @@ def _define_operators() -> None:
     _kept.append(library)
 
 
+def _ignore_pinning() -> None:
+    import torch
+
+    def unpinned(create: Any) -> Any:
+        @functools.wraps(create)
+        def call(*arguments: Any, pin_memory: bool = False, **named: Any) -> Any:
+            return create(*arguments, **named)
+
+        return call
+
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    setattr(torch.Tensor, "pin_memory", lambda self, device=None: self)  # noqa: B010 - mypy refuses the assignment
+
+
 _kept: list[object] = []
 """Keeps libraries alive: their operators are removed when they are garbage-collected."""
 
@@ -61,5 +82,6 @@ def _run_hidden_module() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-sys.meta_path.insert(0, _Torchvision())
+sys.meta_path.insert(0, _Before("torchvision", _define_operators))
+sys.meta_path.insert(0, _Before("sglang.srt.lora.layers", _ignore_pinning))
 _run_hidden_module()
