@@ -21,13 +21,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
 from conformance.engine import Engine, Traits, running
 from fault_injection import whole_run
 
-from agentrl.config.learner import LearnerConfig, OptimizerConfig
+from agentrl.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
+from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ModelError
 from agentrl.inference.launch.launcher import visible_gpus
 from agentrl.inference.launch.processes import EngineProcess, launch_sglang
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.models.load import load_tokenizer
 from agentrl.models.resolve import resolve_model
+from agentrl.weight_sync.adapter import with_adapters
 from tests.algo_config import make_algo
 
 OPTIONS: dict[str, Any] = {
@@ -43,6 +45,7 @@ OPTIONS: dict[str, Any] = {
     "disable_piecewise_cuda_graph": True,
     "enable_memory_saver": True,
 }
+LORA = LoraConfig(rank=16, alpha=32)
 START_S = 280.0
 THINGS = ("a bridge", "yeast", "a compass", "a sonnet", "insulin", "a prime number", "a violin", "chalk", "gravity",
           "an eclipse", "a sail", "a lighthouse", "a dictionary", "salt", "a parliament", "a telescope")  # fmt: skip
@@ -82,10 +85,11 @@ def begun(
         "tiny_engine": lambda: tiny(root / "tiny"),
         "struck_run": lambda: struck(root / "run"),
         "near_engine": lambda: serving(root / "near.log", 0),
+        "adapter_engine": lambda: serving(root / "adapters.log", 0, adapters=True),
     }
     if torch.cuda.device_count() > 1:
         starts["far_engine"] = lambda: serving(root / "far.log", 1)
-    if {"struck_run", "near_engine", "far_engine"} & wanted:
+    if {"struck_run", "near_engine", "far_engine", "adapter_engine"} & wanted:
         with contextlib.suppress(ModelError):  # said by the fixture
             resolve_model("smollm2-135m")  # once: it may have to be made
     with ExitStack() as exits, ThreadPoolExecutor() as pool:
@@ -100,10 +104,12 @@ def begun(
 
 
 @contextmanager
-def serving(log: Path, number: int) -> Iterator[EngineProcess]:
+def serving(log: Path, number: int, *, adapters: bool = False) -> Iterator[EngineProcess]:
     """SGLang with SmolLM2 on one of the GPUs."""
-    model = resolve_model("smollm2-135m")
-    engine = launch_sglang(model, log=log, options=OPTIONS, gpus=[visible_gpus()[number]], timeout_s=START_S)
+    model, options = resolve_model("smollm2-135m"), OPTIONS
+    if adapters:
+        options = with_adapters(SamplerConfig(sglang=OPTIONS | {"enable_memory_saver": False}), LORA, model).sglang
+    engine = launch_sglang(model, log=log, options=options, gpus=[visible_gpus()[number]], timeout_s=START_S)
     try:
         yield engine
         engine.check()
@@ -182,6 +188,19 @@ def tiny_engine(begun: dict[str, Future[Any]]) -> Engine:
 def near_engine(begun: dict[str, Future[Any]], smollm2: Path) -> EngineProcess:
     """SGLang with SmolLM2 on the learner's GPU."""
     engine: EngineProcess = begun["near_engine"].result()
+    return engine
+
+
+@pytest.fixture(scope="session")
+def lora() -> LoraConfig:
+    """Return the adapters of `adapter_engine`."""
+    return LORA
+
+
+@pytest.fixture(scope="session")
+def adapter_engine(begun: dict[str, Future[Any]], smollm2: Path) -> EngineProcess:
+    """SGLang with SmolLM2 and LoRA on the learner's GPU."""
+    engine: EngineProcess = begun["adapter_engine"].result()
     return engine
 
 
