@@ -93,6 +93,9 @@ class LearnerConfig(Section):
     ``agentrl.learners``), or ``file.py:Class`` or ``module:Class``."""
     ranks: PositiveInt = 1
     """Processes of the learner; each with one GPU if on GPUs."""
+    context_parallel: PositiveInt = 1
+    """Ranks that compute each micro-batch together, each a part of its tokens and, in attention, of the heads (Ulysses). For
+    rows whose activations are too large for one GPU. Divides ``ranks``."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; ``auto`` uses GPUs if there are any."""
     threads: int = Field(default=0, ge=0)

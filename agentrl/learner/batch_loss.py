@@ -37,9 +37,15 @@ class BatchLoss:
         """Return whether the loss needs the reference policy's log-probabilities."""
         return batch.kind == "rl" and self.algo.has_kl and self.algo.kl_in != "reward"
 
-    def needs_ratios(self, batch: GlobalBatch) -> bool:
-        """Return whether the loss needs `SequenceRatios`: parts of sequences are in other micro-batches, or on other ranks."""
-        return batch.kind == "rl" and batch.divided_sequences and self.algo.needs_sequences
+    def needs_ratios(self, batch: GlobalBatch, *, divides_rows: bool = False) -> bool:
+        """Return whether the loss needs `SequenceRatios`: parts of sequences are in other micro-batches, or on other ranks.
+
+        Args:
+            batch: whose micro-batches may divide sequences.
+            divides_rows: whether ranks score parts of rows.
+
+        """
+        return batch.kind == "rl" and (batch.divided_sequences or divides_rows) and self.algo.needs_sequences
 
     def __call__(
         self,

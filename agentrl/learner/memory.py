@@ -54,7 +54,7 @@ class MemoryOptions:
     ranks: int
     """That share the weights."""
     tokens: int
-    """Of a micro-batch."""
+    """Of a micro-batch that the rank computes: with ``learner.context_parallel`` a part."""
     bfloat16: bool
     """Whether matrix products are computed in bfloat16, else float32."""
     recompute: Recompute

@@ -103,6 +103,30 @@ def read_max_positions(folder: Path) -> int | None:
     return int(positions * max(factor, 1)) if isinstance(positions, int) else None
 
 
+def read_heads(folder: Path) -> int | None:
+    """Return the number of attention heads of the model in ``folder``; None if its ``config.json`` has none.
+
+    Raises:
+        ModelError: it has no readable ``config.json``.
+    """
+    config = _text_config(folder)
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    return heads if isinstance(heads, int) else None
+
+
+def read_rope_types(folder: Path) -> set[str]:
+    """Return the types of RoPE scaling that the ``config.json`` of the model in ``folder`` names, such as ``yarn``.
+
+    Raises:
+        ModelError: it has no readable ``config.json``.
+    """
+    config = _text_config(folder)
+    given = [each for key in ("rope_scaling", "rope_parameters") if isinstance(each := config.get(key), dict)]
+    # Models whose layers differ have a mapping for each kind of layer.
+    given += [part for each in given for part in each.values() if isinstance(part, dict)]
+    return {str(each[key]) for each in given for key in ("rope_type", "type") if key in each}
+
+
 def read_dtype(folder: Path) -> str | None:
     """Return the dtype in ``config.json`` of the model in ``folder``, such as ``bfloat16``; None if there is none.
 

@@ -118,7 +118,7 @@ def estimate_memory(config: Config, folder: Path, *, accumulates: bool = True) -
         weights[name].requires_grad_(False)
     options = MemoryOptions(
         ranks=learner.ranks,
-        tokens=config.batch.tokens_per_micro,
+        tokens=-(-config.batch.tokens_per_micro // learner.context_parallel),
         bfloat16=learner.precision != "float32" if on_gpu else uses_bfloat16(learner),
         recompute=of_gpus if on_gpu else recomputed(learner),
         compiled=on_gpu if learner.compile == "auto" else learner.compile,

@@ -1,12 +1,16 @@
 """Two ranks compute what one computes: every loss and estimator, packed and padded, however micro-batches are cut.
 
 Two processes over gloo compute all batches of this file; one rank in this process computes the same rollouts as one batch.
+With context parallelism, two and four processes compute some of them.
 The rollouts have several agents and several rows, so that sequences are divided among micro-batches and ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,11 +21,12 @@ from agentrl.algo.estimate import estimate_advantages
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
 from agentrl.config.algo import ADVANTAGES, LOSSES
+from agentrl.config.learner import LearnerConfig
 from agentrl.config.load import validate
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.train.optimizer_steps import StepScores, optimizer_steps, packing_options, step_correction
 from tests.integration.rank_processes import run_ranks
-from tests.integration.two_ranks import CONFIG, Work, compute
+from tests.integration.two_ranks import CONFIG, Cases, Found, Work, compute
 from tests.unit.algo.ragged import Ragged, make_ragged
 from tests.unit.learner.learners import make_model
 
@@ -86,51 +91,107 @@ CASES = [
 ]
 
 
+IN_CONTEXT = ("gspo", "dppo, kl", "kl", "entropy")
+"""Cases that ranks compute which have a part of each micro-batch; they see no more of the others than that."""
+CONTEXTS = {"1 share of 2 ranks": (1, 2), "2 shares of 2 ranks": (2, 2), "1 share of 4 ranks": (1, 4)}
+"""Shares of a batch, and the ranks of each."""
+
+
+def learner_of(shares: int, context_parallel: int) -> LearnerConfig:
+    return CONFIG.model_copy(update={"ranks": shares * context_parallel, "context_parallel": context_parallel})
+
+
+def in_context(shares: int, context_parallel: int) -> tuple[LearnerConfig, Cases]:
+    """Return a learner, and cases whose micro-batches are few."""
+    of_name = {name: (algo, aggregation) for name, algo, aggregation, shape in CASES if shape == "packed"}
+    cases = [batch_of(*of_name[name], shares, SHAPES["packed"]) for name in IN_CONTEXT]
+    return learner_of(shares, context_parallel), cases
+
+
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     folder = tmp_path_factory.mktemp("two_ranks")
+    cases = [batch_of(algo, aggregation, 2, SHAPES[shape]) for _, algo, aggregation, shape in CASES]
     return Work(
         make_model(folder / "policy", initializer_range=0.1),
         make_model(folder / "reference", "llama", initializer_range=0.1),
-        [batch_of(algo, aggregation, 2, SHAPES[shape]) for _, algo, aggregation, shape in CASES],
+        [(learner_of(2, 1), cases), in_context(1, 2)],
     )
 
 
-@pytest.fixture(scope="module")
-def of_two(work: Work, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, float]]:
-    """The metrics of two ranks, by case and shape."""
-    folder = tmp_path_factory.mktemp("ranks")
+def found_by(work: Work, folder: Path) -> list[list[Found]]:
+    """Return what the ranks of each learner found, by rank."""
     torch.save(work, folder / "work.pt")
-    run_ranks("tests.integration.two_ranks:main", folder, 2, timeout_s=300)
-    found = torch.load(folder / "found.pt", weights_only=False)
-    return {(name, shape): metrics for (name, _, _, shape), metrics in zip(CASES, found, strict=True)}
+    ranks = work.learners[0][0].ranks
+    run_ranks("tests.integration.two_ranks:main", folder, ranks, timeout_s=300)
+    of_rank = [torch.load(folder / f"found{number}.pt", weights_only=False) for number in range(ranks)]
+    return [list(found) for found in zip(*of_rank, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def of_two(work: Work, tmp_path_factory: pytest.TempPathFactory) -> list[list[Found]]:
+    """What two ranks found: each with its share of the batches, then with a part of every micro-batch."""
+    return found_by(work, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def of_context(
+    work: Work, of_two: list[list[Found]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Found]]:
+    """What the ranks of each of the ``CONTEXTS`` found."""
+    four = replace(work, learners=[in_context(2, 2), in_context(1, 4)])
+    return dict(zip(CONTEXTS, [of_two[1], *found_by(four, tmp_path_factory.mktemp("four"))], strict=True))
 
 
 @pytest.fixture(scope="module")
 def alone(work: Work) -> Iterator[LocalLearnerGroup]:
-    algo = work.cases[0][0].model_copy(update={"kl_coef": 1.0})
+    algo = work.learners[0][1][0][0].model_copy(update={"kl_coef": 1.0})
     learner = LocalLearnerGroup(work.model, CONFIG, algo, seed=0, reference=work.reference)
     yield learner
     learner.close()
 
 
+def assert_same(found: Mapping[str, float], wanted: Mapping[str, float], case: str) -> None:
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-6), (case, key)
+
+
 @pytest.mark.parametrize("name", ALGOS)
-def test_two_ranks_have_the_loss_and_the_gradient_of_one(name, work, of_two, alone):
+def test_two_ranks_have_the_loss_and_the_gradient_of_one(name, of_two, alone):
     of_case = {shape: (algo, aggregation) for one, algo, aggregation, shape in CASES if one == name}
     algo, aggregation = of_case["cut small"]
     config, whole = batch_of(algo, aggregation, 1, ONE_BATCH)
     assert len(whole.micro[0]) == 1
     wanted = compute(alone.rank, config, whole)
     assert wanted["train/grad_norm"] > 1e-4
-    for shape in of_case:
-        found = of_two[name, shape]
-        assert found.keys() == wanted.keys()
-        for key, value in wanted.items():
-            assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-6), (shape, key)
+    for (one, _, _, shape), found in zip(CASES, of_two[0][0].metrics, strict=True):
+        if one == name:
+            assert_same(found, wanted, shape)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_ranks_with_parts_of_micro_batches_have_the_loss_the_gradient_and_the_logprobs_of_one(
+    context, of_context, alone
+):
+    cases = in_context(1, 1)[1]
+    ranks = of_context[context]
+    assert len(ranks) == math.prod(CONTEXTS[context])
+    for number, (algo, whole) in enumerate(cases):
+        wanted = compute(alone.rank, algo, whole)
+        assert wanted["train/grad_norm"] > 1e-4
+        for rank in ranks:
+            assert_same(rank.metrics[number], wanted, IN_CONTEXT[number])
+    rows = [key for rank in ranks for key in rank.logprobs]
+    found = {key: row for rank in ranks for key, row in rank.logprobs.items()}
+    wanted = alone.logprobs(cases[-1][1])
+    assert sorted(rows) == sorted(wanted), "each row comes from one rank"
+    for key, row in wanted.items():
+        np.testing.assert_allclose(found[key], row, rtol=1e-5, atol=1e-5)
 
 
 def test_sequences_are_divided_among_the_ranks(work):
-    for (_, _, _, shape), (_, batch) in zip(CASES, work.cases, strict=True):
+    for (_, _, _, shape), (_, batch) in zip(CASES, work.learners[0][1], strict=True):
         assert len(batch.micro) == 2
         assert batch.divided_sequences
         first, second = ({number for micro in share for number in micro.sequences} for share in batch.micro)

@@ -1,7 +1,7 @@
 """A learner rank in a separate process, which computes the gradient of many batches without taking a step.
 
-The calling test writes ``work.pt``: the model's folder and the batches, for each of which there is an ``algo`` section and
-both ranks' shares. Rank 0 writes the metrics to ``found.pt``.
+The calling test writes ``work.pt``: the models' folders, configurations of learners and for each the batches, with an ``algo``
+section and all shares. Each rank writes what it found to ``found0.pt``, ``found1.pt`` and so on.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ import torch.distributed as dist
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
+from agentrl.learner.base import RowLogprobs
 from agentrl.learner.batch_loss import BatchLoss
 from agentrl.learner.fsdp.rank import FsdpRank
 
 CONFIG = LearnerConfig(precision="float32", device="cpu", threads=1, optimizer=OptimizerConfig(max_grad_norm=1e9))
+
+Cases = Sequence[tuple[AlgoConfig, GlobalBatch]]
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,18 @@ class Work:
 
     model: Path
     reference: Path
-    cases: Sequence[tuple[AlgoConfig, GlobalBatch]]
+    learners: Sequence[tuple[LearnerConfig, Cases]]
+    """Learners of as many ranks, one after the other, and the cases of each."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank of a learner found."""
+
+    metrics: list[Mapping[str, float]]
+    """Of every case."""
+    logprobs: RowLogprobs
+    """Of the rows of the last case."""
 
 
 def compute(rank: FsdpRank, algo: AlgoConfig, share: GlobalBatch) -> Mapping[str, float]:
@@ -39,27 +53,26 @@ def compute(rank: FsdpRank, algo: AlgoConfig, share: GlobalBatch) -> Mapping[str
     return rank.train_step(share)
 
 
-def make_rank(work: Work) -> FsdpRank:
-    """Return the rank, with a reference, for every ``algo`` section."""
-    algo = work.cases[0][0].model_copy(update={"kl_coef": 1.0})
-    return FsdpRank(work.model, CONFIG, algo, device=torch.device("cpu"), seed=0, reference=work.reference)
-
-
 def main() -> int:
     """Compute with ``sys.argv``: the folder, the rank."""
     folder, number = Path(sys.argv[1]), int(sys.argv[2])
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=number, world_size=2)
     work: Work = torch.load(folder / "work.pt", weights_only=False)
-    rank = make_rank(work)
-    found = [compute(rank, algo, batch_of_rank(batch, number)) for algo, batch in work.cases]
-    if number == 0:
-        torch.save(found, folder / "found.pt")
+    ranks = work.learners[0][0].ranks
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=number, world_size=ranks)
+    found = []
+    for config, cases in work.learners:
+        # With a reference, for every ``algo`` section.
+        algo = cases[0][0].model_copy(update={"kl_coef": 1.0})
+        rank = FsdpRank(work.model, config, algo, device=torch.device("cpu"), seed=0, reference=work.reference)
+        metrics = [compute(rank, algo, batch_of_share(batch, rank.share)) for algo, batch in cases]
+        found.append(Found(metrics, rank.logprobs(batch_of_share(cases[-1][1], rank.share))))
+    torch.save(found, folder / f"found{number}.pt")
     rank.close()
     return 0
 
 
-def batch_of_rank(batch: GlobalBatch, number: int) -> GlobalBatch:
-    """Return the share of a rank, as the driver sends it."""
+def batch_of_share(batch: GlobalBatch, number: int) -> GlobalBatch:
+    """Return a batch with one of its shares, as the driver sends it to ranks."""
     return GlobalBatch(
         (batch.micro[number],),
         batch.kind,

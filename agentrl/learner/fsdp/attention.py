@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 
 from agentrl.core.errors import ModelError
 from agentrl.learner.device import to_device
+from agentrl.learner.fsdp.context_parallel import Context
 from agentrl.learner.fsdp.tree_attention import (
     CPU_BLOCK,
     CPU_STORED_TOKENS,
@@ -58,6 +59,16 @@ class RowGroups:
 
 
 PackedRows = RowBounds | RowGroups
+
+
+@dataclass(frozen=True, slots=True)
+class DividedRows:
+    """Rows of a micro-batch of whose tokens this rank has a part."""
+
+    rows: PackedRows | Tree
+    """Of the whole micro-batch."""
+    context: Context
+    """The ranks that have the other parts."""
 
 
 def packed_rows(
@@ -149,14 +160,15 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed: PackedRows | Tree,
+    packed: PackedRows | Tree | DividedRows,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend within rows, or within a tree. No dropout is applied.
 
-    ``query`` is ``[R, H, L, D]``, ``key`` and ``value`` are ``[R, K, L, D]``.
+    ``query`` is ``[R, H, L, D]``, ``key`` and ``value`` are ``[R, K, L, D]``; of `DividedRows` they are those of this rank's
+    tokens.
 
     Returns:
         ``[R, L, H, D]`` and None, as transformers expects.
@@ -171,6 +183,10 @@ def packed_attention(
             raise ModelError(
                 f"the model's attention wants {option}, which the fsdp learner lacks; choose another model.path"
             )
+    if isinstance(packed, DividedRows):
+        query, key, value = packed.context.to_heads(query, key, value)
+        whole: dict[str, Any] = {"packed": packed.rows, "scaling": scaling, "sliding_window": sliding_window}
+        return packed.context.to_tokens(packed_attention(module, query, key, value, None, **whole)[0]), None
     if isinstance(packed, TreeRows | TreeMasks):
         return attend_tree(query, key, value, packed, scaling=scaling, sliding_window=sliding_window), None
     if isinstance(packed, RowBounds):

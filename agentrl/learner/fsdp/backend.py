@@ -5,23 +5,64 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from agentrl.batch.packing import MULTIPLE
 from agentrl.config.algo import AlgoConfig
+from agentrl.core.errors import ConfigError
 from agentrl.learner.base import LearnerBackend, RankClass
+from agentrl.models.load import read_heads, read_rope_types
+
+KEY = "learner.context_parallel"
+_FP8_MULTIPLE = 16
+"""Products in float8 take multiples of so many tokens."""
+_BY_LENGTH = ("dynamic", "longrope")
+"""Types of RoPE whose frequencies depend on the longest row of a sequence."""
 
 
 class FsdpBackend(LearnerBackend):
-    """Every rank computes a share of the batch, and has a part of every weight."""
+    """Every rank has a part of every weight. ``learner.context_parallel`` ranks compute a share of the batch."""
 
     @property
     def shares(self) -> int:
-        """The number of ranks."""
-        return self.config.ranks
+        """The number of groups of ranks that compute a share."""
+        return self.config.ranks // self.config.context_parallel
 
     def check(self, algo: AlgoConfig, models: Sequence[Path]) -> None:
-        """Refuse nothing: what does not fit a model is found when it is loaded."""
+        """Check ``learner.context_parallel``; what else does not fit a model is found when it is loaded."""
+        size = self.config.context_parallel
+        if size == 1:
+            return
+        if self.config.ranks % size:
+            raise ConfigError(
+                f"{KEY}={size} does not divide learner.ranks={self.config.ranks}: set learner.ranks to a multiple of {size}"
+            )
+        multiple = _FP8_MULTIPLE if self.config.fp8 else 1
+        if MULTIPLE % (size * multiple):
+            of_fp8 = (
+                f" with learner.fp8, whose products want {_FP8_MULTIPLE} tokens of each rank" if self.config.fp8 else ""
+            )
+            sizes = [n for n in range(1, MULTIPLE + 1) if MULTIPLE % (n * multiple) == 0]
+            raise ConfigError(
+                f"{KEY}={size}{of_fp8}: micro-batches are multiples of {MULTIPLE} tokens; set {KEY} to "
+                f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
+            )
+        for folder in models:
+            _check_attention(folder, size)
 
     def rank_class(self) -> RankClass:
         """Import `FsdpRank`."""
         from agentrl.learner.fsdp.rank import FsdpRank
 
         return FsdpRank
+
+
+def _check_attention(folder: Path, size: int) -> None:
+    heads = read_heads(folder)
+    if heads is not None and heads % size:
+        raise ConfigError(
+            f"{KEY}={size} does not divide the {heads} attention heads of the model in {folder}: set {KEY} to a divisor"
+        )
+    if found := sorted(read_rope_types(folder).intersection(_BY_LENGTH)):
+        raise ConfigError(
+            f"{KEY}={size}: the RoPE of the model in {folder} ({', '.join(found)}) depends on the longest row, of which a rank "
+            f"has only a part; set {KEY}=1"
+        )

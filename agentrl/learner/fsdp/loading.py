@@ -17,9 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.config.learner import LearnerConfig
-from agentrl.core.errors import ModelError
+from agentrl.core.errors import ConfigError, ModelError
 from agentrl.learner.device import compiles, recomputed, resolve_device, uses_bfloat16
 from agentrl.learner.fsdp.attention import IMPLEMENTATION, packed_rows
+from agentrl.learner.fsdp.context_parallel import Context, join_context
 from agentrl.learner.fsdp.layers import prepare_layers
 from agentrl.learner.fsdp.lora import add_adapters, fill_adapters
 from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
@@ -37,7 +38,12 @@ _ROUNDING, _ROUNDING_BFLOAT16 = 1e-4, 0.1
 
 
 def load_policy(
-    folder: Path, config: LearnerConfig, device: torch.device, mesh: DeviceMesh | None, key: str = "model.path"
+    folder: Path,
+    config: LearnerConfig,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    key: str = "model.path",
+    context: Context | None = None,
 ) -> PolicyModel:
     """Load ``folder`` in float32 with packed attention, each rank its shards, and check the model's logits. Collective.
 
@@ -49,9 +55,10 @@ def load_policy(
         device: of this rank.
         mesh: of the ranks; None for one rank, which has whole weights.
         key: configuration key of the folder, for messages.
+        context: that of the policy, for a reference. None: joined as configured.
 
     Raises:
-        ConfigError: see `frozen_names`.
+        ConfigError: see `frozen_names`; layers mix rows, with ``learner.context_parallel`` above 1.
         ModelError: the folder cannot be loaded, or the architecture does more than a head on hidden states.
 
     """
@@ -61,6 +68,7 @@ def load_policy(
         policy.separates_rows = _mixes_rows(policy)
         _check_head(policy, folder, key)
         _check_rows(policy, folder, key)
+    _divide(policy, config, folder, key, context)
     return policy
 
 
@@ -70,6 +78,7 @@ def load_critic(
     """Load ``folder`` as a critic: as `load_policy`, with a value head, which is one of zeros if the folder has none.
 
     Raises:
+        ConfigError: layers mix rows, with ``learner.context_parallel`` above 1.
         ModelError: the folder cannot be loaded, or transformers has no such head for the architecture.
 
     """
@@ -77,14 +86,20 @@ def load_critic(
     _load(critic, folder, config, device, mesh, key)
     with _probing(critic, config):
         critic.separates_rows = _mixes_rows(critic)
+    _divide(critic, config, folder, key, None)
     return critic
 
 
 def load_frozen(
-    folder: Path, config: LearnerConfig, device: torch.device, mesh: DeviceMesh | None, key: str
+    folder: Path,
+    config: LearnerConfig,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    key: str,
+    context: Context | None,
 ) -> PolicyModel:
     """Load ``folder`` as a frozen model that only scores tokens; see `load_policy`."""
-    frozen = load_policy(folder, config.model_copy(update={"freeze": [], "lora": None}), device, mesh, key)
+    frozen = load_policy(folder, config.model_copy(update={"freeze": [], "lora": None}), device, mesh, key, context)
     frozen.eval()
     frozen.requires_grad_(False)
     return frozen
@@ -110,6 +125,16 @@ def _load(
     allocate(model, device)
     fill_adapters(model.hf, seed=0)
     fill(model.hf, folder, files, values=isinstance(model, ValueModel), key=key)
+
+
+def _divide(model: PackedModel, config: LearnerConfig, folder: Path, key: str, context: Context | None) -> None:
+    """Have micro-batches computed together with the other ranks of ``context``, or of a new one. Collective."""
+    if config.context_parallel > 1 and model.separates_rows:
+        raise ConfigError(
+            f"learner.context_parallel={config.context_parallel}: layers of {type(model.hf).__name__} ({key}={folder}) that "
+            "are not attention need all tokens of a row on one rank; set learner.context_parallel=1"
+        )
+    model.context = context or join_context(config.context_parallel)
 
 
 def _freeze(hf: nn.Module, config: LearnerConfig) -> None:

@@ -12,7 +12,8 @@ from torch import nn
 
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.learner.device import to_device
-from agentrl.learner.fsdp.attention import PackedRows, packed_rows, separated
+from agentrl.learner.fsdp.attention import DividedRows, PackedRows, packed_rows, separated
+from agentrl.learner.fsdp.context_parallel import Context
 from agentrl.learner.fsdp.head import HeadOptions, token_scores
 from agentrl.learner.fsdp.tree_attention import Tree, TreeInput, tree_input
 from agentrl.models.load import value_head
@@ -34,6 +35,8 @@ class PackedModel(nn.Module):
         """Whether decoder layers, and what follows the head's products, are compiled."""
         self.separates_rows = False
         """Compute every row in a bin of its own: layers of the model that are not attention would mix packed rows."""
+        self.context: Context | None = None
+        """The ranks that compute a micro-batch together with this one."""
         window = getattr(model.config.get_text_config(), "sliding_window", None)
         self.windows = () if window is None else (window,)
         """Sizes of the sliding windows that layers may have."""
@@ -45,7 +48,8 @@ class PackedModel(nn.Module):
 
         Args:
             micro: token ids, positions and rows, on the CPU.
-            places_N: positions of the tokens to score, never the first of a row; FSDP would move a tensor to the GPU.
+            places_N: positions of the tokens to score, never the first of a row; FSDP would move a tensor to the GPU. With
+                a context, those of `Context.own`.
             temperature: logits are divided by it.
             entropy: whether to compute entropies.
 
@@ -61,7 +65,12 @@ class PackedModel(nn.Module):
         token_ids_R_L, position_ids_R_L, row_R_L = token_ids_L[None], position_ids_L[None], row_L[None]
         if self.separates_rows:
             token_ids_R_L, position_ids_R_L, row_R_L, at_N = separated(token_ids_L, position_ids_L, row_L, at_N)
-        packed = packed_rows(position_ids_R_L, row_R_L, device, flash=self.autocast)
+        rows = packed_rows(position_ids_R_L, row_R_L, device, flash=self.autocast)
+        packed: PackedRows | DividedRows = rows
+        if self.context is not None:
+            part = self.context.part(len(token_ids_L))
+            token_ids_R_L, position_ids_R_L = token_ids_R_L[:, part], position_ids_R_L[:, part]
+            at_N, packed = at_N - part.start, DividedRows(rows, self.context)
         token_ids_R_L, position_ids_R_L = (to_device(each, device) for each in (token_ids_R_L, position_ids_R_L))
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             hidden = self._hidden(token_ids_R_L, position_ids_R_L, packed)
@@ -73,6 +82,7 @@ class PackedModel(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what `forward` does, for rows that share prefixes."""
         assert not self.separates_rows, "layers that mix rows cannot share prefixes"
+        assert self.context is None, "ranks that compute a micro-batch together share no prefixes"
         with torch.autocast(self.hf.device.type, torch.bfloat16, enabled=self.autocast):
             hidden = self._hidden(given.token_ids_L[None], given.position_ids_L[None], given.tree)
             hidden_M_H = _selected(hidden, given.before_M)
@@ -81,7 +91,7 @@ class PackedModel(nn.Module):
         return scores_N, None if entropy_M is None else _selected(entropy_M[:, None], given.scored_N)[:, 0]
 
     def _hidden(
-        self, token_ids_R_L: torch.Tensor, position_ids_R_L: torch.Tensor, packed: PackedRows | Tree
+        self, token_ids_R_L: torch.Tensor, position_ids_R_L: torch.Tensor, packed: PackedRows | Tree | DividedRows
     ) -> torch.Tensor:
         """Return the last hidden states, one line a token."""
         hidden: torch.Tensor = self.hf.base_model(

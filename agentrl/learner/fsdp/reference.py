@@ -85,7 +85,7 @@ def load_reference(
     check_reference(source, folder)
     if config.lora is not None and folder.samefile(source):
         return BaseReference(policy, merged.adapters)
-    return LoadedReference(load_frozen(folder, config, policy.hf.device, mesh, KEY), merged)
+    return LoadedReference(load_frozen(folder, config, policy.hf.device, mesh, KEY, policy.context), merged)
 
 
 class LoadedReference:

@@ -1,0 +1,125 @@
+"""Context parallelism: ranks that compute a micro-batch together, each a part of its tokens (Ulysses, arXiv:2309.14509).
+
+Embeddings, norms, matrix products and scores are computed for each token alone: every rank has those of its part. Before
+attention an all-to-all gives each rank all tokens of a part of the heads. After it another one gives each rank all heads of
+its part of the tokens.
+
+Legend: ``P`` ranks, ``L`` tokens of a micro-batch, ``T`` tokens of a part, ``H`` heads, ``D`` head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+
+from agentrl.learner.base import RowScores
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The ranks that compute a micro-batch together."""
+
+    group: str
+    """Name of their process group, which compiled layers can take."""
+    size: int
+    """Their number."""
+    rank: int
+    """The number of this rank among them."""
+
+    def part(self, length: int) -> slice:
+        """Return this rank's part of a sequence; ``size`` divides its length."""
+        each = length // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def own(self, at_N: torch.Tensor, length: int) -> torch.Tensor:
+        """Return those of the tokens at ``at_N`` that are predicted from a position in this rank's part."""
+        part = self.part(length)
+        return at_N[(at_N > part.start) & (at_N <= part.stop)]
+
+    def add_up(self, rows: RowScores) -> RowScores:
+        """Return the sums of rows over the ranks, which have the same rows, on the first of them; none elsewhere. Collective."""
+        if not rows:
+            return {}
+        flat = torch.from_numpy(np.concatenate([*rows.values()]))
+        dist.all_reduce(flat, group=_process_group(self.group))
+        if self.rank > 0:
+            return {}
+        parts = torch.split(flat, [len(row) for row in rows.values()])
+        return {key: part.numpy() for key, part in zip(rows, parts, strict=True)}
+
+    def to_heads(self, *states: torch.Tensor) -> list[torch.Tensor]:
+        """Return all tokens of this rank's heads, each ``[1, H/P, L, D]``, from all heads of its tokens. Collective.
+
+        Args:
+            states: each ``[1, H, T, D]``. If ``P`` does not divide the heads, as with few key heads, they are repeated.
+
+        """
+        parts = exchange(torch.cat([self._by_heads(each) for each in states], -1), self.group).flatten(0, 1)
+        sizes = [self._repeated(each.shape[1]) // self.size * each.shape[3] for each in states]
+        return [
+            found.view(len(found), -1, each.shape[3]).transpose(0, 1)[None].to(each.dtype)
+            for found, each in zip(torch.split(parts, sizes, -1), states, strict=True)
+        ]
+
+    def _by_heads(self, states: torch.Tensor) -> torch.Tensor:
+        """Return states ``[1, H, T, D]`` by the rank that gets the heads, ``[P, T, H/P·D]``."""
+        _, heads, tokens, size = states.shape
+        if self._repeated(heads) > heads:
+            states = states.repeat_interleave(self._repeated(heads) // heads, 1)
+        return states.reshape(self.size, -1, tokens, size).transpose(1, 2).flatten(2)
+
+    def _repeated(self, heads: int) -> int:
+        """Return the least multiple of ``heads`` that the ranks can divide."""
+        return math.lcm(heads, self.size)
+
+    def to_tokens(self, attended: torch.Tensor) -> torch.Tensor:
+        """Return all heads of this rank's tokens ``[1, T, H, D]`` from all tokens of its heads ``[1, L, H/P, D]``. Collective."""
+        _, length, heads, size = attended.shape
+        parts: torch.Tensor = exchange(attended.reshape(self.size, -1, heads, size), self.group)
+        return parts.transpose(0, 1).reshape(1, length // self.size, -1, size)
+
+
+def join_context(size: int) -> Context | None:
+    """Return the context of this rank, with ``size`` adjacent ranks; None for one. Collective over all ranks."""
+    if size == 1:
+        return None
+    group, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
+    return Context(group.group_name, size, dist.get_rank(group))
+
+
+def _process_group(name: Any) -> dist.ProcessGroup:
+    return _resolve_process_group(name)
+
+
+@torch.library.custom_op("agentrl::exchange", mutates_args=(), schema="(Tensor parts, str group) -> Tensor")
+def exchange(parts: torch.Tensor, group: str) -> torch.Tensor:
+    """Send ``parts[i]`` to rank ``i`` of a group, and return what the ranks sent, in their order. Collective.
+
+    One operation for a compiler, which computes it as it is.
+    """
+    found = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(found, parts.contiguous(), group=_process_group(group))
+    return found
+
+
+@exchange.register_fake
+def _(parts: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(parts, memory_format=torch.contiguous_format)
+
+
+def _keep_group(ctx: Any, inputs: Sequence[Any], output: torch.Tensor) -> None:
+    _, ctx.group = inputs
+
+
+def _exchange_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return exchange(gradient, ctx.group), None
+
+
+exchange.register_autograd(_exchange_back, setup_context=_keep_group)
