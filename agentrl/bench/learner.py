@@ -93,7 +93,7 @@ def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], N
         for line in lines:
             tell(line)
         with _learner(config, model, Path(folder)) as learner:
-            batch = packed_batch(config, rows)
+            batch = packed_batch(config, rows, share_prefixes=config.batch.share_prefixes and learner.shares_prefixes)
             memory, _ = estimate_memory(config, model, accumulates=len(batch.micro[0]) > 1)
             times = _measured("agentrl", lambda: learner.train_step(batch), bench, rows, work / peak_rate, tell)
             yield replace(times, estimated_gib=memory.total / 2**30)
@@ -104,7 +104,7 @@ def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], N
             del loop
 
 
-def packed_batch(config: Config, rows: Sequence[Row]) -> GlobalBatch:
+def packed_batch(config: Config, rows: Sequence[Row], *, share_prefixes: bool) -> GlobalBatch:
     """Return the rows as a batch, half with a positive advantage."""
     advantages = {row.key: 1.0 - 2.0 * (number % 2) for number, row in enumerate(rows)}
     return pack(
@@ -113,7 +113,7 @@ def packed_batch(config: Config, rows: Sequence[Row]) -> GlobalBatch:
         shares=make_backend(config.learner).shares,
         tokens_per_micro=config.batch.tokens_per_micro,
         pad_id=0,
-        share_prefixes=config.batch.share_prefixes,
+        share_prefixes=share_prefixes,
     )
 
 

@@ -331,11 +331,15 @@ def test_ray_ends_with_a_killed_driver(model, tmp_path):
 
 @pytest.mark.parametrize("local", [MUON], ids=["muon"], indirect=True)
 def test_muon_on_sharded_matrices_takes_the_step_of_whole_ones(model, local, tmp_path):
-    config = LearnerConfig(precision="float32", ranks=2, device="cpu", threads=1, optimizer=MUON)
+    """Of two ranks that compute the only share of the batch together."""
+    config = LearnerConfig(precision="float32", ranks=2, context_parallel=2, device="cpu", threads=1, optimizer=MUON)
     group = start_learners(model, config, make_algo(), seed=0, run_dir=tmp_path)
     try:
         before = weights(local)
-        ours, theirs = group.train_step(one(2, 0)), local.train_step(one(1, 0))
+        ours, theirs = group.logprobs(one(1, 0)), local.logprobs(one(1, 0))
+        assert ours.keys() == theirs.keys()
+        assert all(abs(ours[key] - theirs[key]).max() < 1e-4 for key in theirs)
+        ours, theirs = group.train_step(one(1, 0)), local.train_step(one(1, 0))
         assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-5)
         found, expected = weights(group), weights(local)
         for name, value in expected.items():

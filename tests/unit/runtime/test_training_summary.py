@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.config.load import load_config
 from agentrl.models.random_models import SHAPES, model_config
-from agentrl.runtime.training_summary import with_recompute
+from agentrl.runtime.training_summary import estimate_memory, with_recompute
 
 AS_ON_A_GPU = ["learner.device=cuda", "batch.tokens_per_micro=16384"]
 
@@ -38,3 +38,14 @@ def test_what_is_set_and_what_is_not_on_a_known_gpu_stays(
 ) -> None:
     given = load_config(None, overrides)
     assert with_recompute(given, tmp_path, lambda: gpu) == (given, [])
+
+
+def test_ranks_of_a_context_have_their_part_of_the_activations(folder: Path) -> None:
+    of_two, of_context = (
+        estimate_memory(
+            load_config(None, [*AS_ON_A_GPU, "learner.ranks=2", f"learner.context_parallel={size}"]), folder
+        )[0]
+        for size in (1, 2)
+    )
+    assert of_context.activations == pytest.approx(of_two.activations / 2, rel=0.01)
+    assert of_context.weights == of_two.weights
