@@ -49,8 +49,8 @@ class LearnerRank(WeightSource, Protocol):
     """One rank of a learner. All ranks are called in the same order, with the same arguments, or their share of a batch."""
 
     @property
-    def adapters(self) -> WeightSource:
-        """The LoRA adapters that are trained, by their names in a PEFT folder; none without LoRA."""
+    def adapters(self) -> WeightSource | None:
+        """The LoRA adapters that are trained, by their names in a PEFT folder; None without LoRA."""
         ...
 
     @property

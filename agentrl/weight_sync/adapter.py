@@ -11,7 +11,7 @@ from typing import Any
 
 from agentrl.config.learner import LoraConfig
 from agentrl.config.sampler import SamplerConfig
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, LearnerError
 from agentrl.inference.base import EngineControl, LoraAdapter
 from agentrl.learner.base import LearnerGroup
 from agentrl.models.weight_checksum import raw_bytes
@@ -47,6 +47,7 @@ class AdapterSync:
 
         Raises:
             ConfigError: SGLang cannot compute adapters of these layers.
+            LearnerError: the learner has no adapters.
             EngineError: an engine refused them, died or did not answer in time, or has another version afterwards.
 
         """
@@ -61,6 +62,8 @@ class AdapterSync:
 
     def _adapter(self, learner: LearnerGroup) -> LoraAdapter:
         tensors = learner.adapters(self._dtype)
+        if not tensors:
+            raise LearnerError("weights.adapters=only: the learner has no adapters; set weights.adapters=merged")
         layers = {name.partition(".lora_")[0] for name, _ in tensors}
         _check_joined(layers)
         sums: Mapping[str, str] = {}

@@ -84,7 +84,7 @@ class FsdpRank:
         self.model: PackedModel = load(folder, config, device, mesh)
         self._context = self.model.context
         self.merged = MergedWeights(self.model.hf, self.config.lora)
-        self.adapters = AdapterWeights(self, self.merged)
+        self.adapters = AdapterWeights(self, self.merged) if self.config.lora is not None else None
         self._parameters = self.merged.base
         self.name = "critic" if role == "critic" else "main"
         self.reference: Reference | None = None

@@ -11,7 +11,7 @@ import torch
 
 from agentrl.config.learner import LoraConfig
 from agentrl.config.sampler import SamplerConfig
-from agentrl.core.errors import ConfigError, EngineError
+from agentrl.core.errors import ConfigError, EngineError, LearnerError
 from agentrl.inference.base import LoraAdapter
 from agentrl.models.weight_checksum import raw_bytes
 from agentrl.weight_sync.adapter import AdapterSync, with_adapters
@@ -73,6 +73,13 @@ def test_engines_get_the_adapters_as_peft_describes_them(dtype: str | None) -> N
 def test_an_engine_that_refuses_is_named() -> None:
     with pytest.raises(EngineError, match=r"engine 1 of 2, adapters of version 3: HTTP 400: LoRA is not enabled"):
         asyncio.run(AdapterSync(CONFIG).push(Learner("down_proj"), [Engine(), Engine(refuse=True)], 3))
+
+
+def test_a_learner_without_adapters_sends_nothing() -> None:
+    engine = Engine()
+    with pytest.raises(LearnerError, match=r"no adapters; set weights\.adapters=merged"):
+        asyncio.run(AdapterSync(CONFIG).push(Learner(), [engine], 3))
+    assert engine.found is None
 
 
 def test_an_engine_of_another_version_is_named() -> None:
