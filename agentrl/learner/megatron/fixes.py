@@ -1,9 +1,19 @@
-"""Faults of Megatron-Core 0.16.1 without Transformer Engine, mended where they exist."""
+"""Faults of Megatron-Core 0.16.1 without Transformer Engine and Apex, mended where they exist."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
+
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+"""``metadata`` of the distributed optimizer's state: the default cannot be loaded, ``dp_reshardable`` resumes wrong."""
+_MENDED = "mended_by_agentrl"
 
 
 def mend() -> None:
@@ -14,3 +24,62 @@ def mend() -> None:
     # Latent attention takes the placeholders of Transformer Engine's classes for classes.
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
+    optimizer = distrib_optimizer.DistributedOptimizer
+    if not distrib_optimizer.HAVE_APEX_OR_TE and not hasattr(optimizer, _MENDED):
+        for name, make in _OF_OPTIMIZER.items():
+            setattr(optimizer, name, make(getattr(optimizer, name)))
+        setattr(optimizer, _MENDED, True)
+
+
+def _filled(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Before a load, give a new optimizer the state that AdamW would: Megatron-Core asserts that there is a ``step``."""
+
+    @wraps(sharded_state_dict)
+    def call(self: Any, model: Any = None, is_loading: bool = False, **options: Any) -> Any:
+        if is_loading and not self.optimizer.state:
+            for group in self.optimizer.param_groups:
+                for shard in group["params"]:
+                    self.optimizer.state[shard] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(shard, requires_grad=False),
+                        "exp_avg_sq": torch.zeros_like(shard, requires_grad=False),
+                    }
+        return sharded_state_dict(self, model or {}, is_loading, **options)
+
+    return call
+
+
+def _with_step(set_states: Callable[..., None]) -> Callable[..., None]:
+    """Keep the ``step`` of a shard's state, which the loaded state does not have and Megatron-Core looks up there."""
+
+    @wraps(set_states)
+    def call(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        set_states(self, model_param, {"step": state["step"], **tensors} if "step" in state else tensors)
+
+    return call
+
+
+def _separate_steps(load_state_dict: Callable[..., None]) -> Callable[..., None]:
+    """Load without gradients, as float32 shards are views of parameters, and give each shard its ``step``.
+
+    Megatron-Core gives all of them one tensor, which AdamW would increase once for each.
+    """
+
+    @wraps(load_state_dict)
+    def call(self: Any, state_dict: Any) -> None:
+        with torch.no_grad():
+            load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    return call
+
+
+_OF_OPTIMIZER = {
+    "sharded_state_dict": _filled,
+    "_set_main_param_and_optimizer_states": _with_step,
+    "load_state_dict": _separate_steps,
+}

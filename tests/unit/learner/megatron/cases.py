@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from safetensors.torch import load_file
 
 from agentrl.core.errors import ConfigError
+from agentrl.learner.megatron.cpu import computing_on as computing_on
+from agentrl.learner.megatron.fixes import SHARDING
 from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.model import MegatronModel, build_model, packed_tokens
 from agentrl.learner.megatron.weights import GatherGroups, ModelWeights, load_weights
@@ -47,6 +51,52 @@ def refused_options(folder: Path) -> dict[str, str]:
         except ConfigError as error:
             found[option] = str(error)
     return found
+
+
+def resumed(folder: Path) -> dict[str, float]:
+    """Losses of a run with the distributed optimizer, and of one that loads the state of its middle."""
+    Layout().start(0)
+    whole = _Training(folder / "qwen3")
+    losses = [whole.step() for _ in range(2)]
+    (folder / "state").mkdir(exist_ok=True)
+    dist_checkpointing.save(whole.state(), str(folder / "state"))
+    losses += [whole.step() for _ in range(2)]
+    second = _Training(folder / "qwen3")
+    second.load(folder / "state")
+    return {"whole": losses, "resumed": losses[:2] + [second.step() for _ in range(2)]}
+
+
+class _Training:
+    """A model with Megatron-Core's distributed optimizer."""
+
+    def __init__(self, folder: Path) -> None:
+        built = build_model(folder, {}, device=CPU, dtype=torch.float32)
+        load_weights(ModelWeights(built), folder)
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        self.model = DistributedDataParallel(built.config, ddp, built.chunks[0])
+        config = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True, clip_grad=0.0)
+        self.optimizer = get_megatron_optimizer(config, [self.model])
+
+    def step(self) -> float:
+        token_ids_L, positions_L, row_L = rows()
+        packed = packed_tokens(positions_L, row_L, CPU, torch.float32)
+        self.model.zero_grad_buffer()
+        logits = self.model(token_ids_L[None], positions_L[None], None, packed_seq_params=packed)[0]
+        loss = torch.nn.functional.cross_entropy(logits[:-1], token_ids_L[1:])
+        loss.backward()
+        self.model.finish_grad_sync()
+        self.optimizer.step()
+        return loss.item()
+
+    def state(self, *, loading: bool = False) -> dict[str, Any]:
+        model = self.model.module.sharded_state_dict()
+        state = self.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=SHARDING)
+        return {"model": model, "optimizer": state}
+
+    def load(self, folder: Path) -> None:
+        found = dist_checkpointing.load(self.state(loading=True), str(folder))
+        self.model.module.load_state_dict(found["model"])
+        self.optimizer.load_state_dict(found["optimizer"])
 
 
 def _computed(folder: Path, options: dict[str, Any]) -> tuple[list[str], torch.Tensor | None]:

@@ -16,8 +16,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-
 REPOSITORY = Path(__file__).parents[4]
 LIMIT = timedelta(seconds=120)
 
@@ -30,6 +28,8 @@ class Found:
         self.errors = errors
 
     def __getitem__(self, function: str) -> Any:
+        import torch
+
         path = self.folder / f"{function}.pt"
         assert path.exists(), self.errors
         return torch.load(path, weights_only=False)
@@ -39,12 +39,15 @@ def run_ranks(folder: Path, **ranks: int) -> Found:
     """Call ``cases.NAME(folder)`` for every ``NAME=RANKS``, with a gloo group and in Megatron-Core's CPU context."""
     words = [f"{function}:{count}" for function, count in ranks.items()]
     command = [sys.executable, "-W", "ignore", "-m", __name__, str(folder), *words]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400)
-    return Found(folder, done.stderr)
+    with (folder / "stderr").open("w") as errors:
+        subprocess.run(command, cwd=REPOSITORY, stderr=errors, timeout=200)
+    return Found(folder, (folder / "stderr").read_text())
 
 
 def main() -> None:
     """Fork the ranks of each function and wait; if a rank fails, the function's others end."""
+    # Megatron-Core imports it where it is installed, which takes a third of the time that all its imports take.
+    sys.modules["wandb"] = None  # type: ignore[assignment]
     from tests.unit.learner.megatron import cases
 
     folder = Path(sys.argv[1])
@@ -54,7 +57,7 @@ def main() -> None:
         for rank in range(int(ranks)):
             child = os.fork()
             if child == 0:
-                os._exit(run_rank(getattr(cases, function), folder, rank, int(ranks)))
+                sys.exit(run_rank(getattr(cases, function), folder, rank, int(ranks)))
             running.add(child)
         while running:
             child, status = os.wait()
@@ -66,14 +69,16 @@ def main() -> None:
 
 def run_rank(function: Callable[[Path], Any], folder: Path, rank: int, ranks: int) -> int:
     """Be a rank; return the exit status."""
+    import torch
     import torch.distributed as dist
 
-    from agentrl.learner.megatron.cpu import computing_on
+    from tests.unit.learner.megatron import cases
 
+    torch.set_num_threads(1)
     try:
         store = dist.FileStore(str(folder / f"{function.__name__}.store"), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=LIMIT)
-        with computing_on(torch.device("cpu")):
+        with cases.computing_on(cases.CPU):
             found = function(folder)
         dist.barrier()
         if rank == 0:

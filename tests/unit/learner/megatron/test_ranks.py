@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Found:
-    return run_ranks(folder, one_rank=1, refused_options=1, two_ranks=2)
+    return run_ranks(folder, one_rank=1, refused_options=1, two_ranks=2, resumed=2)
 
 
 def expected_logits(folder: Path) -> torch.Tensor:
@@ -59,3 +59,9 @@ def test_options_pass_through_and_unknown_ones_are_named(found: Found) -> None:
     )
     assert messages["num_layers"].startswith("learner.megatron.num_layers: the model's config.json sets it to 4")
     assert messages["recompute_granularity"].startswith("learner.megatron: Megatron-Core refuses these options: ")
+
+
+def test_a_loaded_optimizer_goes_on_as_the_saved_one(found: Found) -> None:
+    losses = found["resumed"]
+    assert losses["resumed"] == losses["whole"]
+    assert losses["whole"][3] < losses["whole"][0] - 0.1
