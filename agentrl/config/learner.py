@@ -115,6 +115,9 @@ class LearnerConfig(Section):
     ``full``."""
     reshard_after_forward: bool = False
     """Drop gathered weights after each layer's forward pass: less memory, twice the communication."""
+    cpu_offload: Literal["none", "optimizer"] = "none"
+    """What is in CPU memory while the learner trains: ``optimizer``, the optimizer's states, 8 of 16 bytes of a weight. A step
+    moves them to the GPU and back, about 1 GiB at a time."""
     logits_chunk: PositiveInt = 4096
     """Trained tokens whose logits are held at the same time."""
     freeze: list[str] = Field(default_factory=list)

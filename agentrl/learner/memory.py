@@ -15,6 +15,7 @@ from torch import nn
 
 from agentrl.config.learner import LearnerConfig, Recompute
 from agentrl.learner.fsdp.layers import decoder_layers
+from agentrl.learner.fsdp.optimizer import CHUNK_BYTES
 
 _MASTER = 4
 """Bytes of a float32 number: weights, gradients, moments, logits."""
@@ -29,7 +30,7 @@ class LearnerMemory:
     weights: int
     """float32, this rank's shards."""
     optimizer: int
-    """AdamW's two moments, this rank's shards; Muon has one for matrices of layers."""
+    """AdamW's two moments, this rank's shards; Muon has one for matrices of layers. Offloaded ones are there in the update."""
     reference: int = 0
     """The frozen reference policy, this rank's shards; 0 without one."""
     gradients: int = 0
@@ -91,10 +92,7 @@ def learner_memory(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Le
 
 
 def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator[LearnerMemory]:
-    """Yield the memory at the head, at each layer of the backward pass, and at the embeddings, the last of it.
-
-    The optimizer needs no more than the embeddings: its state, weights and gradients.
-    """
+    """Yield the memory at the head, at each layer of the backward pass, at the embeddings, the last of it, and in the update."""
     size, several, tokens = options.size, options.ranks > 1, options.tokens
     layers = decoder_layers(hf)
     units = [_count(layer) for layer in layers]
@@ -104,7 +102,8 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
         sum(_adapters(layer, config, options) for layer in layers),
     )
     trained = _shards(hf, options.ranks, trained=True) + adapters
-    state = {"weights": shards + adapters, "optimizer": _optimizer(hf, config, options.ranks) + 2 * adapters}
+    states = _optimizer(hf, config, options.ranks) + 2 * adapters
+    state = {"weights": shards + adapters, "optimizer": 0 if config.cpu_offload == "optimizer" else states}
     state |= {"reference": shards if options.reference else 0}
     # Autograd adds up the gradients of tied embeddings and head before it adds them to that of the weight. FSDP reduces the
     # gradient of a unit: there are a whole one, and its float32 copy.
@@ -133,6 +132,9 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
         grown += _shards(layer, options.ranks, trained=True) + _adapters(layer, config, options)
     added = whole * (1 + (tied and options.accumulates)) + reduced * rest
     yield LearnerMemory(**state, gradients=trained + added, gathered=size * rest if several else 0)
+    if config.cpu_offload == "optimizer":
+        largest = max(2 * _MASTER * _shard(parameter, options.ranks) for parameter in hf.parameters())
+        yield LearnerMemory(**state | {"optimizer": min(states, max(largest, CHUNK_BYTES))}, gradients=trained)
 
 
 def _optimizer(hf: Any, config: LearnerConfig, ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""CPU offload of parameters, optimizer state and reference model while the learner sleeps, and copies to write checkpoints from.
+"""CPU offload: of a learner's state while it sleeps, and of the optimizer's between steps; copies to write checkpoints from.
 
 Only the storages are resized; the tensor objects stay, so that parameters, FSDP's shards and the optimizer's state keep
 their references.
@@ -46,19 +46,30 @@ class CpuOffload:
         for storage in self._storages.values():
             storage.resize_(0)
 
-    def restore(self) -> None:
-        """Allocate the device's memory and copy the contents back; if there is not enough, everything stays offloaded."""
+    def restore(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
+        """Allocate the device's memory and copy the contents back; if there is not enough, everything stays offloaded.
+
+        Args:
+            tensors: to restore, all offloaded; None: everything.
+
+        """
+        keys = [*self._storages] if tensors is None else [_key(tensor) for tensor in tensors]
+        storages = {key: self._storages[key] for key in keys}
         try:
-            for key, storage in self._storages.items():
+            for key, storage in storages.items():
                 kept = self._contents[key]
                 storage.resize_(len(kept))
                 _bytes(storage).copy_(kept, non_blocking=True)
-            _finish(self._storages.values())
+            _finish(storages.values())
         except BaseException:
-            for storage in self._storages.values():
+            for storage in storages.values():
                 storage.resize_(0)
             raise
-        self._storages = {}
+        self._storages = {key: storage for key, storage in self._storages.items() if key not in storages}
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is offloaded."""
+        return _key(tensor) in self._storages
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the read-only copy of a tensor on the CPU, as of the last `copy` or `offload`."""

@@ -84,12 +84,17 @@ def with_recompute(
         for choice in ("selective", "full")
     )
     needed = estimate_memory(selective, folder)[0].total
-    fits = needed <= FITS * gpu
-    line = (
-        f"{'recompute':<13}{'selective' if fits else 'full'} (learner.recompute=auto): selective recomputation needs about "
-        f"{needed / 2**30:.1f} GiB of the {gpu / 2**30:.1f} of a GPU"
-    )
-    return (selective if fits else full), [line]
+    of_gpu = f"of the {gpu / 2**30:.1f} of a GPU"
+    line = f"(learner.recompute=auto): selective recomputation needs about {needed / 2**30:.1f} GiB {of_gpu}"
+    if needed <= FITS * gpu:
+        return selective, [f"{'recompute':<13}selective {line}"]
+    lines = [f"{'recompute':<13}full {line}"]
+    if (least := estimate_memory(full, folder)[0].total) > FITS * gpu:
+        lines.append(
+            f"warning: full recomputation needs about {least / 2**30:.1f} GiB {of_gpu}; learner.cpu_offload=optimizer, "
+            "more learner.ranks or a lower batch.tokens_per_micro need less"
+        )
+    return full, lines
 
 
 def estimate_memory(config: Config, folder: Path, *, accumulates: bool = True) -> tuple[LearnerMemory, str]:

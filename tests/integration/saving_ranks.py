@@ -1,4 +1,5 @@
-"""A learner rank in a separate process. Two ranks train and save; three load that and save it again.
+"""A learner rank in a separate process. Two ranks train and save; two with offloaded optimizer states load that and train on;
+three load it and save it again.
 
 Arguments are the folder, which has ``model`` and ``batch.pt``, and the rank. The third rank only loads.
 """
@@ -19,11 +20,11 @@ from tests.integration.two_ranks import batch_of_rank
 CONFIG = LearnerConfig(precision="float32", device="cpu", threads=1)
 
 
-def join(folder: Path, number: int, ranks: int) -> FsdpRank:
+def join(folder: Path, number: int, ranks: int, config: LearnerConfig = CONFIG) -> FsdpRank:
     """Return a rank in a new process group."""
-    store = dist.FileStore(str(folder / f"store_of_{ranks}"), ranks)
+    store = dist.FileStore(str(folder / f"store_of_{ranks}_{config.cpu_offload}"), ranks)
     dist.init_process_group("gloo", store=store, rank=number, world_size=ranks)
-    return FsdpRank(folder / "model", CONFIG, make_algo(), device=torch.device("cpu"), seed=0)
+    return FsdpRank(folder / "model", config, make_algo(), device=torch.device("cpu"), seed=0)
 
 
 def main() -> int:
@@ -38,6 +39,12 @@ def main() -> int:
         rank.finish_save()
         rank.sleep()
         rank.save(folder / "asleep")
+        rank.finish_save()
+        rank.close()
+        rank = join(folder, number, 2, CONFIG.model_copy(update={"cpu_offload": "optimizer"}))
+        rank.load(folder / "of_two")
+        rank.train_step(batch)
+        rank.save(folder / "offloaded")
         rank.finish_save()
         rank.close()
     rank = join(folder, number, 3)

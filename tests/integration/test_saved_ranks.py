@@ -17,7 +17,7 @@ from tests.unit.learner.learners import make_batch, make_model
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints ``of_two``, ``of_three`` and ``asleep``."""
+    """The checkpoints ``of_two``, ``of_three``, ``asleep`` and ``offloaded``."""
     folder = tmp_path_factory.mktemp("ranks")
     make_model(folder / "model", vocab_size=97, hidden_size=28)  # ranks have unequal shares
     torch.save(make_batch([30, 12, 44, 9], shares=2, micro=64), folder / "batch.pt")
@@ -60,3 +60,14 @@ def test_a_sleeping_rank_saves_what_it_had(folder):
     awake, asleep = (load_file(folder / name / "model" / "model.safetensors") for name in ("of_two", "asleep"))
     assert awake.keys() == asleep.keys()
     assert all(not torch.equal(tensor, asleep[name]) for name, tensor in awake.items())
+
+
+def test_ranks_with_offloaded_optimizer_states_train_on_bit_for_bit(folder):
+    """From ``of_two``, as the ranks did that wrote ``asleep``."""
+    learner = LocalLearnerGroup(folder / "model", CONFIG, make_algo(), seed=0)
+    try:
+        asleep, offloaded = (state(learner, folder / name) for name in ("asleep", "offloaded"))
+    finally:
+        learner.close()
+    assert asleep.keys() == offloaded.keys()
+    assert all(torch.equal(tensor, offloaded[name]) for name, tensor in asleep.items())

@@ -1,16 +1,24 @@
-"""Optimizers over sharded parameters."""
+"""Optimizers over sharded parameters, and their states: on the device, or in CPU memory (``learner.cpu_offload``)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from agentrl.config.learner import OptimizerConfig
+from agentrl.learner.fsdp.weights import local
+from agentrl.learner.offload import CpuOffload
+
+CHUNK_BYTES = 1 << 30
+"""Offloaded states that are on the device at the same time; those of a larger weight are there alone."""
 
 
-def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) -> list[Optimizer]:
     """Return AdamW over what is trained, or Muon over the layers' matrices and AdamW over the rest.
 
     Vectors, such as norms and biases, have no weight decay.
@@ -33,7 +41,7 @@ def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) 
     return [make(parameters, config) for make, parameters in made.items() if parameters]
 
 
-def _muon(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _muon(parameters: list[nn.Parameter], config: OptimizerConfig) -> Optimizer:
     return torch.optim.Muon(
         parameters,
         lr=config.fixed_lr,
@@ -43,10 +51,106 @@ def _muon(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.opti
     )
 
 
-def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> Optimizer:
     options: dict[str, Any] = {"betas": config.betas, "eps": config.eps}
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.fixed_lr, fused=True, **options)
+
+
+class OptimizerStates:
+    """Takes the steps of a rank's optimizers.
+
+    Offloaded states have memory on the device only while their weights are updated. The optimizer computes the step, on the
+    device, for some weights at a time: the results are the same. Counts of steps stay on the device.
+
+    Args:
+        optimizers: of the rank.
+        offloaded: whether their states are in CPU memory.
+        chunk_bytes: see `CHUNK_BYTES`.
+
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], *, offloaded: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.offloaded = offloaded
+        self._optimizers = optimizers
+        self._chunk_bytes = chunk_bytes
+        self._offload = CpuOffload()
+
+    def step(self) -> None:
+        """Take a step of each optimizer. Gradients of offloaded states are freed as soon as they are used."""
+        for optimizer in self._optimizers:
+            if not self.offloaded:
+                optimizer.step()
+                continue
+            gradients = {weight: weight.grad for weight in _weights(optimizer) if weight.grad is not None}
+            optimizer.zero_grad()
+            self._by_chunks(optimizer, [*gradients], gradients.pop)
+
+    def create(self) -> None:
+        """Create the states, unless they exist: the device may have no memory for all of them at the same time."""
+        for optimizer in self._optimizers:
+            if optimizer.state:
+                continue
+            rates = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+            self._by_chunks(optimizer, [*_weights(optimizer)], torch.zeros_like)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    def clear(self) -> None:
+        """Forget all states, as before the first step."""
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+        self._offload = CpuOffload()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor of the rank's state is offloaded."""
+        return self._offload.holds(local(tensor))
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the contents of an offloaded tensor, or of the shard of one, on the CPU. The next step changes them."""
+        return self._offload.copy_of(local(tensor))
+
+    def _by_chunks(
+        self,
+        optimizer: Optimizer,
+        weights: Sequence[torch.Tensor],
+        gradient_of: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Take a step for some weights at a time. All ranks have the same chunks, as some optimizers gather weights."""
+        for chunk in _chunks(weights, self._chunk_bytes):
+            self._offload.restore(filter(self._offload.holds, _states(optimizer, chunk)))
+            for weight in chunk:
+                weight.grad = gradient_of(weight)
+            optimizer.step()
+            for weight in chunk:
+                weight.grad = None
+            self._offload.offload(_states(optimizer, chunk))
+
+
+def _weights(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _states(optimizer: Optimizer, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return this rank's shards of states that are as large as weights."""
+    states = [optimizer.state.get(weight, {}) for weight in weights]
+    return [local(t) for state in states for t in state.values() if isinstance(t, torch.Tensor) and t.ndim]
+
+
+def _chunks(weights: Sequence[torch.Tensor], chunk_bytes: int) -> Iterator[list[torch.Tensor]]:
+    chunk, size = list[torch.Tensor](), 0
+    for weight in weights:
+        more = 2 * 4 * weight.numel() // (weight.device_mesh.size() if isinstance(weight, DTensor) else 1)
+        if chunk and size + more > chunk_bytes:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(weight)
+        size += more
+    if chunk:
+        yield chunk

@@ -24,7 +24,7 @@ from agentrl.learner.device import peak_memory
 from agentrl.learner.fsdp.gather import AdapterWeights, MergedWeights, gather_weights
 from agentrl.learner.fsdp.loading import load_critic, load_policy
 from agentrl.learner.fsdp.model import PackedModel
-from agentrl.learner.fsdp.optimizer import make_optimizers
+from agentrl.learner.fsdp.optimizer import OptimizerStates, make_optimizers
 from agentrl.learner.fsdp.reference import Reference, load_reference
 from agentrl.learner.fsdp.sharding import reshard
 from agentrl.learner.fsdp.state import load_state, saved_tensors, start_saving
@@ -93,6 +93,7 @@ class FsdpRank:
                 reference, self.config, mesh, policy=self.model, source=folder, merged=self.merged
             )
         self.optimizers = make_optimizers(self.model, self.model.head, config.optimizer)
+        self.optimizer_states = OptimizerStates(self.optimizers, offloaded=config.cpu_offload == "optimizer")
 
     @property
     def shares_prefixes(self) -> bool:
@@ -164,7 +165,9 @@ class FsdpRank:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            optimizer.step()
+        if self.optimizer_states.offloaded:
+            wait([self._writing])  # it reads them
+        self.optimizer_states.step()
         self.step += 1
         return {"train/nonfinite_gradients": 0.0, "train/grad_norm": norm, "train/lr": rate}
 
@@ -225,11 +228,12 @@ class FsdpRank:
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the copy on the CPU of a tensor of the rank's state, as of the last `save` or `sleep`."""
+        copies = self.optimizer_states if self.optimizer_states.holds(tensor) else self._offload
+        copy = copies.copy_of(local(tensor))
         if not isinstance(tensor, DTensor):
-            return self._offload.copy_of(tensor)
-        local = self._offload.copy_of(tensor.to_local())
+            return copy
         return DTensor.from_local(
-            local, self._cpu_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+            copy, self._cpu_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
 
     @torch.no_grad()
@@ -256,13 +260,13 @@ class FsdpRank:
 
     @torch.no_grad()
     def _state(self) -> list[torch.Tensor]:
-        """Return this rank's shards of weights, optimizer states and reference."""
+        """Return this rank's shards of weights, optimizer states and reference, but for what is in CPU memory already."""
         tensors: list[torch.Tensor] = [*self.model.parameters()]
         if self.reference is not None:
             tensors += self.reference.weights().values()
         for optimizer in self.optimizers:
             tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return [local(tensor) for tensor in tensors if not self.optimizer_states.holds(tensor)]
 
     def _check_awake(self) -> None:
         if self._offload:
@@ -273,7 +277,7 @@ class FsdpRank:
         """Copy the state to the CPU and begin to write it; see `LearnerRank.save`."""
         wait([self._writing])
         reshard(self.model)
-        self._offload.copy(local(tensor) for tensor in saved_tensors(self))
+        self._offload.copy(local(tensor) for tensor in saved_tensors(self) if not self.optimizer_states.holds(tensor))
         self._writing = start_saving(self, folder)
 
     def finish_save(self) -> None:

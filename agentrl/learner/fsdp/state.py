@@ -41,6 +41,7 @@ from agentrl.core.reading import reading
 from agentrl.distributed.base import spec_of
 from agentrl.learner.fsdp.gather import MergedWeights
 from agentrl.learner.fsdp.model import PackedModel
+from agentrl.learner.fsdp.optimizer import OptimizerStates
 from agentrl.learner.fsdp.reference import Reference
 from agentrl.learner.fsdp.weights import LORA_KEY, fill, is_adapted, local, named_tensors, part_of
 from agentrl.learner.random_states import random_states, restore_random
@@ -58,6 +59,8 @@ class SavedRank(Protocol):
     """The model folder that the rank was loaded from; its tokenizer files are copied."""
     model: PackedModel
     optimizers: list[torch.optim.Optimizer]
+    optimizer_states: OptimizerStates
+    """Of `optimizers`."""
     step: int
     """Finished optimizer steps."""
     name: str
@@ -143,11 +146,11 @@ def load_state(rank: SavedRank, folder: Path) -> None:
     except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
         words = str(error).strip().splitlines() or ["no message"]
         raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {words[-1]}") from error
-    for index, optimizer in enumerate(rank.optimizers):
-        if states:
+    if not states:
+        rank.optimizer_states.clear()
+    elif not rank.optimizer_states.offloaded:  # offloaded ones are loaded in place
+        for index, optimizer in enumerate(rank.optimizers):
             _set_moments(rank, optimizer, states[str(index)])
-        else:
-            optimizer.state.clear()
     rank.step = int(found["step"])
     _restore_random(folder / "random" / f"rank_{dist.get_rank():05d}.pt", rank.device)
 
@@ -166,7 +169,12 @@ def _optimizer_states(rank: SavedRank) -> dict[str, Any]:
 
 
 def _load_optimizers(rank: SavedRank, folder: Path) -> dict[str, Any]:
-    states = _optimizer_states(rank)
+    own = rank.optimizer_states
+    if own.offloaded:
+        own.create()
+    states: dict[str, Any] = tree_map_only(
+        torch.Tensor, lambda t: rank.staged(t) if own.holds(t) else t, _optimizer_states(rank)
+    )
     load_sharded(states, checkpoint_id=folder)
     return states
 

@@ -75,6 +75,8 @@ def test_what_needs_more_memory_is_estimated_to(of_7b):
     assert total({"ranks": 1}) > 4 * usual / 3
     assert total({"accumulates": False}) < usual
     assert total({"compiled": False}) > usual
+    plain = learner_memory(of_7b, LearnerConfig(), OF_8)
+    assert total(cpu_offload="optimizer") == plain.total - plain.optimizer
 
 
 def test_gradients_of_one_micro_batch_appear_while_activations_are_freed(of_7b):

@@ -29,6 +29,14 @@ def test_selective_recomputation_is_chosen_where_it_fits(folder: Path, gib: floa
     assert f"of the {gib} of a GPU" in line
 
 
+@pytest.mark.parametrize(("overrides", "warns"), [([], True), (["learner.cpu_offload=optimizer"], False)])
+def test_what_does_not_fit_with_full_recomputation_is_said(folder: Path, overrides: list[str], warns: bool) -> None:
+    _, lines = with_recompute(load_config(None, [*AS_ON_A_GPU, *overrides]), folder, lambda: 60 << 30)
+    assert [line.startswith("warning: ") and "learner.cpu_offload=optimizer" in line for line in lines[1:]] == [
+        True
+    ] * warns
+
+
 @pytest.mark.parametrize(
     ("overrides", "gpu"),
     [([*AS_ON_A_GPU, "learner.recompute=none"], 1), (AS_ON_A_GPU, None), (["learner.device=cpu"], 1)],

@@ -1,0 +1,93 @@
+"""Optimizer states in CPU memory (``learner.cpu_offload``): the same training, without their memory on the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.learner.learners import Learners, make_batch, tensors
+
+LENGTHS = (9, 14, 30, 22)
+BATCHES = [make_batch(LENGTHS, seed=seed) for seed in range(4)]
+
+
+def open_learner(learners: Learners, name: str, cpu_offload: str = "optimizer", **options):
+    """Open a learner whose steps take several chunks."""
+    learner = learners.open(name, cpu_offload=cpu_offload, optimizer={"weight_decay": 0.1}, **options)
+    learner.rank.optimizer_states._chunk_bytes = 20_000
+    assert sum(8 * parameter.numel() for parameter in learner.rank.model.parameters()) > 5 * 20_000
+    return learner
+
+
+def states(learner) -> list[torch.Tensor]:
+    """Return the optimizers' states but for counts of steps."""
+    found = [state for optimizer in learner.rank.optimizers for state in optimizer.state.values()]
+    return [t for state in found for t in state.values() if isinstance(t, torch.Tensor) and t.ndim]
+
+
+def device_bytes(learner) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in states(learner))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_training_is_bit_for_bit_the_same(learners, name):
+    plain = open_learner(learners, name, "none")
+    straight = [plain.train_step(batch) for batch in BATCHES]
+    wanted = tensors(plain)
+    assert device_bytes(plain) > 0
+
+    learner = open_learner(learners, name)
+    for batch, metrics in zip(BATCHES, straight, strict=True):
+        assert learner.train_step(batch) == metrics
+        assert len(states(learner)) > 10
+        assert device_bytes(learner) == 0
+        assert all(parameter.grad is None for parameter in learner.rank.model.parameters())
+        learner.sleep()
+        assert device_bytes(learner) == 0
+        learner.wake()
+        assert device_bytes(learner) == 0
+    found = tensors(learner)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [("adamw", "optimizer", "optimizer"), ("muon", "optimizer", "none"), ("adamw", "none", "optimizer")],
+)
+def test_a_checkpoint_goes_on_with_and_without_offload(learners, tmp_path: Path, name, before, after):
+    learner = open_learner(learners, name, before)
+    for batch in BATCHES[:2]:
+        learner.train_step(batch)
+    learner.save(tmp_path / "state")
+    straight = [learner.train_step(batch) for batch in BATCHES[2:]]  # while it is written
+    learner.finish_save()
+    wanted = tensors(learner)
+
+    learner = open_learner(learners, name, after, folder=tmp_path / "state" / "model")
+    for _ in range(2):  # into no states, and into those of a later step
+        learner.load(tmp_path / "state")
+        assert [learner.train_step(batch) for batch in BATCHES[2:]] == straight
+    found = tensors(learner)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_a_checkpoint_from_before_the_first_step_forgets_states(learners, tmp_path: Path):
+    learner = open_learner(learners, "adamw")
+    learner.save(tmp_path / "state")
+    first = learner.train_step(BATCHES[0])
+    learner.load(tmp_path / "state")
+    assert states(learner) == []
+    assert learner.train_step(BATCHES[0]) == first
+
+
+def test_a_sleeping_learner_saves(learners, tmp_path: Path):
+    learner = open_learner(learners, "adamw")
+    learner.train_step(BATCHES[0])
+    learner.sleep()
+    learner.save(tmp_path / "state")
+    learner.wake()
+    straight = learner.train_step(BATCHES[1])
+    learner.load(tmp_path / "state")
+    assert learner.train_step(BATCHES[1]) == straight
