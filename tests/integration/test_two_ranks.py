@@ -29,6 +29,7 @@ from tests.integration.rank_processes import run_ranks
 from tests.integration.two_ranks import CONFIG, Cases, Found, Work, compute
 from tests.unit.algo.ragged import Ragged, make_ragged
 from tests.unit.learner.learners import make_model
+from tests.unit.learner.test_shared_prefixes import make_batch, make_rows
 
 WIDE = {"clip_low": 0.9, "clip_high": 9.0}  # so that few ratios of sequences are clipped
 ALGOS: dict[str, dict[str, object]] = {
@@ -105,6 +106,9 @@ def in_context(shares: int, context_parallel: int) -> tuple[LearnerConfig, Cases
     """Return a learner, and cases whose micro-batches are few."""
     of_name = {name: (algo, aggregation) for name, algo, aggregation, shape in CASES if shape == "packed"}
     cases = [batch_of(*of_name[name], shares, SHAPES["packed"]) for name in IN_CONTEXT]
+    tree = make_batch(make_rows(5), share_prefixes=True, tokens=90, shares=shares)
+    assert any(micro.shares_prefixes for share in tree.micro for micro in share)
+    cases.append((cases[0][0].model_copy(update={"kl_coef": 0.1}), replace(tree, lr_scale=0.0)))
     return learner_of(shares, context_parallel), cases
 
 
@@ -181,7 +185,7 @@ def test_ranks_with_parts_of_micro_batches_have_the_loss_the_gradient_and_the_lo
         wanted = compute(alone.rank, algo, whole)
         assert wanted["train/grad_norm"] > 1e-4
         for rank in ranks:
-            assert_same(rank.metrics[number], wanted, IN_CONTEXT[number])
+            assert_same(rank.metrics[number], wanted, (*IN_CONTEXT, "tree")[number])
     rows = [key for rank in ranks for key in rank.logprobs]
     found = {key: row for rank in ranks for key, row in rank.logprobs.items()}
     wanted = alone.logprobs(cases[-1][1])

@@ -38,10 +38,11 @@ class Context:
         each = length // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
-    def own(self, at_N: torch.Tensor, length: int) -> torch.Tensor:
-        """Return those of the tokens at ``at_N`` that are predicted from a position in this rank's part."""
+    def has(self, places_N: torch.Tensor, length: int) -> torch.Tensor:
+        """Return, as bools ``[N]``, which places of a sequence are in this rank's part."""
         part = self.part(length)
-        return at_N[(at_N > part.start) & (at_N <= part.stop)]
+        inside_N: torch.Tensor = (places_N >= part.start) & (places_N < part.stop)
+        return inside_N
 
     def add_up(self, rows: RowScores) -> RowScores:
         """Return the sums of rows over the ranks, which have the same rows, on the first of them; none elsewhere. Collective."""

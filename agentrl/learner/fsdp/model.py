@@ -15,7 +15,7 @@ from agentrl.learner.device import to_device
 from agentrl.learner.fsdp.attention import DividedRows, PackedRows, packed_rows, separated
 from agentrl.learner.fsdp.context_parallel import Context
 from agentrl.learner.fsdp.head import HeadOptions, token_scores
-from agentrl.learner.fsdp.tree_attention import Tree, TreeInput, tree_input
+from agentrl.learner.fsdp.tree_attention import Tree, TreeInput, tree_input, tree_places
 from agentrl.models.load import value_head
 
 
@@ -49,7 +49,7 @@ class PackedModel(nn.Module):
         Args:
             micro: token ids, positions and rows, on the CPU.
             places_N: positions of the tokens to score, never the first of a row; FSDP would move a tensor to the GPU. With
-                a context, those of `Context.own`.
+                a context, those of `own`.
             temperature: logits are divided by it.
             entropy: whether to compute entropies.
 
@@ -59,33 +59,59 @@ class PackedModel(nn.Module):
         """
         device, at_N = self.hf.device, torch.from_numpy(places_N)
         if micro.shares_prefixes:
-            return self._score_tree(tree_input(micro, at_N, device, self.windows), temperature, entropy)
+            return self._score_tree(tree_input(micro, at_N, device, self.windows, self._ranks), temperature, entropy)
         token_ids_L, position_ids_L, row_L = micro.token_ids_L, micro.position_ids_L, micro.row_L
         targets_N = to_device(token_ids_L[at_N], device)
         token_ids_R_L, position_ids_R_L, row_R_L = token_ids_L[None], position_ids_L[None], row_L[None]
         if self.separates_rows:
             token_ids_R_L, position_ids_R_L, row_R_L, at_N = separated(token_ids_L, position_ids_L, row_L, at_N)
         rows = packed_rows(position_ids_R_L, row_R_L, device, flash=self.autocast)
-        packed: PackedRows | DividedRows = rows
-        if self.context is not None:
-            part = self.context.part(len(token_ids_L))
-            token_ids_R_L, position_ids_R_L = token_ids_R_L[:, part], position_ids_R_L[:, part]
-            at_N, packed = at_N - part.start, DividedRows(rows, self.context)
+        token_ids_R_L, position_ids_R_L, before_N, packed = self._part(token_ids_R_L, position_ids_R_L, at_N - 1, rows)
         token_ids_R_L, position_ids_R_L = (to_device(each, device) for each in (token_ids_R_L, position_ids_R_L))
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             hidden = self._hidden(token_ids_R_L, position_ids_R_L, packed)
-            hidden_N_H = hidden.index_select(0, to_device(at_N - 1, device))
+            hidden_N_H = hidden.index_select(0, to_device(before_N, device))
             return self._score(hidden_N_H, targets_N, temperature, entropy)
+
+    def own(self, micro: MicroBatch, at_N: torch.Tensor) -> torch.Tensor:
+        """Return those of the tokens at ``at_N`` that this rank scores: those predicted from its part, without a context all."""
+        if self.context is None:
+            return at_N
+        before_N, length = at_N - 1, len(micro.token_ids_L)
+        if micro.shares_prefixes:
+            before_N, length = tree_places(micro, before_N, self.hf.device, self._ranks)
+        return at_N[self.context.has(before_N, length)]
+
+    @property
+    def _ranks(self) -> int:
+        """The number of ranks that compute a micro-batch."""
+        return 1 if self.context is None else self.context.size
+
+    def _part(
+        self,
+        token_ids_R_L: torch.Tensor,
+        position_ids_R_L: torch.Tensor,
+        before_N: torch.Tensor,
+        rows: PackedRows | Tree,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PackedRows | Tree | DividedRows]:
+        """Return this rank's tokens and positions, places ``before_N`` among them, and the rows for attention."""
+        if self.context is None:
+            return token_ids_R_L, position_ids_R_L, before_N, rows
+        part = self.context.part(token_ids_R_L.shape[1])
+        divided = DividedRows(rows, self.context)
+        return token_ids_R_L[:, part], position_ids_R_L[:, part], before_N - part.start, divided
 
     def _score_tree(
         self, given: TreeInput, temperature: float, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what `forward` does, for rows that share prefixes."""
         assert not self.separates_rows, "layers that mix rows cannot share prefixes"
-        assert self.context is None, "ranks that compute a micro-batch together share no prefixes"
+        token_ids, position_ids, before_M, packed = self._part(
+            given.token_ids_L[None], given.position_ids_L[None], given.before_M, given.tree
+        )
         with torch.autocast(self.hf.device.type, torch.bfloat16, enabled=self.autocast):
-            hidden = self._hidden(given.token_ids_L[None], given.position_ids_L[None], given.tree)
-            hidden_M_H = _selected(hidden, given.before_M)
+            hidden = self._hidden(token_ids, position_ids, packed)
+            hidden_M_H = _selected(hidden, before_M)
             scores_M, entropy_M = self._score(hidden_M_H, given.targets_M, temperature, entropy)
         scores_N = _selected(scores_M[:, None], given.scored_N)[:, 0]
         return scores_N, None if entropy_M is None else _selected(entropy_M[:, None], given.scored_N)[:, 0]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from agentrl.batch.microbatch import GlobalBatch, MicroBatch
+from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import LearnerError
@@ -98,9 +98,7 @@ class FsdpRank:
     @property
     def shares_prefixes(self) -> bool:
         """Whether micro-batches may share prefixes; see `LearnerGroup.shares_prefixes`."""
-        return self._context is None and not any(
-            one.separates_rows for one in (self.model, self.reference) if one is not None
-        )
+        return not any(one.separates_rows for one in (self.model, self.reference) if one is not None)
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step; see `LearnerRank.train_step`. A batch without a token to train on takes none."""
@@ -111,7 +109,7 @@ class FsdpRank:
         ratios = self._sequence_ratios(batch)
         metrics = StepMetrics(self.device)
         for micro, reference_N, ratio_N in zip(micros, references, ratios, strict=True):
-            at_N = self._own(at_mask(micro), micro)
+            at_N = self.model.own(micro, at_mask(micro))
             scores = self.model(micro, at_N.numpy(), batch.temperature, batch.kind == "rl")
             loss, loss_metrics = self.loss(batch, micro, at_N, scores, reference_N=reference_N, ratio_N=ratio_N)
             torch.autograd.backward(loss)
@@ -130,7 +128,7 @@ class FsdpRank:
             return [None] * len(micros)
         ratios = SequenceRatios(batch, self.device)
         for micro in micros:
-            at_N = self._own(at_mask(micro), micro)
+            at_N = self.model.own(micro, at_mask(micro))
             logprobs_N, _ = self.model(micro, at_N.numpy(), batch.temperature)
             ratios.add(*self.loss.log_ratio(batch, micro, at_N, logprobs_N))
         reshard(self.model)
@@ -143,7 +141,9 @@ class FsdpRank:
         if not self.loss.needs_reference(batch):
             return [None] * len(micros)
         with self._model("reference") as model:
-            return [model(micro, self._own(at_mask(micro), micro).numpy(), batch.temperature)[0] for micro in micros]
+            return [
+                model(micro, self.model.own(micro, at_mask(micro)).numpy(), batch.temperature)[0] for micro in micros
+            ]
 
     def _model(self, name: str) -> AbstractContextManager[PackedModel]:
         """Return the policy, the critic or the reference, for the block."""
@@ -192,15 +192,11 @@ class FsdpRank:
         [micros] = batch.micro
         with self._model(name) as model:
             for micro in micros:
-                at_N = self._own(scored(micro), micro)
+                at_N = self.model.own(micro, scored(micro))
                 scored_N = model(micro, at_N.numpy(), batch.temperature)[0]
                 reshard(model)
                 found |= by_row(micro, at_N, scored_N)
         return found if self._context is None else self._context.add_up(found)
-
-    def _own(self, at_N: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        """Return those of the positions that this rank scores: all, or those of its part of the micro-batch."""
-        return at_N if self._context is None else self._context.own(at_N, len(micro.token_ids_L))
 
     def update_reference(self) -> None:
         """Copy the policy into the reference; see `LearnerRank.update_reference`."""

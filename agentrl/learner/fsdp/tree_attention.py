@@ -172,7 +172,29 @@ class TreeInput:
     """int64 index among the ``M`` of each token of the rows to score."""
 
 
-def tree_input(micro: MicroBatch, at_N: torch.Tensor, device: torch.device, windows: Collection[int]) -> TreeInput:
+def tree_places(
+    micro: MicroBatch, places_N: torch.Tensor, device: torch.device, ranks: int
+) -> tuple[torch.Tensor, int]:
+    """Return places of a micro-batch in its tree, and the length of the tree; see `tree_input`."""
+    tree = prefix_tree(_rows(micro))
+    return torch.from_numpy(tree.index_N[places_N.numpy()]), _length(tree, device, ranks)
+
+
+def _rows(micro: MicroBatch) -> list[NDArray[np.int64]]:
+    used = int((micro.row_L >= 0).sum())
+    starts = np.flatnonzero(micro.position_ids_L[:used].numpy() == 0)
+    return np.split(micro.token_ids_L[:used].numpy(), starts[1:]) if used else []
+
+
+def _length(tree: PrefixTree, device: torch.device, ranks: int) -> int:
+    """Return the tokens of a padded tree."""
+    multiple = ranks if device.type == "cpu" else math.lcm(ranks, FLEX_MULTIPLE)
+    return -(-max(len(tree.token_ids_U), 1) // multiple) * multiple
+
+
+def tree_input(
+    micro: MicroBatch, at_N: torch.Tensor, device: torch.device, windows: Collection[int], ranks: int = 1
+) -> TreeInput:
     """Return the prefix tree of a micro-batch.
 
     Args:
@@ -180,15 +202,12 @@ def tree_input(micro: MicroBatch, at_N: torch.Tensor, device: torch.device, wind
         at_N: int64, positions of the tokens to score, never the first of a row.
         device: of the model.
         windows: sizes of the model's sliding windows.
+        ranks: that compute equal parts of the tree.
 
     """
-    used = int((micro.row_L >= 0).sum())
-    starts = np.flatnonzero(micro.position_ids_L[:used].numpy() == 0)
-    rows = np.split(micro.token_ids_L[:used].numpy(), starts[1:]) if used else []
+    rows = _rows(micro)
     tree = prefix_tree(rows)
-    unique = len(tree.token_ids_U)
-    multiple = 1 if device.type == "cpu" else FLEX_MULTIPLE
-    length = -(-max(unique, 1) // multiple) * multiple
+    unique, length = len(tree.token_ids_U), _length(tree, device, ranks)
     token_N = tree.index_N[at_N.numpy()]
     scored_U, before_U = np.zeros(unique, np.bool_), np.empty(unique, np.int64)
     scored_U[token_N], before_U[token_N] = True, tree.index_N[at_N.numpy() - 1]

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.config.learner import LearnerConfig
+from agentrl.core.errors import ConfigError
 from agentrl.learner.fsdp.attention import separated
 from agentrl.learner.fsdp.loading import load_policy
 from agentrl.learner.fsdp.model import PolicyModel
@@ -93,6 +94,14 @@ def test_packed_rows_count_as_if_each_was_alone(tmp_path: Path, kind: str) -> No
         gradients(policy, (together * weights).sum()), gradients(policy, (alone * weights).sum()), strict=True
     ):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+
+
+def test_ranks_cannot_have_parts_of_rows_that_are_mixed(tmp_path: Path) -> None:
+    config = LearnerConfig(precision="float32", ranks=2, context_parallel=2)
+    with pytest.raises(
+        ConfigError, match=r"learner\.context_parallel=2: layers of Lfm2.* \(model\.path=.*context_parallel=1"
+    ):
+        load_policy(model(tmp_path, "lfm2", MIXING["lfm2"]), config, torch.device("cpu"), None)
 
 
 def test_a_model_of_attention_alone_keeps_its_packed_rows(tmp_path: Path) -> None:
