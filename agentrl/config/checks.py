@@ -325,6 +325,8 @@ def _adapters(config: Config) -> Iterator[str]:
             f"{key} with weights.transport={config.weights.transport}: adapters are sent in the request; leave out "
             "weights.transport"
         )
+    if "dummy" in (sampler.sglang.get("load_format"), sampler.sglang.get("load-format")):
+        yield f"{key} with sampler.sglang.load_format=dummy: engines keep the weights that they start with; leave it out"
     if sampler.engine_ranks != sampler.tensor_ranks:
         yield f"{key} reaches SGLang's tensor parallel ranks only; set weights.adapters=merged"
 

@@ -30,6 +30,7 @@ ADAPTERS = ["weights.adapters=only", "learner.lora={}"]
         ([*ADAPTERS], r"sampler\.backend=embedded: it takes no adapters"),
         ([*ADAPTERS, *GPU, "sampler.router=sglang"], r"set sampler\.router=builtin"),
         ([*ADAPTERS, *GPU, "placement.mode=colocate"], r"lose the base model; set weights\.adapters=merged"),
+        ([*ADAPTERS, *GPU, "sampler.sglang={load-format: dummy}"], r"load_format=dummy: engines keep the weights"),
         ([*ADAPTERS, *GPU, "weights.transport=disk"], r"leave out weights\.transport"),
         ([*ADAPTERS, *GPU, "sampler.sglang={dp_size: 2}"], "tensor parallel ranks only"),
     ],
