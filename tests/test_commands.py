@@ -45,7 +45,7 @@ LACKS = MACHINE | {"placement.mode", "tools.search.url", "tools.python.url"}
 """Keys that ask for GPUs, or for a tool server that the reader has started."""
 ADDED = "render.format=plain"
 """The format that the reader of docs/how_to/chat_format.md adds to agentrl itself."""
-RUN_HERE = {"init", "env", "template", "models"}
+RUN_HERE = {"init", "env", "template", "models", "plan"}
 """Commands that only read or write files."""
 
 

@@ -14,6 +14,7 @@ from agentrl.obs.console import log_to_stderr, make_console, print_error
 
 COMMANDS: dict[str, str] = {
     "init": "write a project of your own to start from",
+    "plan": "estimate the memory of a run, and propose a layout for named GPUs",
     "train": "train a policy with reinforcement learning",
     "sft": "fine-tune a policy on a taskset's demonstrations",
     "rollout": "sample rollouts to a file without training",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import (
     Field,
@@ -128,6 +128,9 @@ class LearnerConfig(Section):
     weights. A critic is trained as a whole."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer."""
+    megatron: dict[str, Any] = Field(default_factory=dict)
+    """Options of Megatron-Core, for ``backend=megatron``: fields of its ``TransformerConfig``, ``OptimizerConfig`` and
+    ``DistributedDataParallelConfig``, such as ``tensor_model_parallel_size``."""
     start_timeout_s: PositiveFloat = 300.0
     """Seconds until the ranks must have loaded the model."""
     step_timeout_s: PositiveFloat = 1800.0

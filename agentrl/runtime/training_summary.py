@@ -11,10 +11,10 @@ from agentrl.config.learner import LearnerConfig, Recompute
 from agentrl.config.schema import Config
 from agentrl.models.freezing import count_trained, frozen_names
 from agentrl.models.learning_rates import Use, describe_optimizer
-from agentrl.models.load import empty_model
+from agentrl.models.shipped_architectures import meta_model
 
 if TYPE_CHECKING:
-    from agentrl.learner.memory import LearnerMemory
+    from agentrl.learner.memory import LearnerMemory, MemoryOptions
 
 FITS = 0.9
 """Share of a GPU's memory that the estimate may need: fragmentation, NCCL's buffers and a bucket of weights come on top."""
@@ -110,18 +110,36 @@ def estimate_memory(config: Config, folder: Path, *, accumulates: bool = True) -
         ModelError: the model's configuration cannot be loaded.
 
     """
-    from agentrl.learner.device import recomputed, uses_bfloat16
-    from agentrl.learner.memory import MemoryOptions, learner_memory
+    from agentrl.learner.memory import learner_memory
 
-    learner = config.learner
-    device = _device(learner)
-    on_gpu = device == "cuda"
-    of_gpus: Recompute = "selective" if learner.recompute == "auto" else learner.recompute
-    hf: Any = empty_model(folder, "sdpa")
+    options = memory_options(config, folder, accumulates=accumulates)
+    return learner_memory(trained_model(config.learner, folder), config.learner, options), _device(config.learner)
+
+
+def trained_model(learner: LearnerConfig, folder: Path) -> Any:
+    """Return the model in ``folder`` on ``meta``. Weights that are not trained are without ``requires_grad``.
+
+    Raises:
+        ConfigError: see `frozen_names`.
+        ModelError: the model's configuration cannot be loaded.
+
+    """
+    hf = meta_model(folder)
     weights = dict(hf.named_parameters())
     for name in weights if learner.lora is not None else frozen_names(weights.keys(), learner.freeze):
         weights[name].requires_grad_(False)
-    options = MemoryOptions(
+    return hf
+
+
+def memory_options(config: Config, folder: Path, *, accumulates: bool = True) -> MemoryOptions:
+    """Return what the memory of a rank depends on besides model and configuration; see `estimate_memory`."""
+    from agentrl.learner.device import recomputed, uses_bfloat16
+    from agentrl.learner.memory import MemoryOptions
+
+    learner = config.learner
+    on_gpu = _device(learner) == "cuda"
+    of_gpus: Recompute = "selective" if learner.recompute == "auto" else learner.recompute
+    return MemoryOptions(
         ranks=learner.ranks,
         tokens=-(-config.batch.tokens_per_micro // learner.context_parallel),
         bfloat16=learner.precision != "float32" if on_gpu else uses_bfloat16(learner),
@@ -130,7 +148,6 @@ def estimate_memory(config: Config, folder: Path, *, accumulates: bool = True) -
         reference=_has_second_model(config, folder),
         accumulates=accumulates,
     )
-    return learner_memory(hf, learner, options), device
 
 
 def _has_second_model(config: Config, folder: Path) -> bool:

@@ -1,0 +1,29 @@
+"""``agentrl plan``."""
+
+from __future__ import annotations
+
+import argparse
+
+from agentrl.cli.options import COMMAND_LINE, add_plain_config_arguments, command_line_layers
+from agentrl.config.layers import Layer, stack
+from agentrl.obs.console import make_console
+from agentrl.planner.gpus import MEMORY_GIB, Gpus
+from agentrl.planner.plan import make_plan
+from agentrl.planner.report import report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("--model", help="model.path: a folder, or a Hugging Face name; nothing is downloaded")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs of the whole run (8)")
+    parser.add_argument("--gpu", default="h100", help=f"{', '.join(MEMORY_GIB)}, or a number of GiB (h100)")
+    add_plain_config_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the plan."""
+    layers = command_line_layers(arguments)
+    if arguments.model is not None:
+        layers.append(Layer(COMMAND_LINE, {"model": {"path": arguments.model}}))
+    plan = make_plan(layers, Gpus.parse(arguments.gpus, arguments.gpu))
+    make_console().print("\n".join(report(plan, stack(layers))), highlight=False, markup=False, soft_wrap=True)

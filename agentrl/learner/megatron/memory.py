@@ -1,0 +1,236 @@
+"""Estimate of the memory that a rank of the Megatron-Core learner needs, from a model's configuration and a layout.
+
+Weights are divided by tensor parallelism, layers by pipeline parallelism, experts by expert parallelism. Gradients are float32
+and whole on each rank; the distributed optimizer divides float32 weights and moments among data- and context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agentrl.core.errors import ConfigError
+from agentrl.learner.megatron.families.base import Family, Options, model_weights
+from agentrl.learner.megatron.layout import Layout
+from agentrl.learner.megatron.mapping import Weight
+from agentrl.learner.memory import LearnerMemory
+
+_FLOAT32 = 4
+_LOGITS = 2
+"""Arrays of a chunk's logits at the same time: they and their gradient."""
+_FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+_UNREAD = (
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Options that give stages other layers than `stage_layers` knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronWork:
+    """What the memory of a rank depends on besides model and options."""
+
+    ranks: int
+    """``learner.ranks``."""
+    tokens: int
+    """Of a micro-batch, over all context-parallel ranks."""
+    logits_chunk: int
+    """Tokens whose logits are held at the same time."""
+    bfloat16: bool = True
+    """Whether weights and products are bfloat16, with float32 weights in the optimizer; else all is float32."""
+    reference: bool = False
+    """Whether there is a reference policy."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of a weight, and of an activation."""
+        return 2 if self.bfloat16 else _FLOAT32
+
+
+def megatron_memory(family: Family, hf: Any, options: Mapping[str, Any], work: MegatronWork) -> LearnerMemory:
+    """Return the memory of a rank of the pipeline stage that needs most. Tokens are routed to experts evenly.
+
+    Args:
+        family: of the model.
+        hf: its configuration in transformers.
+        options: the options ``learner.megatron``, with recomputation.
+        work: all else.
+
+    Raises:
+        ConfigError: the layout does not divide the model or the ranks, or an option is not known here.
+
+    """
+    layout, model = Layout.of(options), family.options(hf)
+    layout.check(model | {"vocab_size": hf.vocab_size}, options, work.ranks)
+    stages = stage_layers(model["num_layers"], layout, options)
+    found = (_stage(family, hf, model, options, work, stages, stage) for stage in range(len(stages)))
+    return max(found, key=lambda memory: memory.total)
+
+
+def stage_layers(layers: int, layout: Layout, options: Mapping[str, Any]) -> list[list[int]]:
+    """Return the indices of the layers of each pipeline stage, over its virtual stages.
+
+    Raises:
+        ConfigError: an option gives the stages their layers in a way that is not known here.
+
+    """
+    for name in _UNREAD:
+        if options.get(name):
+            raise ConfigError(
+                f"learner.megatron.{name}: the memory of its stages is not estimated; leave it out to plan"
+            )
+    stages, chunks = layout.pipeline_model_parallel_size, layout.chunks
+    own = {stage: int(options[name]) for stage, name in ((0, _FIRST), (stages - 1, _LAST)) if options.get(name)}
+    each = (layers - sum(own.values())) // max(1, stages - len(own))
+    sizes = [own.get(stage, each) for stage in range(stages)]
+    if sum(sizes) != layers or min(sizes) < 1:
+        raise ConfigError(
+            f"learner.megatron: {stages} pipeline stages have {', '.join(map(str, sizes))} layers, and the model {layers}; "
+            f"set {_FIRST} or {_LAST}"
+        )
+    parts = [size // chunks for _ in range(chunks) for size in sizes]  # a stage's chunks are not neighbours
+    starts = [sum(parts[:index]) for index in range(len(parts))]
+    numbered = [list(range(start, start + size)) for start, size in zip(starts, parts, strict=True)]
+    return [[layer for chunk in range(chunks) for layer in numbered[chunk * stages + s]] for s in range(stages)]
+
+
+def _stage(
+    family: Family,
+    hf: Any,
+    model: Options,
+    options: Mapping[str, Any],
+    work: MegatronWork,
+    stages: Sequence[Sequence[int]],
+    stage: int,
+) -> LearnerMemory:
+    layout = Layout.of(options)
+    is_first, is_last = stage == 0, stage == len(stages) - 1
+    embedding, norm, head = model_weights(hf)
+    outer = [embedding] * is_first + [norm, head] * is_last
+    if is_first and is_last and hf.tie_word_embeddings:
+        outer.remove(head)
+    tensor = layout.tensor_model_parallel_size
+    # Layers differ in whether they have experts, and in nothing else: one of each kind is counted.
+    kinds = {_has_experts(model, layer): layer for layer in stages[stage]}
+    count = Counter(_has_experts(model, layer) for layer in stages[stage])
+    dense = sum(count[kind] * _numbers(family.layer(hf, layer), tensor) for kind, layer in kinds.items())
+    dense += _numbers(outer, tensor)
+    experts = count[True] * _experts(family, hf, model, layout, kinds[True]) if True in kinds else 0
+    per_number = 2 * _FLOAT32 + (_FLOAT32 if work.bfloat16 else 0)
+    shared = bool(options.get("use_distributed_optimizer", True))
+    share = work.ranks // (tensor * len(stages)) if shared else 1
+    of_experts = layout.expert_tensor_size * layout.expert_model_parallel_size * len(stages)
+    expert_share = work.ranks // of_experts if shared else 1
+    tokens = math.ceil(work.tokens / layout.context_parallel_size)
+    weights = work.size * (dense + experts)
+    vocabulary = hf.vocab_size // tensor
+    return LearnerMemory(
+        weights=weights,
+        gradients=_FLOAT32 * (dense + experts),
+        optimizer=per_number * (math.ceil(dense / share) + math.ceil(experts / expert_share)),
+        reference=weights if work.reference else 0,
+        activations=work.size * tokens * _kept(model, options, stages[stage], in_flight(layout, stage)),
+        logits=_LOGITS * _FLOAT32 * min(work.logits_chunk, tokens) * vocabulary if is_last else 0,
+    )
+
+
+def in_flight(layout: Layout, stage: int) -> float:
+    """Return how often a stage keeps the activations of all of its layers at the same time, with enough micro-batches.
+
+    One forward, one backward: as many micro-batches as there are stages from this one on. Interleaved, the warm-up has
+    ``2 (p - 1 - stage) + (v - 1) p`` passes through one of ``v`` chunks, and one more is computed (arXiv:2104.04473, 2.2).
+    """
+    stages, chunks = layout.pipeline_model_parallel_size, layout.chunks
+    if chunks == 1:
+        return stages - stage
+    return (2 * (stages - 1 - stage) + (chunks - 1) * stages + 1) / chunks
+
+
+def _numbers(weights: Iterable[Weight], ranks: int) -> int:
+    """Return the numbers that one of ``ranks`` tensor-parallel ranks has of weights."""
+    count = 0
+    for weight in weights:
+        whole = sum((stop - start) * math.prod(t.shape[1:]) for block in weight.blocks for t, start, stop in block)
+        count += whole // ranks if weight.split else whole
+    return count
+
+
+def _experts(family: Family, hf: Any, model: Options, layout: Layout, layer: int) -> int:
+    """Return the numbers that a rank has of a layer's experts."""
+    assert family.expert is not None
+    each = _numbers(family.expert(hf, layer, 0), layout.expert_tensor_size)
+    return each * int(model["num_moe_experts"]) // layout.expert_model_parallel_size
+
+
+def _has_experts(model: Options, layer: int) -> bool:
+    return bool(model.get("num_moe_experts")) and bool(model["moe_layer_freq"][layer])
+
+
+def _kept(model: Options, options: Mapping[str, Any], layers: Sequence[int], times: float) -> int:
+    """Return the numbers for each token that a stage keeps until the backward pass, and those of the layer that is in it."""
+    count = Counter(_has_experts(model, layer) for layer in layers)
+    widths = {kind: _widths(model, options, kind) for kind in count}
+    widest = max(widths.values(), key=lambda width: width.all)
+    if options.get("recompute_granularity") != "full":
+        return math.ceil(times * sum(count[kind] * widths[kind].all for kind in count)) + widest.gradients
+    together = int(options.get("recompute_num_layers") or 1)
+    inputs = math.ceil(len(layers) / together) * widest.input
+    return math.ceil(times * inputs) + together * widest.all + widest.gradients
+
+
+@dataclass(frozen=True, slots=True)
+class _Widths:
+    """Numbers of a layer for each token of a context-parallel rank."""
+
+    input: int
+    all: int
+    """That it keeps if nothing is computed again."""
+    gradients: int
+    """Of what its backward pass has at the same time: the hidden states', and the widest products'."""
+
+
+def _widths(model: Options, options: Mapping[str, Any], experts: bool) -> _Widths:
+    """Return the widths of a layer: what its products, norms, rotations and activations keep.
+
+    Products keep their input, and so do norms. With sequence parallelism what lies between tensor-parallel products is
+    divided among their ranks; without it each has all of it.
+    """
+    layout = Layout.of(options)
+    tensor = layout.tensor_model_parallel_size
+    hidden = model["hidden_size"] // (tensor if options.get("sequence_parallel") else 1)
+    attention = (_latent(model) if model.get("multi_latent_attention") else _grouped(model)) // tensor
+    # Both norms keep their input, and the products after them keep the norms' output.
+    around = 4 * hidden
+    found = _Widths(hidden, around + attention, 0)
+    middles = {"ffn_hidden_size": 1.0 / tensor}
+    if experts:
+        # A rank's experts get as many tokens as it has, times the experts of a token.
+        rows = model["moe_router_topk"] * layout.expert_tensor_size / tensor
+        routed = 2 * rows * model["hidden_size"] + 2 * model["num_moe_experts"] * hidden / model["hidden_size"]
+        found = replace(found, all=found.all + math.ceil(routed))
+        middles = {"moe_ffn_hidden_size": rows / layout.expert_tensor_size}
+        if model.get("moe_shared_expert_intermediate_size"):
+            middles["moe_shared_expert_intermediate_size"] = 1.0 / tensor
+    middle = math.ceil(sum(model[name] * share for name, share in middles.items()))
+    # Gate and other projection, and the product of both.
+    return replace(found, all=found.all + 3 * middle, gradients=2 * hidden + 3 * middle)
+
+
+def _grouped(model: Options) -> int:
+    """Return the numbers of grouped-query attention: queries, keys and values, the first two normed and rotated, the result."""
+    size = int(model["kv_channels"])
+    queries, groups = int(model["num_attention_heads"]) * size, int(model["num_query_groups"]) * size
+    normed = queries + groups if model.get("qk_layernorm") else 0
+    return (queries + 2 * groups) + normed + (queries + groups) + queries
+
+
+def _latent(model: Options) -> int:
+    """Return the numbers of multi-head latent attention: latents, normed, what is made of them, rotated, and the result."""
+    names = ("num_attention_heads", "qk_pos_emb_head_dim", "qk_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank")
+    heads, rotated, plain, values, latent, of_queries = (int(model[name] or 0) for name in names)
+    made, turned = (plain + rotated) + (plain + values), 2 * (plain + rotated)
+    return 2 * (of_queries + latent) + rotated + heads * (made + turned + values)

@@ -1,0 +1,1 @@
+"""Plans before a run: memory of learner and engines by part, and layouts that fit named GPUs."""

@@ -1,0 +1,121 @@
+"""Memory of SGLang's engines: weights and KV cache on each GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.config.sampler import SamplerConfig
+from agentrl.core.errors import ConfigError
+from agentrl.planner.gpus import MACHINE
+
+ROWS = 16
+"""Rows of ``rollout.max_tokens`` that the KV cache of a proposed engine holds at least."""
+_FRACTION = {"colocate": 0.8, "disaggregate": 0.85}
+"""``mem_fraction_static`` if it is not set; the rest is for activations and CUDA graphs."""
+_TENSOR_NAMES = ("tp", "tp_size", "tensor_parallel_size")
+_DTYPES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """Engines of tensor-parallel GPUs, and the memory of each GPU."""
+
+    engines: int
+    tensor: int
+    """GPUs of an engine."""
+    fraction: float
+    """``sampler.sglang.mem_fraction_static``."""
+    weights: int
+    """Bytes."""
+    cache: int
+    """Bytes for the KV cache; below 0 if the weights alone do not fit."""
+    cache_tokens: int
+    """Tokens of an engine's KV cache."""
+
+    def rows(self, tokens: int) -> int:
+        """Return how many rows of ``tokens`` the KV cache of an engine holds."""
+        return max(0, self.cache_tokens // tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What engines are planned for."""
+
+    mode: str
+    """``placement.mode``."""
+    gpus: int
+    """Of all engines."""
+    gpu_bytes: int
+    """Memory of a GPU."""
+    row_tokens: int
+    """Tokens of the longest row."""
+
+
+def plan_engines(hf: Any, numbers: int, sampler: SamplerConfig, fleet: Fleet) -> Iterator[EnginePlan]:
+    """Yield the engines whose KV cache holds `ROWS` rows, those with the fewest GPUs first; the largest ones if none does.
+
+    Args:
+        hf: configuration of the model in transformers.
+        numbers: weights of the model.
+        sampler: options of SGLang that are set are kept.
+        fleet: what the engines are for.
+
+    Raises:
+        ConfigError: an option of SGLang whose memory is not known here, or an engine larger than a machine.
+
+    """
+    _check(sampler)
+    options = {name.replace("-", "_"): value for name, value in sampler.sglang_options.items()}
+    fraction = options.get("mem_fraction_static") or _FRACTION.get(fleet.mode, _FRACTION["disaggregate"])
+    dtype = str(options.get("dtype") or "bfloat16")
+    if dtype not in _DTYPES:
+        raise ConfigError(f"sampler.sglang.dtype={dtype}: its memory is not known; set {', '.join(_DTYPES)}")
+    heads = hf.get_text_config().num_attention_heads
+    sizes = [size for size in (1, 2, 4, 8) if fleet.gpus % size == 0 and heads % size == 0]
+    if any(options.get(name) is not None for name in _TENSOR_NAMES):
+        sizes = [sampler.tensor_ranks]
+    found = False
+    for tensor in sizes:
+        weights = math.ceil(_DTYPES[dtype] * numbers / tensor)
+        cache = int(fraction * fleet.gpu_bytes) - weights
+        tokens = max(0, cache) // cache_bytes(hf, tensor)
+        plan = EnginePlan(fleet.gpus // tensor, tensor, fraction, weights, cache, tokens)
+        if plan.rows(fleet.row_tokens) >= ROWS or (tensor == sizes[-1] and not found):
+            found = True
+            yield plan
+
+
+def cache_bytes(hf: Any, tensor: int, size: int = 2) -> int:
+    """Return the bytes of a token in the KV cache of each of ``tensor`` GPUs.
+
+    With multi-head latent attention each GPU has the whole latent; otherwise heads are divided, and repeated where there are
+    fewer than GPUs.
+
+    Args:
+        hf: configuration of the model in transformers.
+        tensor: GPUs of an engine.
+        size: bytes of a number.
+
+    """
+    text = hf.get_text_config()
+    if getattr(text, "kv_lora_rank", None):
+        return int(size * text.num_hidden_layers * (text.kv_lora_rank + text.qk_rope_head_dim))
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(size * text.num_hidden_layers * 2 * math.ceil(text.num_key_value_heads / tensor) * head)
+
+
+def _check(sampler: SamplerConfig) -> None:
+    if sampler.engine_ranks != sampler.tensor_ranks:
+        raise ConfigError(
+            f"sampler.sglang: an engine of {sampler.engine_ranks} GPUs with tp_size={sampler.tensor_ranks}; a plan knows tensor "
+            "parallelism only: leave out pp_size and dp_size"
+        )
+    if sampler.tensor_ranks > MACHINE:
+        raise ConfigError(
+            f"sampler.sglang.tp_size={sampler.tensor_ranks}: an engine is on one machine; set at most {MACHINE}"
+        )
+    if (quantization := sampler.sglang_options.get("quantization")) is not None:
+        raise ConfigError(f"sampler.sglang.quantization={quantization}: its memory is not known; leave it out to plan")

@@ -1,0 +1,174 @@
+"""Layouts of the learner, from the one with the least communication and recomputation on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.layers import Layer, load_layers
+from agentrl.config.merging import Tree
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError
+from agentrl.learner.megatron.families.registry import read_family
+from agentrl.learner.megatron.memory import MegatronWork, megatron_memory
+from agentrl.learner.memory import LearnerMemory, learner_memory
+from agentrl.planner.gpus import MACHINE
+from agentrl.runtime.training_summary import memory_options
+
+_FSDP = (("none", False), ("selective", False), ("none", True), ("selective", True), ("full", False), ("full", True))
+"""``recompute`` and ``reshard_after_forward``, from the fastest on: gathering again is hidden behind computation in part."""
+_LAST = "num_layers_in_last_pipeline_stage"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout of the learner, and what a rank of it needs."""
+
+    backend: str
+    settings: Tree
+    """The section ``learner``."""
+    memory: LearnerMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a learner is planned for."""
+
+    layers: tuple[Layer, ...]
+    """The configuration. What they set is kept; other keys are proposed."""
+    given: Tree
+    """Their values."""
+    folder: Path
+    """With the model's ``config.json``."""
+    model: Any
+    """Of transformers, on ``meta``; weights that are not trained are without ``requires_grad``."""
+    ranks: int
+
+    def config(self, learner: Tree) -> Config:
+        """Return the configuration with the section ``learner`` under what is given.
+
+        Raises:
+            ConfigError: it is not valid.
+
+        """
+        return load_layers([Layer("plan", {"learner": learner}), *self.layers])
+
+    def keep(self, name: str, choices: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the choices of a key of ``learner``: its value alone, if it is given."""
+        section = self.given.get("learner") or {}
+        return (section[name],) if name in section and section[name] != "auto" else choices
+
+
+def layouts(request: Request, backend: str) -> Iterator[Candidate]:
+    """Yield the layouts of a backend in the order in which they are proposed.
+
+    Raises:
+        ConfigError: the backend is not known here.
+        ModelError: the backend lacks the model's family.
+
+    """
+    if backend == "fsdp":
+        return _of_fsdp(request)
+    if backend == "megatron":
+        return _of_megatron(request)
+    raise ConfigError(f"learner.backend={backend}: memory is estimated for fsdp and megatron")
+
+
+def _of_fsdp(request: Request) -> Iterator[Candidate]:
+    """Yield the layouts of FSDP2."""
+    pairs = [
+        (recompute, reshard)
+        for recompute, reshard in _FSDP
+        if recompute in request.keep("recompute", (recompute,))
+        and reshard in request.keep("reshard_after_forward", (reshard,))
+    ]
+    for recompute, reshard in pairs:
+        settings: Tree = {"ranks": request.ranks, "recompute": recompute, "reshard_after_forward": reshard}
+        config = request.config({"backend": "fsdp", **settings})
+        options = replace(memory_options(config, request.folder), tokens=micro_tokens(config))
+        yield Candidate("fsdp", settings, learner_memory(request.model, config.learner, options))
+
+
+def _of_megatron(request: Request) -> Iterator[Candidate]:
+    """Yield the layouts of Megatron-Core that divide the model.
+
+    Raises:
+        ConfigError: none does; the message is that of the last one.
+
+    """
+    family, hf = read_family(request.folder, "model.path")
+    config = request.config({"backend": "megatron", "ranks": request.ranks})
+    general = memory_options(config, request.folder)
+    work = MegatronWork(
+        ranks=request.ranks,
+        tokens=micro_tokens(config),
+        logits_chunk=config.learner.logits_chunk,
+        bfloat16=general.bfloat16,
+        reference=general.reference,
+    )
+    model = family.options(hf)
+    refused, found = ConfigError(f"learner.ranks={request.ranks}: no layout of Megatron-Core divides the model"), False
+    for recompute, proposed in _megatron_options(request, model):
+        options = proposed | config.learner.megatron
+        again = {"recompute_granularity": "full"} if recompute == "full" else {}
+        try:
+            memory = megatron_memory(family, hf, again | options, work)
+        except ConfigError as error:
+            refused = error
+            continue
+        found = True
+        yield Candidate("megatron", {"ranks": request.ranks, "recompute": recompute, "megatron": proposed}, memory)
+    if not found:
+        raise refused
+
+
+def _megatron_options(request: Request, model: Mapping[str, Any]) -> list[tuple[str, Tree]]:
+    """Return ``learner.recompute`` and options of Megatron-Core, from the smallest product of parallel sizes on.
+
+    Equal products are in the order of recomputation, expert, pipeline and context parallel size.
+    """
+    given = (request.given.get("learner") or {}).get("megatron") or {}
+
+    def sizes(name: str, most: int) -> tuple[int, ...]:
+        powers = tuple(1 << power for power in range(most.bit_length()))
+        return (given[name],) if name in given else powers
+
+    experts, layers = int(model.get("num_moe_experts") or 1), int(model["num_layers"])
+    combined = product(
+        sizes("tensor_model_parallel_size", min(MACHINE, request.ranks)),
+        sizes("pipeline_model_parallel_size", min(layers, request.ranks)),
+        sizes("context_parallel_size", min(MACHINE, request.ranks)),
+        sizes("expert_model_parallel_size", min(experts, request.ranks)),
+        request.keep("recompute", ("none", "full")),
+    )
+    ordered = sorted(
+        combined, key=lambda each: (each[0] * each[1] * each[2], each[4] == "full", each[3], each[1], each[2])
+    )
+    return [(each[4], _options(*each[:4], layers=layers, has_experts=experts > 1)) for each in ordered]
+
+
+def _options(tensor: int, stages: int, context: int, expert: int, *, layers: int, has_experts: bool) -> Tree:
+    """Return the options of a layout, without those that are 1."""
+    options: Tree = {
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": stages,
+        "context_parallel_size": context,
+        "expert_model_parallel_size": expert,
+    }
+    options = {name: size for name, size in options.items() if size > 1}
+    if tensor > 1:
+        options["sequence_parallel"] = True
+        if has_experts:
+            options["expert_tensor_parallel_size"] = 1
+    if layers % stages:
+        # The last stage also has the head: it gets fewer layers.
+        options[_LAST] = layers - (stages - 1) * -(-layers // stages)
+    return options
+
+
+def micro_tokens(config: Config) -> int:
+    """Return the tokens of the largest micro-batch: a row that is longer than ``batch.tokens_per_micro`` is one alone."""
+    return max(config.batch.tokens_per_micro, config.max_tokens)

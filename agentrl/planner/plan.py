@@ -1,0 +1,197 @@
+"""A plan: for each placement and learner backend the first layout that fits, with its engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from agentrl.config.checks import check_context, check_placement
+from agentrl.config.layers import Layer, load_layers, stack
+from agentrl.config.merging import Tree, merge
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError, ModelError
+from agentrl.models.load import read_max_positions
+from agentrl.models.shipped_architectures import find_architecture
+from agentrl.planner.engine import EnginePlan, Fleet, plan_engines
+from agentrl.planner.gpus import GIB, Gpus
+from agentrl.planner.layouts import Candidate, Request, layouts
+from agentrl.runtime.training_summary import FITS, trained_model
+
+BASE = Layer("default of a plan", {"sampler": {"backend": "sglang"}, "learner": {"device": "cuda"}})
+"""What a plan is for: GPUs."""
+_BACKENDS = ("fsdp", "megatron")
+_MOST = 64
+"""How many times as many ranks are tried where no layout fits."""
+_BUCKET_MIB = 4096
+"""``weights.bucket_mib`` by default, for ``ipc`` and ``distributed``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A placement with a layout of the learner, or why there is none."""
+
+    mode: str
+    """``placement.mode``."""
+    backend: str
+    learner_gpus: int
+    candidate: Candidate | None = None
+    """The first layout that fits; if none does, the one that needs least."""
+    engines: EnginePlan | None = None
+    """None for engines that are running already."""
+    at_sync: int = 0
+    """Bytes of a GPU that learner and engine share, while weights are sent; 0 if they share none."""
+    settings: Tree | None = None
+    """What is to be set in addition to what is given."""
+    faults: tuple[str, ...] = ()
+    """Why it does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All options for some GPUs."""
+
+    folder: Path
+    numbers: int
+    """Weights of the model."""
+    gpus: Gpus
+    config: Config
+    """What is given, with defaults."""
+    options: tuple[Option, ...]
+
+
+def make_plan(layers: Sequence[Layer], gpus: Gpus) -> Plan:
+    """Return the plan of a configuration.
+
+    Args:
+        layers: the configuration; what they set is kept.
+        gpus: of the whole run.
+
+    Raises:
+        ConfigError: the configuration is not valid, or needs other GPUs.
+        ModelError: the model's architecture is not found.
+
+    """
+    given = stack(layers)
+    base = load_layers([BASE, *layers])
+    folder = find_architecture(base.model.path)
+    model = trained_model(base.learner, folder)
+    numbers = sum(weight.numel() for weight in model.parameters())
+    section = given.get("learner") or {}
+    backends = [section["backend"]] if "backend" in section else _BACKENDS
+    options = []
+    for mode, learner_gpus in _placements(base, given, gpus):
+        request = Request((BASE, *layers), given, folder, model, int(section.get("ranks", learner_gpus)))
+        for backend in backends:
+            try:
+                options.append(_option(request, backend, mode, gpus, numbers))
+            except ModelError as error:  # the backend lacks the model's family
+                options.append(Option(mode, backend, request.ranks, faults=(str(error),)))
+    return Plan(folder, numbers, gpus, base, tuple(options))
+
+
+def _placements(config: Config, given: Tree, gpus: Gpus) -> list[tuple[str, int]]:
+    """Return the placements to plan, each with the learner's GPUs: all if they are shared, else half of them."""
+    ranks = (given.get("learner") or {}).get("ranks")
+    if ranks is not None and ranks > gpus.count:
+        raise ConfigError(f"learner.ranks={ranks} with --gpus {gpus.count}: a rank has a GPU; lower learner.ranks")
+    if config.sampler.urls:
+        return [("separate", gpus.count)]
+    named = (given.get("placement") or {}).get("mode")
+    modes = [named] if named is not None else ["colocate", *(["disaggregate"] if gpus.count > 1 else [])]
+    if gpus.count == 1 and modes != ["colocate"]:
+        raise ConfigError(
+            f"placement.mode={named} with --gpus 1: learner and engines share it; set placement.mode=colocate"
+        )
+    return [(mode, gpus.count if mode == "colocate" else ranks or gpus.count // 2) for mode in modes]
+
+
+def _option(request: Request, backend: str, mode: str, gpus: Gpus, numbers: int) -> Option:
+    """Return the option of a backend: the smallest engines for which a layout fits, checked like a run's configuration."""
+    config = request.config({"backend": backend, "ranks": request.ranks})
+    shared = mode == "colocate"
+    engines: list[EnginePlan | None] = [None]
+    if not config.sampler.urls:
+        left = request.ranks if shared else gpus.count - request.ranks
+        if left < 1:
+            raise ConfigError(f"learner.ranks={request.ranks} with --gpus {gpus.count}: no GPU is left for an engine")
+        fleet = Fleet(mode, left, gpus.bytes, config.max_tokens)
+        engines = [*plan_engines(request.model.config, numbers, config.sampler, fleet)]
+    bucket = (config.weights.bucket_mib or _BUCKET_MIB) << 20
+    tried = []
+    for each in engines if shared else engines[:1]:
+        limits = _Limits(int(FITS * gpus.bytes), bucket + each.weights if shared and each is not None else 0)
+        tried.append((_first(layouts(request, backend), limits), each, limits))
+        if limits.hold(tried[-1][0]):
+            break
+    best, chosen, limits = tried[-1]
+    settings = _settings(mode, best, chosen)
+    checked = load_layers([Layer("plan", settings), *request.layers])
+    if chosen is not None:
+        check_placement(checked, "cuda")
+    check_context(checked, read_max_positions(request.folder))
+    faults = [] if limits.hold(best) else [_excess(request, backend, best, limits)]
+    if chosen is not None and not chosen.rows(config.max_tokens):
+        faults.append(
+            f"the KV cache of an engine with tp_size={chosen.tensor} does not hold a row of {config.max_tokens:,} tokens"
+        )
+    return Option(mode, backend, request.ranks, best, chosen, limits.at_sync(best), settings, tuple(faults))
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What a layout of the learner must keep to."""
+
+    bytes: int
+    """Of a GPU."""
+    of_engine: int
+    """Bytes of a bucket and of the engine's weights on the learner's GPU while weights are sent; 0 if it has its own GPUs."""
+
+    def at_sync(self, candidate: Candidate) -> int:
+        """Return the bytes on a shared GPU while weights are sent; 0 if none is shared."""
+        memory = candidate.memory
+        return memory.weights + memory.optimizer + memory.reference + self.of_engine if self.of_engine else 0
+
+    def peak(self, candidate: Candidate) -> int:
+        """Return the most bytes on a GPU of the learner."""
+        return max(candidate.memory.total, self.at_sync(candidate))
+
+    def hold(self, candidate: Candidate) -> bool:
+        """Return whether the layout fits."""
+        return self.peak(candidate) <= self.bytes
+
+
+def _first(candidates: Iterable[Candidate], limits: _Limits) -> Candidate:
+    """Return the first candidate that fits, or else the one that needs least."""
+    least: Candidate | None = None
+    for candidate in candidates:
+        if limits.hold(candidate):
+            return candidate
+        if least is None or limits.peak(candidate) < limits.peak(least):
+            least = candidate
+    assert least is not None, "there is a layout, or it was refused"
+    return least
+
+
+def _excess(request: Request, backend: str, best: Candidate, limits: _Limits) -> str:
+    """Return why the best layout does not fit, and how many ranks have one that does."""
+    what = "the learner's layout that needs least" if best.memory.total > limits.bytes else "weight sync"
+    text = f"{what} needs {limits.peak(best) / GIB:.1f} GiB"
+    if "ranks" in (request.given.get("learner") or {}):
+        return text
+    for power in range(1, _MOST.bit_length()):
+        ranks = request.ranks << power
+        if limits.hold(_first(layouts(replace(request, ranks=ranks), backend), limits)):
+            return f"{text}; learner.ranks={ranks} has a layout that fits"
+    return text
+
+
+def _settings(mode: str, candidate: Candidate, engines: EnginePlan | None) -> Tree:
+    """Return the keys of an option."""
+    found: Tree = {"learner": {"backend": candidate.backend, **candidate.settings}}
+    if engines is not None:
+        sglang = {"tp_size": engines.tensor, "mem_fraction_static": engines.fraction}
+        transport = "ipc" if mode == "colocate" else "distributed"
+        found = merge(found, {"placement": {"mode": mode}, "weights": {"transport": transport}})
+        found["sampler"] = {"engines": engines.engines, "sglang": sglang}
+    return found

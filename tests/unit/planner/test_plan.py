@@ -1,0 +1,208 @@
+"""Plans: layouts that the configuration's checks accept, in the order that is stated, and engines that fit with them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from agentrl.cli.main import main
+from agentrl.config.layers import Layer, load_layers, stack
+from agentrl.config.sampler import SamplerConfig
+from agentrl.core.errors import ConfigError
+from agentrl.learner.megatron.families.registry import read_family
+from agentrl.learner.megatron.layout import Layout
+from agentrl.models.shipped_architectures import find_architecture
+from agentrl.planner.engine import ROWS, Fleet, cache_bytes, plan_engines
+from agentrl.planner.gpus import GIB, Gpus
+from agentrl.planner.layouts import Request, layouts
+from agentrl.planner.plan import BASE, Option, Plan, make_plan
+from agentrl.planner.report import report
+from agentrl.runtime.training_summary import FITS, trained_model
+
+TOKENS = {"batch": {"tokens_per_micro": 16384}, "rollout": {"max_tokens": 8192}}
+
+
+def plan(model: str, gpus: int = 8, gpu: str = "h100", **given: Any) -> Plan:
+    tree = {"model": {"path": model}, **TOKENS, **given}
+    return make_plan([Layer("test", tree)], Gpus.parse(gpus, gpu))
+
+
+def only(found: Plan, mode: str, backend: str) -> Option:
+    [option] = [each for each in found.options if (each.mode, each.backend) == (mode, backend)]
+    return option
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "gpu"),
+    [("Qwen/Qwen3-8B", 8, "h100"), ("Qwen/Qwen3-30B-A3B", 16, "h200"), ("Qwen/Qwen3-0.6B", 1, "24")],
+)
+def test_what_is_proposed_fits_and_is_a_valid_configuration(model: str, gpus: int, gpu: str) -> None:
+    found = plan(model, gpus, gpu)
+    assert {option.mode for option in found.options} == ({"colocate", "disaggregate"} if gpus > 1 else {"colocate"})
+    for option in found.options:
+        assert option.candidate is not None
+        assert option.engines is not None
+        assert option.settings is not None
+        assert not option.faults
+        assert max(option.candidate.memory.total, option.at_sync) <= FITS * found.gpus.bytes
+        config = load_layers(
+            [BASE, Layer("test", {"model": {"path": model}, **TOKENS}), Layer("plan", option.settings)]
+        )
+        assert config.learner.backend == option.backend
+        used = option.learner_gpus + (
+            0 if option.mode == "colocate" else option.engines.engines * option.engines.tensor
+        )
+        assert used == gpus
+        if option.backend == "megatron":
+            family, hf = read_family(found.folder, "model.path")
+            sizes = family.options(hf) | {"vocab_size": hf.vocab_size}
+            Layout.of(config.learner.megatron).check(sizes, config.learner.megatron, config.learner.ranks)
+
+
+def test_the_smallest_product_of_parallel_sizes_that_fits_is_proposed() -> None:
+    layers = (BASE, Layer("test", {"model": {"path": "Qwen/Qwen3-8B"}, **TOKENS}))
+    folder = find_architecture("Qwen/Qwen3-8B")
+    request = Request(layers, stack(layers), folder, trained_model(load_layers(layers).learner, folder), 8)
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    order = [[each.settings["megatron"].get(name, 1) for name in names] for each in layouts(request, "megatron")]
+    products = [tensor * stages * context for tensor, stages, context in order]
+    assert products == sorted(products)
+    assert len(products) > 20
+    assert set(products) == {1, 2, 4, 8}
+    needed = [each.memory.total for each in layouts(request, "fsdp")]
+    assert max(needed) == needed[0], "nothing is computed or gathered again"
+    assert min(needed) == needed[-1]
+
+
+def test_given_keys_are_kept() -> None:
+    learner = {"backend": "fsdp", "ranks": 4, "recompute": "full", "reshard_after_forward": True}
+    found = plan(
+        "Qwen/Qwen3-8B", learner=learner, placement={"mode": "disaggregate"}, sampler={"sglang": {"tp_size": 2}}
+    )
+    [option] = found.options
+    assert option.settings["learner"] == learner
+    assert (option.engines.engines, option.engines.tensor) == (2, 2)
+    found = plan("Qwen/Qwen3-8B", learner={"backend": "megatron", "megatron": {"tensor_model_parallel_size": 4}})
+    for option in found.options:
+        assert option.settings["learner"]["megatron"]["tensor_model_parallel_size"] == 4
+        assert option.settings["learner"]["megatron"]["sequence_parallel"] is True
+
+
+def test_what_does_not_fit_is_said_with_the_ranks_that_do() -> None:
+    found = plan("Qwen/Qwen3-8B", 2, "h100", placement={"mode": "disaggregate"})
+    for option in found.options:
+        assert option.learner_gpus == 1
+        assert re.search(r"needs [\d.]+ GiB; learner\.ranks=[24] has a layout that fits", option.faults[0])
+    assert "does not fit" in "\n".join(report(found, {}))
+
+
+def test_more_gpus_never_need_more_memory_a_gpu() -> None:
+    given = {"learner": {"recompute": "full", "backend": "fsdp", "reshard_after_forward": True}}
+    totals = [only(plan("Qwen/Qwen3-8B", gpus, "h200", **given), "colocate", "fsdp") for gpus in (2, 4, 16)]
+    sizes = [option.candidate.memory.total for option in totals]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_row_longer_than_a_micro_batch_counts() -> None:
+    short, long = (
+        only(plan("Qwen/Qwen3-0.6B", 1, "h200", rollout={"max_tokens": tokens}), "colocate", "fsdp")
+        for tokens in (1024, 32768)
+    )
+    assert long.candidate.memory.activations > short.candidate.memory.activations
+
+
+def test_a_running_engine_is_not_planned() -> None:
+    [fsdp, megatron] = plan("Qwen/Qwen3-0.6B", sampler={"url": "http://127.0.0.1:1"}).options
+    for option in (fsdp, megatron):
+        assert (option.mode, option.engines, option.at_sync, option.learner_gpus) == ("separate", None, 0, 8)
+
+
+def test_a_model_that_megatron_lacks_is_planned_for_fsdp(tmp_path: Any) -> None:
+    AutoConfig.for_model(
+        "gemma", hidden_size=64, intermediate_size=64, num_hidden_layers=1, max_position_embeddings=16384
+    ).save_pretrained(tmp_path)
+    found = plan(str(tmp_path), 1)
+    assert not only(found, "colocate", "fsdp").faults
+    assert "model_type='gemma'" in only(found, "colocate", "megatron").faults[0]
+
+
+def test_kv_cache_by_hand() -> None:
+    dense = AutoConfig.from_pretrained(find_architecture("Qwen/Qwen3-8B"))
+    assert cache_bytes(dense, 1) == 2 * 36 * 2 * 8 * 128
+    assert cache_bytes(dense, 4) == 2 * 36 * 2 * 2 * 128
+    assert cache_bytes(dense, 16) == cache_bytes(dense, 8), "heads are repeated"
+    latent = AutoConfig.from_pretrained(find_architecture("deepseek-ai/DeepSeek-V3"))
+    assert cache_bytes(latent, 8) == cache_bytes(latent, 1) == 2 * 61 * (512 + 64)
+
+
+def test_engines_by_hand() -> None:
+    hf = AutoConfig.from_pretrained(find_architecture("Qwen/Qwen3-8B"))
+    fleet = Fleet("disaggregate", 8, 40 * GIB, 8192)
+    found = list(plan_engines(hf, 8_190_735_360, SamplerConfig(backend="sglang"), fleet))
+    assert [(each.engines, each.tensor) for each in found] == [(8, 1), (4, 2), (2, 4), (1, 8)]
+    assert found[0].weights == 2 * 8_190_735_360
+    assert found[0].cache == int(0.85 * 40 * GIB) - found[0].weights
+    assert found[0].cache_tokens == found[0].cache // (2 * 36 * 2 * 8 * 128)
+    assert all(each.rows(8192) >= ROWS for each in found)
+    small = list(plan_engines(hf, 8_190_735_360, SamplerConfig(backend="sglang"), Fleet("colocate", 2, 8 * GIB, 8192)))
+    assert [(each.tensor, each.cache_tokens) for each in small] == [(2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("count", "kind", "message"),
+    [(0, "h100", "--gpus 0"), (12, "h100", "multiple of 8"), (8, "v9", "--gpu v9"), (8, "-3", "--gpu -3")],
+)
+def test_gpus_that_are_none_are_refused(count: int, kind: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Gpus.parse(count, kind)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"learner": {"ranks": 9}}, r"learner\.ranks=9 with --gpus 8"),
+        ({"learner": {"ranks": 8}, "placement": {"mode": "disaggregate"}}, "no GPU is left for an engine"),
+        ({"learner": {"backend": "other"}}, r"learner\.backend=other"),
+        ({"sampler": {"sglang": {"pp_size": 2}}}, "leave out pp_size"),
+        ({"sampler": {"sglang": {"tp_size": 16}}}, "at most 8"),
+        ({"sampler": {"sglang": {"quantization": "fp8"}}}, "quantization=fp8"),
+        ({"learner": {"backend": "megatron", "megatron": {"tensor_model_parallel_size": 3}}}, "set it to"),
+    ],
+)
+def test_what_cannot_be_planned_names_the_key(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan("Qwen/Qwen3-8B", **given)
+
+
+def test_the_command_prints_parts_and_keys_to_set(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "plan",
+        "--model",
+        "Qwen/Qwen3-8B",
+        "--gpus",
+        "8",
+        "--gpu",
+        "h100",
+        "learner.ranks=8",
+        "placement.mode=colocate",
+    ]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "Qwen/Qwen3-8B: 8.19 billion weights" in out
+    assert "fsdp, colocate, learner.ranks=8: fits" in out
+    assert "megatron, colocate, learner.ranks=8: fits" in out
+    for part in (
+        "weights 3.8",
+        "gradients 3.8",
+        "optimizer 7.6",
+        "KV cache",
+        "weight sync",
+        "sampler.sglang.tp_size=1",
+    ):
+        assert part in out
+    keys = [line for line in out.splitlines() if line.startswith("  set")]
+    assert not any("learner.ranks" in line or "placement.mode" in line for line in keys), "they are given"
+    assert main(["plan", "--model", "no/such-model"]) == 2
