@@ -15,7 +15,7 @@ import torch.distributed as dist
 from agentrl.config.learner import LearnerConfig
 from agentrl.learner.fsdp.rank import FsdpRank
 from tests.algo_config import make_algo
-from tests.integration.two_ranks import batch_of_rank
+from tests.integration.two_ranks import batch_of_share
 
 CONFIG = LearnerConfig(precision="float32", device="cpu", threads=1)
 
@@ -32,7 +32,7 @@ def main() -> int:
     folder, number = Path(sys.argv[1]), int(sys.argv[2])
     if number < 2:
         rank = join(folder, number, 2)
-        batch = batch_of_rank(torch.load(folder / "batch.pt", weights_only=False), number)
+        batch = batch_of_share(torch.load(folder / "batch.pt", weights_only=False), rank.share)
         rank.train_step(batch)
         rank.save(folder / "of_two")
         rank.train_step(batch)  # what is written is the state before it

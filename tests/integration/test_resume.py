@@ -173,14 +173,14 @@ def unkilled_replay(recorded: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return cwd
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "words"), [(0, []), (1, ["learner.cpu_offload=optimizer"])])
 def test_a_replay_that_is_killed_at_a_random_moment_equals_the_one_that_was_not(
-    recorded: Path, unkilled_replay: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+    recorded: Path, unkilled_replay: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, words: list[str]
 ) -> None:
     moments = int((unkilled_replay / MOMENTS).read_text())
     moment = random.Random(seed).randrange(moments * 3 // 4)
     monkeypatch.setenv(KILL_AT, str(moment))
-    status, output = replay(tmp_path, recorded, "--env", "search_r1", *REPLAYED)
+    status, output = replay(tmp_path, recorded, "--env", "search_r1", *REPLAYED, *words)
     assert status == -signal.SIGKILL, output
     folder, other = tmp_path / "run", unkilled_replay / "run"
     trained = len(metrics(folder))
