@@ -148,7 +148,7 @@ def load_state(rank: SavedRank, folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {words[-1]}") from error
     if not states:
         rank.optimizer_states.clear()
-    elif not rank.optimizer_states.offloaded:  # offloaded ones are loaded in place
+    else:
         for index, optimizer in enumerate(rank.optimizers):
             _set_moments(rank, optimizer, states[str(index)])
     rank.step = int(found["step"])
@@ -186,6 +186,10 @@ def _reference(rank: SavedRank) -> dict[str, torch.Tensor]:
 
 def _set_moments(rank: SavedRank, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load an optimizer's moments. Weight decay, betas and the like stay as configured; every step sets the learning rate."""
+    if rank.optimizer_states.offloaded:  # what is in CPU memory was loaded in place
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            group["lr"] = saved["lr"]
+        return
     kept = ("params", "lr")
     configured = [{key: value for key, value in group.items() if key not in kept} for group in optimizer.param_groups]
     set_optimizer_state_dict(rank.model, optimizer, state)

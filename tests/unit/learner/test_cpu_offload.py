@@ -11,11 +11,15 @@ from tests.unit.learner.learners import Learners, make_batch, tensors
 
 LENGTHS = (9, 14, 30, 22)
 BATCHES = [make_batch(LENGTHS, seed=seed) for seed in range(4)]
+SAVED_LR = 0.004
+"""In the second of five steps of the warm-up, at 0.01 after it."""
 
 
 def open_learner(learners: Learners, name: str, cpu_offload: str = "optimizer", **options):
     """Open a learner whose steps take several chunks."""
-    learner = learners.open(name, cpu_offload=cpu_offload, optimizer={"weight_decay": 0.1}, **options)
+    learner = learners.open(
+        name, cpu_offload=cpu_offload, optimizer={"weight_decay": 0.1, "warmup_steps": 5}, **options
+    )
     learner.rank.optimizer_states._chunk_bytes = 20_000
     assert sum(8 * parameter.numel() for parameter in learner.rank.model.parameters()) > 5 * 20_000
     return learner
@@ -68,6 +72,7 @@ def test_a_checkpoint_goes_on_with_and_without_offload(learners, tmp_path: Path,
     learner = open_learner(learners, name, after, folder=tmp_path / "state" / "model")
     for _ in range(2):  # into no states, and into those of a later step
         learner.load(tmp_path / "state")
+        assert {group["lr"] for optimizer in learner.rank.optimizers for group in optimizer.param_groups} == {SAVED_LR}
         assert [learner.train_step(batch) for batch in BATCHES[2:]] == straight
     found = tensors(learner)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
