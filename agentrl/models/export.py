@@ -16,11 +16,11 @@ _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 """Files of a model folder other than weights: configuration, tokenizer and chat template."""
 
 
-def copy_other_files(source: Path, out: Path) -> None:
-    """Copy what a model folder has besides weights and ``config.json``: the tokenizer's files, chat template, code."""
+def copy_other_files(source: Path, out: Path, without: str = "") -> None:
+    """Copy what a model folder has besides weights, ``config.json`` and ``without``: the tokenizer's files, template, code."""
     for pattern in _COPIED:
         for file in source.glob(pattern):
-            if file.name not in (INDEX, "config.json"):
+            if file.name not in (INDEX, "config.json", without):
                 shutil.copyfile(file, out / file.name)
 
 

@@ -83,6 +83,15 @@ class ModelWeights:
         """Return names, dtypes and shapes of the whole model's weights; see `LearnerRank.specs`."""
         return list(self._specs.values())
 
+    def whole(self) -> Iterator[Pair]:
+        """Iterate over the weights that this rank alone holds, without tensor or expert parallelism; one at a time is made."""
+        for name, parts in self._parts.items():
+            spec = self._specs[name]
+            whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+            for tensor, part in parts:
+                whole[part.there].copy_(tensor.detach()[part.here])
+            yield name, whole
+
     @torch.no_grad()
     def gather(
         self,

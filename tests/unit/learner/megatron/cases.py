@@ -13,7 +13,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from safetensors.torch import load_file
 
 from agentrl.core.errors import ConfigError
+from agentrl.learner.megatron.convert import convert
 from agentrl.learner.megatron.cpu import computing_on as computing_on
+from agentrl.learner.megatron.distributed_checkpoint import save_sharded
 from agentrl.learner.megatron.fixes import SHARDING
 from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.model import MegatronModel, build_model, packed_tokens
@@ -59,11 +61,32 @@ def resumed(folder: Path) -> dict[str, float]:
     whole = _Training(folder / "qwen3")
     losses = [whole.step() for _ in range(2)]
     (folder / "state").mkdir(exist_ok=True)
-    dist_checkpointing.save(whole.state(), str(folder / "state"))
+    save_sharded(whole.state(), folder / "state")
     losses += [whole.step() for _ in range(2)]
     second = _Training(folder / "qwen3")
     second.load(folder / "state")
     return {"whole": losses, "resumed": losses[:2] + [second.step() for _ in range(2)]}
+
+
+def converted(folder: Path) -> dict[str, Any]:
+    """Files that differ after a conversion to a distributed checkpoint and back, on other numbers of ranks; a refusal."""
+    try:
+        convert(folder / "qwen2", folder / "refused", 5)
+    except ConfigError as error:
+        refused = str(error)
+    return {"refused": refused} | {
+        name: _there_and_back(folder / name, folder / f"{name}-{there}-{back}", there, back)
+        for name, there, back in (("deepseek_v3", 3, 1), ("qwen2", 1, 1))
+    }
+
+
+def _there_and_back(source: Path, out: Path, there: int, back: int) -> list[str]:
+    out.mkdir()
+    convert(source, out / "megatron", there)
+    convert(out / "megatron", out / "hf", back)
+    files, found = (load_file(each / "model.safetensors") for each in (source, out / "hf"))
+    others = {path.name for path in source.iterdir()} ^ {path.name for path in (out / "hf").iterdir()}
+    return [*others, *(name for name in {*files, *found} if not torch.equal(files[name], found[name]))]
 
 
 class _Training:

@@ -6,6 +6,7 @@ function after the other, with the folder.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -36,7 +37,10 @@ class Found:
 
 
 def run_ranks(folder: Path, **ranks: int) -> Found:
-    """Call ``cases.NAME(folder)`` for every ``NAME=RANKS``, with a gloo group and in Megatron-Core's CPU context."""
+    """Call ``cases.NAME(folder)`` for every ``NAME=RANKS``, with a gloo group and in Megatron-Core's CPU context.
+
+    A function for 0 ranks is called in one process without them.
+    """
     words = [f"{function}:{count}" for function, count in ranks.items()]
     command = [sys.executable, "-W", "ignore", "-m", __name__, str(folder), *words]
     with (folder / "stderr").open("w") as errors:
@@ -50,14 +54,17 @@ def main() -> None:
     sys.modules["wandb"] = None  # type: ignore[assignment]
     from tests.unit.learner.megatron import cases
 
+    gc.freeze()
     folder = Path(sys.argv[1])
     for word in sys.argv[2:]:
         function, _, ranks = word.partition(":")
         running = set()
-        for rank in range(int(ranks)):
+        for rank in range(int(ranks) or 1):
             child = os.fork()
             if child == 0:
-                sys.exit(run_rank(getattr(cases, function), folder, rank, int(ranks)))
+                status = run_rank(getattr(cases, function), folder, rank, int(ranks))
+                sys.stderr.flush()
+                os._exit(status)  # the end of the interpreter would take two seconds
             running.add(child)
         while running:
             child, status = os.wait()
@@ -76,6 +83,9 @@ def run_rank(function: Callable[[Path], Any], folder: Path, rank: int, ranks: in
 
     torch.set_num_threads(1)
     try:
+        if not ranks:
+            torch.save(function(folder), folder / f"{function.__name__}.pt")
+            return 0
         store = dist.FileStore(str(folder / f"{function.__name__}.store"), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=LIMIT)
         with cases.computing_on(cases.CPU):

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Found:
-    return run_ranks(folder, one_rank=1, refused_options=1, two_ranks=2, resumed=2)
+    return run_ranks(folder, one_rank=1, refused_options=1, two_ranks=2, resumed=2, converted=0)
 
 
 def expected_logits(folder: Path) -> torch.Tensor:
@@ -65,3 +65,8 @@ def test_a_loaded_optimizer_goes_on_as_the_saved_one(found: Found) -> None:
     losses = found["resumed"]
     assert losses["resumed"] == losses["whole"]
     assert losses["whole"][3] < losses["whole"][0] - 0.1
+
+
+def test_a_distributed_checkpoint_becomes_the_same_folder_again(found: Found) -> None:
+    refused = "--ranks=5: set it to 1 to 4, the model's layers"
+    assert found["converted"] == {"deepseek_v3": [], "qwen2": [], "refused": refused}
