@@ -118,7 +118,9 @@ class _TrlStep:
             dataset_kwargs={"skip_prepare_dataset": True},
             remove_unused_columns=False,
         )
-        dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1, 2]]})
+        rows = datasets.table.InMemoryTable.from_pydict({"input_ids": [[1, 2]], "labels": [[1, 2]]})
+        # With a fingerprint it is not pickled to make one, which fails with some releases of pyarrow and dill.
+        dataset = datasets.Dataset(rows, fingerprint="rows")
         self._trainer = trl.SFTTrainer(
             model, args=arguments, train_dataset=dataset, processing_class=_tokenizer(), optimizers=(optimizer, None)
         )

@@ -71,8 +71,13 @@ class WeightUpdates(Protocol):
         """Load a Hugging Face folder's weights; the prefix cache is flushed."""
         ...
 
-    async def from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
-        """Load one bucket of weights by Hugging Face name; after the ``last`` one, ``version`` samples."""
+    async def from_tensors(
+        self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool, ranks: int = 1
+    ) -> None:
+        """Load one bucket of weights by Hugging Face name; after the ``last`` one, ``version`` samples.
+
+        Each of the engine's ``ranks`` gets all of them.
+        """
         ...
 
     async def from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:

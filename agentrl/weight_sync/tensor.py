@@ -20,6 +20,6 @@ class TensorSync(BucketwiseSync):
         named = await asyncio.to_thread(bucket.tensors)
 
         async def send(engine: EngineControl) -> None:
-            await engine.updates.from_tensors(named, version, last=bucket.last)
+            await engine.updates.from_tensors(named, version, last=bucket.last, ranks=await engine.groups.ranks())
 
         await call_all(engines, f"weights of version {version}, bucket {number}", send)

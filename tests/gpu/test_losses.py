@@ -79,18 +79,18 @@ def test_every_loss_is_that_of_a_cpu_and_the_host_waits_at_the_end_of_a_step_onl
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_compiled_layers_have_the_gradient_of_plain_ones(folders, recompute, precision):
+    """In bfloat16, they are as far from float32 as the plain ones."""
     batch = make_batch(LENGTHS)
     found = []
-    for compiled, how in ((False, "none"), (True, recompute)):
-        config = LearnerConfig(device="cuda", precision=precision, compile=compiled, recompute=how)
+    for each, compiled, how in (("float32", False, "none"), (precision, False, "none"), (precision, True, recompute)):
+        config = LearnerConfig(device="cuda", precision=each, compile=compiled, recompute=how)
         learner = LocalLearnerGroup(folders[0], config, make_algo(), seed=0)
         try:
             found.append(whole_gradient(learner, batch))
         finally:
             learner.close()
-    plain, other = found
-    size = plain.norm()
-    assert (plain - other).norm() <= (1e-4 if precision == "float32" else 3e-2) * size
+    exact, plain, other = found
+    assert (other - exact).norm() <= max(1e-4 * exact.norm(), 1.3 * (plain - exact).norm())
 
 
 def test_flash_attention_in_bfloat16_is_near_float32(folders):

@@ -116,9 +116,11 @@ def client_with(updates: type[SGLangWeightUpdates], url: str) -> SGLangClient:
 class Renaming(SGLangWeightUpdates):
     """Updates weights that the engine does not have, from the second bucket on."""
 
-    async def from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
+    async def from_tensors(
+        self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool, ranks: int = 1
+    ) -> None:
         named = [(self.name(name), tensor) for name, tensor in named]
-        await super().from_tensors(named, version, last=last)
+        await super().from_tensors(named, version, last=last, ranks=ranks)
 
     async def from_group(self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool) -> None:
         specs = [replace(spec, name=self.name(spec.name)) for spec in specs]
@@ -219,10 +221,10 @@ def test_a_checksum_finds_weights_that_are_not_those_sent(engines: Engines, lear
     async def play(clients: list[SGLangClient]) -> None:
         class Changing(SGLangWeightUpdates):
             async def from_tensors(
-                self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool
+                self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool, ranks: int = 1
             ) -> None:
                 named = [(name, tensor + 1e-3 if "layers.1.mlp" in name else tensor) for name, tensor in named]
-                await super().from_tensors(named, version, last=last)
+                await super().from_tensors(named, version, last=last, ranks=ranks)
 
         other = client_with(Changing, engines.processes[1].url)
         try:

@@ -156,11 +156,15 @@ class SGLangWeightUpdates:
                 await self._mark_mixture()
             raise
 
-    async def from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
+    async def from_tensors(
+        self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool, ranks: int = 1
+    ) -> None:
         """Load one bucket of weights from the request."""
         from agentrl.distributed.flat_bucket import serialize_tensors
 
-        body: dict[str, Any] = {"load_format": LOAD_FORMAT, "serialized_named_tensors": [serialize_tensors(named)]}
+        # SGLang's ranks each read an entry.
+        entries = [serialize_tensors(named)] * ranks
+        body: dict[str, Any] = {"load_format": LOAD_FORMAT, "serialized_named_tensors": entries}
         await self._bucket("/update_weights_from_tensor", body, version, last=last)
 
     async def from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:

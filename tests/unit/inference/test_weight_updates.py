@@ -93,6 +93,13 @@ def test_both_generations_of_sglang(brackets: bool, bucket: Callable[..., Awaita
     assert pool.calls == (new * 2 if brackets else ["/begin_weight_update", *buckets, *buckets])
 
 
+def test_every_rank_of_an_engine_reads_an_entry() -> None:
+    pool = ScriptedPool(brackets=True)
+    asyncio.run(updates_of(pool).from_tensors(NAMED, 3, last=True, ranks=4))
+    [first, *others] = pool.bodies[UPDATES + "tensor"]["serialized_named_tensors"]
+    assert others == [first] * 3
+
+
 def test_large_weights_are_received_one_by_one() -> None:
     pool = ScriptedPool(brackets=True)
     large = [TensorSpec("large", "bfloat16", (4096, 4096))]

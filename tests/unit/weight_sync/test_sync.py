@@ -62,7 +62,9 @@ class RecordingEngine:
         self.handles: list[str] = []
         self.updates = self.groups = self
 
-    async def from_tensors(self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
+    async def from_tensors(
+        self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool, ranks: int = 1
+    ) -> None:
         await asyncio.sleep(0)
         if self.refuse in [name for name, _ in named]:
             raise EngineError(f"HTTP 400: no parameter {self.refuse}")
@@ -217,7 +219,7 @@ def test_weights_are_cast_before_they_are_sent(tmp_path, transport):
     class Noting(RecordingEngine):
         dtypes: ClassVar[set[str]] = set()
 
-        async def from_tensors(self, named, version, *, last):
+        async def from_tensors(self, named, version, *, last, ranks=1):
             self.dtypes |= {str(tensor.dtype) for _, tensor in named}
             await super().from_tensors(named, version, last=last)
 
