@@ -20,7 +20,8 @@ from agentrl.train.warm_start import warm_start_config
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((shipped_folder() / "algo").glob("*.yaml"))
-CONFIGS = sorted({*shipped_folder().rglob("*.yaml")} - {*RECIPES})
+MODELS = sorted((shipped_folder() / "models").glob("*.yaml"))
+CONFIGS = sorted({*shipped_folder().rglob("*.yaml")} - {*RECIPES, *MODELS})
 MACHINE = {
     "model.path",
     "sampler.backend",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agentrl.core.errors import ConfigError
 
-RECIPES = "algo/"
+RECIPES = ("algo/", "models/")
 """What the names of shipped recipes begin with."""
 
 
@@ -52,5 +52,5 @@ def shipped_name(file: Path) -> str | None:
 
 
 def is_recipe(file: Path) -> bool:
-    """Return whether a file is a shipped recipe of an algorithm, which is put on top of any preset."""
+    """Return whether a file is a shipped recipe, of an algorithm or a model, which is put on top of any preset."""
     return (shipped_name(file) or "").startswith(RECIPES)

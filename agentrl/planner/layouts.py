@@ -12,6 +12,7 @@ from agentrl.config.layers import Layer, load_layers
 from agentrl.config.merging import Tree
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
+from agentrl.learner.fsdp.backend import FsdpBackend
 from agentrl.learner.megatron.families.registry import read_family
 from agentrl.learner.megatron.memory import MegatronWork, megatron_memory
 from agentrl.learner.memory import LearnerMemory, learner_memory
@@ -59,7 +60,7 @@ class Request:
     def keep(self, name: str, choices: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the choices of a key of ``learner``: its value alone, if it is given."""
         section = self.given.get("learner") or {}
-        return (section[name],) if name in section and section[name] != "auto" else choices
+        return (section[name],) if name in section else choices
 
 
 def layouts(request: Request, backend: str) -> Iterator[Candidate]:
@@ -78,18 +79,41 @@ def layouts(request: Request, backend: str) -> Iterator[Candidate]:
 
 
 def _of_fsdp(request: Request) -> Iterator[Candidate]:
-    """Yield the layouts of FSDP2."""
-    pairs = [
-        (recompute, reshard)
-        for recompute, reshard in _FSDP
-        if recompute in request.keep("recompute", (recompute,))
-        and reshard in request.keep("reshard_after_forward", (reshard,))
-    ]
-    for recompute, reshard in pairs:
+    """Yield the layouts of FSDP2 that divide the model.
+
+    Raises:
+        ConfigError: none does; the message is that of the last one.
+
+    """
+    refused, found = ConfigError(f"learner.ranks={request.ranks}: no layout of FSDP2 divides the model"), False
+    sizes = tuple(1 << power for power in range(min(MACHINE, request.ranks).bit_length()))
+    chosen = product(
+        request.keep("context_parallel", sizes), request.keep("cpu_offload", ("none", "optimizer")), _pairs(request)
+    )
+    for context, offload, (recompute, reshard) in chosen:
         settings: Tree = {"ranks": request.ranks, "recompute": recompute, "reshard_after_forward": reshard}
+        settings |= {"context_parallel": context} if context > 1 else {}
+        settings |= {"cpu_offload": offload} if offload != "none" else {}
         config = request.config({"backend": "fsdp", **settings})
-        options = replace(memory_options(config, request.folder), tokens=micro_tokens(config))
+        try:
+            FsdpBackend(config.learner).check(config.algo, [request.folder])
+        except ConfigError as error:
+            refused = error
+            continue
+        found = True
+        options = replace(memory_options(config, request.folder), tokens=-(-micro_tokens(config) // context))
         yield Candidate("fsdp", settings, learner_memory(request.model, config.learner, options))
+    if not found:
+        raise refused
+
+
+def _pairs(request: Request) -> tuple[tuple[str, bool], ...]:
+    """Return ``recompute`` and ``reshard_after_forward``."""
+    recompute, reshard = request.keep("recompute", ()), request.keep("reshard_after_forward", ())
+    pairs = dict.fromkeys(
+        (recompute[0] if recompute else each, reshard[0] if reshard else gathered) for each, gathered in _FSDP
+    )
+    return tuple(pairs)
 
 
 def _of_megatron(request: Request) -> Iterator[Candidate]:
