@@ -89,8 +89,8 @@ class LearnerConfig(Section):
     """Backend, devices and memory options of training."""
 
     backend: str = "fsdp"
-    """The implementation. ``fsdp`` is PyTorch's FSDP2 on the Hugging Face model. Others are registered (entry points
-    ``agentrl.learners``), or ``file.py:Class`` or ``module:Class``."""
+    """The implementation. ``fsdp`` is PyTorch's FSDP2 on the Hugging Face model, ``megatron`` Megatron-Core. Others are
+    registered (entry points ``agentrl.learners``), or ``file.py:Class`` or ``module:Class``."""
     ranks: PositiveInt = 1
     """Processes of the learner; each with one GPU if on GPUs."""
     context_parallel: PositiveInt = 1

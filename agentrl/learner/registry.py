@@ -10,9 +10,10 @@ from agentrl.core.imports import is_reference
 from agentrl.core.registry import LEARNERS, lookup, names
 from agentrl.learner.base import LearnerBackend
 from agentrl.learner.fsdp.backend import FsdpBackend
+from agentrl.learner.megatron.backend import MegatronBackend
 
 KEY = "learner.backend"
-BACKENDS: dict[str, type[LearnerBackend]] = {"fsdp": FsdpBackend}
+BACKENDS: dict[str, type[LearnerBackend]] = {"fsdp": FsdpBackend, "megatron": MegatronBackend}
 """Those of agentrl."""
 
 

@@ -30,13 +30,18 @@ class StepMetrics:
         for name, value in metrics.maxima.items():
             self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
 
-    def reduce(self) -> dict[str, float]:
-        """Return ``train/…`` metrics over all ranks: totals such as the loss as sums, else means per token, or maxima."""
+    def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+        """Return ``train/…`` metrics over ranks: totals such as the loss as sums, else means per token, or maxima. Collective.
+
+        Args:
+            group: ranks that together have each token once; None are all.
+
+        """
         added = self._sums | self._totals
         names = sorted(added)
         sums = torch.stack([added[name].double() for name in names])
         sums = torch.cat([sums, torch.tensor([float(self._tokens)], dtype=torch.float64, device=self._device)])
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=group)
         tokens = sums[-1].item()
         reduced = {"train/trained_tokens": tokens}
         for name, value in zip(names, sums.tolist(), strict=False):
@@ -44,6 +49,6 @@ class StepMetrics:
         if self._maxima:
             tops = sorted(self._maxima)
             values = torch.stack([self._maxima[name].double() for name in tops])
-            dist.all_reduce(values, dist.ReduceOp.MAX)
+            dist.all_reduce(values, dist.ReduceOp.MAX, group)
             reduced |= {f"train/{name}": value for name, value in zip(tops, values.tolist(), strict=True)}
         return reduced

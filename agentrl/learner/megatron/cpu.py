@@ -12,14 +12,19 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 _CPU = torch.device("cpu")
 
 
 def computing_on(device: torch.device) -> AbstractContextManager[None]:
-    """Return the context in which Megatron-Core computes on ``device``."""
-    return nullcontext() if device.type == "cuda" else _on_cpu()
+    """Return the context in which Megatron-Core computes on ``device``, if this thread is not in it."""
+    return nullcontext() if device.type == "cuda" or _entered() else _on_cpu()
+
+
+def _entered() -> bool:
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(isinstance(mode, _CudaTensorsOnCpu) for mode in modes)
 
 
 @contextmanager

@@ -11,12 +11,29 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from agentrl.config.learner import LearnerConfig
+from agentrl.config.learner import OptimizerConfig as OptimizerSection
 from agentrl.config.validation import nearest_key
 from agentrl.core.errors import ConfigError
+from agentrl.learner.device import recomputed
 from agentrl.learner.megatron.families.base import Options
 from agentrl.learner.megatron.layout import Layout
 
 _KEY = "learner.megatron"
+_DATA_PARALLEL: Options = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
+_OTHER_KEYS = {
+    "optimizer": "learner.optimizer.name",
+    "lr": "learner.optimizer.lr",
+    "weight_decay": "learner.optimizer.weight_decay",
+    "adam_beta1": "learner.optimizer.betas",
+    "adam_beta2": "learner.optimizer.betas",
+    "adam_eps": "learner.optimizer.eps",
+    "clip_grad": "learner.optimizer.max_grad_norm",
+    "params_dtype": "learner.precision",
+    "bf16": "learner.precision",
+    "fp16": "learner.precision",
+}
+"""Options of the optimizer that agentrl has other keys for."""
 _CLASSES: tuple[Any, ...] = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
 
 
@@ -57,13 +74,14 @@ def transformer_config(
     """
     cls = MLATransformerConfig if model.get("multi_latent_attention") else TransformerConfig
     chosen = options_of(cls, options)
+    if not model.get("num_moe_experts"):
+        # A reference without experts may have a policy with them.
+        chosen = {name: value for name, value in chosen.items() if not name.startswith("expert_")}
     for name in chosen:
         if name in model:
             raise ConfigError(f"{_KEY}.{name}: the model's config.json sets it to {model[name]!r}; leave it out")
-    try:
-        return cls(**_defaults(device, dtype) | chosen | model)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ConfigError(f"{_KEY}: Megatron-Core refuses these options: {error}") from error
+    found: TransformerConfig = _made(cls, _defaults(device, dtype) | chosen | model)
+    return found
 
 
 def _defaults(device: torch.device, dtype: torch.dtype) -> Options:
@@ -93,3 +111,62 @@ def _defaults(device: torch.device, dtype: torch.dtype) -> Options:
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall",
     }
+
+
+def learner_options(config: LearnerConfig) -> Options:
+    """Return the options ``learner.megatron``, with those that follow from them and from other keys of ``learner``."""
+    options = dict(config.megatron)
+    if options.get("virtual_pipeline_model_parallel_size"):
+        # The other way round, stages get wrong inputs without an error.
+        options = {"overlap_p2p_comm": True, "batch_p2p_comm": False} | options
+    if recomputed(config) == "full" and "recompute_granularity" not in options:
+        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return options
+
+
+def data_parallel_config(options: Mapping[str, Any]) -> DistributedDataParallelConfig:
+    """Return how gradients are added up over data-parallel ranks, in float32.
+
+    Raises:
+        ConfigError: an option is unknown, or Megatron-Core refuses it.
+
+    """
+    chosen = options_of(DistributedDataParallelConfig, options)
+    return _made(DistributedDataParallelConfig, _DATA_PARALLEL | chosen)
+
+
+def optimizer_config(optimizer: OptimizerSection, options: Mapping[str, Any], dtype: torch.dtype) -> OptimizerConfig:
+    """Return the configuration of AdamW with float32 weights.
+
+    Args:
+        optimizer: of the learner, without ``auto``.
+        options: the options ``learner.megatron``.
+        dtype: of the parameters.
+
+    Raises:
+        ConfigError: an option is unknown, has another key, or Megatron-Core refuses it.
+
+    """
+    chosen = options_of(OptimizerConfig, options)
+    for name, key in _OTHER_KEYS.items():
+        if name in chosen:
+            raise ConfigError(f"{_KEY}.{name}={chosen[name]!r}: set {key}")
+    own = {
+        "lr": optimizer.fixed_lr,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_eps": optimizer.eps,
+        "clip_grad": optimizer.max_grad_norm,
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+    }
+    shared = {"use_distributed_optimizer": True}
+    return _made(OptimizerConfig, shared | chosen | own)
+
+
+def _made(cls: Any, options: Options) -> Any:
+    try:
+        return cls(**options)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(f"{_KEY}: Megatron-Core refuses these options: {error}") from error

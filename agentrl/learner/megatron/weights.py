@@ -167,6 +167,8 @@ def _held(model: MegatronModel, chunk: Any) -> Iterator[Held]:
 
     def take(weight: Weight, prefix: str = "") -> Held:
         given = weight.split is not None or rank == 0
+        # Megatron-Core sets it with an initialization only. Norms of gradients leave copies of a weight out by it.
+        named[prefix + weight.name].tensor_model_parallel = weight.split is not None
         return Held(named.pop(prefix + weight.name), tuple(weight.parts(rank, size)), given)
 
     for weight in model_weights(model.hf):
@@ -194,6 +196,7 @@ def _held_experts(model: MegatronModel, layer: int, prefix: str, named: dict[str
     for index in range(count):
         for weight in model.family.expert(model.hf, layer, first + index):
             tensor = named.pop(f"{prefix}{index}.{weight.name}")
+            tensor.tensor_model_parallel = True  # type: ignore[attr-defined]
             yield Held(tensor, tuple(weight.parts(rank, size)), given=True)
 
 

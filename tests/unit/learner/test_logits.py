@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentrl.learner.fsdp.head import HeadOptions, token_scores
+from agentrl.learner.head import HeadOptions, token_scores
 
 N, H, V = 11, 6, 23
 

@@ -1,7 +1,7 @@
 """Ranks of process groups as forks of one process, so that Megatron-Core is imported once.
 
-``python -m tests.unit.learner.megatron.forked FOLDER FUNCTION:RANKS…`` calls functions of `cases` on so many ranks, one
-function after the other, with the folder.
+``python -m tests.unit.learner.megatron.forked MODULE FOLDER FUNCTION:RANKS…`` calls functions of a module here on so many
+ranks, one function after the other, with the folder.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,13 @@ class Found:
         return torch.load(path, weights_only=False)
 
 
-def run_ranks(folder: Path, **ranks: int) -> Found:
-    """Call ``cases.NAME(folder)`` for every ``NAME=RANKS``, with a gloo group and in Megatron-Core's CPU context.
+def run_ranks(folder: Path, module: str = "cases", **ranks: int) -> Found:
+    """Call ``MODULE.NAME(folder)`` for every ``NAME=RANKS``, with a gloo group and in Megatron-Core's CPU context.
 
     A function for 0 ranks is called in one process without them.
     """
     words = [f"{function}:{count}" for function, count in ranks.items()]
-    command = [sys.executable, "-W", "ignore", "-m", __name__, str(folder), *words]
+    command = [sys.executable, "-W", "ignore", "-m", __name__, module, str(folder), *words]
     with (folder / "stderr").open("w") as errors:
         subprocess.run(command, cwd=REPOSITORY, stderr=errors, timeout=200)
     return Found(folder, (folder / "stderr").read_text())
@@ -52,11 +53,10 @@ def main() -> None:
     """Fork the ranks of each function and wait; if a rank fails, the function's others end."""
     # Megatron-Core imports it where it is installed, which takes a third of the time that all its imports take.
     sys.modules["wandb"] = None  # type: ignore[assignment]
-    from tests.unit.learner.megatron import cases
-
+    cases = import_module(f"{__package__}.{sys.argv[1]}")
     gc.freeze()
-    folder = Path(sys.argv[1])
-    for word in sys.argv[2:]:
+    folder = Path(sys.argv[2])
+    for word in sys.argv[3:]:
         function, _, ranks = word.partition(":")
         running = set()
         for rank in range(int(ranks) or 1):

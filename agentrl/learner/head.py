@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens from hidden states, without keeping logits. Legend: ``V`` vocabulary, ``H`` hidden.
 
 The logits of a chunk of tokens exist once in the forward pass and are computed again in the backward pass, which derives
-their gradient in closed form.
+their gradient in closed form. The vocabulary may be divided among ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,17 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """The rows of a head's weight that a rank has."""
+
+    first: int
+    """Token id of the first row."""
+    group: dist.ProcessGroup
+    """The ranks that have the other rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +37,8 @@ class HeadOptions:
     """Tokens whose logits exist at the same time."""
     compiled: bool
     """Whether what follows the matrix products is compiled."""
+    part: VocabularyPart | None = None
+    """Of a weight that is divided among ranks. Gradients of hidden states are then those of the part; ranks add them up."""
 
 
 def token_scores(
@@ -73,13 +86,21 @@ class _TokenScores(torch.autograd.Function):
         options: HeadOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         statistics = _function(_statistics, options.compiled)
+        if options.part is not None:
+            targets_N = targets_N - options.part.first
         parts = [
             statistics(_logits(hidden, weight_V_H, bias_V, dtype), targets, options.temperature, options.entropy)
             for hidden, targets in zip(
                 torch.split(hidden_N_H, options.chunk), torch.split(targets_N, options.chunk), strict=True
             )
         ]
-        normalizer_N, logprobs_N, entropy_N = (torch.cat(part) for part in zip(*parts, strict=True))
+        normalizer_N, target_N, mean_N = (torch.cat(part) for part in zip(*parts, strict=True))
+        if options.part is not None:
+            is_here_N = (targets_N >= 0) & (targets_N < len(weight_V_H))
+            target_N = torch.where(is_here_N, target_N, 0)
+            normalizer_N, target_N, mean_N = _joined(normalizer_N, target_N, mean_N, options.part.group)
+        logprobs_N = target_N - normalizer_N
+        entropy_N = normalizer_N - mean_N if options.entropy else mean_N
         ctx.save_for_backward(hidden_N_H, weight_V_H, bias_V, targets_N, normalizer_N, entropy_N)
         ctx.dtype, ctx.options = dtype, options
         ctx.set_materialize_grads(False)
@@ -147,14 +168,29 @@ def _add(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
 def _statistics(
     logits_n_V: torch.Tensor, targets_n: torch.Tensor, temperature: float, entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the logarithm of the softmax's denominator, log-probabilities, and entropies, or nothing in their place."""
+    """Return the logarithm of the softmax's denominator, the targets' scaled logits, and the means of all, or nothing.
+
+    What stands at a target that is no column is any number.
+    """
     scaled_n_V = logits_n_V / temperature
     normalizer_n = scaled_n_V.logsumexp(-1)
-    logprobs_n = scaled_n_V.gather(-1, targets_n[:, None])[:, 0] - normalizer_n
+    target_n = scaled_n_V.gather(-1, targets_n.clamp(0, logits_n_V.shape[1] - 1)[:, None])[:, 0]
     if not entropy:
-        return normalizer_n, logprobs_n, logprobs_n.new_zeros(0)
-    entropy_n = normalizer_n - ((scaled_n_V - normalizer_n[:, None]).exp() * scaled_n_V).sum(-1)
-    return normalizer_n, logprobs_n, entropy_n
+        return normalizer_n, target_n, target_n.new_zeros(0)
+    return normalizer_n, target_n, ((scaled_n_V - normalizer_n[:, None]).exp() * scaled_n_V).sum(-1)
+
+
+def _joined(
+    normalizer_N: torch.Tensor, target_N: torch.Tensor, mean_N: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what `_statistics` returns of the whole vocabulary, from that of the parts; ``target_N`` is 0 in all but one."""
+    largest_N = normalizer_N.clone()
+    dist.all_reduce(largest_N, dist.ReduceOp.MAX, group)
+    share_N = (normalizer_N - largest_N).exp()
+    added = torch.stack([share_N, target_N, *([share_N * mean_N] if len(mean_N) == len(share_N) else [])])
+    dist.all_reduce(added, group=group)
+    mean_N = added[2] / added[0] if len(added) == 3 else mean_N
+    return largest_N + added[0].log(), added[1], mean_N
 
 
 def _logits_gradient(

@@ -1,0 +1,84 @@
+"""The backend ``megatron``: Megatron-Core with tensor, pipeline, expert and data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentrl.batch.packing import MULTIPLE
+from agentrl.config.algo import AlgoConfig
+from agentrl.core.errors import ConfigError
+from agentrl.learner.base import LearnerBackend, RankClass
+from agentrl.learner.megatron.layout import Layout
+
+_KEY = "learner.backend=megatron"
+
+
+class MegatronBackend(LearnerBackend):
+    """Ranks of tensor, pipeline and context parallelism compute a share of the batch together."""
+
+    @property
+    def shares(self) -> int:
+        """The number of data-parallel ranks."""
+        return self.config.ranks // Layout.of(self.config.megatron).ranks_per_share
+
+    def check(self, algo: AlgoConfig, models: Sequence[Path]) -> None:
+        """Refuse what the backend lacks, and layouts that cannot divide the models."""
+        config = self.config
+        lacking = {
+            "learner.lora": config.lora is not None,
+            "learner.fp8": config.fp8,
+            "learner.optimizer.name=muon": config.optimizer.name == "muon",
+            "learner.reshard_after_forward": config.reshard_after_forward,
+            "learner.cpu_offload": config.cpu_offload != "none",
+            "learner.context_parallel": config.context_parallel > 1,
+        }
+        for key, is_set in lacking.items():
+            if is_set:
+                raise ConfigError(f"{key}: {_KEY} lacks it; leave it out, or set learner.backend=fsdp")
+        if algo.needs_critic:
+            raise ConfigError(
+                f"algo.advantage.name={algo.advantage.name}: {_KEY} has no critic; set learner.backend=fsdp"
+            )
+        layout = Layout.of(config.megatron)
+        _check_lengths(layout, bool(config.megatron.get("sequence_parallel")))
+        from agentrl.learner.megatron.families.registry import read_family
+
+        for folder in models:
+            family, hf = read_family(folder, "model.path")
+            layout.check(family.options(hf) | {"vocab_size": hf.vocab_size}, config.megatron, config.ranks)
+
+    def rank_class(self) -> RankClass:
+        """Import `MegatronRank`.
+
+        Raises:
+            ConfigError: Megatron-Core is not installed.
+
+        """
+        try:
+            import megatron.core  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"{_KEY} needs Megatron-Core ({error}): install agentrl[megatron]") from error
+        from agentrl.learner.megatron.rank import MegatronRank
+
+        return MegatronRank
+
+
+def _check_lengths(layout: Layout, sequence_parallel: bool) -> None:
+    """Check that ranks can divide the tokens of a micro-batch, and that virtual stages have stages."""
+    size = layout.tensor_model_parallel_size if sequence_parallel else 1
+    if MULTIPLE % size:
+        raise ConfigError(
+            f"learner.megatron.tensor_model_parallel_size={size} with sequence_parallel: micro-batches are multiples of "
+            f"{MULTIPLE} tokens; set it to a divisor of {MULTIPLE}"
+        )
+    if layout.context_parallel_size > 1:
+        raise ConfigError(
+            f"learner.megatron.context_parallel_size={layout.context_parallel_size}: {_KEY} lacks it; leave it out, or set "
+            "learner.backend=fsdp with learner.context_parallel"
+        )
+    if layout.chunks > 1 and layout.pipeline_model_parallel_size == 1:
+        raise ConfigError(
+            f"learner.megatron.virtual_pipeline_model_parallel_size={layout.chunks} without pipeline stages; set "
+            "learner.megatron.pipeline_model_parallel_size to 2 or more, or leave it out"
+        )

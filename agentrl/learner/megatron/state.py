@@ -1,0 +1,196 @@
+"""Checkpoints of a Megatron-Core rank.
+
+::
+
+    folder/
+      model/         Hugging Face folder: safetensors in the learner's precision, configuration, the tokenizer's files
+      megatron/      Megatron-Core's distributed format (torch_dist): float32 weights and moments, and a changed reference
+      random/        one file per rank: torch, CUDA, NumPy and Python states
+      learner.json   finished steps, number of ranks, shapes of weights, frozen ones
+
+A checkpoint loads with any tensor, pipeline, expert and data parallel sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+from agentrl.config.learner import LearnerConfig
+from agentrl.core.errors import CheckpointError
+from agentrl.core.reading import reading
+from agentrl.distributed.base import TensorSpec
+from agentrl.learner.export.bucket import plan_buckets
+from agentrl.learner.megatron.fixes import SHARDING
+from agentrl.learner.megatron.policies import LoadedModel
+from agentrl.learner.megatron.training import Training
+from agentrl.learner.megatron.weights import GatherGroups
+from agentrl.learner.random_states import random_states, restore_random
+from agentrl.models.export import copy_other_files
+from agentrl.models.weight_writer import WeightWriter
+
+_BUCKET_BYTES = 256 << 20
+"""Weights that are gathered at a time."""
+
+
+class SavedRank(Protocol):
+    """The state of a rank that is saved and loaded."""
+
+    config: LearnerConfig
+    device: torch.device
+    source: Path
+    """The model folder that the rank was loaded from; its other files are copied."""
+    trained: LoadedModel
+    training: Training
+    reference: LoadedModel | None
+    reference_changed: bool
+    """Whether the reference was the policy of an earlier step."""
+    step: int
+    """Finished optimizer steps."""
+    name: str
+    """Of the model: ``main`` or ``critic``."""
+
+    def present(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the state in readable memory, on `gathers_on`."""
+        ...
+
+    @property
+    def gathers_on(self) -> torch.device:
+        """Where weights are gathered."""
+        ...
+
+
+def save_state(rank: SavedRank, folder: Path) -> None:
+    """Write the state. Collective."""
+    specs = rank.trained.weights.specs()
+    writer = WeightWriter(folder / "model", specs)
+    first = dist.get_rank() == 0
+    if first:
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in ("model", "megatron", "random"):
+            (folder / name).mkdir(parents=True)
+        copy_other_files(rank.source, folder / "model")
+        _copy_config(rank, folder / "model")
+        writer.create()
+        (folder / "learner.json").write_text(json.dumps(_description(rank), indent=1), encoding="utf-8")
+    dist.barrier()
+    for plan in plan_buckets(specs, _BUCKET_BYTES):
+        into = [_empty(spec, rank.gathers_on) for spec in plan.specs]
+        rank.trained.weights.gather(into, GatherGroups.of_megatron(), rank.present)
+        for name, tensor in into if first else ():
+            writer.write(name, tensor.cpu())
+    with rank.training.reading(rank.present):
+        state = _sharded(rank, loading=False)
+        dict_list_map_inplace(lambda each: _presented(each, rank.present), state)
+        dist_checkpointing.save(state, str(folder / "megatron"))
+    torch.save(_random_states(rank.device), folder / "random" / f"rank_{dist.get_rank():05d}.pt")
+
+
+def load_state(rank: SavedRank, folder: Path) -> None:
+    """Load weights, optimizer and random states. Collective.
+
+    Raises:
+        CheckpointError: see `LearnerRank.load`.
+
+    """
+    found, expected = _read_description(folder), _description(rank)
+    path = "algo.critic.path" if rank.name == "critic" else "model.path"
+    for key, setting in (("shapes", path), ("frozen", "learner.freeze")):
+        if found[key] != expected[key]:
+            name = min(name for name, _ in {*_items(found[key])} ^ {*_items(expected[key])})
+            raise CheckpointError(f"{folder} was written with another {key} of weights, such as {name} ({setting})")
+    rank.reference_changed = rank.reference is not None and found["reference"]
+    state = _sharded(rank, loading=True)
+    try:
+        loaded = dist_checkpointing.load(state, str(folder / "megatron"))
+    except Exception as error:
+        words = str(error).strip().splitlines() or ["no message"]
+        raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {words[-1]}") from error
+    for number, chunk in enumerate(rank.trained.model.chunks):
+        chunk.load_state_dict(loaded[f"model{number}"])
+        if rank.reference is not None and rank.reference_changed:
+            rank.reference.model.chunks[number].load_state_dict(loaded[f"reference{number}"])
+    rank.training.load(loaded["optimizer"])
+    rank.step = int(found["step"])
+    _restore_random(folder / "random" / f"rank_{dist.get_rank():05d}.pt", rank.device)
+
+
+def _sharded(rank: SavedRank, *, loading: bool) -> dict[str, Any]:
+    """Return the state in Megatron-Core's sharded form."""
+    chunks = rank.trained.model.chunks
+    state = {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
+    optimizer = rank.training.optimizer.sharded_state_dict(state, is_loading=loading, metadata=SHARDING)
+    if rank.reference is not None and rank.reference_changed:
+        for number, chunk in enumerate(rank.reference.model.chunks):
+            state[f"reference{number}"] = chunk.sharded_state_dict(prefix="reference.")
+    return state | {"optimizer": optimizer}
+
+
+def _presented(each: Any, present: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(each, ShardedTensor | ShardedTensorFactory) and isinstance(each.data, torch.Tensor):
+        each.data = present(each.data)
+    return each
+
+
+def _empty(spec: TensorSpec, device: torch.device) -> tuple[str, torch.Tensor]:
+    return spec.name, torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+
+
+def _copy_config(rank: SavedRank, folder: Path) -> None:
+    config = json.loads((rank.source / "config.json").read_text(encoding="utf-8"))
+    dtype = str(rank.trained.model.config.params_dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n", encoding="utf-8")
+
+
+def _description(rank: SavedRank) -> dict[str, Any]:
+    return {
+        "step": rank.step,
+        "ranks": dist.get_world_size(),
+        "shapes": {spec.name: list(spec.shape) for spec in rank.trained.weights.specs()},
+        "frozen": sorted(rank.config.freeze),
+        "reference": rank.reference_changed,
+    }
+
+
+def _read_description(folder: Path) -> dict[str, Any]:
+    with reading(folder / "learner.json", "description of a whole checkpoint", CheckpointError):
+        found: dict[str, Any] = json.loads((folder / "learner.json").read_bytes())
+        return {
+            "step": int(found["step"]),
+            "shapes": dict(found["shapes"]),
+            "frozen": list(found["frozen"]),
+            "reference": bool(found["reference"]),
+        }
+
+
+def _items(described: Any) -> list[tuple[str, str]]:
+    return [
+        (str(name), str(value))
+        for name, value in (
+            described.items() if isinstance(described, dict) else zip(described, described, strict=True)
+        )
+    ]
+
+
+def _random_states(device: torch.device) -> dict[str, Any]:
+    return random_states() | {"cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None}
+
+
+def _restore_random(file: Path, device: torch.device) -> None:
+    """Restore this rank's states; a rank that the saved run did not have keeps the state of its seed."""
+    if not file.is_file():
+        return
+    with reading(file, "file of random states", CheckpointError):
+        states = torch.load(file, weights_only=True)
+        restore_random(states)
+        if device.type == "cuda" and states["cuda"] is not None:
+            torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,0 +1,135 @@
+"""What trains a Megatron-Core model: gradients added up over data-parallel ranks, and the (distributed) optimizer.
+
+Nothing here divides a gradient: the weights of tokens have all denominators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from agentrl.config.learner import LearnerConfig
+from agentrl.learner.megatron.model import MegatronModel
+from agentrl.learner.megatron.options import data_parallel_config, optimizer_config
+from agentrl.learner.optimization import learning_rate
+
+
+class Training:
+    """Gradients and optimizer of a model, whose parameters move into Megatron-Core's buffers.
+
+    Args:
+        model: this rank's part, with its weights.
+        config: of the learner, with its optimizer without ``auto``.
+        options: the options ``learner.megatron``.
+
+    Raises:
+        ConfigError: see `options_of`.
+
+    """
+
+    def __init__(self, model: MegatronModel, config: LearnerConfig, options: Mapping[str, Any]) -> None:
+        self.config = config.optimizer
+        dtype = model.config.params_dtype
+        ddp = data_parallel_config(options)
+        self.chunks = [
+            DistributedDataParallel(model.config, ddp, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(model.chunks)
+        ]
+        model.config.finalize_model_grads_func = _finalize
+        if ddp.overlap_grad_reduce:
+            syncs = [chunk.no_sync for chunk in self.chunks]
+            model.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+        self.optimizer: Any = get_megatron_optimizer(optimizer_config(config.optimizer, options, dtype), self.chunks)
+        for group in self._groups():
+            group["fused"] = True
+
+    def _optimizers(self) -> list[Any]:
+        """Return Megatron-Core's optimizers, for experts a separate one; those without a parameter are left out."""
+        each = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [optimizer for optimizer in each if optimizer.optimizer is not None]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the groups of parameters of torch's optimizers."""
+        return [group for optimizer in self._optimizers() for group in optimizer.optimizer.param_groups]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return float32 weights and moments."""
+        found = [parameter for group in self._groups() for parameter in group["params"]]
+        for optimizer in self._optimizers():
+            for state in optimizer.optimizer.state.values():
+                found += [tensor for tensor in state.values() if isinstance(tensor, torch.Tensor) and tensor.ndim]
+        return found
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [each.grad_data for chunk in self.chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    def release_gradients(self) -> None:
+        """Free the memory of gradients, which are zeros between steps."""
+        for gradients in self._gradients():
+            gradients.untyped_storage().resize_(0)
+
+    def restore_gradients(self) -> None:
+        """Allocate the memory of gradients."""
+        for gradients in self._gradients():
+            gradients.untyped_storage().resize_(gradients.nbytes)
+            gradients.zero_()
+
+    @contextmanager
+    def reading(self, present: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        """Let the optimizers read their states through ``present`` in the block, for a checkpoint of a rank that sleeps."""
+        name = "_get_main_param_and_optimizer_states"
+        readers = [optimizer for optimizer in self._optimizers() if hasattr(optimizer, name)]
+        for optimizer in readers:
+            read = getattr(optimizer, name)
+            setattr(optimizer, name, lambda parameter, read=read: {k: present(t) for k, t in read(parameter).items()})
+        try:
+            yield
+        finally:
+            for optimizer in readers:
+                delattr(optimizer, name)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load a state in Megatron-Core's form. Options of the optimizer stay as configured."""
+        configured = [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
+        self.optimizer.load_state_dict(state)
+        for group, options in zip(self._groups(), configured, strict=True):
+            group.update(options)
+
+    def zero_grad(self) -> None:
+        """Set gradients to zero."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def update(self, step: int, lr_scale: float) -> dict[str, float]:
+        """Clip the gradient and take an optimizer step; none if the gradient is not finite. Collective.
+
+        Args:
+            step: finished steps.
+            lr_scale: the schedule's factor.
+
+        """
+        rate = learning_rate(self.config, step, lr_scale)
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            return {"train/nonfinite_gradients": 1.0, "train/lr": rate}
+        for group in self._groups():
+            group["lr"] = rate
+        for optimizer in self._optimizers():
+            clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self.config.max_grad_norm, norm)
+        self.optimizer.step_with_ready_grads()
+        return {"train/nonfinite_gradients": 0.0, "train/grad_norm": norm, "train/lr": rate}
+
+
+def _finalize(chunks: list[Any], tokens: torch.Tensor | None, **options: Any) -> None:
+    """Add up gradients over ranks, without Megatron-Core's division by a number of tokens."""
+    finalize_model_grads(chunks, None, **options)

@@ -1,0 +1,76 @@
+"""Megatron-Core learners of every layout compute what one rank of the FSDP learner does.
+
+All ranks are forks of one process; see `forked`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentrl.learner.in_process import LocalLearnerGroup
+from tests.unit.learner.megatron import forked
+from tests.unit.learner.megatron.models import make_model
+from tests.unit.learner.megatron.rank_work import (
+    FOUR,
+    MODELS,
+    ONE,
+    TWO,
+    TWO_OF_EXPERTS,
+    Found,
+    algo_of,
+    compute,
+    learner_config,
+)
+
+FUNCTIONS = {"one_rank": ONE, "two_ranks": TWO | TWO_OF_EXPERTS, "four_ranks": FOUR}
+LAYOUTS = [(function, name) for function, names in FUNCTIONS.items() for name in names]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("megatron")
+    for name, model in MODELS.items():
+        make_model(parent / name, model)
+    make_model(parent / "reference", "llama")
+    return parent
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> forked.Found:
+    return forked.run_ranks(folder, "rank_cases", one_rank=1, two_ranks=2, four_ranks=4)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path):
+    @cache
+    def of_model(name: str) -> Found:
+        learner = LocalLearnerGroup(
+            folder / name, learner_config("fsdp"), algo_of("grpo"), seed=0, reference=folder / "reference"
+        )
+        try:
+            return compute(learner.rank, 1)
+        finally:
+            learner.close()
+
+    return of_model
+
+
+def model_of(layout: str) -> str:
+    return "experts" if layout in TWO_OF_EXPERTS else "tied" if layout in FOUR else "qwen3"
+
+
+@pytest.mark.parametrize(("function", "layout"), LAYOUTS, ids=[name for _, name in LAYOUTS])
+def test_a_layout_computes_what_one_fsdp_rank_does(found, expected, function: str, layout: str) -> None:
+    has, wanted = found[function][layout], expected(model_of(layout))
+    for step, metrics in wanted.metrics.items():
+        assert metrics["train/grad_norm"] > 1e-3
+        assert has.metrics[step].keys() == metrics.keys()
+        for key, value in metrics.items():
+            assert has.metrics[step][key] == pytest.approx(value, rel=1e-5, abs=1e-5), (step, key)
+    assert has.logprobs.keys() == wanted.logprobs.keys()
+    for key, row in wanted.logprobs.items():
+        np.testing.assert_allclose(has.logprobs[key], row, atol=1e-4)
