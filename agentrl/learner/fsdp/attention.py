@@ -215,13 +215,16 @@ def flash_attention(
 ) -> torch.Tensor:
     """Return `packed_attention` by torch's variable-length flash attention, which takes 16-bit values on GPUs only."""
     bins, heads, length, size = query.shape
+    of_value = value.shape[-1]
+    if of_value < size:
+        value = F.pad(value, (0, size - of_value))  # it takes one size; those of latent attention differ
     q, k, v = (x.transpose(1, 2).reshape(bins * length, x.shape[1], size).to(value.dtype) for x in (query, key, value))
     seen = (-1 if window is None else window - 1, 0)
     attended = varlen_attn(
         q, k, v, rows.starts, rows.starts, rows.longest, rows.longest, scale=scaling, window_size=seen, **_GROUPED
     )
     assert isinstance(attended, torch.Tensor)
-    return attended.view(bins, length, heads, size)
+    return attended.view(bins, length, heads, size)[..., :of_value]
 
 
 def _causal(

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from agentrl.learner.fsdp.attention import PackedRows, packed_attention
+from agentrl.learner.fsdp.attention import DividedRows, PackedRows, packed_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class PackedTokens:
 
     position_ids_L: torch.Tensor
     """int64, of this rank's tokens in their rows."""
-    rows: PackedRows
-    """Rows among the tokens, for attention."""
+    rows: PackedRows | DividedRows
+    """Rows among the tokens of all ranks of context parallelism, for attention."""
     qkv_format: str = "sbhd"
     cp_group: None = None
     local_cp_size: None = None

@@ -19,7 +19,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from agentrl.core.errors import ModelError
 from agentrl.learner.device import to_device
-from agentrl.learner.fsdp.attention import packed_rows
+from agentrl.learner.fsdp.attention import DividedRows, packed_rows
+from agentrl.learner.fsdp.context_parallel import Context
 from agentrl.learner.megatron.families.base import Family, head_size
 from agentrl.learner.megatron.families.registry import read_family
 from agentrl.learner.megatron.fixes import mend
@@ -103,15 +104,31 @@ def packed_tokens(
 ) -> PackedTokens:
     """Return what layers read of packed rows, the argument ``packed_seq_params`` of a chunk.
 
+    With context parallelism the chunk's other arguments have this rank's tokens only, those of `own_tokens`.
+
     Args:
-        position_ids_L: int64 on the CPU, from 0 in every row.
-        row_L: int32 on the CPU, -1 in padding.
+        position_ids_L: int64 on the CPU, from 0 in every row, of all tokens.
+        row_L: int32 on the CPU, -1 in padding, of all tokens.
         device: of the rank.
         dtype: of the parameters.
 
     """
-    flash = dtype is torch.bfloat16
-    return PackedTokens(to_device(position_ids_L, device), packed_rows(position_ids_L, row_L, device, flash=flash))
+    rows = packed_rows(position_ids_L, row_L, device, flash=dtype is torch.bfloat16)
+    positions = to_device(position_ids_L[own_tokens(len(position_ids_L))], device)
+    context = _context()
+    return PackedTokens(positions, rows if context is None else DividedRows(rows, context))
+
+
+def own_tokens(length: int) -> slice:
+    """Return which tokens of a micro-batch this rank computes; ranks of context parallelism divide ``length``."""
+    context = _context()
+    return slice(0, length) if context is None else context.part(length)
+
+
+def _context() -> Context | None:
+    """Return the ranks of context parallelism; None for one."""
+    group = parallel_state.get_context_parallel_group()
+    return Context(group.group_name, group.size(), group.rank()) if group.size() > 1 else None
 
 
 def _block(config: TransformerConfig, family: Family, stage: int | None) -> TransformerBlockSubmodules:

@@ -18,7 +18,7 @@ from agentrl.learner.megatron.cpu import computing_on as computing_on
 from agentrl.learner.megatron.distributed_checkpoint import save_sharded
 from agentrl.learner.megatron.fixes import SHARDING
 from agentrl.learner.megatron.layout import Layout
-from agentrl.learner.megatron.model import MegatronModel, build_model, packed_tokens
+from agentrl.learner.megatron.model import MegatronModel, build_model, own_tokens, packed_tokens
 from agentrl.learner.megatron.weights import GatherGroups, ModelWeights, load_weights
 from tests.unit.learner.megatron.models import LAYOUTS, MODELS, rows
 
@@ -143,7 +143,10 @@ def _logits(built: MegatronModel) -> torch.Tensor:
     """Return logits ``[L, V]`` of `rows`."""
     token_ids_L, positions_L, row_L = rows()
     [chunk] = built.chunks
-    packed = packed_tokens(positions_L, row_L, CPU, torch.float32)
+    packed, own = packed_tokens(positions_L, row_L, CPU, torch.float32), own_tokens(len(row_L))
     chunk.eval()
-    found = chunk(token_ids_L[None], positions_L[None], None, packed_seq_params=packed, runtime_gather_output=True)
-    return found[0]
+    inputs = token_ids_L[own][None], positions_L[own][None]
+    [found] = chunk(*inputs, None, packed_seq_params=packed, runtime_gather_output=True)
+    parts = [torch.empty_like(found) for _ in range(built.layout.context_parallel_size)]
+    dist.all_gather(parts, found, group=parallel_state.get_context_parallel_group())
+    return torch.cat(parts)

@@ -67,6 +67,7 @@ FAMILIES = {"moonlight": "deepseek_v3", "one_key_head": "qwen2"}
 """Of models whose name is not their family's."""
 
 TP, SP, PP = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}, {"pipeline_model_parallel_size": 2}
+CP = {"context_parallel_size": 2}
 EP, VPP = {"expert_model_parallel_size": 2}, {"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "TP2": ("qwen2", TP),
@@ -75,6 +76,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "TP2, SP, experts": ("glm4_moe", TP | SP),
     "TP2, SP, EP2, ETP1": ("deepseek_v3", TP | SP | EP | {"expert_tensor_parallel_size": 1}),
     "EP2": ("qwen3_moe", EP),
+    "CP2": ("qwen3", CP),
+    "CP2, latent attention": ("deepseek_v3", CP),
     "PP2, tied": ("qwen2", PP),
     "PP2, experts": ("deepseek_v3", PP),
     "PP2, VPP2": ("llama", PP | VPP),

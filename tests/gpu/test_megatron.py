@@ -1,0 +1,62 @@
+"""Megatron-Core models of every family on a GPU against transformers, in float32 and in bfloat16 with flash attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from agentrl.learner.device import collectives
+from agentrl.models.load import load_model
+from tests.unit.learner.megatron.models import LENGTHS, MODELS, make_model, rows
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda", 0)
+FLASH = {"qk_nope_head_dim": 24, "v_head_dim": 16}
+"""Sizes of heads that flash attention takes."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    from megatron.core import parallel_state
+
+    from agentrl.learner.megatron.layout import Layout
+
+    torch.cuda.set_device(GPU)
+    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    dist.init_process_group(collectives("cuda"), store=store, rank=0, world_size=1)
+    Layout().start(0)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    from agentrl.learner.megatron.model import build_model, packed_tokens
+    from agentrl.learner.megatron.weights import ModelWeights, load_weights
+
+    folder = make_model(tmp_path / name, name, **FLASH if "kv_lora_rank" in MODELS[name] else {})
+    built = build_model(folder, {}, device=GPU, dtype=dtype)
+    load_weights(ModelWeights(built), folder)
+    token_ids_L, positions_L, row_L = rows()
+    packed = packed_tokens(positions_L, row_L, GPU, dtype)
+    [chunk] = built.chunks
+    inputs = token_ids_L[None].to(GPU), positions_L[None].to(GPU)
+    logits = chunk(*inputs, None, packed_seq_params=packed)[0]
+    logits.float().square().mean().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in chunk.parameters() if parameter.grad is not None)
+    hf = load_model(folder).to(GPU, torch.float32)
+    with torch.no_grad():
+        expected = torch.cat([hf(ids[None].to(GPU)).logits[0] for ids in token_ids_L.split(LENGTHS)])
+    error = (logits.detach().float() - expected).abs()
+    if dtype is torch.float32:
+        assert error.max() < 1e-4
+    else:
+        # A rounded router may choose another expert, which changes all logits of the token.
+        assert error.amax(-1).quantile(0.7) < 0.25
