@@ -65,7 +65,7 @@ class Context:
         parts = exchange(torch.cat([self._by_heads(each) for each in states], -1), self.group).flatten(0, 1)
         sizes = [self._repeated(each.shape[1]) // self.size * each.shape[3] for each in states]
         return [
-            found.view(len(found), -1, each.shape[3]).transpose(0, 1)[None].to(each.dtype)
+            found.view(found.shape[0], -1, each.shape[3]).transpose(0, 1)[None].to(each.dtype)
             for found, each in zip(torch.split(parts, sizes, -1), states, strict=True)
         ]
 
@@ -82,9 +82,8 @@ class Context:
 
     def to_tokens(self, attended: torch.Tensor) -> torch.Tensor:
         """Return all heads of this rank's tokens ``[1, T, H, D]`` from all tokens of its heads ``[1, L, H/P, D]``. Collective."""
-        _, length, heads, size = attended.shape
-        parts: torch.Tensor = exchange(attended.reshape(self.size, -1, heads, size), self.group)
-        return parts.transpose(0, 1).reshape(1, length // self.size, -1, size)
+        parts: torch.Tensor = exchange(attended.reshape(self.size, -1, *attended.shape[2:]), self.group)
+        return parts.transpose(0, 1).flatten(1, 2)[None]
 
 
 def join_context(size: int) -> Context | None:
