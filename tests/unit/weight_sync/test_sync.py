@@ -286,7 +286,7 @@ def test_checks(check, checks, kind):
     assert engine.events.count("version") == checks
     engine.weights["w1"] = [2.0, 2.5]
 
-    async def keep(named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool) -> None:
+    async def keep(named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool, ranks: int = 1) -> None:
         engine.now = version
 
     engine.from_tensors = keep  # type: ignore[method-assign]
