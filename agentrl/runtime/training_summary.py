@@ -42,11 +42,15 @@ def describe_training(config: Config, folder: Path, critic: Path | None, use: Us
 def describe_memory(config: Config, folder: Path) -> list[str]:
     """Return lines on the memory that each rank of the learner needs to train the policy in ``folder``.
 
+    There are none for a backend of another package, whose memory is not known here.
+
     Raises:
-        ConfigError: see `frozen_names`.
+        ConfigError: see `estimate_memory`.
         ModelError: the model's configuration cannot be loaded.
 
     """
+    if config.learner.backend not in ("fsdp", "megatron"):
+        return []
     config, lines = with_recompute(config, folder)
     found, device = estimate_memory(config, folder)
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in asdict(found).items() if size)
@@ -106,14 +110,26 @@ def estimate_memory(config: Config, folder: Path, *, accumulates: bool = True) -
         accumulates: whether an optimizer step has several micro-batches.
 
     Raises:
-        ConfigError: see `frozen_names`.
+        ConfigError: see `frozen_names` and `megatron_memory`.
         ModelError: the model's configuration cannot be loaded.
 
     """
     from agentrl.learner.memory import learner_memory
 
-    options = memory_options(config, folder, accumulates=accumulates)
-    return learner_memory(trained_model(config.learner, folder), config.learner, options), _device(config.learner)
+    options, device = memory_options(config, folder, accumulates=accumulates), _device(config.learner)
+    if config.learner.backend == "megatron":
+        return _of_megatron(config, folder, options), device
+    return learner_memory(trained_model(config.learner, folder), config.learner, options), device
+
+
+def _of_megatron(config: Config, folder: Path, options: MemoryOptions) -> LearnerMemory:
+    from agentrl.learner.megatron.families.registry import read_family
+    from agentrl.learner.megatron.memory import MegatronWork, megatron_memory
+
+    learner = config.learner
+    work = MegatronWork(options.ranks, options.tokens, learner.logits_chunk, options.bfloat16, options.reference)
+    again = {"recompute_granularity": "full"} if options.recompute == "full" else {}
+    return megatron_memory(*read_family(folder, "model.path"), again | learner.megatron, work)
 
 
 def trained_model(learner: LearnerConfig, folder: Path) -> Any:

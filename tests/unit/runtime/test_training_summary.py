@@ -1,4 +1,4 @@
-"""``learner.recompute=auto``: what fits a GPU."""
+"""Memory before a run: of which backend, and what fits a GPU with ``learner.recompute=auto``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.config.load import load_config
 from agentrl.models.random_models import SHAPES, model_config
-from agentrl.runtime.training_summary import estimate_memory, with_recompute
+from agentrl.runtime.training_summary import describe_memory, estimate_memory, with_recompute
 
 AS_ON_A_GPU = ["learner.device=cuda", "batch.tokens_per_micro=16384"]
 
@@ -57,3 +57,17 @@ def test_ranks_of_a_context_have_their_part_of_the_activations(folder: Path) -> 
     )
     assert of_context.activations == pytest.approx(of_two.activations / 2, rel=0.01)
     assert of_context.weights == of_two.weights
+
+
+def test_the_estimate_is_that_of_the_backend(folder: Path) -> None:
+    fsdp = estimate_memory(load_config(None, AS_ON_A_GPU), folder)[0]
+    two = ["learner.backend=megatron", "learner.ranks=2", "learner.megatron.tensor_model_parallel_size=2"]
+    found, device = estimate_memory(load_config(None, [*AS_ON_A_GPU, *two]), folder)
+    assert device == "cuda"
+    assert found.weights == pytest.approx(fsdp.weights / 4, rel=1e-3), "bfloat16, and half of all matrices"
+    [line] = describe_memory(load_config(None, [*AS_ON_A_GPU, *two]), folder)
+    assert f"about {found.total / 2**30:.1f} GiB on each of 2 learner ranks (cuda)" in line
+
+
+def test_memory_of_another_packages_backend_is_not_estimated(folder: Path) -> None:
+    assert describe_memory(load_config(None, [*AS_ON_A_GPU, "learner.backend=theirs"]), folder) == []
