@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from agentrl.core.errors import ModelError
 from agentrl.distributed.base import TensorSpec, spec_of
 from agentrl.distributed.flat_bucket import bytes_of, packed, views
-from agentrl.learner.megatron.families.base import model_weights
+from agentrl.learner.megatron.families.base import EMBEDDING, HEAD, model_weights
 from agentrl.learner.megatron.mapping import Part, Weight
 from agentrl.learner.megatron.model import MegatronModel, has_experts
 from agentrl.models.weight_files import WeightFiles
@@ -210,16 +210,30 @@ def load_weights(weights: ModelWeights, folder: Path, key: str = "model.path") -
         key: configuration key of the folder, for messages.
 
     Raises:
-        ModelError: a weight is missing, or has another shape.
+        ModelError: a weight is missing, quantised, or has another shape; or a tied head has other weights than the embedding.
 
     """
     files = WeightFiles(folder, key)
-    shapes = files.shapes()
-    wrong = [spec for spec in weights.specs() if shapes.get(spec.name) != spec.shape]
+    found = {spec.name: spec for spec in files.specs()}
+    wrong = [text for spec in weights.specs() if (text := _fault_of(found.get(spec.name), spec))]
     if wrong:
-        name, expected = wrong[0].name, list(wrong[0].shape)
-        found = f"has the shape {list(shapes[name])}, not {expected}" if name in shapes else "is missing"
-        raise ModelError(f"{key}={folder}: {len(wrong)} weights cannot be read; {name!r} {found}")
+        raise ModelError(f"{key}={folder}: {len(wrong)} weights cannot be read; {wrong[0]}")
+    head_is_copy = HEAD not in {spec.name for spec in weights.specs()} and HEAD in found
     for held in weights.held:
         for part in held.parts:
-            held.tensor[part.here].copy_(files.read(part.tensor.name, part.there))
+            values = files.read(part.tensor.name, part.there)
+            if head_is_copy and part.tensor.name == EMBEDDING and not torch.equal(values, files.read(HEAD, part.there)):
+                raise ModelError(
+                    f"{key}={folder}: {HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=true; set it to "
+                    "false"
+                )
+            held.tensor[part.here].copy_(values)
+
+
+def _fault_of(found: TensorSpec | None, wanted: TensorSpec) -> str:
+    """Return why a weight in the files is not the one that is needed; empty if it is."""
+    if found is None:
+        return f"{wanted.name} is missing"
+    if found.shape != wanted.shape:
+        return f"{wanted.name} has the shape {list(found.shape)}, not {list(wanted.shape)}"
+    return "" if found.dtype in ("bfloat16", "float16", "float32") else f"{wanted.name} is quantised ({found.dtype})"

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from agentrl.core.errors import ModelError
 from agentrl.learner.megatron.mapping import HfTensor, Weight, gate_up, grouped_qkv, same
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Names of Hugging Face."""
 Options = dict[str, Any]
 """Fields of Megatron-Core's ``TransformerConfig``."""
 
@@ -33,8 +35,8 @@ class Family:
 
 def model_weights(hf: Any) -> list[Weight]:
     """Return the weights outside of layers; with tied embeddings the head's is that of the embedding."""
-    embedding = HfTensor("model.embed_tokens.weight", (hf.vocab_size, hf.hidden_size))
-    head = embedding if hf.tie_word_embeddings else HfTensor("lm_head.weight", embedding.shape)
+    embedding = HfTensor(EMBEDDING, (hf.vocab_size, hf.hidden_size))
+    head = embedding if hf.tie_word_embeddings else HfTensor(HEAD, embedding.shape)
     return [
         same("embedding.word_embeddings.weight", embedding, "rows"),
         same("decoder.final_layernorm.weight", HfTensor("model.norm.weight", (hf.hidden_size,))),

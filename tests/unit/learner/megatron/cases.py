@@ -10,9 +10,9 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, ModelError
 from agentrl.learner.megatron.convert import convert
 from agentrl.learner.megatron.cpu import computing_on as computing_on
 from agentrl.learner.megatron.distributed_checkpoint import save_sharded
@@ -66,6 +66,30 @@ def resumed(folder: Path) -> dict[str, float]:
     second = _Training(folder / "qwen3")
     second.load(folder / "state")
     return {"whole": losses, "resumed": losses[:2] + [second.step() for _ in range(2)]}
+
+
+def refused_folders(folder: Path) -> dict[str, str]:
+    """Messages by what is wrong with the weights of a folder."""
+    Layout().start(0)
+    built = build_model(folder / "qwen2", {}, device=CPU, dtype=torch.float32)
+    weights, files = ModelWeights(built), load_file(folder / "qwen2" / "model.safetensors")
+    embedding, norm = files["model.embed_tokens.weight"], "model.norm.weight"
+    changed = {
+        "missing": {name: each for name, each in files.items() if name != norm},
+        "shape": files | {norm: torch.ones(7)},
+        "quantised": files | {norm: files[norm].to(torch.float8_e4m3fn)},
+        "untied": files | {"lm_head.weight": embedding + 1},
+        "tied": files | {"lm_head.weight": embedding.clone()},
+    }
+    found = {}
+    for name, tensors in changed.items():
+        (folder / name).mkdir()
+        save_file(tensors, folder / name / "model.safetensors", {"format": "pt"})
+        try:
+            load_weights(weights, folder / name)
+        except ModelError as error:
+            found[name] = str(error).partition(": ")[2]
+    return found
 
 
 def converted(folder: Path) -> dict[str, Any]:

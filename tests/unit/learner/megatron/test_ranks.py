@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Found:
-    return run_ranks(folder, one_rank=1, refused_options=1, two_ranks=2, resumed=2, converted=0)
+    return run_ranks(folder, one_rank=1, refused_options=1, refused_folders=1, two_ranks=2, resumed=2, converted=0)
 
 
 def expected_logits(folder: Path) -> torch.Tensor:
@@ -70,3 +70,13 @@ def test_a_loaded_optimizer_goes_on_as_the_saved_one(found: Found) -> None:
 def test_a_distributed_checkpoint_becomes_the_same_folder_again(found: Found) -> None:
     refused = "--ranks=5: set it to 1 to 4, the model's layers"
     assert found["converted"] == {"deepseek_v3": [], "qwen2": [], "refused": refused}
+
+
+def test_folders_with_other_weights_are_refused(found: Found) -> None:
+    assert found["refused_folders"] == {
+        "missing": "1 weights cannot be read; model.norm.weight is missing",
+        "shape": "1 weights cannot be read; model.norm.weight has the shape [7], not [32]",
+        "quantised": "1 weights cannot be read; model.norm.weight is quantised (float8_e4m3fn)",
+        "untied": "lm_head.weight differs from model.embed_tokens.weight, but config.json has tie_word_embeddings=true; "
+        "set it to false",
+    }
