@@ -11,6 +11,7 @@ from agentrl.config.checks import check_placement
 from agentrl.config.layers import Layer, load_layers
 from agentrl.config.load import read_yaml
 from agentrl.config.shipped import default_config, shipped_folder
+from agentrl.learner.registry import make_backend
 from agentrl.models.shipped_architectures import shipped_architectures
 from agentrl.planner.gpus import MACHINE, Gpus
 from agentrl.planner.plan import make_plan
@@ -62,6 +63,8 @@ def test_the_layout_fits_the_gpus_that_are_named(name: str) -> None:
     long = Layer("rows", {"rollout": {"max_tokens": int(rows[1].replace(",", ""))}})
     [option] = make_plan([Layer("recipe", tree), long], gpus(name)).options
     assert option.faults == ()
+    config = load_layers([Layer("recipe", tree)])
+    make_backend(config.learner).check(config.algo, [shipped_architectures()[tree["model"]["path"]]])
     used = tree["learner"]["ranks"]
     assert used == gpus(name).count
     if option.engines is not None:

@@ -5,6 +5,7 @@
     AgentrlError
     ├── UserError                  a mistake of the user; exit status 2
     │   ├── ConfigError            an unknown key, a value that does not fit
+    │   │   └── NoLayoutError      a learner backend has no layout for a model and the keys that are set
     │   ├── UnknownNameError       no environment, tool, taskset or model of that name
     │   ├── ModelError             a model folder or hub id that cannot be loaded
     │   ├── MissingError           what this machine lacks: a file, a model, a package, a GPU; a dry run only lists it
@@ -48,6 +49,10 @@ class UserError(AgentrlError):
 
 class ConfigError(UserError):
     """A configuration that cannot be used."""
+
+
+class NoLayoutError(ConfigError):
+    """A learner backend has no layout for a model and the keys that are set."""
 
 
 class UnknownNameError(UserError):

@@ -11,8 +11,9 @@ from typing import Any
 from agentrl.config.layers import Layer, load_layers
 from agentrl.config.merging import Tree
 from agentrl.config.schema import Config
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, NoLayoutError
 from agentrl.learner.fsdp.backend import FsdpBackend
+from agentrl.learner.megatron.backend import MegatronBackend
 from agentrl.learner.megatron.families.registry import read_family
 from agentrl.learner.megatron.memory import MegatronWork, megatron_memory
 from agentrl.learner.memory import LearnerMemory, learner_memory
@@ -68,6 +69,7 @@ def layouts(request: Request, backend: str) -> Iterator[Candidate]:
 
     Raises:
         ConfigError: the backend is not known here.
+        NoLayoutError: no layout divides the model, or the backend lacks what a key sets.
         ModelError: the backend lacks the model's family.
 
     """
@@ -82,7 +84,7 @@ def _of_fsdp(request: Request) -> Iterator[Candidate]:
     """Yield the layouts of FSDP2 that divide the model.
 
     Raises:
-        ConfigError: none does; the message is that of the last one.
+        NoLayoutError: none does; the message is that of the last one.
 
     """
     refused, found = ConfigError(f"learner.ranks={request.ranks}: no layout of FSDP2 divides the model"), False
@@ -104,7 +106,7 @@ def _of_fsdp(request: Request) -> Iterator[Candidate]:
         options = replace(memory_options(config, request.folder), tokens=-(-micro_tokens(config) // context))
         yield Candidate("fsdp", settings, learner_memory(request.model, config.learner, options))
     if not found:
-        raise refused
+        raise NoLayoutError(str(refused))
 
 
 def _pairs(request: Request) -> tuple[tuple[str, bool], ...]:
@@ -120,7 +122,7 @@ def _of_megatron(request: Request) -> Iterator[Candidate]:
     """Yield the layouts of Megatron-Core that divide the model.
 
     Raises:
-        ConfigError: none does; the message is that of the last one.
+        NoLayoutError: none does; the message is that of the last one.
 
     """
     family, hf = read_family(request.folder, "model.path")
@@ -138,7 +140,9 @@ def _of_megatron(request: Request) -> Iterator[Candidate]:
     for recompute, proposed in _megatron_options(request, model):
         options = proposed | config.learner.megatron
         again = {"recompute_granularity": "full"} if recompute == "full" else {}
+        learner = config.learner.model_copy(update={"megatron": options})
         try:
+            MegatronBackend(learner).check(config.algo, [])  # `megatron_memory` checks the model
             memory = megatron_memory(family, hf, again | options, work)
         except ConfigError as error:
             refused = error
@@ -146,7 +150,7 @@ def _of_megatron(request: Request) -> Iterator[Candidate]:
         found = True
         yield Candidate("megatron", {"ranks": request.ranks, "recompute": recompute, "megatron": proposed}, memory)
     if not found:
-        raise refused
+        raise NoLayoutError(str(refused))
 
 
 def _megatron_options(request: Request, model: Mapping[str, Any]) -> list[tuple[str, Tree]]:

@@ -10,7 +10,7 @@ from agentrl.config.checks import check_context, check_placement
 from agentrl.config.layers import Layer, load_layers, stack
 from agentrl.config.merging import Tree, merge
 from agentrl.config.schema import Config
-from agentrl.core.errors import ConfigError, ModelError
+from agentrl.core.errors import ConfigError, ModelError, NoLayoutError
 from agentrl.models.load import read_max_positions
 from agentrl.models.shipped_architectures import find_architecture
 from agentrl.planner.engine import EnginePlan, Fleet, plan_engines
@@ -85,7 +85,9 @@ def make_plan(layers: Sequence[Layer], gpus: Gpus) -> Plan:
         for backend in backends:
             try:
                 options.append(_option(request, backend, mode, gpus, numbers))
-            except ModelError as error:  # the backend lacks the model's family
+            except (ModelError, NoLayoutError) as error:
+                if len(backends) == 1:
+                    raise
                 options.append(Option(mode, backend, request.ranks, faults=(str(error),)))
     return Plan(folder, numbers, gpus, base, tuple(options))
 

@@ -51,7 +51,8 @@ def _option(option: Option, plan: Plan, given: Tree) -> Iterator[str]:
         kept = memory.weights + memory.optimizer + memory.reference
         count = min(MACHINE, option.learner_gpus)
         yield f"  {'main memory':<12}{count * kept / GIB:,.0f} GiB a machine, while engines sample"
-    yield f"  {'set':<12}{' '.join(_keys(option.settings or {}, given))}"
+    if keys := " ".join(_keys(option.settings or {}, given)):
+        yield f"  {'set':<12}{keys}"
 
 
 def _parts(parts: dict[str, int]) -> str:

@@ -12,8 +12,7 @@ from agentrl.cli.main import main
 from agentrl.config.layers import Layer, load_layers, stack
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError
-from agentrl.learner.megatron.families.registry import read_family
-from agentrl.learner.megatron.layout import Layout
+from agentrl.learner.registry import make_backend
 from agentrl.models.shipped_architectures import find_architecture
 from agentrl.planner.engine import ROWS, Fleet, cache_bytes, plan_engines
 from agentrl.planner.gpus import GIB, Gpus
@@ -56,10 +55,7 @@ def test_what_is_proposed_fits_and_is_a_valid_configuration(model: str, gpus: in
             0 if option.mode == "colocate" else option.engines.engines * option.engines.tensor
         )
         assert used == gpus
-        if option.backend == "megatron":
-            family, hf = read_family(found.folder, "model.path")
-            sizes = family.options(hf) | {"vocab_size": hf.vocab_size}
-            Layout.of(config.learner.megatron).check(sizes, config.learner.megatron, config.learner.ranks)
+        make_backend(config.learner).check(config.algo, [found.folder])
 
 
 def test_the_smallest_product_of_parallel_sizes_that_fits_is_proposed() -> None:
@@ -70,7 +66,8 @@ def test_the_smallest_product_of_parallel_sizes_that_fits_is_proposed() -> None:
     order = [[each.settings["megatron"].get(name, 1) for name in names] for each in layouts(request, "megatron")]
     products = [tensor * stages * context for tensor, stages, context in order]
     assert products == sorted(products)
-    assert len(products) > 20
+    divisors = {(tensor, stages) for tensor in (1, 2, 4, 8) for stages in (1, 2, 4, 8) if tensor * stages <= 8}
+    assert {(tensor, stages) for tensor, stages, _ in order} == divisors
     assert set(products) == {1, 2, 4, 8}
     needed = [each.memory.total for each in layouts(request, "fsdp")]
     assert max(needed) == needed[0], "nothing is computed or gathered again"
@@ -84,6 +81,7 @@ def test_given_keys_are_kept() -> None:
     )
     [option] = found.options
     assert option.settings["learner"] == learner
+    assert not any(line.startswith("  set") for line in report(found, option.settings)), "nothing is left to set"
     assert (option.engines.engines, option.engines.tensor) == (2, 2)
     found = plan("Qwen/Qwen3-8B", learner={"backend": "megatron", "megatron": {"tensor_model_parallel_size": 4}})
     for option in found.options:
@@ -127,6 +125,14 @@ def test_a_model_that_megatron_lacks_is_planned_for_fsdp(tmp_path: Any) -> None:
     found = plan(str(tmp_path), 1)
     assert not only(found, "colocate", "fsdp").faults
     assert "model_type='gemma'" in only(found, "colocate", "megatron").faults[0]
+
+
+def test_what_megatron_lacks_is_planned_for_fsdp() -> None:
+    found = plan("Qwen/Qwen3-8B", learner={"cpu_offload": "optimizer"}, placement={"mode": "colocate"})
+    assert not only(found, "colocate", "fsdp").faults
+    assert "learner.cpu_offload" in only(found, "colocate", "megatron").faults[0]
+    with pytest.raises(ConfigError, match=r"learner\.cpu_offload"):
+        plan("Qwen/Qwen3-8B", learner={"cpu_offload": "optimizer", "backend": "megatron"})
 
 
 def test_kv_cache_by_hand() -> None:
