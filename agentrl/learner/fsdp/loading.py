@@ -18,9 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ConfigError, ModelError
+from agentrl.learner.attention import IMPLEMENTATION, packed_rows
+from agentrl.learner.context_parallel import Context, join_context
 from agentrl.learner.device import compiles, recomputed, resolve_device, uses_bfloat16
-from agentrl.learner.fsdp.attention import IMPLEMENTATION, packed_rows
-from agentrl.learner.fsdp.context_parallel import Context, join_context
 from agentrl.learner.fsdp.layers import prepare_layers
 from agentrl.learner.fsdp.lora import add_adapters, fill_adapters
 from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel

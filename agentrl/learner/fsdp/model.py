@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from agentrl.batch.microbatch import MicroBatch
+from agentrl.learner.attention import DividedRows, PackedRows, packed_rows, separated
+from agentrl.learner.context_parallel import Context
 from agentrl.learner.device import to_device
-from agentrl.learner.fsdp.attention import DividedRows, PackedRows, packed_rows, separated
-from agentrl.learner.fsdp.context_parallel import Context
-from agentrl.learner.fsdp.tree_attention import Tree, TreeInput, tree_input, tree_places
 from agentrl.learner.head import HeadOptions, token_scores
+from agentrl.learner.tree_attention import Tree, TreeInput, tree_input, tree_places
 from agentrl.models.load import value_head
 
 

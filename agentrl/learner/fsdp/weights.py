@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from agentrl.learner.fsdp.attention import IMPLEMENTATION
+from agentrl.learner.attention import IMPLEMENTATION
 from agentrl.models.load import load_model, load_value_model, value_head_names
 from agentrl.models.weight_files import WeightFiles
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from agentrl.learner.fsdp.attention import DividedRows, PackedRows, packed_attention
+from agentrl.learner.attention import DividedRows, PackedRows, packed_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class LatentNorm(RMSNorm):
 
 
 class PackedAttention(nn.Module):
-    """Attention within packed rows; see `agentrl.learner.fsdp.attention`. Megatron-Core's core attention."""
+    """Attention within packed rows; see `agentrl.learner.attention`. Megatron-Core's core attention."""
 
     def __init__(self, config: Any, *, softmax_scale: float | None = None, **options: Any) -> None:
         super().__init__()

@@ -18,9 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from agentrl.core.errors import ModelError
+from agentrl.learner.attention import DividedRows, packed_rows
+from agentrl.learner.context_parallel import Context
 from agentrl.learner.device import to_device
-from agentrl.learner.fsdp.attention import DividedRows, packed_rows
-from agentrl.learner.fsdp.context_parallel import Context
 from agentrl.learner.megatron.families.base import Family, head_size
 from agentrl.learner.megatron.families.registry import read_family
 from agentrl.learner.megatron.fixes import mend

@@ -14,10 +14,10 @@ from transformers import Qwen3Config
 
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ConfigError
+from agentrl.learner.attention import DividedRows, packed_attention, packed_rows
+from agentrl.learner.context_parallel import Context
 from agentrl.learner.fsdp import context_parallel
-from agentrl.learner.fsdp.attention import DividedRows, packed_attention, packed_rows
 from agentrl.learner.fsdp.backend import FsdpBackend
-from agentrl.learner.fsdp.context_parallel import Context
 from agentrl.models.load import read_rope_types
 from tests.algo_config import make_algo
 from tests.unit.learner.learners import SIZES

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ModelError
-from agentrl.learner.fsdp.attention import IMPLEMENTATION
+from agentrl.learner.attention import IMPLEMENTATION
 from agentrl.learner.fsdp.loading import load_critic, load_policy
 from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
 from agentrl.learner.fsdp.sharding import shard

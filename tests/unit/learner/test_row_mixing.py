@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ConfigError
-from agentrl.learner.fsdp.attention import separated
+from agentrl.learner.attention import separated
 from agentrl.learner.fsdp.loading import load_policy
 from agentrl.learner.fsdp.model import PolicyModel
 

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from agentrl.batch.prefix_tree import PrefixTree, prefix_tree
 from agentrl.learner.fsdp import tree_attention
-from agentrl.learner.fsdp.tree_attention import attend_tree, tree_masks, tree_rows
+from agentrl.learner.tree_attention import attend_tree, tree_masks, tree_rows
 
 FORKS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 60), st.integers(0, 40)), min_size=1, max_size=6)
 """Rows as (row to fork from, tokens taken from it, new tokens)."""

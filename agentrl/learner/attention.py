@@ -21,9 +21,9 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from agentrl.core.errors import ModelError
+from agentrl.learner.context_parallel import Context
 from agentrl.learner.device import to_device
-from agentrl.learner.fsdp.context_parallel import Context
-from agentrl.learner.fsdp.tree_attention import (
+from agentrl.learner.tree_attention import (
     CPU_BLOCK,
     CPU_STORED_TOKENS,
     LENGTH_RATIO,
