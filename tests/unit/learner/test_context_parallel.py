@@ -14,9 +14,9 @@ from transformers import Qwen3Config
 
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ConfigError
+from agentrl.learner import context_parallel
 from agentrl.learner.attention import DividedRows, packed_attention, packed_rows
 from agentrl.learner.context_parallel import Context
-from agentrl.learner.fsdp import context_parallel
 from agentrl.learner.fsdp.backend import FsdpBackend
 from agentrl.models.load import read_rope_types
 from tests.algo_config import make_algo

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ModelError
+from agentrl.learner import attention
 from agentrl.learner.attention import blockwise_causal, packed_attention, packed_rows
-from agentrl.learner.fsdp import attention
 from agentrl.learner.fsdp.loading import load_policy
 from tests.unit.learner.learners import MODELS, make_batch, make_model
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
 from agentrl.batch.prefix_tree import PrefixTree, prefix_tree
-from agentrl.learner.fsdp import tree_attention
+from agentrl.learner import tree_attention
 from agentrl.learner.tree_attention import attend_tree, tree_masks, tree_rows
 
 FORKS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 60), st.integers(0, 40)), min_size=1, max_size=6)
