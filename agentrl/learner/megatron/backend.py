@@ -31,7 +31,7 @@ class MegatronBackend(LearnerBackend):
             "learner.optimizer.name=muon": config.optimizer.name == "muon",
             "learner.reshard_after_forward": config.reshard_after_forward,
             "learner.cpu_offload": config.cpu_offload != "none",
-            "learner.context_parallel": config.context_parallel > 1,
+            "learner.context_parallel (set learner.megatron.context_parallel_size)": config.context_parallel > 1,
         }
         for key, is_set in lacking.items():
             if is_set:
@@ -66,16 +66,12 @@ class MegatronBackend(LearnerBackend):
 
 def _check_lengths(layout: Layout, sequence_parallel: bool) -> None:
     """Check that ranks can divide the tokens of a micro-batch, and that virtual stages have stages."""
-    size = layout.tensor_model_parallel_size if sequence_parallel else 1
+    size = (layout.tensor_model_parallel_size if sequence_parallel else 1) * layout.context_parallel_size
     if MULTIPLE % size:
         raise ConfigError(
-            f"learner.megatron.tensor_model_parallel_size={size} with sequence_parallel: micro-batches are multiples of "
-            f"{MULTIPLE} tokens; set it to a divisor of {MULTIPLE}"
-        )
-    if layout.context_parallel_size > 1:
-        raise ConfigError(
-            f"learner.megatron.context_parallel_size={layout.context_parallel_size}: {_KEY} lacks it; leave it out, or set "
-            "learner.backend=fsdp with learner.context_parallel"
+            f"learner.megatron.context_parallel_size={layout.context_parallel_size} and tensor_model_parallel_size="
+            f"{layout.tensor_model_parallel_size} divide tokens among {size} ranks, and micro-batches are multiples of "
+            f"{MULTIPLE} tokens; set them so that their product divides {MULTIPLE}"
         )
     if layout.chunks > 1 and layout.pipeline_model_parallel_size == 1:
         raise ConfigError(

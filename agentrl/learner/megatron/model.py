@@ -115,17 +115,17 @@ def packed_tokens(
     """
     rows = packed_rows(position_ids_L, row_L, device, flash=dtype is torch.bfloat16)
     positions = to_device(position_ids_L[own_tokens(len(position_ids_L))], device)
-    context = _context()
+    context = rank_context()
     return PackedTokens(positions, rows if context is None else DividedRows(rows, context))
 
 
 def own_tokens(length: int) -> slice:
     """Return which tokens of a micro-batch this rank computes; ranks of context parallelism divide ``length``."""
-    context = _context()
+    context = rank_context()
     return slice(0, length) if context is None else context.part(length)
 
 
-def _context() -> Context | None:
+def rank_context() -> Context | None:
     """Return the ranks of context parallelism; None for one."""
     group = parallel_state.get_context_parallel_group()
     return Context(group.group_name, group.size(), group.rank()) if group.size() > 1 else None

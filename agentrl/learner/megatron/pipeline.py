@@ -20,7 +20,7 @@ from agentrl.batch.packing import MULTIPLE
 from agentrl.learner.device import to_device
 from agentrl.learner.head import HeadOptions, VocabularyPart, token_scores
 from agentrl.learner.megatron.layers import PackedTokens
-from agentrl.learner.megatron.model import MegatronModel, packed_tokens
+from agentrl.learner.megatron.model import MegatronModel, own_tokens, packed_tokens, rank_context
 
 Scores = tuple[torch.Tensor, torch.Tensor | None]
 """Log-probabilities or values ``[N]``, at least float32, and entropies if requested."""
@@ -50,10 +50,16 @@ class Pipeline:
         self._device = device
         self._logits_chunk = logits_chunk
         self._compiled = compiled
+        self.context = rank_context()
+        """The ranks that have the other parts of a micro-batch's tokens."""
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         if self.is_last:
             # The head is applied to the hidden states of some tokens only; see `_scores`.
             model.chunks[-1].output_layer.forward = _hidden_states
+
+    def own(self, micro: MicroBatch, at_N: torch.Tensor) -> torch.Tensor:
+        """Return those of the tokens at ``at_N`` that this rank scores: those predicted from its part."""
+        return at_N if self.context is None else at_N[self.context.has(at_N - 1, len(micro.token_ids_L))]
 
     def run(
         self,
@@ -69,7 +75,7 @@ class Pipeline:
 
         Args:
             micros: on the CPU, as many on all ranks.
-            places: of each, int64 positions ``[N]`` of the tokens to score, on the CPU.
+            places: of each, int64 positions ``[N]`` of the tokens to score, of `own`, on the CPU.
             temperature: logits are divided by it.
             consume: called on the last stage, in the order of ``micros``.
             entropy: whether to compute entropies.
@@ -88,7 +94,10 @@ class Pipeline:
         def step(numbers: Iterator[int], chunk: nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             number = next(numbers)
             micro = given[number][0]
-            ids, positions = (to_device(each[None], self._device) for each in (micro.token_ids_L, micro.position_ids_L))
+            ids, positions = (
+                each[None, own_tokens(len(micro.token_ids_L))] for each in (micro.token_ids_L, micro.position_ids_L)
+            )
+            ids, positions = to_device(ids, self._device), to_device(positions, self._device)
             hidden = chunk(ids, positions, None, packed_seq_params=self._packed(micro))
             return hidden, partial(scored, number)
 
@@ -124,7 +133,9 @@ class Pipeline:
             hidden_L_H = gather_from_sequence_parallel_region(hidden_L_H, tensor_parallel_output_grad=True)
         elif group.size() > 1:
             hidden_L_H = copy_to_tensor_model_parallel_region(hidden_L_H)
-        hidden_N_H = hidden_L_H.index_select(0, to_device(at_N - 1, self._device))
+        hidden_N_H = hidden_L_H.index_select(
+            0, to_device(at_N - 1 - own_tokens(len(micro.token_ids_L)).start, self._device)
+        )
         weight_V_H = (
             chunk.shared_embedding_or_output_weight()
             if chunk.share_embeddings_and_output_weights

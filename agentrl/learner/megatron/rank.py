@@ -106,7 +106,7 @@ class MegatronRank:
         """Take one optimizer step; see `LearnerRank.train_step`. A batch without a token to train on takes none."""
         self._check_awake()
         [micros] = batch.micro
-        places = [at_mask(micro) for micro in micros]
+        places = [self.trained.pipeline.own(micro, at_mask(micro)) for micro in micros]
         references = self._reference_logprobs(batch, places)
         ratios = self._sequence_ratios(batch, places)
         metrics = StepMetrics(self.device)
@@ -143,14 +143,14 @@ class MegatronRank:
     def _sequence_ratios(self, batch: GlobalBatch, places: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the ratios that the loss needs of each micro-batch, which take a forward pass; see `SequenceRatios`."""
         [micros] = batch.micro
-        if not self.loss.needs_ratios(batch):
+        pipeline = self.trained.pipeline
+        if not self.loss.needs_ratios(batch, divides_rows=pipeline.context is not None):
             return [None] * len(micros)
         ratios = SequenceRatios(batch, self.device)
 
         def add(number: int, scores: Scores) -> None:
             ratios.add(*self.loss.log_ratio(batch, micros[number], places[number], scores[0]))
 
-        pipeline = self.trained.pipeline
         pipeline.run(micros, places, batch.temperature, add)
         return [*ratios.reduce(self._of_share)] if pipeline.is_last else [None] * len(micros)
 
@@ -191,7 +191,8 @@ class MegatronRank:
         """Return the first score of every token by row, 0 for the first token; none where another rank returns them."""
         self._check_awake()
         [micros] = batch.micro
-        places = [scored(micro) for micro in micros]
+        pipeline = self._loaded(name).pipeline
+        places = [pipeline.own(micro, scored(micro)) for micro in micros]
         found: RowScores = {}
         returns = parallel_state.get_tensor_model_parallel_rank() == 0
 
@@ -199,8 +200,8 @@ class MegatronRank:
             if returns:
                 found.update(by_row(micros[number], places[number], scores[0]))
 
-        self._loaded(name).pipeline.run(micros, places, batch.temperature, keep)
-        return found
+        pipeline.run(micros, places, batch.temperature, keep)
+        return found if pipeline.context is None else pipeline.context.add_up(found)
 
     @_computing
     @torch.no_grad()

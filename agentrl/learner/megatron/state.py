@@ -30,6 +30,7 @@ from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
 from agentrl.distributed.base import TensorSpec
 from agentrl.learner.export.bucket import plan_buckets
+from agentrl.learner.megatron.distributed_checkpoint import save_sharded
 from agentrl.learner.megatron.fixes import SHARDING
 from agentrl.learner.megatron.policies import LoadedModel
 from agentrl.learner.megatron.training import Training
@@ -91,7 +92,7 @@ def save_state(rank: SavedRank, folder: Path) -> None:
     with rank.training.reading(rank.present):
         state = _sharded(rank, loading=False)
         dict_list_map_inplace(lambda each: _presented(each, rank.present), state)
-        dist_checkpointing.save(state, str(folder / "megatron"))
+        save_sharded(state, folder / "megatron")
     torch.save(_random_states(rank.device), folder / "random" / f"rank_{dist.get_rank():05d}.pt")
 
 

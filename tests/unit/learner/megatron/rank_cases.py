@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from agentrl.learner.registry import make_backend
 from tests.unit.learner.megatron.rank_work import (
     FOUR,
     ONE,
+    RESUMED,
     TWO,
     TWO_OF_EXPERTS,
     Found,
     compute,
     learner_config,
+    make_batch,
     make_rank,
 )
 
@@ -31,6 +34,26 @@ def two_ranks(folder: Path) -> dict[str, Found]:
     """Every layout of two ranks."""
     found = {name: _computed(folder / "qwen3", options) for name, options in TWO.items()}
     return found | {name: _computed(folder / "experts", options) for name, options in TWO_OF_EXPERTS.items()}
+
+
+def resumed(folder: Path) -> dict[str, dict[str, float]]:
+    """Metrics of the step after a checkpoint, of the learner that wrote it, and of others that load it."""
+    found = {}
+    for name, options in RESUMED.items():
+        config = learner_config("megatron", options, 2)
+        rank = make_rank(folder / "qwen3", MegatronRank, config)
+        batch = make_batch(make_backend(config).shares)
+        batch = replace(batch, micro=(batch.micro[rank.share],))
+        if not found:
+            rank.train_step(batch)
+            rank.sleep()
+            rank.save(folder / "checkpoint")
+            rank.wake()
+        else:
+            rank.load(folder / "checkpoint")
+        found[name] = rank.train_step(batch)
+        parallel_state.destroy_model_parallel()
+    return found
 
 
 def four_ranks(folder: Path) -> dict[str, Found]:

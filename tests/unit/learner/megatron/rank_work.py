@@ -31,6 +31,7 @@ TWO: dict[str, dict[str, Any]] = {
     "TP2": TP,
     "TP2, SP": TP | SP,
     "PP2": PP,
+    "CP2": {"context_parallel_size": 2},
     "PP2, VPP2": PP | VPP,
 }
 TWO_OF_EXPERTS: dict[str, dict[str, Any]] = {
@@ -38,6 +39,8 @@ TWO_OF_EXPERTS: dict[str, dict[str, Any]] = {
     "TP2, SP, EP2, ETP1": TP | SP | EP | {"expert_tensor_parallel_size": 1},
 }
 FOUR: dict[str, dict[str, Any]] = {"TP2, SP, PP2": TP | SP | PP}
+RESUMED = {"TP2, SP": TP | SP, "PP2": PP, "DP2": {}}
+"""The first writes a checkpoint that the others load."""
 MODELS = {"qwen3": "qwen3", "experts": "qwen3_moe", "tied": "qwen2"}
 
 
@@ -67,7 +70,7 @@ def algo_of(name: str) -> AlgoConfig:
 def make_batch(shares: int) -> GlobalBatch:
     """Return rows of a few agents, of which each has several: sequences are divided among micro-batches and shares."""
     rows = make_rows(LENGTHS)
-    rows = [replace(row, key=RowKey("p", f"r{n % 3}", row=n)) for n, row in enumerate(rows)]
+    rows = [replace(row, key=RowKey("p", f"r{n % 2}", row=n)) for n, row in enumerate(rows)]
     rng = np.random.default_rng(1)
     advantages = {row.key.rollout_id: float(rng.normal()) for row in rows}
     return pack(rows, advantages, shares=shares, tokens_per_micro=64, pad_id=0)

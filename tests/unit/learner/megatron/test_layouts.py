@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from agentrl.learner.in_process import LocalLearnerGroup
 from tests.unit.learner.megatron import forked
@@ -41,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> forked.Found:
-    return forked.run_ranks(folder, "rank_cases", one_rank=1, two_ranks=2, four_ranks=4)
+    return forked.run_ranks(folder, "rank_cases", one_rank=1, two_ranks=2, resumed=2, four_ranks=4)
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +75,15 @@ def test_a_layout_computes_what_one_fsdp_rank_does(found, expected, function: st
     assert has.logprobs.keys() == wanted.logprobs.keys()
     for key, row in wanted.logprobs.items():
         np.testing.assert_allclose(has.logprobs[key], row, atol=1e-4)
+
+
+def test_a_checkpoint_of_a_sleeping_learner_goes_on_in_other_layouts(found, folder: Path) -> None:
+    metrics = found["resumed"]
+    wanted = metrics.pop("TP2, SP")
+    for name, has in metrics.items():
+        assert has.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert has[key] == pytest.approx(value, rel=1e-5, abs=1e-5), (name, key)
+    written, begun = (load_file(folder / name / "model.safetensors") for name in ("checkpoint/model", "qwen3"))
+    assert {key: value.shape for key, value in written.items()} == {key: value.shape for key, value in begun.items()}
+    assert any((written[key] != begun[key]).any() for key in begun)
