@@ -41,12 +41,12 @@ class MegatronBackend(LearnerBackend):
                 f"algo.advantage.name={algo.advantage.name}: {_KEY} has no critic; set learner.backend=fsdp"
             )
         layout = Layout.of(config.megatron)
-        _check_lengths(layout, bool(config.megatron.get("sequence_parallel")))
         from agentrl.learner.megatron.families.registry import read_family
 
         for folder in models:
             family, hf = read_family(folder, "model.path")
             layout.check(family.options(hf) | {"vocab_size": hf.vocab_size}, config.megatron, config.ranks)
+        _check_lengths(layout, bool(config.megatron.get("sequence_parallel")))
 
     def rank_class(self) -> RankClass:
         """Import `MegatronRank`.
