@@ -71,7 +71,7 @@ def _check_lengths(layout: Layout, sequence_parallel: bool) -> None:
         raise ConfigError(
             f"learner.megatron.context_parallel_size={layout.context_parallel_size} and tensor_model_parallel_size="
             f"{layout.tensor_model_parallel_size} divide tokens among {size} ranks, and micro-batches are multiples of "
-            f"{MULTIPLE} tokens; set them so that their product divides {MULTIPLE}"
+            f"{MULTIPLE} tokens; set it to a size with which their product divides {MULTIPLE}"
         )
     if layout.chunks > 1 and layout.pipeline_model_parallel_size == 1:
         raise ConfigError(
