@@ -29,6 +29,7 @@ class MegatronBackend(LearnerBackend):
             "learner.lora": config.lora is not None,
             "learner.fp8": config.fp8,
             "learner.optimizer.name=muon": config.optimizer.name == "muon",
+            "learner.recompute=selective": config.recompute == "selective",
             "learner.reshard_after_forward": config.reshard_after_forward,
             "learner.cpu_offload": config.cpu_offload != "none",
             "learner.context_parallel (set learner.megatron.context_parallel_size)": config.context_parallel > 1,
