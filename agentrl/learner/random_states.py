@@ -1,12 +1,16 @@
-"""States of the global random generators of torch, NumPy and Python, for checkpoints."""
+"""States of the global random generators of torch, CUDA, NumPy and Python, for checkpoints."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from agentrl.core.errors import CheckpointError
+from agentrl.core.reading import reading
 
 
 def seed_everything(seed: int) -> None:
@@ -33,6 +37,27 @@ def restore_random(states: dict[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
+
+
+def rank_states(device: torch.device) -> dict[str, Any]:
+    """Return `random_states` and the state of a rank's device."""
+    return random_states() | {"cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None}
+
+
+def restore_rank(file: Path, device: torch.device) -> None:
+    """Restore what `rank_states` returned and ``torch.save`` wrote; a rank that the saved run did not have keeps its own.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+
+    """
+    if not file.is_file():
+        return
+    with reading(file, "file of random states", CheckpointError):
+        states = torch.load(file, weights_only=True)
+        restore_random(states)
+        if device.type == "cuda" and states["cuda"] is not None:
+            torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def states_to_json(states: dict[str, Any]) -> dict[str, Any]:

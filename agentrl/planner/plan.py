@@ -17,14 +17,13 @@ from agentrl.planner.engine import EnginePlan, Fleet, plan_engines
 from agentrl.planner.gpus import GIB, Gpus
 from agentrl.planner.layouts import Candidate, Request, layouts
 from agentrl.runtime.training_summary import FITS, trained_model
+from agentrl.weight_sync.registry import bucket_bytes_of
 
 BASE = Layer("default of a plan", {"sampler": {"backend": "sglang"}, "learner": {"device": "cuda"}})
 """What a plan is for: GPUs."""
 _BACKENDS = ("fsdp", "megatron")
 _MOST = 64
 """How many times as many ranks are tried where no layout fits."""
-_BUCKET_MIB = 4096
-"""``weights.bucket_mib`` by default, for ``ipc`` and ``distributed``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ def _option(request: Request, backend: str, mode: str, gpus: Gpus, numbers: int)
             raise ConfigError(f"learner.ranks={request.ranks} with --gpus {gpus.count}: no GPU is left for an engine")
         fleet = Fleet(mode, left, gpus.bytes, config.max_tokens)
         engines = [*plan_engines(request.model.config, numbers, config.sampler, fleet)]
-    bucket = (config.weights.bucket_mib or _BUCKET_MIB) << 20
+    bucket = bucket_bytes_of("ipc", config.weights.bucket_mib)
     tried = []
     for each in engines if shared else engines[:1]:
         limits = _Limits(int(FITS * gpus.bytes), bucket + each.weights if shared and each is not None else 0)

@@ -70,7 +70,7 @@ def computed(folder: Path, *, share_prefixes: bool, **options: object) -> tuple[
         learner.rank._update = keep  # type: ignore[attr-defined]
         for _ in range(2):
             learner.train_step(batch)
-        # Kernels of attention add gradients up in any order. Rounding to bfloat16 makes more of that.
+        # On a GPU not every bit comes again; after rounding to bfloat16 even fewer.
         assert options["precision"] == "bfloat16" or far(*gradients) < 1e-6
         return gradients[0], learner.logprobs(batch)
     finally:

@@ -44,7 +44,7 @@ from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import OptimizerStates
 from agentrl.learner.fsdp.reference import Reference
 from agentrl.learner.fsdp.weights import LORA_KEY, fill, is_adapted, local, named_tensors, part_of
-from agentrl.learner.random_states import random_states, restore_random
+from agentrl.learner.random_states import rank_states, restore_rank
 from agentrl.models.export import copy_other_files
 from agentrl.models.weight_files import WeightFiles
 from agentrl.models.weight_writer import WeightWriter
@@ -106,7 +106,7 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
     sharded = tree_map_only(torch.Tensor, rank.staged, sharded)
     merged = {name: rank.merged.get(name, rank.staged) for name in rank.merged.base}
     staged = {name: rank.staged(tensor) for name, tensor in weights.items() if name not in merged} | merged
-    states = _random_states(rank.device)
+    states = rank_states(rank.device)
     dist.barrier()
 
     def write() -> None:
@@ -152,7 +152,7 @@ def load_state(rank: SavedRank, folder: Path) -> None:
         for index, optimizer in enumerate(rank.optimizers):
             _set_moments(rank, optimizer, states[str(index)])
     rank.step = int(found["step"])
-    _restore_random(folder / "random" / f"rank_{dist.get_rank():05d}.pt", rank.device)
+    restore_rank(folder / "random" / f"rank_{dist.get_rank():05d}.pt", rank.device)
 
 
 def _copy_files(rank: SavedRank, folder: Path) -> None:
@@ -243,18 +243,3 @@ def _difference(rank: SavedRank, key: str, found: Any, expected: Any) -> str:
             path = f"{LORA_KEY}.target" if is_adapted(name) else path
             return f"{name} is {found.get(name)}, in this run's model {expected.get(name)} ({path})"
     return "the order of weights"
-
-
-def _random_states(device: torch.device) -> dict[str, Any]:
-    return random_states() | {"cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None}
-
-
-def _restore_random(file: Path, device: torch.device) -> None:
-    """Restore this rank's states; a rank that the saved run did not have keeps the state of its seed."""
-    if not file.is_file():
-        return
-    with reading(file, "file of random states", CheckpointError):
-        states = torch.load(file, weights_only=True)
-        restore_random(states)
-        if device.type == "cuda" and states["cuda"] is not None:
-            torch.cuda.set_rng_state(states["cuda"], device)

@@ -2,5 +2,5 @@
 
 import warnings
 
-# It warns of packages that it can do without, and of its own uses of its own deprecated options.
+# It warns of packages that it can do without, and of options that it sets itself and calls deprecated.
 warnings.filterwarnings("ignore", module=r"megatron\.core\.")

@@ -54,7 +54,7 @@ class MegatronRank:
         device: where this rank computes.
         seed: of the random states; the rank is added.
         reference: the frozen policy, if the loss needs one.
-        role: a critic has a value head in place of the language head, ``algo.critic.optimizer``, and the loss of values.
+        role: of a policy; `MegatronBackend.check` refuses critics.
 
     Raises:
         ConfigError: see `load_trained` and `load_reference`.
@@ -78,12 +78,12 @@ class MegatronRank:
         reference: Path | None = None,
         role: Role = "policy",
     ) -> None:
+        assert role == "policy", "there is no critic on Megatron-Core"
         self.config = config = config_of_role(config, algo, folder, role)
         self.device = device
         self.source = folder
         self.step = 0
         self.loss = BatchLoss(algo, device)
-        self.name = "critic" if role == "critic" else "main"
         seed_everything(seed + dist.get_rank())
         options = learner_options(config)
         with computing_on(device):
@@ -169,12 +169,12 @@ class MegatronRank:
 
     def _loaded(self, name: str) -> LoadedModel:
         """Return the policy, the critic or the reference."""
-        if name == self.name:
+        if name == "main":
             return self.trained
         if name == "reference" and self.reference is not None:
             return self.reference
         hint = "; set algo.kl_coef above 0, or give the learner its folder" if name == "reference" else ""
-        known = [self.name] if self.reference is None else [self.name, "reference"]
+        known = ["main"] if self.reference is None else ["main", "reference"]
         raise LearnerError(f"the learner has no policy {name!r}, only {', '.join(known)}{hint}")
 
     @_computing

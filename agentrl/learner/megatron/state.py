@@ -35,7 +35,7 @@ from agentrl.learner.megatron.fixes import SHARDING
 from agentrl.learner.megatron.policies import LoadedModel
 from agentrl.learner.megatron.training import Training
 from agentrl.learner.megatron.weights import GatherGroups
-from agentrl.learner.random_states import random_states, restore_random
+from agentrl.learner.random_states import rank_states, restore_rank
 from agentrl.models.export import copy_other_files
 from agentrl.models.weight_writer import WeightWriter
 
@@ -57,8 +57,6 @@ class SavedRank(Protocol):
     """Whether the reference was the policy of an earlier step."""
     step: int
     """Finished optimizer steps."""
-    name: str
-    """Of the model: ``main`` or ``critic``."""
 
     def present(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the state in readable memory, on `gathers_on`."""
@@ -93,7 +91,7 @@ def save_state(rank: SavedRank, folder: Path) -> None:
         state = _sharded(rank, loading=False)
         dict_list_map_inplace(lambda each: _presented(each, rank.present), state)
         save_sharded(state, folder / "megatron")
-    torch.save(_random_states(rank.device), folder / "random" / f"rank_{dist.get_rank():05d}.pt")
+    torch.save(rank_states(rank.device), folder / "random" / f"rank_{dist.get_rank():05d}.pt")
 
 
 def load_state(rank: SavedRank, folder: Path) -> None:
@@ -104,8 +102,7 @@ def load_state(rank: SavedRank, folder: Path) -> None:
 
     """
     found, expected = _read_description(folder), _description(rank)
-    path = "algo.critic.path" if rank.name == "critic" else "model.path"
-    for key, setting in (("shapes", path), ("frozen", "learner.freeze")):
+    for key, setting in (("shapes", "model.path"), ("frozen", "learner.freeze")):
         if found[key] != expected[key]:
             name = min(name for name, _ in {*_items(found[key])} ^ {*_items(expected[key])})
             raise CheckpointError(f"{folder} was written with another {key} of weights, such as {name} ({setting})")
@@ -122,7 +119,7 @@ def load_state(rank: SavedRank, folder: Path) -> None:
             rank.reference.model.chunks[number].load_state_dict(loaded[f"reference{number}"])
     rank.training.load(loaded["optimizer"])
     rank.step = int(found["step"])
-    _restore_random(folder / "random" / f"rank_{dist.get_rank():05d}.pt", rank.device)
+    restore_rank(folder / "random" / f"rank_{dist.get_rank():05d}.pt", rank.device)
 
 
 def _sharded(rank: SavedRank, *, loading: bool) -> dict[str, Any]:
@@ -180,18 +177,3 @@ def _items(described: Any) -> list[tuple[str, str]]:
             described.items() if isinstance(described, dict) else zip(described, described, strict=True)
         )
     ]
-
-
-def _random_states(device: torch.device) -> dict[str, Any]:
-    return random_states() | {"cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None}
-
-
-def _restore_random(file: Path, device: torch.device) -> None:
-    """Restore this rank's states; a rank that the saved run did not have keeps the state of its seed."""
-    if not file.is_file():
-        return
-    with reading(file, "file of random states", CheckpointError):
-        states = torch.load(file, weights_only=True)
-        restore_random(states)
-        if device.type == "cuda" and states["cuda"] is not None:
-            torch.cuda.set_rng_state(states["cuda"], device)

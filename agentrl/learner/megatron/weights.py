@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,8 @@ from megatron.core import parallel_state
 
 from agentrl.core.errors import ModelError
 from agentrl.distributed.base import TensorSpec, spec_of
-from agentrl.distributed.flat_bucket import bytes_of, packed, views
+from agentrl.distributed.flat_bucket import views
+from agentrl.learner.export.bucket import Plan, plan_buckets
 from agentrl.learner.megatron.families.base import EMBEDDING, HEAD, model_weights
 from agentrl.learner.megatron.mapping import Part, Weight
 from agentrl.learner.megatron.model import MegatronModel, has_experts
@@ -110,40 +111,33 @@ class ModelWeights:
         of_experts = [pair for pair in into if pair[0] in self._of_experts]
         others = [pair for pair in into if pair[0] not in self._of_experts]
         for pairs, group in ((others, groups.layers), (of_experts, groups.experts)):
-            for part in _parts_of(pairs) if group.size() > 1 else [pairs]:
-                self._gather(part, group, present)
+            if group.size() == 1:
+                for name, out in pairs:
+                    self._write(name, out, present)
+                continue
+            outs = dict(pairs)
+            for plan in plan_buckets([spec_of(*pair) for pair in pairs], _PART_BYTES):
+                self._gather(plan, outs, group, present)
 
-    def _gather(self, pairs: Sequence[Pair], group: Any, present: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _gather(
+        self,
+        plan: Plan,
+        outs: Mapping[str, torch.Tensor],
+        group: Any,
+        present: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
         """Write what this rank has into zeros, and add up the ranks' bytes: each byte comes from one of them."""
-        if group.size() == 1:
-            for name, out in pairs:
-                self._write(name, out, present)
-            return
-        specs = packed([spec_of(*pair) for pair in pairs])
-        flat = torch.zeros(sum(map(bytes_of, specs)), dtype=torch.uint8, device=pairs[0][1].device)
-        found = dict(views(specs, flat))
+        flat = torch.zeros(plan.size, dtype=torch.uint8, device=outs[plan.specs[0].name].device)
+        found = dict(views(plan.specs, flat))
         for name, whole in found.items():
             self._write(name, whole, present)
         dist.all_reduce(flat, group=group)
-        for name, out in pairs:
-            out.copy_(found[name])
+        for name, whole in found.items():
+            outs[name].copy_(whole)
 
     def _write(self, name: str, whole: torch.Tensor, present: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for tensor, part in self._parts[name]:
             whole[part.there].copy_(present(tensor)[part.here])
-
-
-def _parts_of(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
-    part: list[Pair] = []
-    size = 0
-    for pair in pairs:
-        size += pair[1].nbytes
-        if part and size > _PART_BYTES:
-            yield part
-            part, size = [], pair[1].nbytes
-        part.append(pair)
-    if part:
-        yield part
 
 
 def _all_weights(model: MegatronModel) -> Iterator[tuple[Weight, bool]]:
