@@ -399,6 +399,16 @@ class Rollout:
     """The messages of the first prompt. Not recorded in files."""
     tools: tuple[Any, ...] = ()
     """The `agentrl.core.tool.Tool`s that it offers. Not recorded in files."""
+    agent: str = "main"
+    """The agent's name in the environment; also the ``agent_id`` of its rows."""
+    role: str = ""
+    """The agent's role in a multi-agent environment; empty in an environment of one agent."""
+    seat: int = 0
+    """The agent's place in the order of the environment's agents, from 0."""
+    opponent: str = ""
+    """Class of the other players in self-play: ``mirror``, ``past`` or ``fixed:NAME``; empty if there are none."""
+    episode: str = ""
+    """Id of a multi-agent episode, which its agents' rollouts share; empty if the rollout is the whole episode."""
 
 
 def json_state(value: Any) -> Any:

@@ -16,7 +16,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.extras import require
 from agentrl.core.reading import reading
 from agentrl.core.types import Rollout
-from agentrl.obs.rollout_format import ARRAYS, rollout_to_dict
+from agentrl.obs.rollout_format import ARRAYS, PLAYER, rollout_to_dict
 
 AS_JSON = ("label", "metadata")
 """Columns of arbitrary structure, stored as JSON text."""
@@ -50,7 +50,10 @@ def iter_parquet(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     with reading(path, "parquet file"), pq.ParquetFile(path, page_checksum_verification=True) as file:
-        missing = [name for name in _schema().names if name not in file.schema_arrow.names]
+        needed = (
+            name for name in _schema().names if name != "player"
+        )  # only rollouts of multi-agent episodes have one
+        missing = [name for name in needed if name not in file.schema_arrow.names]
         if missing:
             raise ConfigError(f"{path} holds no rollouts: it lacks the column(s) {', '.join(missing)}")
         for group in range(file.num_row_groups):
@@ -92,6 +95,7 @@ def _schema() -> Any:
             ("tool_seconds", number),
             ("sampled_tokens", pa.int64()),
             ("metadata", text),
+            ("player", pa.struct([(name, text if kind is str else pa.int64()) for name, kind in PLAYER.items()])),
             ("number", pa.int64()),
             ("checksum", pa.int64()),
             ("rows", pa.list_(row)),

@@ -34,6 +34,9 @@ ARRAYS: dict[str, type[np.generic]] = {
 }
 """The arrays of a `Row`, each ``[T]``, and their dtypes."""
 
+PLAYER: dict[str, type] = {"agent": str, "role": str, "seat": int, "opponent": str, "episode": str}
+"""The fields of a `Rollout` that say who played it in a multi-agent episode, and their types."""
+
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
 
 
@@ -99,6 +102,7 @@ def _record(rollout: Rollout) -> dict[str, Any]:
         "tool_seconds": rollout.tool_seconds,
         "sampled_tokens": rollout.sampled_tokens,
         "metadata": json_state(rollout.metadata),
+        **({"player": {name: getattr(rollout, name) for name in PLAYER}} if rollout.episode else {}),
     }
 
 
@@ -121,6 +125,7 @@ def rollout_from_dict(data: Mapping[str, Any]) -> Rollout:
         sampled_tokens=data["sampled_tokens"],
         metadata=data["metadata"],
         label=data.get("label"),
+        **(data.get("player") or {}),
     )
 
 

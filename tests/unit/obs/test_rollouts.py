@@ -40,7 +40,7 @@ def rollout(number=0, **changes):
 ARRAYS = ("token_ids", "provenance", "mask", "mask_reason", "logprobs", "versions", "requests")
 PLAIN = (
     "prompt_id", "rollout_id", "reward", "stop_reason", "metrics", "turns", "prompt", "label", "failure", "dropped",
-    "seconds", "sampled_tokens",
+    "seconds", "sampled_tokens", "agent", "role", "seat", "opponent", "episode",
 )  # fmt: skip
 
 
@@ -61,7 +61,8 @@ def several():
     first = rollout(0, rows=synthetic_rows(3, 2, 3), label=["Paris", {"also": 1.5}])
     first.rows[0].logprobs[4] = np.float32(-0.1)
     second = rollout(1, rows=[], turns=[], metrics={}, failure=failure, dropped=True, stop_reason=StopReason.FAILED)
-    return [first, second, rollout(2, label=None)]
+    player = {"agent": "player_1", "role": "second", "seat": 1, "opponent": "fixed:random", "episode": "e3"}
+    return [first, second, rollout(2, label=None), rollout(3, **player)]
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
