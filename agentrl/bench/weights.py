@@ -62,7 +62,7 @@ class SyncTimes:
     seconds: float
     """The whole sync: pause the engine, gather, cast and send weights, check the version."""
     gather_s: float
-    """Part of it until the buckets were complete."""
+    """Part of it until the buckets were complete; with ``distributed``, engines load the bucket before meanwhile."""
     send_s: float
     """Part of it from complete buckets until the engine had them."""
     pack_s: float

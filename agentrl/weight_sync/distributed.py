@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.core.errors import EngineError, LearnerError
 from agentrl.distributed.base import WeightGroup
+from agentrl.distributed.flat_bucket import bytes_of
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.obs.waiting import waiting
@@ -22,8 +24,24 @@ _SETTLE_S = 5.0
 """Seconds for the other engines to notice a failure."""
 
 
+_OVERLAPPED_BYTES = 64 * 2**20
+"""A broadcast of more fits into no buffer of NCCL or gloo: rank 0 has sent it only when every engine has begun to receive
+it. Then the next bucket may be announced, which no engine can take for this one."""
+
+
 class _SilentError(EngineError):
     """An engine no longer answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Announced:
+    """A bucket that was announced to an engine."""
+
+    engine: int
+    """Its number."""
+    phase: str
+    answer: asyncio.Future[None]
+    """Done when the engine has loaded the bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +60,9 @@ class _Joined:
 class DistributedSync(BucketwiseSync):
     """The learner's rank 0 broadcasts each bucket to all engines.
 
-    Each bucket is announced to the engines first, so that a refusal blocks no other process. The group is created at the
-    first push, kept for further pushes to the same engines, and created again after a failure.
+    Each bucket is announced to the engines first, so that a refusal blocks no other process. The next one is gathered and
+    announced while engines load it. The group is created at the first push, kept for further pushes to the same engines,
+    and created again after a failure.
 
     Args:
         bucket_bytes: size of a bucket; a larger tensor gets a separate bucket.
@@ -69,9 +88,15 @@ class DistributedSync(BucketwiseSync):
         self._joined: _Joined | None = None
         self._connected: WeightGroup | None = None
         """The last group in which a broadcast has succeeded."""
+        self._loading: list[_Announced] = []
+        """Buckets that engines may still be loading."""
 
     async def aclose(self) -> None:
         """Let the learner and the engines leave the group."""
+        loading, self._loading = self._loading, []
+        for one in loading:
+            one.answer.cancel()
+        await asyncio.gather(*(one.answer for one in loading), return_exceptions=True)
         joined, self._joined = self._joined, None
         if joined is not None:
             await _leave(joined.learner, joined.engines, joined.group)
@@ -96,44 +121,56 @@ class DistributedSync(BucketwiseSync):
     ) -> None:
         """Announce a bucket to all engines, then let rank 0 broadcast it.
 
+        Returns while the engines load it, if another one follows.
+
         Raises:
             EngineError: names the engine and the bucket.
         """
-        tasks: list[asyncio.Future[None]] = [
-            asyncio.ensure_future(engine.updates.from_group(group, bucket.specs, version, last=bucket.last))
-            for engine in engines
+        announced = [
+            _Announced(
+                number,
+                phase,
+                asyncio.ensure_future(engine.updates.from_group(group, bucket.specs, version, last=bucket.last)),
+            )
+            for number, engine in enumerate(engines)
         ]
+        self._loading += announced
+        fresh, sent = [one.answer for one in announced], None
         with waiting("engine", "broadcast", phase):
             wait_s = _REFUSAL_S if self.backend == "gloo" or group != self._connected else 0.0
-            early, _ = await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-            if all(task.exception() is None for task in early):
-                tasks.append(asyncio.ensure_future(asyncio.to_thread(bucket.broadcast)))
-                await asyncio.wait(tasks, timeout=self.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-                if all(task.done() and task.exception() is None for task in tasks):
+            early, _ = await asyncio.wait(fresh, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if all(answer.exception() is None for answer in early):
+                sent = asyncio.ensure_future(asyncio.to_thread(bucket.broadcast))
+                overlaps = not bucket.last and bytes_of(*bucket.specs) > _OVERLAPPED_BYTES
+                tasks = {sent, *(one.answer for one in self._loading)}
+                wanted = tasks - set(fresh if overlaps else ())
+                if await _succeed(tasks, wanted, self.timeout_s):
                     self._connected = group
+                    self._loading = announced if overlaps else []
                     return
-            await self._blame(tasks, engines, phase)
+            await self._blame(sent, engines, phase)
 
-    async def _blame(self, tasks: Sequence[asyncio.Future[None]], engines: Sequence[EngineControl], phase: str) -> None:
+    async def _blame(self, sent: asyncio.Future[None] | None, engines: Sequence[EngineControl], phase: str) -> None:
         """Raise the error of the engine that made a broadcast fail, or the learner's error."""
-        first = next((number for number, task in enumerate(tasks) if task.done() and task.exception()), None)
+        loading, self._loading = self._loading, []
+        failed = next((one for one in loading if one.answer.done() and one.answer.exception()), None)
         # This ends the wait of engines for the broadcast.
         await self.aclose()
+        tasks = [one.answer for one in loading] + ([sent] if sent else [])
         late = (await asyncio.wait(tasks, timeout=_SETTLE_S))[1]
         for task in late:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for task in tasks[len(engines) :]:
-            if isinstance(error := _error(task), LearnerError):
-                raise error
+        if sent and isinstance(error := _error(sent), LearnerError):
+            raise error
         answers = await asyncio.gather(*(_answers(engine) for engine in engines))
-        silent = [number for number, answer in enumerate(answers) if not answer]
-        number = silent[0] if silent else first
-        if number is None or number >= len(engines):
-            number = next((n for n, task in enumerate(tasks[: len(engines)]) if task in late), 0)
-        why = _error(tasks[number]) or f"it gave no answer within {self.timeout_s:g} s"
-        kind, dead = (_SilentError, "it died or hangs: ") if number in silent else (EngineError, "")
-        raise kind(f"engine {number} of {len(engines)} ({engines[number].url}), {phase}: {dead}{why}")
+        silent = [one for one in loading if not answers[one.engine]]
+        hanging = [one for one in loading if one.answer in late]
+        blamed = next(iter([*silent, *([failed] if failed else []), *hanging]), loading[-len(engines)])
+        why = _error(blamed.answer) or f"it gave no answer within {self.timeout_s:g} s"
+        kind, dead = (_SilentError, "it died or hangs: ") if silent else (EngineError, "")
+        url = engines[blamed.engine].url
+        raise kind(f"engine {blamed.engine} of {len(engines)} ({url}), {blamed.phase}: {dead}{why}")
 
     async def _group(self, learner: LearnerGroup, engines: Sequence[EngineControl]) -> WeightGroup:
         """Return a group with exactly these members."""
@@ -166,6 +203,18 @@ async def _leave(learner: LearnerGroup, engines: Sequence[EngineControl], group:
             await asyncio.wait_for(engine.groups.leave(group), _SETTLE_S)
 
     await asyncio.gather(asyncio.to_thread(learner.leave_group), *(leave(engine) for engine in engines))
+
+
+async def _succeed(tasks: set[asyncio.Future[None]], wanted: set[asyncio.Future[None]], timeout_s: float) -> bool:
+    """Wait for the ``wanted`` ones of ``tasks``; return False as soon as one of ``tasks`` fails, or after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    pending = tasks
+    while wanted & pending:
+        left = deadline - time.monotonic()
+        done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if not done or any(task.exception() for task in done):
+            return False
+    return True
 
 
 async def _answers(engine: EngineControl) -> bool:

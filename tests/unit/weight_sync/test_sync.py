@@ -274,6 +274,57 @@ def test_a_learner_that_cannot_send_is_what_is_blamed():
     assert [engine.events for engine in engines] == [["leave", "cancel"]] * 2
 
 
+class LargeLearner(WeightExporter):
+    """Three buckets of 65 MiB, so large that rank 0 has sent one only when all engines receive it."""
+
+    def __init__(self) -> None:
+        super().__init__(NamedTensors({f"w{number}": torch.full((65 << 18,), number + 1.0) for number in range(3)}))
+
+    def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
+        yield from super().buckets(65 << 20, dtype)
+
+
+class SlowEngine(RecordingEngine):
+    """Has loaded a bucket only when the next one is announced; fails to load ``fail``."""
+
+    def __init__(self, fail: str | None = None) -> None:
+        super().__init__()
+        self.fail = fail
+        self.announced = [asyncio.Event() for _ in range(4)]
+
+    async def from_group(self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool) -> None:
+        name, number = specs[0].name, int(specs[0].name[1:])
+        self.announced[number].set()
+        tensor = torch.empty(specs[0].shape)
+        await asyncio.to_thread(self.group.broadcast, [tensor])
+        if not last:
+            async with asyncio.timeout(10):
+                await self.announced[number + 1].wait()
+        if name == self.fail:
+            raise EngineError(f"cannot load {name}")
+        self.weights[name] = [float(tensor[0]), float(tensor[-1])]
+        self.now = version if last else self.now
+
+
+def test_a_large_bucket_is_announced_while_engines_load_the_one_before():
+    engines = [SlowEngine(), SlowEngine()]
+    sync = make_sync("distributed", bucket_bytes=9, folder=Path(), timeout_s=10)
+
+    async def play() -> None:
+        await sync.push(LargeLearner(), engines, 1)
+        await sync.aclose()
+
+    asyncio.run(play())
+    assert all(engine.weights == WANTED for engine in engines)
+
+
+def test_a_bucket_that_fails_while_the_next_one_is_sent_is_named():
+    engines = [SlowEngine(), SlowEngine(fail="w1")]
+    sync = make_sync("distributed", bucket_bytes=9, folder=Path(), timeout_s=10)
+    with pytest.raises(EngineError, match=r"engine 1 of 2 .*, bucket 2: cannot load w1"):
+        asyncio.run(sync.push(LargeLearner(), engines, 1))
+
+
 @pytest.mark.parametrize(
     ("check", "checks", "kind"),
     [("none", 0, "sha256"), ("version", 1, "sha256"), ("checksum", 1, "sha256"), ("checksum", 1, "words")],
