@@ -1,4 +1,6 @@
-"""Log-probabilities and entropies of tokens from hidden states, without keeping logits. Legend: ``V`` vocabulary, ``H`` hidden.
+"""Scores of tokens from hidden states: log-probabilities and entropies, without keeping logits, or values.
+
+Legend: ``V`` vocabulary, ``H`` hidden.
 
 The logits of a chunk of tokens exist once in the forward pass and are computed again in the backward pass, which derives
 their gradient in closed form. The vocabulary may be divided among ranks.
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,14 @@ def token_scores(
         apply: Any = _TokenScores.apply
         logprobs_N, entropy_N = apply(hidden_N_H, weight_V_H, bias_V, targets_N, dtype, options)
     return logprobs_N, entropy_N if options.entropy else None
+
+
+def token_values(hidden_N_H: torch.Tensor, weight_1_H: torch.Tensor, bias_1: torch.Tensor | None) -> torch.Tensor:
+    """Return the values ``[N]`` of a value head, at least float32, also under autocast."""
+    dtype = torch.promote_types(hidden_N_H.dtype, torch.float32)
+    with torch.autocast(hidden_N_H.device.type, enabled=False):
+        bias_1 = None if bias_1 is None else bias_1.to(dtype)
+        return F.linear(hidden_N_H.to(dtype), weight_1_H.to(dtype), bias_1).sum(-1)
 
 
 class _TokenScores(torch.autograd.Function):

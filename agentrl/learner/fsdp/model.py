@@ -14,7 +14,7 @@ from agentrl.batch.microbatch import MicroBatch
 from agentrl.learner.attention import DividedRows, PackedRows, packed_rows, separated
 from agentrl.learner.context_parallel import Context
 from agentrl.learner.device import to_device
-from agentrl.learner.head import HeadOptions, token_scores
+from agentrl.learner.head import HeadOptions, token_scores, token_values
 from agentrl.learner.tree_attention import Tree, TreeInput, tree_input, tree_places
 from agentrl.models.load import value_head
 
@@ -172,7 +172,4 @@ class ValueModel(PackedModel):
         self, hidden_N_H: torch.Tensor, targets_N: torch.Tensor, temperature: float, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return values; a value has no entropy."""
-        head, dtype = self.head, torch.promote_types(hidden_N_H.dtype, torch.float32)
-        with torch.autocast(hidden_N_H.device.type, enabled=False):
-            bias = None if head.bias is None else head.bias.to(dtype)
-            return F.linear(hidden_N_H.to(dtype), head.weight.to(dtype), bias).sum(-1), None
+        return token_values(hidden_N_H, self.head.weight, self.head.bias), None

@@ -29,6 +29,7 @@ class MegatronBackend(LearnerBackend):
             "learner.lora": config.lora is not None,
             "learner.fp8": config.fp8,
             "learner.optimizer.name=muon": config.optimizer.name == "muon",
+            "algo.critic.optimizer.name=muon": algo.needs_critic and algo.critic.optimizer.name == "muon",
             "learner.recompute=selective": config.recompute == "selective",
             "learner.reshard_after_forward": config.reshard_after_forward,
             "learner.cpu_offload": config.cpu_offload != "none",
@@ -37,10 +38,6 @@ class MegatronBackend(LearnerBackend):
         for key, is_set in lacking.items():
             if is_set:
                 raise ConfigError(f"{key}: {_KEY} lacks it; leave it out, or set learner.backend=fsdp")
-        if algo.needs_critic:
-            raise ConfigError(
-                f"algo.advantage.name={algo.advantage.name}: {_KEY} has no critic; set learner.backend=fsdp"
-            )
         layout = Layout.of(config.megatron)
         from agentrl.learner.megatron.families.registry import read_family
 

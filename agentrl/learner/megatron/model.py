@@ -24,6 +24,7 @@ from agentrl.learner.device import to_device
 from agentrl.learner.megatron.families.base import Family, head_size
 from agentrl.learner.megatron.families.registry import read_family
 from agentrl.learner.megatron.fixes import mend
+from agentrl.learner.megatron.heads import ValueHead
 from agentrl.learner.megatron.layers import (
     LatentNorm,
     PackedAttention,
@@ -47,6 +48,13 @@ class MegatronModel:
     family: Family
     hf: Any
     """Configuration in transformers."""
+    values: bool = False
+    """Whether it has a value head in place of the language head."""
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head has the weight of the embedding."""
+        return not self.values and bool(self.hf.tie_word_embeddings)
 
 
 def build_model(
@@ -56,6 +64,7 @@ def build_model(
     device: torch.device,
     dtype: torch.dtype,
     key: str = "model.path",
+    values: bool = False,
 ) -> MegatronModel:
     """Build this rank's chunks; `load_weights` fills them. The groups of the layout exist (`Layout.start`).
 
@@ -67,6 +76,7 @@ def build_model(
         device: of the rank.
         dtype: of the parameters.
         key: configuration key of the folder, for messages.
+        values: with a value head in place of the language head.
 
     Raises:
         ConfigError: an option is unknown, or Megatron-Core refuses it.
@@ -88,15 +98,17 @@ def build_model(
             max_sequence_length=hf.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
-            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            share_embeddings_and_output_weights=hf.tie_word_embeddings and not values,
             position_embedding_type="rope",
             vp_stage=number,
         )
         for module in chunk.modules():
             if hasattr(module, "rotary_pos_emb"):
                 module.rotary_pos_emb = rotary
+        if values and chunk.post_process:
+            chunk.output_layer = ValueHead(config)
         chunks.append(chunk.to(device))
-    return MegatronModel(tuple(chunks), config, layout, family, hf)
+    return MegatronModel(tuple(chunks), config, layout, family, hf, values)
 
 
 def packed_tokens(

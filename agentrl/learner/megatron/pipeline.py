@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import nn
 
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.batch.packing import MULTIPLE
 from agentrl.learner.device import to_device
-from agentrl.learner.head import HeadOptions, VocabularyPart, token_scores
+from agentrl.learner.head import HeadOptions
+from agentrl.learner.megatron.heads import logprobs_at, values_at
 from agentrl.learner.megatron.layers import PackedTokens
 from agentrl.learner.megatron.model import MegatronModel, own_tokens, packed_tokens, rank_context
 
@@ -125,26 +125,13 @@ class Pipeline:
     def _scores(
         self, hidden: torch.Tensor, micro: MicroBatch, at_N: torch.Tensor, temperature: float, entropy: bool
     ) -> Scores:
-        """Return the scores of tokens from the last stage's output ``[1, L, H]``."""
-        hidden_L_H = hidden[0]
+        """Return the scores of tokens from the last stage's output ``[1, L, H]``. A value has no entropy."""
         chunk = self.model.chunks[-1]
-        group = parallel_state.get_tensor_model_parallel_group()
-        if self.model.config.sequence_parallel:
-            hidden_L_H = gather_from_sequence_parallel_region(hidden_L_H, tensor_parallel_output_grad=True)
-        elif group.size() > 1:
-            hidden_L_H = copy_to_tensor_model_parallel_region(hidden_L_H)
-        hidden_N_H = hidden_L_H.index_select(
-            0, to_device(at_N - 1 - own_tokens(len(micro.token_ids_L)).start, self._device)
-        )
-        weight_V_H = (
-            chunk.shared_embedding_or_output_weight()
-            if chunk.share_embeddings_and_output_weights
-            else chunk.output_layer.weight
-        )
-        part = VocabularyPart(len(weight_V_H) * group.rank(), group) if group.size() > 1 else None
-        options = HeadOptions(temperature, entropy, self._logits_chunk, self._compiled, part)
-        targets_N = to_device(micro.token_ids_L[at_N], self._device)
-        return token_scores(hidden_N_H, weight_V_H, None, targets_N, options)
+        places_N = to_device(at_N - 1 - own_tokens(len(micro.token_ids_L)).start, self._device)
+        if self.model.values:
+            return values_at(chunk, hidden[0], places_N), None
+        options = HeadOptions(temperature, entropy, self._logits_chunk, self._compiled)
+        return logprobs_at(chunk, hidden[0], places_N, to_device(micro.token_ids_L[at_N], self._device), options)
 
 
 _NOWHERE = torch.zeros(0, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The models of a rank: the one that is trained, and the frozen reference policy."""
+"""The models of a rank: the policy or the critic that is trained, and the frozen reference policy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ConfigError, LearnerError
+from agentrl.learner.base import Role
 from agentrl.learner.device import compiles, uses_bfloat16
 from agentrl.learner.megatron.fixes import mend
 from agentrl.learner.megatron.layout import Layout
@@ -19,6 +20,7 @@ from agentrl.learner.megatron.model import MegatronModel, build_model
 from agentrl.learner.megatron.pipeline import Pipeline
 from agentrl.learner.megatron.training import Training
 from agentrl.learner.megatron.weights import ModelWeights, load_weights
+from agentrl.models.critic import KEY as CRITIC_KEY
 from agentrl.models.freezing import KEY as FREEZE_KEY
 from agentrl.models.freezing import frozen_names
 from agentrl.models.reference_policy import KEY as REFERENCE_KEY
@@ -46,7 +48,7 @@ def start_groups(options: Mapping[str, Any], seed: int) -> None:
 
 
 def load_trained(
-    folder: Path, config: LearnerConfig, options: Mapping[str, Any], device: torch.device
+    folder: Path, config: LearnerConfig, options: Mapping[str, Any], device: torch.device, role: Role
 ) -> tuple[LoadedModel, Training]:
     """Load the model that is trained. Collective.
 
@@ -55,13 +57,16 @@ def load_trained(
         config: of the learner.
         options: of `learner_options`.
         device: of the rank.
+        role: a critic has a value head, one of zeros if the folder has none.
 
     Raises:
         ConfigError: see `build_model` and `frozen_names`.
         ModelError: the folder cannot be loaded.
 
     """
-    model, weights = _load(folder, config, options, device, "model.path")
+    is_critic = role == "critic"
+    key = CRITIC_KEY if is_critic else "model.path"
+    model, weights = _load(folder, config, options, device, key, values=is_critic)
     _freeze(weights, config)
     training = Training(model, config, options)
     pipeline = Pipeline(model, training.chunks, device, config.logits_chunk, compiles(config))
@@ -85,10 +90,16 @@ def load_reference(
 
 
 def _load(
-    folder: Path, config: LearnerConfig, options: Mapping[str, Any], device: torch.device, key: str
+    folder: Path,
+    config: LearnerConfig,
+    options: Mapping[str, Any],
+    device: torch.device,
+    key: str,
+    *,
+    values: bool = False,
 ) -> tuple[MegatronModel, ModelWeights]:
     dtype = torch.bfloat16 if uses_bfloat16(config) else torch.float32
-    model = build_model(folder, options, device=device, dtype=dtype, key=key)
+    model = build_model(folder, options, device=device, dtype=dtype, key=key, values=values)
     weights = ModelWeights(model)
     load_weights(weights, folder, key)
     return model, weights

@@ -54,7 +54,7 @@ class MegatronRank:
         device: where this rank computes.
         seed: of the random states; the rank is added.
         reference: the frozen policy, if the loss needs one.
-        role: of a policy; `MegatronBackend.check` refuses critics.
+        role: a critic has a value head in place of the language head, ``algo.critic.optimizer``, and the loss of values.
 
     Raises:
         ConfigError: see `load_trained` and `load_reference`.
@@ -78,17 +78,17 @@ class MegatronRank:
         reference: Path | None = None,
         role: Role = "policy",
     ) -> None:
-        assert role == "policy", "there is no critic on Megatron-Core"
         self.config = config = config_of_role(config, algo, folder, role)
         self.device = device
         self.source = folder
+        self.name = "critic" if role == "critic" else "main"
         self.step = 0
         self.loss = BatchLoss(algo, device)
         seed_everything(seed + dist.get_rank())
         options = learner_options(config)
         with computing_on(device):
             start_groups(options, seed)
-            self.trained, self.training = load_trained(folder, config, options, device)
+            self.trained, self.training = load_trained(folder, config, options, device, role)
             self.reference: LoadedModel | None = None
             self.reference_changed = False
             if reference is not None:
@@ -169,12 +169,12 @@ class MegatronRank:
 
     def _loaded(self, name: str) -> LoadedModel:
         """Return the policy, the critic or the reference."""
-        if name == "main":
+        if name == self.name:
             return self.trained
         if name == "reference" and self.reference is not None:
             return self.reference
         hint = "; set algo.kl_coef above 0, or give the learner its folder" if name == "reference" else ""
-        known = ["main"] if self.reference is None else ["main", "reference"]
+        known = [self.name] if self.reference is None else [self.name, "reference"]
         raise LearnerError(f"the learner has no policy {name!r}, only {', '.join(known)}{hint}")
 
     @_computing

@@ -36,6 +36,7 @@ from agentrl.learner.megatron.policies import LoadedModel
 from agentrl.learner.megatron.training import Training
 from agentrl.learner.megatron.weights import GatherGroups
 from agentrl.learner.random_states import rank_states, restore_rank
+from agentrl.models.critic import KEY as CRITIC_KEY
 from agentrl.models.export import copy_other_files
 from agentrl.models.weight_writer import WeightWriter
 
@@ -102,7 +103,8 @@ def load_state(rank: SavedRank, folder: Path) -> None:
 
     """
     found, expected = _read_description(folder), _description(rank)
-    for key, setting in (("shapes", "model.path"), ("frozen", "learner.freeze")):
+    path = CRITIC_KEY if rank.trained.model.values else "model.path"
+    for key, setting in (("shapes", path), ("frozen", "learner.freeze")):
         if found[key] != expected[key]:
             name = min(name for name, _ in {*_items(found[key])} ^ {*_items(expected[key])})
             raise CheckpointError(f"{folder} was written with another {key} of weights, such as {name} ({setting})")
@@ -145,8 +147,10 @@ def _empty(spec: TensorSpec, device: torch.device) -> tuple[str, torch.Tensor]:
 
 def _copy_config(rank: SavedRank, folder: Path) -> None:
     config = json.loads((rank.source / "config.json").read_text(encoding="utf-8"))
-    dtype = str(rank.trained.model.config.params_dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n", encoding="utf-8")
+    config["dtype"] = str(rank.trained.model.config.params_dtype).removeprefix("torch.")
+    if rank.trained.model.values:
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # one number a token
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _description(rank: SavedRank) -> dict[str, Any]:

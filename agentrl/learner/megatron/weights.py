@@ -17,7 +17,7 @@ from agentrl.core.errors import ModelError
 from agentrl.distributed.base import TensorSpec, spec_of
 from agentrl.distributed.flat_bucket import views
 from agentrl.learner.export.bucket import Plan, plan_buckets
-from agentrl.learner.megatron.families.base import EMBEDDING, HEAD, model_weights
+from agentrl.learner.megatron.families.base import EMBEDDING, HEAD, VALUE_HEAD, model_weights
 from agentrl.learner.megatron.mapping import Part, Weight
 from agentrl.learner.megatron.model import MegatronModel, has_experts
 from agentrl.models.weight_files import WeightFiles
@@ -65,7 +65,7 @@ class ModelWeights:
     """
 
     def __init__(self, model: MegatronModel) -> None:
-        self._model = model
+        self.model = model
         dtype = str(model.config.params_dtype).removeprefix("torch.")
         self._specs: dict[str, TensorSpec] = {}
         self._of_experts: set[str] = set()
@@ -142,7 +142,7 @@ class ModelWeights:
 
 def _all_weights(model: MegatronModel) -> Iterator[tuple[Weight, bool]]:
     """Iterate over the weights of the whole model, and whether each is of an expert."""
-    embedding, *rest = model_weights(model.hf)
+    embedding, *rest = model_weights(model.hf, values=model.values)
     yield embedding, False
     for layer in range(model.config.num_layers):
         yield from ((weight, False) for weight in model.family.layer(model.hf, layer))
@@ -165,11 +165,11 @@ def _held(model: MegatronModel, chunk: Any) -> Iterator[Held]:
         named[prefix + weight.name].tensor_model_parallel = weight.split is not None
         return Held(named.pop(prefix + weight.name), tuple(weight.parts(rank, size)), given)
 
-    for weight in model_weights(model.hf):
+    for weight in model_weights(model.hf, values=model.values):
         # Stages have the first ones, the last ones, or none of these. A head that is tied has its weight from the embedding.
         if weight.name in named:
             held = take(weight)
-            is_copy = weight.name.startswith("output_layer") and model.hf.tie_word_embeddings
+            is_copy = weight.name.startswith("output_layer") and model.tied
             yield replace(held, given=held.given and not is_copy)
     for index, layer in enumerate(chunk.decoder.layers):
         number, prefix = layer.layer_number - 1, f"decoder.layers.{index}."
@@ -198,6 +198,8 @@ def _held_experts(model: MegatronModel, layer: int, prefix: str, named: dict[str
 def load_weights(weights: ModelWeights, folder: Path, key: str = "model.path") -> None:
     """Read this rank's slices of the weights in a Hugging Face folder. Weights there that the model lacks are not read.
 
+    A value head that the folder lacks stays one of zeros.
+
     Args:
         weights: of the model.
         folder: with safetensors files.
@@ -209,12 +211,16 @@ def load_weights(weights: ModelWeights, folder: Path, key: str = "model.path") -
     """
     files = WeightFiles(folder, key)
     found = {spec.name: spec for spec in files.specs()}
-    wrong = [text for spec in weights.specs() if (text := _fault_of(found.get(spec.name), spec))]
+    new = () if found.keys() & {*VALUE_HEAD} else VALUE_HEAD
+    read = [spec for spec in weights.specs() if spec.name not in new]
+    wrong = [text for spec in read if (text := _fault_of(found.get(spec.name), spec))]
     if wrong:
         raise ModelError(f"{key}={folder}: {len(wrong)} weights cannot be read; {wrong[0]}")
-    head_is_copy = HEAD not in {spec.name for spec in weights.specs()} and HEAD in found
+    head_is_copy = weights.model.tied and HEAD in found
     for held in weights.held:
         for part in held.parts:
+            if part.tensor.name in new:
+                continue
             values = files.read(part.tensor.name, part.there)
             if head_is_copy and part.tensor.name == EMBEDDING and not torch.equal(values, files.read(HEAD, part.there)):
                 raise ModelError(

@@ -13,6 +13,8 @@ from agentrl.learner.megatron.mapping import HfTensor, Weight, gate_up, grouped_
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names of Hugging Face."""
+VALUE_HEAD = ("score.weight", "score.bias")
+"""Names of a value head, that of a token classifier of transformers with one label."""
 Options = dict[str, Any]
 """Fields of Megatron-Core's ``TransformerConfig``."""
 
@@ -33,15 +35,24 @@ class Family:
     """Whether the outputs of attention and MLP have norms."""
 
 
-def model_weights(hf: Any) -> list[Weight]:
-    """Return the weights outside of layers; with tied embeddings the head's is that of the embedding."""
+def model_weights(hf: Any, *, values: bool = False) -> list[Weight]:
+    """Return the weights outside of layers; with tied embeddings the language head's is that of the embedding.
+
+    Args:
+        hf: configuration.
+        values: with a value head in place of the language head.
+
+    """
     embedding = HfTensor(EMBEDDING, (hf.vocab_size, hf.hidden_size))
     head = embedding if hf.tie_word_embeddings else HfTensor(HEAD, embedding.shape)
-    return [
+    body = [
         same("embedding.word_embeddings.weight", embedding, "rows"),
         same("decoder.final_layernorm.weight", HfTensor("model.norm.weight", (hf.hidden_size,))),
-        same("output_layer.weight", head, "rows"),
     ]
+    if not values:
+        return [*body, same("output_layer.weight", head, "rows")]
+    weight, bias = (HfTensor(name, shape) for name, shape in zip(VALUE_HEAD, ((1, hf.hidden_size), (1,)), strict=True))
+    return [*body, same("output_layer.weight", weight), same("output_layer.bias", bias)]
 
 
 def head_size(hf: Any) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from agentrl.models.load import load_value_model, value_head
+
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -96,6 +98,16 @@ def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def model_config(name: str, **options: object) -> Any:
     """The configuration of a model in transformers."""
     return AutoConfig.for_model(FAMILIES.get(name, name), **SIZES | MODELS[name] | options)
+
+
+def make_critic_model(policy: Path, folder: Path) -> Path:
+    """Save the model in ``policy`` with a random value head."""
+    model = load_value_model(policy)
+    with torch.no_grad():
+        for number, parameter in enumerate(value_head(model).parameters()):
+            parameter.normal_(0, 0.2, generator=torch.Generator().manual_seed(number))
+    model.save_pretrained(folder)
+    return folder
 
 
 def make_model(folder: Path, name: str, **options: object) -> Path:

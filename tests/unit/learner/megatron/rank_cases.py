@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from agentrl.learner.base import RowScores
 from agentrl.learner.megatron.rank import MegatronRank
 from agentrl.learner.registry import make_backend
 from tests.unit.learner.megatron.rank_work import (
@@ -19,8 +20,10 @@ from tests.unit.learner.megatron.rank_work import (
     TWO_OF_EXPERTS,
     Found,
     compute,
+    critic_of,
     learner_config,
-    make_batch,
+    make_batches,
+    make_critic,
     make_rank,
 )
 
@@ -30,28 +33,39 @@ def one_rank(folder: Path) -> dict[str, Found]:
     return {name: _computed(folder / "qwen3", options) for name, options in ONE.items()}
 
 
+def new_head(folder: Path) -> RowScores:
+    """Values of a critic that starts from a policy."""
+    critic = make_critic(folder / "qwen3", MegatronRank, learner_config("megatron"))
+    values: RowScores = critic.values(make_batches(1)["value"])
+    return values
+
+
 def two_ranks(folder: Path) -> dict[str, Found]:
     """Every layout of two ranks."""
     found = {name: _computed(folder / "qwen3", options) for name, options in TWO.items()}
     return found | {name: _computed(folder / "experts", options) for name, options in TWO_OF_EXPERTS.items()}
 
 
-def resumed(folder: Path) -> dict[str, dict[str, float]]:
-    """Metrics of the step after a checkpoint, of the learner that wrote it, and of others that load it."""
+def resumed(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """Metrics of the step after a checkpoint, of policy and critic that wrote it, and of others that load it."""
     found = {}
     for name, options in RESUMED.items():
         config = learner_config("megatron", options, 2)
-        rank = make_rank(folder / "qwen3", MegatronRank, config)
-        batch = make_batch(make_backend(config).shares)
-        batch = replace(batch, micro=(batch.micro[rank.share],))
-        if not found:
-            rank.train_step(batch)
-            rank.sleep()
-            rank.save(folder / "checkpoint")
-            rank.wake()
-        else:
-            rank.load(folder / "checkpoint")
-        found[name] = rank.train_step(batch)
+        batches, steps = make_batches(make_backend(config).shares), {}
+        policy, critic = folder / "qwen3", critic_of(folder / "qwen3")
+        for kind, (make, model) in {"grpo": (make_rank, policy), "value": (make_critic, critic)}.items():
+            rank, checkpoint = make(model, MegatronRank, config), folder / f"checkpoint of {kind}"
+            batch = replace(batches[kind], micro=(batches[kind].micro[rank.share],))
+            if not found:
+                rank.train_step(batch)
+                rank.sleep()
+                rank.save(checkpoint)
+                rank.finish_save()
+                rank.wake()
+            else:
+                rank.load(checkpoint)
+            steps[kind] = rank.train_step(batch)
+        found[name] = steps
         parallel_state.destroy_model_parallel()
     return found
 
@@ -63,12 +77,18 @@ def four_ranks(folder: Path) -> dict[str, Found]:
 
 def _computed(model: Path, options: dict[str, Any]) -> Found:
     config = learner_config("megatron", options, dist.get_world_size())
-    rank = make_rank(model, MegatronRank, config)
-    found = compute(rank, make_backend(config).shares)
+    rank, critic = make_rank(model, MegatronRank, config), make_critic(critic_of(model), MegatronRank, config)
+    found = compute(rank, critic, make_backend(config).shares)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, found)
     assert all(each.metrics == found.metrics for each in everywhere)
-    keys = [key for each in everywhere for key in each.logprobs]
-    assert len(keys) == len(set(keys)), "each row comes from one rank"
     parallel_state.destroy_model_parallel()
-    return Found(found.metrics, {key: row for each in everywhere for key, row in each.logprobs.items()})
+    return Found(
+        found.metrics, *(_together([getattr(each, name) for each in everywhere]) for name in ("logprobs", "values"))
+    )
+
+
+def _together(of_ranks: list[RowScores]) -> RowScores:
+    keys = [key for scores in of_ranks for key in scores]
+    assert len(keys) == len(set(keys)), "each row comes from one rank"
+    return {key: row for scores in of_ranks for key, row in scores.items()}

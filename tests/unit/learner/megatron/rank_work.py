@@ -14,7 +14,7 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
-from agentrl.core.types import RowKey
+from agentrl.core.types import Row, RowKey
 from tests.algo_config import make_algo
 from tests.unit.learner.learners import make_rows
 from tests.unit.learner.megatron.models import EP, PP, SP, TP, VPP
@@ -23,6 +23,7 @@ LENGTHS = (30, 50, 20, 7)
 ALGOS: dict[str, dict[str, Any]] = {
     "grpo": {"kl_coef": 0.3, "entropy_coef": 0.1},
     "gspo": {"loss": {"name": "gspo", "options": {"clip_low": 0.9, "clip_high": 9.0}}},
+    "ppo": {"advantage": {"name": "gae"}, "critic": {"optimizer": {"lr": 1e-3, "max_grad_norm": 5.0}}},
 }
 ONE: dict[str, dict[str, Any]] = {"one rank": {}}
 TWO: dict[str, dict[str, Any]] = {
@@ -49,9 +50,11 @@ class Found:
     """What a learner computed."""
 
     metrics: dict[str, dict[str, float]]
-    """Of a step with each loss, one after the other."""
+    """Of a step with each loss, one after the other, and of the critic's."""
     logprobs: dict[RowKey, NDArray[np.float32]]
     """Before the steps."""
+    values: dict[RowKey, NDArray[np.float32]]
+    """After the critic's step."""
 
 
 def learner_config(backend: str, options: dict[str, Any] | None = None, ranks: int = 1) -> LearnerConfig:
@@ -67,28 +70,41 @@ def algo_of(name: str) -> AlgoConfig:
     return make_algo(**ALGOS[name])
 
 
-def make_batch(shares: int) -> GlobalBatch:
+def batch_rows() -> list[Row]:
     """Return rows of a few agents, of which each has several: sequences are divided among micro-batches and shares."""
-    rows = make_rows(LENGTHS)
-    rows = [replace(row, key=RowKey("p", f"r{n % 2}", row=n)) for n, row in enumerate(rows)]
+    return [replace(row, key=RowKey("p", f"r{n % 2}", row=n)) for n, row in enumerate(make_rows(LENGTHS))]
+
+
+def make_batches(shares: int) -> dict[str, GlobalBatch]:
+    """Return batches by algorithm: ``ppo`` has an advantage for each token, and ``value`` is the batch of its critic."""
+    rows = batch_rows()
     rng = np.random.default_rng(1)
     advantages = {row.key.rollout_id: float(rng.normal()) for row in rows}
-    return pack(rows, advantages, shares=shares, tokens_per_micro=64, pad_id=0)
+    of_tokens, values, returns = (
+        {row.key: rng.normal(size=len(row.mask)).astype(np.float32) for row in rows} for _ in range(3)
+    )
+    sizes: dict[str, Any] = {"shares": shares, "tokens_per_micro": 64, "pad_id": 0}
+    batch = pack(rows, advantages, **sizes)
+    ppo = pack(rows, of_tokens, **sizes)
+    return {
+        "grpo": batch, "gspo": batch, "ppo": ppo, "value": pack(rows, kind="value", values=values, returns=returns, **sizes),
+    }  # fmt: skip
 
 
-def compute(rank: Any, shares: int) -> Found:
-    """Compute all losses with a rank or a local learner's, which has a reference."""
+def compute(policy: Any, critic: Any, shares: int) -> Found:
+    """Compute all losses with a rank or a local learner's, which has a reference, and with one of a critic."""
     from agentrl.learner.batch_loss import BatchLoss
 
     def share_of(batch: GlobalBatch) -> GlobalBatch:
-        return replace(batch, micro=(batch.micro[rank.share],), metrics={})
+        return replace(batch, micro=(batch.micro[policy.share],), metrics={})
 
-    batch = share_of(make_batch(shares))
-    logprobs, metrics = rank.logprobs(batch), {}
+    batches = {name: share_of(batch) for name, batch in make_batches(shares).items()}
+    logprobs, metrics = policy.logprobs(batches["grpo"]), {}
     for name in ALGOS:
-        rank.loss = BatchLoss(algo_of(name), rank.device)
-        metrics[name] = rank.train_step(batch)
-    return Found(metrics, logprobs)
+        policy.loss = BatchLoss(algo_of(name), policy.device)
+        metrics[name] = policy.train_step(batches[name])
+    metrics["value"] = critic.train_step(batches["value"])
+    return Found(metrics, logprobs, critic.values(batches["value"]))
 
 
 def make_rank(folder: Path, cls: Any, config: LearnerConfig) -> Any:
@@ -96,3 +112,13 @@ def make_rank(folder: Path, cls: Any, config: LearnerConfig) -> Any:
     return cls(
         folder, config, algo_of("grpo"), device=torch.device("cpu"), seed=0, reference=folder.parent / "reference"
     )
+
+
+def make_critic(folder: Path, cls: Any, config: LearnerConfig) -> Any:
+    """Make a rank of a critic."""
+    return cls(folder, config, algo_of("ppo"), device=torch.device("cpu"), seed=0, role="critic")
+
+
+def critic_of(folder: Path) -> Path:
+    """The folder of the critic of a policy in ``folder``."""
+    return folder.with_name(f"critic of {folder.name}")

@@ -28,7 +28,8 @@ def test_what_the_backend_lacks_is_refused_by_its_key(given: dict[str, Any], key
         backend.check(make_algo(), [])
 
 
-def test_a_critic_is_refused() -> None:
+def test_a_critic_with_another_optimizer_is_refused() -> None:
     backend = make_backend(LearnerConfig(backend="megatron"))
-    with pytest.raises(ConfigError, match=r"^algo\.advantage\.name=gae: .*has no critic"):
-        backend.check(make_algo(advantage={"name": "gae"}), [])
+    backend.check(make_algo(advantage={"name": "gae"}), [])
+    with pytest.raises(ConfigError, match=r"^algo\.critic\.optimizer\.name=muon: .*megatron lacks it"):
+        backend.check(make_algo(advantage={"name": "gae"}, critic={"optimizer": {"name": "muon"}}), [])

@@ -5,6 +5,7 @@ All ranks are forks of one process; see `forked`.
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -12,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from agentrl.learner.in_process import LocalLearnerGroup
+from agentrl.learner.in_process import LocalCritic, LocalLearnerGroup
 from tests.unit.learner.megatron import forked
-from tests.unit.learner.megatron.models import make_model
+from tests.unit.learner.megatron.models import make_critic_model, make_model
 from tests.unit.learner.megatron.rank_work import (
     FOUR,
     MODELS,
@@ -23,7 +24,9 @@ from tests.unit.learner.megatron.rank_work import (
     TWO_OF_EXPERTS,
     Found,
     algo_of,
+    batch_rows,
     compute,
+    critic_of,
     learner_config,
 )
 
@@ -35,14 +38,14 @@ LAYOUTS = [(function, name) for function, names in FUNCTIONS.items() for name in
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parent = tmp_path_factory.mktemp("megatron")
     for name, model in MODELS.items():
-        make_model(parent / name, model)
+        make_critic_model(make_model(parent / name, model), critic_of(parent / name))
     make_model(parent / "reference", "llama")
     return parent
 
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> forked.Found:
-    return forked.run_ranks(folder, "rank_cases", one_rank=1, two_ranks=2, resumed=2, four_ranks=4)
+    return forked.run_ranks(folder, "rank_cases", one_rank=1, new_head=1, two_ranks=2, resumed=2, four_ranks=4)
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +55,11 @@ def expected(folder: Path):
         learner = LocalLearnerGroup(
             folder / name, learner_config("fsdp"), algo_of("grpo"), seed=0, reference=folder / "reference"
         )
+        critic = LocalCritic(critic_of(folder / name), learner_config("fsdp"), algo_of("ppo"), seed=0)
         try:
-            return compute(learner.rank, 1)
+            return compute(learner.rank, critic.rank, 1)
         finally:
+            critic.close()
             learner.close()
 
     return of_model
@@ -72,18 +77,32 @@ def test_a_layout_computes_what_one_fsdp_rank_does(found, expected, function: st
         assert has.metrics[step].keys() == metrics.keys()
         for key, value in metrics.items():
             assert has.metrics[step][key] == pytest.approx(value, rel=1e-5, abs=1e-5), (step, key)
-    assert has.logprobs.keys() == wanted.logprobs.keys()
-    for key, row in wanted.logprobs.items():
-        np.testing.assert_allclose(has.logprobs[key], row, atol=1e-4)
+    for kind in ("logprobs", "values"):
+        rows = getattr(wanted, kind)
+        assert getattr(has, kind).keys() == rows.keys()
+        for key, row in rows.items():
+            np.testing.assert_allclose(getattr(has, kind)[key], row, atol=1e-4)
 
 
-def test_a_checkpoint_of_a_sleeping_learner_goes_on_in_other_layouts(found, folder: Path) -> None:
+@pytest.mark.parametrize(("kind", "labels"), [("grpo", None), ("value", {"0": "LABEL_0"})], ids=["policy", "critic"])
+def test_a_checkpoint_of_a_sleeping_learner_goes_on_in_other_layouts(
+    found, folder: Path, kind: str, labels: dict[str, str] | None
+) -> None:
     metrics = found["resumed"]
-    wanted = metrics.pop("TP2, SP")
+    wanted = metrics.pop("TP2, SP")[kind]
     for name, has in metrics.items():
-        assert has.keys() == wanted.keys()
+        assert has[kind].keys() == wanted.keys()
         for key, value in wanted.items():
-            assert has[key] == pytest.approx(value, rel=1e-5, abs=1e-5), (name, key)
-    written, begun = (load_file(folder / name / "model.safetensors") for name in ("checkpoint/model", "qwen3"))
+            assert has[kind][key] == pytest.approx(value, rel=1e-5, abs=1e-5), (name, key)
+    model = folder / f"checkpoint of {kind}" / "model"
+    begun_from = folder / "qwen3" if kind == "grpo" else critic_of(folder / "qwen3")
+    written, begun = (load_file(each / "model.safetensors") for each in (model, begun_from))
     assert {key: value.shape for key, value in written.items()} == {key: value.shape for key, value in begun.items()}
     assert any((written[key] != begun[key]).any() for key in begun)
+    assert json.loads((model / "config.json").read_text()).get("id2label") == labels
+
+
+def test_a_critic_of_a_policy_has_a_head_of_zeros(found) -> None:
+    values = found["new_head"]
+    assert {key: row.shape for key, row in values.items()} == {row.key: row.mask.shape for row in batch_rows()}
+    assert not any(row.any() for row in values.values())
