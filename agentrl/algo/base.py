@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,20 @@ Advantages = Mapping[str, float] | RowValues
 """One number a rollout, by ``rollout_id``, or ``[T]`` numbers a row, by its key."""
 
 
+class RoleBaseline(NamedTuple):
+    """A moving mean of the rewards of a role against a class of opponents; JSON has it as a list."""
+
+    total: float = 0.0
+    """Sum of rewards by their weights."""
+    weight: float = 0.0
+    """Sum of these weights: 0 before the first reward, towards 1 later."""
+
+    @property
+    def value(self) -> float:
+        """The mean, without the bias that a start at 0 would have; 0 before the first reward."""
+        return self.total / self.weight if self.weight else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class AdvantageInput:
     """What an estimator gets: the whole rollouts of a training step."""
@@ -31,6 +45,8 @@ class AdvantageInput:
     """The KL penalty of each token, ``kl_coef`` times its estimate, if it belongs to the reward; else empty."""
     values: RowValues = field(default_factory=dict)
     """The critic's value of the state in which each token was sampled; empty without a critic."""
+    baselines: Mapping[str, RoleBaseline] = field(default_factory=dict)
+    """The baselines of ``rae`` before the training step, by `agentrl.algo.advantages.rae.baseline_key`."""
 
 
 class AdvantageEstimator(Protocol):

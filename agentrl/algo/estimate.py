@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.algo.advantages.gae import gae_returns
-from agentrl.algo.base import AdvantageInput, Advantages, RowValues
+from agentrl.algo.advantages.rae import updated_baselines
+from agentrl.algo.base import AdvantageInput, Advantages, RoleBaseline, RowValues
 from agentrl.algo.overlong import with_penalties
 from agentrl.algo.registry import make_estimator
 from agentrl.batch.sequences import sampled_sequences
-from agentrl.config.algo import ADVANTAGES, AlgoConfig, GaeAdvantage, parse_options
+from agentrl.config.algo import ADVANTAGES, AlgoConfig, GaeAdvantage, RaeAdvantage, parse_options
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Rollout, Row, RowKey
 
@@ -55,6 +57,15 @@ def estimate_returns(config: AlgoConfig, given: AdvantageInput) -> RowValues:
     options = parse_options("algo.advantage", config.advantage, ADVANTAGES)
     assert isinstance(options, GaeAdvantage), "only gae has a critic"
     return gae_returns(_penalised(config, given), options)
+
+
+def next_baselines(config: AlgoConfig, given: AdvantageInput) -> Mapping[str, RoleBaseline]:
+    """Return the baselines after a training step; those before it if the estimator has none. See `updated_baselines`."""
+    if config.advantage.name != "rae":
+        return given.baselines
+    options = parse_options("algo.advantage", config.advantage, ADVANTAGES)
+    assert isinstance(options, RaeAdvantage), "by its name"
+    return updated_baselines(_penalised(config, given), options)
 
 
 def _penalised(config: AlgoConfig, given: AdvantageInput) -> AdvantageInput:

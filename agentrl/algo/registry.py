@@ -6,11 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from agentrl.algo.advantages.agent_turns import agent_norm, at_grpo
 from agentrl.algo.advantages.gae import gae
 from agentrl.algo.advantages.grpo import grpo
 from agentrl.algo.advantages.maxrl import maxrl
+from agentrl.algo.advantages.rae import rae
 from agentrl.algo.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from agentrl.algo.advantages.rloo import rloo
+from agentrl.algo.advantages.role_groups import hierarchical_grpo, seat_grpo
 from agentrl.algo.advantages.turn_level import turn_level
 from agentrl.algo.base import AdvantageEstimator, Loss
 from agentrl.algo.losses.cispo import cispo
@@ -32,6 +35,11 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {
     "maxrl": maxrl,
     "gae": gae,
     "turn_level": turn_level,
+    "rae": rae,
+    "at_grpo": at_grpo,
+    "hierarchical_grpo": hierarchical_grpo,
+    "seat_grpo": seat_grpo,
+    "agent_norm": agent_norm,
 }
 """By name; each takes an `AdvantageInput`, and its options if it has any."""
 POLICY_LOSSES: dict[str, Callable[..., Any]] = {

@@ -69,6 +69,36 @@ class TurnLevelAdvantage(Section):
     """Discount of a turn."""
 
 
+class RaeAdvantage(Section):
+    """``rae``: the reward minus a moving mean of the rewards of its role and class of opponents (SPIRAL, arXiv:2506.24119)."""
+
+    decay: float = Field(default=0.95, ge=0, lt=1)
+    """Factor of the older rewards' weights for each further reward."""
+
+
+class AtGrpoAdvantage(GrpoAdvantage):
+    """``at_grpo``: the return from each turn on, relative to the same turn of the same agent (AT-GRPO, arXiv:2510.11062)."""
+
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of a turn."""
+
+
+class HierarchicalGrpoAdvantage(GrpoAdvantage):
+    """``hierarchical_grpo``: group-relative by role, of some roles within their episode."""
+
+    within_episode: tuple[str, ...] = ("solver",)
+    """Roles that are compared within an episode; the others are compared across the task's episodes."""
+
+
+class AgentNormAdvantage(Section):
+    """``agent_norm``: the return from each turn on, normalised over all turns of its role (MARSHAL, arXiv:2510.15414)."""
+
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of a turn."""
+    std_eps: PositiveFloat = 1e-6
+    """Added to the standard deviation (n - 1)."""
+
+
 class PpoClipLoss(Section):
     """``ppo_clip``: PPO's clipped objective (arXiv:1707.06347), with two bounds as in DAPO (arXiv:2503.14476)."""
 
@@ -117,6 +147,11 @@ ADVANTAGES: dict[str, type[Section]] = {
     "maxrl": MaxRlAdvantage,
     "gae": GaeAdvantage,
     "turn_level": TurnLevelAdvantage,
+    "rae": RaeAdvantage,
+    "at_grpo": AtGrpoAdvantage,
+    "hierarchical_grpo": HierarchicalGrpoAdvantage,
+    "seat_grpo": GrpoAdvantage,
+    "agent_norm": AgentNormAdvantage,
 }
 """The options of each estimator."""
 LOSSES: dict[str, type[Section]] = {
@@ -134,8 +169,9 @@ class AdvantageConfig(Section):
     """The advantage estimator."""
 
     name: str = "grpo"
-    """``grpo``, ``rloo``, ``reinforce_plus_plus``, ``reinforce_plus_plus_baseline``, ``maxrl``, ``gae``, ``turn_level``, or
-    a function as ``module:function`` or ``FILE.py:function``."""
+    """``grpo``, ``rloo``, ``reinforce_plus_plus``, ``reinforce_plus_plus_baseline``, ``maxrl``, ``gae``, ``turn_level``; for
+    self-play ``rae``, ``at_grpo``, ``hierarchical_grpo``, ``seat_grpo``, ``agent_norm``; or a function as ``module:function``
+    or ``FILE.py:function``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the estimator."""
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agentrl.algo.base import AdvantageInput, RowValues
+from agentrl.algo.base import AdvantageInput, RoleBaseline, RowValues
 from agentrl.algo.correction import importance_weights
 from agentrl.algo.distillation import teacher_gaps, teacher_metrics
-from agentrl.algo.estimate import RowAdvantages, estimate_advantages
+from agentrl.algo.estimate import RowAdvantages, estimate_advantages, next_baselines
 from agentrl.algo.kl import kl_estimate
 from agentrl.batch.groups import RolloutGroups, groups_by_source
 from agentrl.batch.lr_schedule import lr_scale
@@ -26,8 +27,12 @@ from agentrl.core.types import Rollout, Row, RowKey
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.learner.registry import make_backend
 
-GROUP_RELATIVE = ("grpo", "rloo", "maxrl", "turn_level")
+GROUP_RELATIVE = ("grpo", "rloo", "maxrl", "turn_level", "at_grpo", "hierarchical_grpo", "seat_grpo")
 """Estimators that compare a group's rollouts with each other."""
+
+
+Baselines = Mapping[str, Mapping[str, RoleBaseline]]
+"""The baselines of ``rae`` by source of the run (``""`` in a run without ``sources``), role and class of opponents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +93,16 @@ def _kl_in_reward(config: Config) -> bool:
     return config.algo.has_kl and config.algo.kl_in == "reward"
 
 
-def step_advantages(config: Config, groups: RolloutGroups, scores: StepScores) -> RowAdvantages:
+def step_advantages(
+    config: Config, groups: RolloutGroups, scores: StepScores, baselines: Baselines = MappingProxyType({})
+) -> RowAdvantages:
     """Return the advantage of every trained token, by the estimator of its source.
+
+    Args:
+        config: of the run.
+        groups: the rollouts.
+        scores: of models.
+        baselines: of ``rae`` before the step.
 
     Raises:
         ConfigError: see `estimate_advantages` and `groups_by_source`.
@@ -98,13 +111,43 @@ def step_advantages(config: Config, groups: RolloutGroups, scores: StepScores) -
     gaps = _gaps(config, groups, scores) if scores.teachers else None
     found: RowAdvantages = {}
     for name, part in groups_by_source(groups, config.sources).items():
-        found |= estimate_advantages(config.algo.by_source[name], advantage_input(config, part, scores), gaps)
+        given = advantage_input(config, part, scores, baselines.get(name, {}))
+        found |= estimate_advantages(config.algo.by_source[name], given, gaps)
     return found
 
 
-def advantage_input(config: Config, groups: RolloutGroups, scores: StepScores) -> AdvantageInput:
+def step_baselines(config: Config, groups: RolloutGroups, scores: StepScores, before: Baselines) -> Baselines:
+    """Return the baselines of ``rae`` after the step."""
+    found = dict(before)
+    for name, part in groups_by_source(groups, config.sources).items():
+        given = advantage_input(config, part, scores, before.get(name, {}))
+        found[name] = next_baselines(config.algo.by_source[name], given)
+    return {name: some for name, some in found.items() if some}
+
+
+def baselines_from_state(state: Mapping[str, Any]) -> Baselines:
+    """Return the baselines that JSON has as lists."""
+    return {name: {key: RoleBaseline(*one) for key, one in some.items()} for name, some in state.items()}
+
+
+def baseline_metrics(baselines: Baselines) -> dict[str, float]:
+    """Return each baseline, as ``selfplay/baseline/ROLE/OPPONENTS``, in a mixed run with the source before the role."""
+    return {
+        "/".join(["selfplay/baseline", *filter(None, [source, *key.split("/")])]): one.value
+        for source, some in baselines.items()
+        for key, one in some.items()
+    }
+
+
+def advantage_input(
+    config: Config,
+    groups: RolloutGroups,
+    scores: StepScores,
+    baselines: Mapping[str, RoleBaseline] = MappingProxyType({}),
+) -> AdvantageInput:
     """Return what an estimator gets."""
-    return AdvantageInput(groups, kl=_kl_penalties(config, groups, scores), values=scores.values)
+    kl = _kl_penalties(config, groups, scores)
+    return AdvantageInput(groups, kl=kl, values=scores.values, baselines=baselines)
 
 
 def _gaps(config: Config, groups: RolloutGroups, scores: StepScores) -> RowValues:

@@ -24,7 +24,7 @@ from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_dir import run_folder
 from agentrl.runtime.training_summary import with_recompute
-from agentrl.train.optimizer_steps import with_possible_sharing
+from agentrl.train.optimizer_steps import baselines_from_state, with_possible_sharing
 from agentrl.train.rollout_sources import open_replay, open_sampling
 from agentrl.train.run_outputs import draw_curve, open_metrics, print_summary
 from agentrl.train.sampling import RolloutSource
@@ -79,6 +79,7 @@ class TrainingRun:
                 spent_s=self.state["spent_s"],
                 evaluated=self.state["evaluated"],
                 score=self.state.get("score"),
+                baselines=baselines_from_state(self.state["baselines"]),
                 saved=step if self.checkpoint else -1,
             )
             await trainer.run()
@@ -172,7 +173,7 @@ def _with_older(error: CheckpointError, folder: Path, checkpoint: Path | None, r
 def _read_state(config: Config, checkpoint: Path | None) -> dict[str, Any]:
     """Return the trainer's state in a checkpoint, or that of a new run."""
     if checkpoint is None:
-        return {"step": 0, "position": 0, "spent_s": 0.0, "evaluated": -1}
+        return {"step": 0, "position": 0, "spent_s": 0.0, "evaluated": -1, "baselines": {}}
     state = read_state(checkpoint)
     if state["seed"] != config.run.seed:
         raise ConfigError(f"run.seed={config.run.seed}: {checkpoint} was written with run.seed={state['seed']}")

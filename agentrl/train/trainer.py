@@ -25,7 +25,9 @@ from agentrl.obs.rollout_panel import rollout_panel
 from agentrl.obs.waiting import PHASE, waiting
 from agentrl.train.critic import returns_of, value_batches, value_metrics, warming_up
 from agentrl.train.optimizer_steps import (
+    Baselines,
     StepScores,
+    baseline_metrics,
     critic_lr_scale,
     distillation_metrics,
     live_share,
@@ -36,6 +38,7 @@ from agentrl.train.optimizer_steps import (
     policy_lr_scale,
     score_rollouts,
     step_advantages,
+    step_baselines,
     step_correction,
 )
 from agentrl.train.sampling import RolloutSource
@@ -81,6 +84,8 @@ class Trainer:
     """The metric ``train.keep_best`` of this step's evaluation, if there was one."""
     evaluation: dict[str, float] = field(default_factory=dict)
     """Metrics of the newest evaluation."""
+    baselines: Baselines = field(default_factory=dict)
+    """The baselines of ``rae`` for the next step."""
     _ahead: int = field(default=0, init=False)
     """Optimizer steps that learner and critic have taken in the unfinished training step."""
     _warned: set[str] = field(default_factory=set, init=False)
@@ -117,7 +122,7 @@ class Trainer:
         self.view.phase("learn")
         groups = group_rollouts(rollouts)
         scores = await self._score(groups, watch)
-        advantages = step_advantages(self.config, groups, scores)
+        advantages = step_advantages(self.config, groups, scores, self.baselines)
         correction = step_correction(self.config, groups, scores)
         batches = [
             pack(
@@ -142,6 +147,7 @@ class Trainer:
                     learned.append(batch.metrics | await asyncio.to_thread(self.learner.train_step, batch))
                     self._ahead += 1
         self.step, self._ahead, self.score = self.step + 1, 0, None
+        self.baselines = step_baselines(self.config, groups, scores, self.baselines)
         self.position += self.config.rollout.batch_size
         if self.config.algo.reference_steps and self.step % self.config.algo.reference_steps == 0:
             await self.source.release_gpus_for_training(self.learner, watch)
@@ -156,7 +162,7 @@ class Trainer:
             row = rollout_metrics(rollouts, groups, sampled_s) | self.source.metrics()
             row |= {"batch/live_share": live_share(groups, advantages)} | values
             row |= source_metrics(self.config.sources, rollouts, groups, advantages)
-            row |= distillation_metrics(self.config, groups, scores)
+            row |= distillation_metrics(self.config, groups, scores) | baseline_metrics(self.baselines)
             row |= merge_metrics(learned) if learned else {} if values else {"train/skipped": 1.0}
             self._log(row | times | {"train/version": float(self.step)}, rollouts, groups)
 
@@ -267,6 +273,7 @@ class Trainer:
             "evaluated": self.evaluated,
             "seed": self.config.run.seed,
             "score": self.score,
+            "baselines": self.baselines,
         }
 
     async def _is_best(self) -> bool:

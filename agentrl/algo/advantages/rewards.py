@@ -70,6 +70,29 @@ def sequences_with_rewards(given: AdvantageInput) -> list[tuple[SampledSequence,
     return found
 
 
+def sequences_with_returns(given: AdvantageInput, gamma: float) -> list[tuple[int, SampledSequence, Floats]]:
+    """Return all sequences with tokens, each with its rollout's group and the return of each turn, ``[K]``.
+
+    The return of turn k is ``Σ_{j ≥ k} gamma^(j - k) · reward_j``, with the KL penalties of the turn's tokens in its reward.
+
+    Raises:
+        ConfigError: see `turn_rewards`.
+    """
+    found = []
+    for rollout, group in zip(given.groups.rollouts_N, given.groups.groups_N.tolist(), strict=True):
+        for sequence in sampled_sequences(rollout):
+            turns_S = sequence.turns_S
+            if not len(turns_S):
+                continue
+            returns_K = turn_rewards(rollout, int(turns_S.max()) + 1)
+            if given.kl:
+                returns_K -= np.bincount(turns_S, sequence.gather(given.kl))
+            for turn in reversed(range(len(returns_K) - 1)):
+                returns_K[turn] += gamma * returns_K[turn + 1]
+            found.append((group, sequence, returns_K))
+    return found
+
+
 def turn_rewards(rollout: Rollout, turns: int) -> Floats:
     """Return the reward of each of the ``turns`` that a rollout's sequence has; what the turns' do not sum up to is the last's.
 

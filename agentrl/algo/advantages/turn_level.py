@@ -6,9 +6,8 @@ from collections import defaultdict
 
 import numpy as np
 
-from agentrl.algo.advantages.rewards import by_row, turn_rewards
+from agentrl.algo.advantages.rewards import by_row, sequences_with_returns
 from agentrl.algo.base import AdvantageInput, Advantages
-from agentrl.batch.sequences import sampled_sequences
 from agentrl.config.algo import TurnLevelAdvantage
 
 
@@ -22,29 +21,17 @@ def turn_level(given: AdvantageInput, options: TurnLevelAdvantage) -> Advantages
     with an advantage of 0, turns would count the less, the fewer rollouts reach them. A group of one gets 0.
     """
     returns: dict[tuple[int, str], list[tuple[object, np.ndarray]]] = defaultdict(list)
-    sequences = []
-    for rollout, group in zip(given.groups.rollouts_N, given.groups.groups_N.tolist(), strict=True):
-        for sequence in sampled_sequences(rollout):
-            turns_S = sequence.turns_S
-            if not len(turns_S):
-                continue
-            rewards_K = turn_rewards(rollout, int(turns_S.max()) + 1)
-            if given.kl:
-                rewards_K -= np.bincount(turns_S, sequence.gather(given.kl))
-            returns_K, later = np.zeros(len(rewards_K)), 0.0
-            for turn in reversed(range(len(rewards_K))):
-                later = returns_K[turn] = rewards_K[turn] + options.gamma * later
-            name = (group, sequence.rows[0].key.agent_id)
-            returns[name].append((sequence, returns_K))
-            sequences.append((name, sequence, turns_S, returns_K))
+    sequences = sequences_with_returns(given, options.gamma)
+    for group, sequence, returns_K in sequences:
+        returns[group, sequence.rows[0].key.agent_id].append((sequence, returns_K))
     tokens = []
-    for name, sequence, turns_S, returns_K in sequences:
+    for group, sequence, returns_K in sequences:
         advantages_K = np.zeros(len(returns_K))
-        rivals = [other for one, other in returns[name] if one is not sequence]
+        rivals = [other for one, other in returns[group, sequence.rows[0].key.agent_id] if one is not sequence]
         last = max(map(len, rivals), default=0) - 1
         for turn, value in enumerate(returns_K):
             others = [other[min(turn, last)] for other in rivals if len(other) > min(turn, last)]
             if any(other != value for other in others):  # rounding in the mean of equal returns is no advantage
                 advantages_K[turn] = value - np.mean(others)
-        tokens.append((sequence, advantages_K[turns_S]))
+        tokens.append((sequence, advantages_K[sequence.turns_S]))
     return by_row(tokens)

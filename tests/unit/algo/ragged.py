@@ -10,7 +10,7 @@ earlier ones, which are sampled but not trained there::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,10 @@ class SampledTokens:
     """Row and position of each token, in the order sampled."""
     turns: tuple[int, ...]
     """The turn of each token."""
+    role: str = ""
+    seat: int = 0
+    opponent: str = ""
+    episode: str = ""
 
     def of(self, values: Mapping[RowKey, NDArray[np.float32]]) -> Floats:
         """Return the values of its tokens."""
@@ -64,6 +68,7 @@ def make_ragged(
     agents: int = 2,
     rewards: Sequence[float] = (-1.0, 0.0, 0.5, 2.0),
     dropped: int = 1,
+    players: bool = False,
 ) -> Ragged:
     """Return groups of ``sizes``, of which each loses ``dropped`` more rollouts.
 
@@ -73,6 +78,7 @@ def make_ragged(
         agents: a rollout has 1 to so many.
         rewards: a rollout has one of these.
         dropped: rollouts that a group lost; their rewards are far from all others.
+        players: each rollout is that of one of two players of an episode.
     """
     rng = np.random.default_rng(seed)
     rollouts, sequences = [], []
@@ -81,22 +87,38 @@ def make_ragged(
             lost = sample >= size
             name = f"{number}/{sample}"
             reward = 1000.0 if lost else float(rng.choice(rewards))
-            rollout, found = _rollout(rng, f"p{number}", name, reward, int(rng.integers(1, agents + 1)), lost)
+            count = 1 if players else int(rng.integers(1, agents + 1))
+            seat = int(rng.integers(2)) if players else 0
+            rollout, found = _rollout(rng, f"p{number}", name, reward, count, lost, first=seat)
+            if players:
+                given = _player(rng, number, seat)
+                rollout = replace(rollout, **given)
+                found = [replace(one, **given) for one in found]
             rollouts.append(rollout)
             sequences += [] if lost else found
     mixed = [rollouts[index] for index in rng.permutation(len(rollouts))]
     return Ragged(group_rollouts(mixed), tuple(sequences))
 
 
+def _player(rng: np.random.Generator, group: int, seat: int) -> dict[str, object]:
+    opponent = str(rng.choice(["mirror", "past", "fixed:random"]))
+    return {
+        "role": ("first", "solver")[seat],
+        "seat": seat,
+        "opponent": opponent,
+        "episode": f"{group}/{rng.integers(2)}",
+    }
+
+
 def _rollout(
-    rng: np.random.Generator, group: str, name: str, reward: float, agents: int, lost: bool
+    rng: np.random.Generator, group: str, name: str, reward: float, agents: int, lost: bool, first: int
 ) -> tuple[Rollout, list[SampledTokens]]:
     rows: list[Row] = []
     sequences = []
     counts = rng.integers(1, 5, agents)
     parts = rng.normal(size=counts[0]).round(3)
     parts[-1] += reward - parts.sum()
-    for agent, count in enumerate(counts):
+    for agent, count in enumerate(counts, first):
         made, places, turns = _rows(rng, group, name, f"agent{agent}", int(count))
         rows += made
         sequences.append(SampledTokens(group, name, f"agent{agent}", reward, tuple(parts), tuple(places), tuple(turns)))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from agentrl.algo.advantages.gae import gae_returns
-from agentrl.algo.base import AdvantageInput
+from agentrl.algo.base import AdvantageInput, RoleBaseline
 from agentrl.algo.estimate import estimate_advantages
 from agentrl.algo.overlong import overlong_penalty
 from agentrl.config.algo import AlgoConfig, GaeAdvantage, OverlongConfig
@@ -156,6 +156,88 @@ def turn_level(gamma: float) -> Callable[[Ragged, Values, Values], list[np.ndarr
     return reference
 
 
+def alike(data: Ragged, one: SampledTokens, *names: str) -> list[SampledTokens]:
+    """Those of the same task that are equal in some fields."""
+    wanted = [getattr(one, name) for name in ("group", *names)]
+    return [other for other in data.sequences if [getattr(other, name) for name in ("group", *names)] == wanted]
+
+
+def rae(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
+    rewards = rewards_of(data, kl)
+    known = {f"{role}/{opponents}": one.total / one.weight for (role, opponents), one in BASELINES.items()}
+    return [
+        np.full(len(one.places), rewards[one.rollout_id] - known.get(f"{one.role}/{one.opponent}", 0.0))
+        for one in data.sequences
+    ]
+
+
+def seat_grpo(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
+    rewards = rewards_of(data, kl)
+
+    def centred(one: SampledTokens) -> float:
+        return rewards[one.rollout_id] - statistics.fmean(rewards[each.rollout_id] for each in alike(data, one, "seat"))
+
+    found = []
+    for one in data.sequences:
+        task = alike(data, one)
+        free = len(task) - len({each.seat for each in task})
+        spread = math.sqrt(math.fsum(centred(each) ** 2 for each in task) / free) if free else 0.0
+        found.append(np.full(len(one.places), centred(one) / (spread + 1e-6)))
+    return found
+
+
+def hierarchical(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
+    rewards, found = rewards_of(data, kl), []
+    for one in data.sequences:
+        names = ("role", "episode") if one.role == "solver" else ("role",)
+        group = [rewards[each.rollout_id] for each in alike(data, one, *names)]
+        found.append(np.full(len(one.places), grpo(rewards[one.rollout_id], group, group[1:])))
+    return found
+
+
+def by_turns(gamma: float, compared: Callable[[Ragged, SampledTokens, int], list[tuple[SampledTokens, int]]]):
+    """Return a reference that normalises the return of each turn over the turns it is compared with."""
+
+    def reference(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
+        def value(one: SampledTokens, turn: int) -> float:
+            rewards = list(one.turn_rewards)
+            for at, penalty in zip(one.turns, one.of(kl) if kl else (), strict=bool(kl)):
+                rewards[at] -= penalty
+            return math.fsum(gamma ** (j - turn) * rewards[j] for j in range(turn, len(rewards)))
+
+        found = []
+        for one in data.sequences:
+            advantages = []
+            for turn in range(len(one.turn_rewards)):
+                others = [value(*each) for each in compared(data, one, turn)]
+                advantages.append(grpo(value(one, turn), others, others[1:]))
+            found.append(np.array([advantages[turn] for turn in one.turns]))
+        return found
+
+    return reference
+
+
+def same_turn(data: Ragged, one: SampledTokens, turn: int) -> list[tuple[SampledTokens, int]]:
+    return [(each, turn) for each in alike(data, one, "agent_id") if len(each.turn_rewards) > turn]
+
+
+def turns_of_role(data: Ragged, one: SampledTokens, turn: int) -> list[tuple[SampledTokens, int]]:
+    return [
+        (each, at)
+        for each in data.sequences
+        if (each.role, each.agent_id) == (one.role, one.agent_id)
+        for at in range(len(each.turn_rewards))
+    ]
+
+
+BASELINES = {
+    ("first", "mirror"): RoleBaseline(0.3, 0.5),
+    ("solver", "past"): RoleBaseline(-0.4, 0.99),
+    ("solver", "fixed:random"): RoleBaseline(0.25, 1.0),
+}
+SELF_PLAY = ("rae", "seat_grpo", "hierarchical_grpo", "at_grpo", "agent_norm")
+SIZES = {"hierarchical_grpo": (9, 1, 7), "seat_grpo": (9, 1, 2, 5)}
+"""Groups of which parts are compared are larger."""
 REFERENCES: dict[str, tuple[str, dict[str, object], Callable[[Ragged, Values, Values], list[np.ndarray]]]] = {
     "grpo": ("grpo", {}, each_rollout(grpo)),
     "grpo without std": ("grpo", {"std_normalise": False}, each_rollout(centred)),
@@ -168,6 +250,11 @@ REFERENCES: dict[str, tuple[str, dict[str, object], Callable[[Ragged, Values, Va
     "gae normalised": ("gae", {"lam": 0.5}, gae(1.0, 0.5, "token", True)),
     "gae of turns": ("gae", {"gamma": 0.9, "lam": 0.7, "step": "turn"}, gae(0.9, 0.7, "turn", True)),
     "turn level": ("turn_level", {"gamma": 0.9}, turn_level(0.9)),
+    "rae": ("rae", {}, rae),
+    "seat grpo": ("seat_grpo", {}, seat_grpo),
+    "hierarchical grpo": ("hierarchical_grpo", {}, hierarchical),
+    "at grpo": ("at_grpo", {"gamma": 0.9}, by_turns(0.9, same_turn)),
+    "agent norm": ("agent_norm", {"gamma": 0.9}, by_turns(0.9, turns_of_role)),
 }
 
 
@@ -186,10 +273,13 @@ def test_advantages_are_the_papers(case, with_kl):
     )
     for seed in range(2):
         rng = np.random.default_rng([seed, 1])
-        data = make_ragged(seed, agents=agents, rewards=rewards)
+        data = make_ragged(
+            seed, agents=agents, rewards=rewards, players=name in SELF_PLAY, sizes=SIZES.get(name, (4, 1, 2, 3))
+        )
+        baselines = {"/".join(key): one for key, one in BASELINES.items()}
         kl = data.random_values(rng, 0.01) if with_kl else {}
         values = data.random_values(rng)
-        found = estimate_advantages(advantage_config(name, options), AdvantageInput(data.groups, kl, values))
+        found = estimate_advantages(advantage_config(name, options), AdvantageInput(data.groups, kl, values, baselines))
         wanted = reference(data, kl, values)
         assert sum(np.count_nonzero(value) for value in wanted) > 20
         for one, value in zip(data.sequences, wanted, strict=True):
@@ -225,10 +315,10 @@ def test_gspo_gives_a_sequence_the_mean_advantage_of_its_tokens():
         assert one.of(found) == pytest.approx(np.full(len(advantages), advantages.mean()), rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl", "turn_level"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl", "turn_level", "seat_grpo", "hierarchical_grpo"])
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3])
 def test_equal_rewards_are_exactly_no_advantage(name, reward):
-    data = make_ragged(1, sizes=(3, 7, 6), agents=1, rewards=(reward,))
+    data = make_ragged(1, sizes=(3, 7, 6), agents=1, rewards=(reward,), players=name in SELF_PLAY)
     same = [
         rollout for rollout in data.groups.rollouts_N if len(rollout.turns) == 1 or name != "turn_level"
     ]  # with several turns, returns differ

@@ -31,6 +31,7 @@ from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import OnDone
 from agentrl.testing import FakeLearner
+from agentrl.train.optimizer_steps import baselines_from_state
 from agentrl.train.replay import RecordedRollouts, Replay
 from agentrl.train.trainer import Trainer
 from tests.unit.train.test_replay import Letters, config, groups, rollout, samples_file
@@ -95,6 +96,7 @@ def resumed(folder: Path, given: Config) -> Trainer:
     run = trainer(folder, given, FakeLearner(), resume_after=state["step"])
     run.step = run.saved = state["step"]
     run.position, run.evaluated = state["position"], state["evaluated"]
+    run.baselines = baselines_from_state(state["baselines"])
     return run
 
 
@@ -174,6 +176,22 @@ def test_a_gradient_that_is_not_finite_is_counted_and_explained_once(tmp_path: P
     rows = steps(tmp_path)
     assert [row["train/nonfinite_gradients"] for row in rows] == [1.0, 1.0, 1.0]
     assert all("train/loss" not in row for row in rows), "no number"
+
+
+def test_a_resumed_run_has_the_baselines_of_its_checkpoint(tmp_path: Path) -> None:
+    given = config("algo.advantage.name=rae", "train.save_every=1")
+    whole = trainer(tmp_path / "whole", given, FakeLearner())
+    asyncio.run(whole.run())
+    assert [row["selfplay/baseline"] for row in steps(tmp_path / "whole")]
+    cut = trainer(tmp_path / "cut", given, FakeLearner(), refuse=2)
+    with pytest.raises(EngineError):
+        asyncio.run(cut.run())
+    assert cut.baselines
+    assert cut.baselines != whole.baselines
+    again = resumed(tmp_path / "cut", given)
+    assert again.baselines == cut.baselines
+    asyncio.run(again.run())
+    assert again.baselines == whole.baselines
 
 
 class Teaching:
