@@ -4,11 +4,15 @@ The names here are the public interface for environments, tools, tasks, rewards 
 `agentrl.testing` has the fakes and contract checks for their tests. `agentrl.algo.base` has the contracts of algorithms.
 """
 
+from agentrl.core.aec_env import AecAdapter
 from agentrl.core.env import AsyncEnv, Env, Step
 from agentrl.core.errors import ConfigError, MissingError, TaskError, ToolFailure, UserError, unknown_name
+from agentrl.core.multi_agent_env import MultiAgentEnv, MultiReset, MultiStep, View
+from agentrl.core.player import Player, RandomPlayer
 from agentrl.core.registry import make_env, register_env, register_tool, served_tools
 from agentrl.core.task import MadeTasks, Task, TaskSet
 from agentrl.core.tool import Tool, ToolService, tool
+from agentrl.core.turn_game import TurnGame
 from agentrl.core.types import (
     Action,
     CallStatus,
@@ -32,6 +36,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Action",
+    "AecAdapter",
     "Agent",
     "AsyncEnv",
     "CallStatus",
@@ -42,7 +47,12 @@ __all__ = [
     "MadeTasks",
     "Message",
     "MissingError",
+    "MultiAgentEnv",
+    "MultiReset",
+    "MultiStep",
     "Observation",
+    "Player",
+    "RandomPlayer",
     "Rewrite",
     "Rollout",
     "Sample",
@@ -59,7 +69,9 @@ __all__ = [
     "ToolResults",
     "ToolService",
     "ToolStatus",
+    "TurnGame",
     "UserError",
+    "View",
     "make_env",
     "register_env",
     "register_tool",

@@ -10,7 +10,8 @@ from rich.table import Table
 
 from agentrl.config.load import parse_override
 from agentrl.config.merging import merge
-from agentrl.core.registry import ENVS, env_class, make_env, names
+from agentrl.core.multi_agent_env import MultiAgentEnv
+from agentrl.core.registry import ENVS, env_class, make_any_env, make_env, names
 from agentrl.obs.console import make_console
 
 
@@ -18,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="list all registered environments")
-    check = actions.add_parser("check", help="check an environment against Gymnasium's contract and agentrl's")
+    check = actions.add_parser(
+        "check", help="check an environment against the contracts of Gymnasium or PettingZoo, and agentrl's"
+    )
     check.add_argument("name", help="a registered environment, or path/to/file.py:Class")
     check.add_argument(
         "overrides", nargs="*", metavar="key=value", help="options of its constructor, as env.options has them"
@@ -37,12 +40,18 @@ def run(arguments: argparse.Namespace) -> None:
         console.print(table)
         return
     name, key = arguments.name, f"agentrl env check {arguments.name} key=value"
-    env_class(name, "agentrl env check")
+    several = issubclass(env_class(name, "agentrl env check"), MultiAgentEnv)
     options: dict[str, Any] = {}
     for override in arguments.overrides:
         options = merge(options, parse_override(f"env.options.{override}")["env"]["options"])
-    from agentrl.testing import check_env
+    from agentrl.testing import check_env, check_multi_agent_env
 
-    for note in check_env(lambda: make_env(name, options, key)):
+    if several:
+        check_multi_agent_env(lambda: make_any_env(name, options, key))
+        notes: tuple[str, ...] = ()
+    else:
+        notes = check_env(lambda: make_env(name, options, key))
+    for note in notes:
         console.print(f"note: {note}", markup=False, highlight=False)
-    console.print(f"{name}: passes Gymnasium's check_env and agentrl's contract", style="green", markup=False)
+    tests = "PettingZoo's API and seed tests" if several else "Gymnasium's check_env"
+    console.print(f"{name}: passes {tests} and agentrl's contract", style="green", markup=False)

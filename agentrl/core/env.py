@@ -22,7 +22,40 @@ STEP_FORM = "(observation, reward, terminated, truncated, info)"
 """What `Env.step` returns."""
 
 
-class Env(gymnasium.Env[Observation, Action]):
+class EnvBase:
+    """What environments of one agent (`Env`) and of several (`MultiAgentEnv`) have in common."""
+
+    stop: ClassVar[tuple[str, ...]] = ()
+    """Strings that end the policy's turn; they stay in its message."""
+    tools: Sequence[Tool] = ()
+    """Tools that the runner offers to the policy and runs on its behalf."""
+    tool_names: ClassVar[tuple[str, ...]] = ()
+    """Registered tools (``agentrl.tools``) that ``ToolCalls`` of this environment may name, next to its own ``tools``."""
+    handles_tool_calls: ClassVar[bool] = False
+    """Whether `step` also receives messages with calls of `tools`, and answers them (mostly by returning them as
+    `ToolCalls`). Otherwise the runner runs them, and the environment receives only messages without calls."""
+    needs_reward: ClassVar[bool] = False
+    """Whether it returns no reward itself, so that a run needs ``reward.function``."""
+    task: Task
+    """The task of the running episode."""
+
+    @classmethod
+    def example_task(cls) -> Task:
+        """Return a task for examples and checks of the environment."""
+        return Task("example", (Message("user", "Say hello."),), answer="hello")
+
+    @classmethod
+    def tasks(cls, split: str, seed: int) -> Sequence[Task]:
+        """Return the environment's own tasks, used if ``tasks.name`` is not set.
+
+        Raises:
+            NotImplementedError: the environment has none.
+
+        """
+        raise NotImplementedError(f"{cls.__name__} defines no tasks(split, seed)")
+
+
+class Env(EnvBase, gymnasium.Env[Observation, Action]):
     """Base class of environments with messages as observations and actions.
 
     Subclasses implement `step`, and `reset` if they wrap the prompt. Both are synchronous, do no I/O and need no running
@@ -39,20 +72,6 @@ class Env(gymnasium.Env[Observation, Action]):
     action_space: gymnasium.Space[Any] = ActionSpace()
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]
 
-    stop: ClassVar[tuple[str, ...]] = ()
-    """Strings that end the policy's turn; they stay in its message."""
-    tools: Sequence[Tool] = ()
-    """Tools that the runner offers to the policy and runs on its behalf."""
-    tool_names: ClassVar[tuple[str, ...]] = ()
-    """Registered tools (``agentrl.tools``) that ``ToolCalls`` of this environment may name, next to its own ``tools``."""
-    handles_tool_calls: ClassVar[bool] = False
-    """Whether `step` also receives messages with calls of `tools`, and answers them (mostly by returning them as
-    `ToolCalls`). Otherwise the runner runs them, and the environment receives only messages without calls."""
-    needs_reward: ClassVar[bool] = False
-    """Whether it returns no reward itself, so that a run needs ``reward.function``."""
-    task: Task
-    """The task of the running episode."""
-
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         """Start an episode on ``options["task"]`` (without one, on `example_task`) and return its first messages."""
         super().reset(seed=seed)
@@ -62,21 +81,6 @@ class Env(gymnasium.Env[Observation, Action]):
     def step(self, action: Action) -> Step:
         """Return the next observation and reward for the policy's message, or for the results of the returned calls."""
         raise NotImplementedError(f"{type(self).__name__} defines no step(action)")
-
-    @classmethod
-    def example_task(cls) -> Task:
-        """Return a task for examples and checks of the environment."""
-        return Task("example", (Message("user", "Say hello."),), answer="hello")
-
-    @classmethod
-    def tasks(cls, split: str, seed: int) -> Sequence[Task]:
-        """Return the environment's own tasks, used if ``tasks.name`` is not set.
-
-        Raises:
-            NotImplementedError: the environment has none.
-
-        """
-        raise NotImplementedError(f"{cls.__name__} defines no tasks(split, seed)")
 
     def get_state(self) -> dict[str, Any]:
         """Return the JSON-able state of the episode; by default that of the random generator."""
@@ -122,10 +126,3 @@ def returned_fault(returned: object, form: str) -> str:
         return f"returned the observation {fault}"
     info = returned[-1]
     return "" if isinstance(info, dict) else f"returned the info {info!r:.160}, which must be a dict"
-
-
-def lacking_step(cls: type[Env]) -> str:
-    """Return the method that an environment class must still define, ``step(action)`` or ``astep(action)``; empty if none."""
-    if issubclass(cls, AsyncEnv):
-        return "astep(action)" if cls.astep is AsyncEnv.astep else ""
-    return "step(action)" if cls.step is Env.step else ""

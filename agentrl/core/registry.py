@@ -16,14 +16,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agentrl.core.env import Env
+from agentrl.core.env import AsyncEnv, Env, EnvBase
 from agentrl.core.errors import AgentrlError, ConfigError, UnknownNameError, unknown_name
 from agentrl.core.extras import lacking
 from agentrl.core.imports import describe, is_reference, load_object
+from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.task import TaskSet
 from agentrl.core.tool import Tool, ToolService
 
-E = TypeVar("E", bound=type[Env])
+E = TypeVar("E", bound=type[EnvBase])
 T = TypeVar("T", bound=Tool | type[ToolService])
 
 ENVS = "agentrl.envs"
@@ -147,7 +148,7 @@ def _points(group: str) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=group)}
 
 
-def env_class(name: str, key: str = "--env") -> type[Env]:
+def env_class(name: str, key: str = "--env") -> type[Env] | type[MultiAgentEnv]:
     """Return the environment class of a registered name, of ``path/to/file.py:Class`` or ``module:Class``.
 
     Raises:
@@ -156,21 +157,39 @@ def env_class(name: str, key: str = "--env") -> type[Env]:
 
     """
     cls = lookup(ENVS, name, "environment", key)
-    if not (inspect.isclass(cls) and issubclass(cls, Env)):
-        raise ConfigError(f"{name} ({key}) is no subclass of agentrl.Env")
+    if not (inspect.isclass(cls) and issubclass(cls, Env | MultiAgentEnv)):
+        raise ConfigError(f"{name} ({key}) is no subclass of agentrl.Env or agentrl.MultiAgentEnv")
     return cls
+
+
+def make_any_env(name: str, options: Mapping[str, Any] | None = None, key: str = "env.options") -> Env | MultiAgentEnv:
+    """Build an environment of one or of several agents; see `make_env`."""
+    env = _build(env_class(name), options, key)
+    assert isinstance(env, Env | MultiAgentEnv)
+    return env
 
 
 def make_env(name: str, options: Mapping[str, Any] | None = None, key: str = "env.options") -> Env:
     """Build an environment by name; ``options`` are its constructor's keyword arguments, and ``key`` their name in messages.
 
     Raises:
-        ConfigError: the constructor does not take one of the options, or lacks one.
+        ConfigError: the constructor does not take one of the options, or lacks one, or the environment has several agents.
 
     """
-    env = _build(env_class(name), options, key)
-    assert isinstance(env, Env)
+    env = make_any_env(name, options, key)
+    if isinstance(env, MultiAgentEnv):
+        raise ConfigError(f"env.name={name} has several agents ({', '.join(env.possible_agents)}), and this needs one")
     return env
+
+
+def lacking_step(cls: type[EnvBase]) -> str:
+    """Return the method that an environment class must still define, such as ``step(action)``; empty if none."""
+    if issubclass(cls, AsyncEnv):
+        return "astep(action)" if cls.astep is AsyncEnv.astep else ""
+    if issubclass(cls, Env):
+        return "step(action)" if cls.step is Env.step else ""
+    assert issubclass(cls, MultiAgentEnv), "there are no other environments"
+    return "step(actions)" if cls.step is MultiAgentEnv.step else ""
 
 
 def tool_service(name: str) -> ToolService:

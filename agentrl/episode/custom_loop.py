@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from agentrl.core.env import Env
+from agentrl.core.env import EnvBase
 from agentrl.core.errors import AgentrlError, ConfigError, EpisodeError
 from agentrl.core.imports import load_object
 from agentrl.core.task import Task
@@ -58,7 +58,7 @@ def load_generate(reference: str) -> Generate:
     return function  # type: ignore[no-any-return]
 
 
-def needed_tools(reference: str | None, env: type[Env]) -> tuple[str, ...]:
+def needed_tools(reference: str | None, env: type[EnvBase]) -> tuple[str, ...]:
     """Return the names of a run's registered tools: those of its generate function, otherwise those of its environment."""
     named = getattr(load_generate(reference), "tool_names", None) if reference is not None else None
     return tuple(named) if named is not None else env.tool_names

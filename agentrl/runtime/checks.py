@@ -6,11 +6,11 @@ from pathlib import Path
 
 from agentrl.config.checks import check_context
 from agentrl.config.schema import Config
-from agentrl.core.env import Env, lacking_step
+from agentrl.core.env import EnvBase
 from agentrl.core.errors import AgentrlError, ConfigError, MissingError
 from agentrl.core.extras import install_command, installed, not_installed
 from agentrl.core.imports import describe
-from agentrl.core.registry import env_class, make_env, make_tasks
+from agentrl.core.registry import env_class, lacking_step, make_any_env, make_tasks
 from agentrl.core.task import TaskSet
 from agentrl.data.tasks import FileTasks
 from agentrl.inference.fleet.sglang_router_process import require_router
@@ -53,7 +53,7 @@ def _open(config: Config) -> TaskSet:
     if tasks.name is not None:
         return make_tasks(tasks.name, tasks.options)
     cls = env_class(config.env.name)
-    if cls.tasks.__func__ is Env.tasks.__func__:  # type: ignore[attr-defined]
+    if cls.tasks.__func__ is EnvBase.tasks.__func__:  # type: ignore[attr-defined]
         raise ConfigError(
             f"env.name={config.env.name} has no tasks: set data.path to a file of prompts, or tasks.name to "
             "a taskset, or define tasks(split, seed) on the environment"
@@ -82,9 +82,9 @@ def _check_episodes(config: Config) -> None:
     check_reward(config, needs_reward=cls.needs_reward and config.rollout.generate is None and config.algo.needs_reward)
 
 
-def _make_env(config: Config) -> Env:
+def _make_env(config: Config) -> EnvBase:
     try:
-        return make_env(config.env.name, config.env.options)
+        return make_any_env(config.env.name, config.env.options)
     except AgentrlError:
         raise
     except Exception as error:

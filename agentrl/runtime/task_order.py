@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from agentrl.core.env import Env
+from agentrl.core.env import EnvBase
 from agentrl.core.errors import AgentrlError, ConfigError
 from agentrl.core.imports import describe
 from agentrl.core.task import MadeTasks, Task, TaskSet
@@ -20,7 +20,7 @@ _NAMED = 5
 class EnvTasks(TaskSet):
     """The tasks of an environment class."""
 
-    def __init__(self, env: type[Env], seed: int) -> None:
+    def __init__(self, env: type[EnvBase], seed: int) -> None:
         self._env = env
         self._seed = seed
 

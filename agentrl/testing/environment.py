@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 
-from agentrl.core.env import RESET_FORM, STEP_FORM, Env, Step, lacking_step, returned_fault
+from agentrl.core.env import RESET_FORM, STEP_FORM, Env, Step, returned_fault
 from agentrl.core.errors import AgentrlError
 from agentrl.core.imports import describe
+from agentrl.core.registry import lacking_step
 from agentrl.core.task import Task
 from agentrl.core.types import (
     Action,
@@ -28,9 +28,15 @@ from agentrl.core.types import (
     ToolResults,
     ToolStatus,
 )
-from agentrl.testing.contract import ContractError, require
-
-T = TypeVar("T")
+from agentrl.testing.contract import (
+    ContractError,
+    called,
+    differences,
+    global_random_state,
+    require,
+    require_info,
+    require_json,
+)
 
 Respond = Callable[[ToolCall], ToolResult]
 """Runs a tool call."""
@@ -70,8 +76,8 @@ def check_env(
         ContractError: a rule is violated; the message has what the environment does and what it should, in one line.
         ConfigError: ``env_factory`` is `agentrl.make_env` and the options do not fit.
     """
-    before = _global_random_state()
-    env = _called(f"{getattr(env_factory, '__name__', 'the environment')}'s constructor", env_factory)
+    before = global_random_state()
+    env = called(f"{getattr(env_factory, '__name__', 'the environment')}'s constructor", env_factory)
     require(isinstance(env, Env), f"{type(env).__name__} must be a subclass of agentrl.Env")
     name = type(env).__name__
     lacks = lacking_step(type(env))
@@ -80,25 +86,15 @@ def check_env(
         value = getattr(env, attribute)
         fits = isinstance(value, tuple) and all(isinstance(item, str) and item for item in value)
         require(fits, f"{name}.{attribute} must be a tuple of strings that are not empty, it is {value!r}")
-    task = task or _called(f"{name}.example_task", env.example_task)
+    task = task or called(f"{name}.example_task", env.example_task)
     records = [_Record(env_factory, task, seed, respond) for seed in range(_EPISODES)]
     for record in records:
         record.play()
     _check_gymnasium(env)
     _check_concurrent(records)
     notes = _check_states(type(env), records)
-    require(before == _global_random_state(), f"{name} draws from the global random generators; take self.np_random")
+    require(before == global_random_state(), f"{name} draws from the global random generators; take self.np_random")
     return notes
-
-
-def _called(what: str, method: Callable[[], T], hint: str = "") -> T:
-    """Return what a method of the author's returns; what it raises is a violation."""
-    try:
-        return method()
-    except AgentrlError:
-        raise
-    except Exception as error:
-        raise ContractError(f"{what} raised {describe(error)}{hint}") from error
 
 
 def _check_gymnasium(env: Env) -> None:
@@ -128,11 +124,6 @@ def _check_states(cls: type[Env], records: list[_Record]) -> tuple[str, ...]:
     return ()
 
 
-def _global_random_state() -> tuple[Any, ...]:
-    _, words, position, *_ = np.random.get_state(legacy=True)
-    return random.getstate(), np.asarray(words).tobytes(), position
-
-
 def _action(env: Env, rng: np.random.Generator) -> Message:
     """Return random text, with or without tags that one of the environment's stop strings closes."""
     env.action_space.seed(int(rng.integers(2**31)))
@@ -159,7 +150,7 @@ class _Record:
     def start(self, seed: int) -> tuple[Env, tuple[Observation, Info]]:
         env = self.factory()
         name = type(env).__name__
-        first = _called(f"{name}.reset", lambda: env.reset(seed=seed, options={"task": self.task}))
+        first = called(f"{name}.reset", lambda: env.reset(seed=seed, options={"task": self.task}))
         fault = returned_fault(first, RESET_FORM)
         require(not fault, f"{name}.reset {fault}")
         return env, first
@@ -167,7 +158,7 @@ class _Record:
     def step(self, env: Env, action: Action) -> Step:
         name = type(env).__name__
         text = f"the action {action.content!r:.60}" if isinstance(action, Message) else "tool results"
-        step = _called(f"{name}.step", lambda: env.step(action), f" for {text}; it must take any")
+        step = called(f"{name}.step", lambda: env.step(action), f" for {text}; it must take any")
         fault = returned_fault(step, STEP_FORM)
         require(not fault, f"{name}.step {fault}")
         return step
@@ -197,10 +188,10 @@ class _Record:
             if terminated or truncated:
                 require(not isinstance(observation, ToolCalls), f"{name} ends an episode and asks for tools to be run")
                 break
-        _called(f"{type(env).__name__}.close", env.close)
+        called(f"{type(env).__name__}.close", env.close)
 
     def _state(self, env: Env) -> str:
-        state = _called(f"{type(env).__name__}.get_state", env.get_state)
+        state = called(f"{type(env).__name__}.get_state", env.get_state)
         try:
             text = json.dumps(state)
         except TypeError as error:
@@ -225,13 +216,8 @@ class _Record:
                 require(
                     call.name in known, f"{name} calls {call.name!r}, which is neither in its tool_names nor its tools"
                 )
-                _require_json(call.arguments, f"{name}: the arguments of a call to {call.name!r}")
-        metrics = info.get("metrics", {})
-        fits = isinstance(metrics, dict) and all(
-            isinstance(key, str) and type(value) is float and math.isfinite(value) for key, value in metrics.items()
-        )
-        require(fits, f"{name}: info['metrics'] must be a dict of finite floats by name, it is {metrics!r}")
-        _require_json(info, f"{name}: info")
+                require_json(call.arguments, f"{name}: the arguments of a call to {call.name!r}")
+        require_info(info, name)
 
     def replay(self) -> Iterator[None]:
         """Run the same actions again, one step at a time."""
@@ -247,7 +233,7 @@ class _Record:
         for cut, state in enumerate(self.states):
             env, _ = self.start(self.seed + 1000)
             name = type(env).__name__
-            _called(f"{name}.set_state", partial(env.set_state, json.loads(state)))
+            called(f"{name}.set_state", partial(env.set_state, json.loads(state)))
             require(
                 json.loads(self._state(env)) == json.loads(state),
                 f"{name}.set_state does not bring back the state of step {cut}",
@@ -257,7 +243,7 @@ class _Record:
                 require(
                     self.steps[index] == again,
                     f"{name}.get_state leaves out something that step depends on: with the state of step {cut}, "
-                    f"step {index} differs: {_differences(self.steps[index], again)}",
+                    f"step {index} differs: {differences(self.steps[index], again)}",
                 )
             env.close()
 
@@ -265,14 +251,8 @@ class _Record:
         require(
             expected == got,
             f"an episode does not replay with seed {self.seed}: all randomness must come from self.np_random, and nothing be "
-            f"shared between environments; {where} differs: {_differences(expected, got)}",
+            f"shared between environments; {where} differs: {differences(expected, got)}",
         )
-
-
-def _differences(expected: tuple[Any, ...], got: tuple[Any, ...]) -> str:
-    """Return the first part in which two results of an environment differ."""
-    one, other = next((pair for pair in zip(expected, got, strict=False) if pair[0] != pair[1]), (expected, got))
-    return f"first {one!r:.80}, then {other!r:.80}"
 
 
 def _check_concurrent(records: list[_Record]) -> None:
@@ -280,10 +260,3 @@ def _check_concurrent(records: list[_Record]) -> None:
     while running:
         # A round drops the episodes that are over; the others take a step each, in turn.
         running = [episode for episode in running if next(episode, StopIteration) is not StopIteration]
-
-
-def _require_json(value: Any, what: str) -> None:
-    try:
-        json.dumps(value)
-    except TypeError as error:
-        require(False, f"{what} must be JSON-able: {error}", error)

@@ -1,0 +1,158 @@
+"""Environments of several agents: PettingZoo environments whose observations and actions are messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+from gymnasium.utils import seeding
+from pettingzoo import ParallelEnv
+
+from agentrl.core.env import EnvBase
+from agentrl.core.player import PlayerFactory, RandomPlayer
+from agentrl.core.spaces import ActionSpace, MessageSpace
+from agentrl.core.types import Info, Message, Rewrite, json_state
+
+View = dict[str, tuple[Message, ...] | Rewrite]
+"""What an agent observes: ``{"messages": …}``, the messages added since its last step, or a `Rewrite`."""
+
+MultiReset = tuple[dict[str, View], dict[str, Info]]
+"""``(observations, infos)``, each by agent."""
+
+MultiStep = tuple[dict[str, View], dict[str, float], dict[str, bool], dict[str, bool], dict[str, Info]]
+"""``(observations, rewards, terminations, truncations, infos)``, each by agent, as in PettingZoo."""
+
+MULTI_RESET_FORM = "(observations, infos)"
+"""What `MultiAgentEnv.reset` returns."""
+MULTI_STEP_FORM = "(observations, rewards, terminations, truncations, infos)"
+"""What `MultiAgentEnv.step` returns."""
+
+
+class MultiAgentEnv(EnvBase, ParallelEnv[str, View, Message]):
+    """Base class of environments with several agents: games, and roles that work together.
+
+    Subclasses set `possible_agents`, and implement `reset` and `step`. Both are synchronous and do no I/O. All randomness
+    comes from ``self.np_random``.
+
+    Every agent in ``agents`` gets an observation ``{"messages": (…)}`` from each step, perhaps of no message. `acting` names
+    the agents that act next: actions of others are ignored. An agent reads all messages added since its last turn, or
+    after a `Rewrite` those alone. Several acting agents act at the same time.
+
+    The ``info`` of an agent may hold ``legal_moves``, a list of texts, for scripted players. Its last one may hold
+    ``metrics``, a ``dict[str, float]`` that is averaged over the agent's episodes and logged. An illegal move has a cost that
+    the environment states; it raises nothing.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": [], "name": "agentrl"}  # noqa: RUF012 (PettingZoo's declaration)
+    render_mode: str | None = None
+
+    possible_agents: list[str]
+    """All agents, in the order of their seats."""
+    agents: list[str]
+    """Agents that are still in the episode."""
+    acting: tuple[str, ...] = ()
+    """Agents that act in the next step."""
+    roles: ClassVar[Mapping[str, str]] = {}
+    """Role of each agent, such as ``first``; an agent that is not listed has its name as role. Agents with one role are
+    alike: baselines and metrics are by role."""
+    players: ClassVar[Mapping[str, PlayerFactory]] = {"random": RandomPlayer}
+    """Scripted players by name."""
+    np_random: np.random.Generator
+    """The episode's generator, set by `reset`."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> MultiReset:
+        """Start an episode on ``options["task"]`` (without one, on `example_task`): set `agents`, `acting` and ``np_random``.
+
+        Here every agent acts first, and reads the task's prompt. Without ``seed`` the generator continues, as in Gymnasium.
+        """
+        if seed is not None or not hasattr(self, "np_random"):
+            self.np_random, _ = seeding.np_random(seed)
+        self.task = (options or {}).get("task") or self.example_task()
+        self.agents = list(self.possible_agents)
+        self.acting = tuple(self.agents)
+        return {agent: {"messages": self.task.prompt} for agent in self.agents}, {agent: {} for agent in self.agents}
+
+    def step(self, actions: dict[str, Message]) -> MultiStep:
+        """Take the assistant messages of the agents in `acting`; update `agents` and `acting`."""
+        raise NotImplementedError(f"{type(self).__name__} defines no step(actions)")
+
+    def forfeit(self, agent: str) -> dict[str, float]:
+        """Return the rewards, by agent, if ``agent`` must act and has no turns or tokens left; the episode is over then."""
+        return {}
+
+    def close(self) -> None:
+        """Release what the environment holds; by default nothing."""
+
+    def role_of(self, agent: str) -> str:
+        """Return the role of an agent."""
+        return self.roles.get(agent, agent)
+
+    def observation_space(self, agent: str) -> gymnasium.Space[Any]:
+        """Return the space of an agent's observations, the same object every time."""
+        return self._spaces[agent][0]
+
+    def action_space(self, agent: str) -> gymnasium.Space[Any]:
+        """Return the space of an agent's actions, the same object every time."""
+        return self._spaces[agent][1]
+
+    @cached_property
+    def _spaces(self) -> dict[str, tuple[gymnasium.Space[Any], gymnasium.Space[Any]]]:
+        return {
+            agent: (gymnasium.spaces.Dict({"messages": MessageSpace()}), ActionSpace())
+            for agent in self.possible_agents
+        }
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the JSON-able state of the episode; by default the agents and the random generator."""
+        random_state = json_state(self.np_random.bit_generator.state)
+        return {"np_random": random_state, "agents": list(self.agents), "acting": list(self.acting)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restore what `get_state` returned, after a `reset` on the same task."""
+        self.np_random.bit_generator.state = state["np_random"]
+        self.agents, self.acting = list(state["agents"]), tuple(state["acting"])
+
+
+def view_fault(view: object) -> str:
+    """Return what is wrong with an agent's observation and what it should be, in one line; empty if nothing is."""
+    if not isinstance(view, dict) or list(view) != ["messages"]:
+        return f'{view!r:.160}, which must be {{"messages": (…)}}'
+    messages = view["messages"]
+    if not isinstance(messages, tuple | Rewrite) or not MessageSpace().contains(messages):
+        return f"{view!r:.160}, whose messages must be a tuple of messages or a Rewrite"
+    return ""
+
+
+def multi_agent_fault(env: MultiAgentEnv, returned: object, form: str) -> str:
+    """Return what is wrong with what `reset` or `step` returned, in one line; empty if nothing is.
+
+    Args:
+        env: after the call.
+        returned: by the call.
+        form: `MULTI_RESET_FORM` or `MULTI_STEP_FORM`.
+    """
+    names = form.strip("()").split(", ")
+    if not isinstance(returned, tuple) or len(returned) != len(names):
+        return f"must return {form}, it returned {returned!r:.160}"
+    for name, by_agent in zip(names, returned, strict=True):
+        if not isinstance(by_agent, dict):
+            return f"must return {form}, each a dict by agent, but {name} is {by_agent!r:.160}"
+        missing = [agent for agent in env.agents if agent not in by_agent]
+        if missing:
+            return f"returned {name} without the agent {missing[0]!r}"
+    for agent, view in returned[0].items():
+        if fault := view_fault(view):
+            return f"returned for {agent!r} the observation {fault}"
+    for agent, info in returned[-1].items():
+        if not isinstance(info, dict):
+            return f"returned for {agent!r} the info {info!r:.160}, which must be a dict"
+    if not isinstance(env.acting, tuple) or not set(env.acting) <= set(env.agents):
+        return (
+            f"set acting to {env.acting!r:.160}, which must be a tuple of agents that are in the episode, {env.agents}"
+        )
+    if env.agents and not env.acting:
+        return "left no agent to act, although the episode is not over"
+    return ""

@@ -1,0 +1,141 @@
+"""Games whose players move one after the other."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from agentrl.core.errors import ConfigError
+from agentrl.core.multi_agent_env import MultiAgentEnv, MultiReset, MultiStep, View
+from agentrl.core.task import Task
+from agentrl.core.types import Info, Message, Rewrite
+
+
+class TurnGame(MultiAgentEnv):
+    """A game in which one player moves at a time. A subclass implements `deal`, `legal_moves`, `state_text` and `play`.
+
+    A turn is the text of a legal move, after ``</think>`` if there is reasoning; case, brackets and a full stop do not count.
+    An illegal move ends the game: it costs `worst_payoff` and ``illegal_cost``, and the other players get 0.
+
+    Args:
+        illegal_cost: of an illegal move, on top of the worst payoff.
+    """
+
+    worst_payoff: ClassVar[float] = -1.0
+    """The lowest payoff of a game with legal moves."""
+    remembers: ClassVar[bool] = False
+    """Whether a player reads the whole conversation. Otherwise `state_text` replaces it, so each turn is a row of its own."""
+    state_fields: ClassVar[tuple[str, ...]] = ()
+    """JSON-able attributes that `deal` and `play` set."""
+
+    def __init__(self, illegal_cost: float = 0.5) -> None:
+        """Make a game.
+
+        Raises:
+            ConfigError: the cost is negative.
+        """
+        if illegal_cost < 0:
+            raise ConfigError(f"env.options.illegal_cost={illegal_cost} must not be negative")
+        self.illegal_cost = illegal_cost
+        self._moves: dict[str, int] = {}
+
+    @abstractmethod
+    def deal(self) -> None:
+        """Set up a game, with ``self.np_random``."""
+
+    @abstractmethod
+    def legal_moves(self) -> list[str]:
+        """Return the moves of the player who moves next, in lower case."""
+
+    @abstractmethod
+    def state_text(self, agent: str) -> str:
+        """Return what ``agent`` reads before its move."""
+
+    @abstractmethod
+    def play(self, agent: str, move: str) -> Mapping[str, float] | None:
+        """Make a legal move. Return the payoff of each agent if the game is over, otherwise None."""
+
+    def next_to_move(self, agent: str) -> str:
+        """Return the player who moves after ``agent``: the next one in the order of seats."""
+        return self.possible_agents[(self.possible_agents.index(agent) + 1) % len(self.possible_agents)]
+
+    def read_move(self, text: str) -> str:
+        """Return the move in the text of a turn; it may be illegal."""
+        return text.rpartition("</think>")[2].strip().strip("[].").strip().lower()
+
+    @classmethod
+    def example_task(cls) -> Task:
+        """Return the first task of the split ``train``."""
+        return cls.tasks("train", 0)[0]
+
+    @classmethod
+    def tasks(cls, split: str, seed: int) -> list[Task]:
+        """Return 1000 tasks; the seed of an episode decides about its cards or values."""
+        name = cls.metadata["name"]
+        return [Task(f"{name}/{split}/{number}", ()) for number in range(1000)]
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> MultiReset:
+        """Deal; the first seat begins."""
+        super().reset(seed, options)
+        self._moves = dict.fromkeys(self.agents, 0)
+        self.acting = (self.possible_agents[0],)
+        self.deal()
+        return self._views(), self._infos()
+
+    def step(self, actions: dict[str, Message]) -> MultiStep:
+        """Make the move of the player whose turn it is."""
+        (agent,) = self.acting
+        said = actions.get(agent)
+        move = self.read_move(said.content) if said is not None else ""
+        legal = move in self.legal_moves()
+        self._moves[agent] += 1
+        payoffs = self.play(agent, move) if legal else {**dict.fromkeys(self.agents, 0.0), **self.forfeit(agent)}
+        players = list(self.agents)
+        if payoffs is None:
+            self.acting = (self.next_to_move(agent),)
+            still = dict.fromkeys(players, False)
+            return self._views(), dict.fromkeys(players, 0.0), still, dict(still), self._infos()
+        self.agents, self.acting = [], ()
+        infos: dict[str, Info] = {
+            one: {"metrics": self._metrics(one, payoffs, illegal=not legal and one == agent)} for one in players
+        }
+        views: dict[str, View] = {one: {"messages": ()} for one in players}
+        rewards = {one: float(payoffs[one]) for one in players}
+        return views, rewards, dict.fromkeys(players, True), dict.fromkeys(players, False), infos
+
+    def forfeit(self, agent: str) -> dict[str, float]:
+        """Return the reward of an illegal move."""
+        return {agent: self.worst_payoff - self.illegal_cost}
+
+    def _metrics(self, agent: str, payoffs: Mapping[str, float], *, illegal: bool) -> dict[str, float]:
+        best = max(payoffs[other] for other in payoffs if other != agent)
+        return {
+            "win": float(payoffs[agent] > best),
+            "draw": float(payoffs[agent] == best),
+            "loss": float(payoffs[agent] < best),
+            "illegal": float(illegal),
+            "moves": float(self._moves[agent]),
+        }
+
+    def _views(self) -> dict[str, View]:
+        views: dict[str, View] = {agent: {"messages": ()} for agent in self.agents}
+        (agent,) = self.acting
+        text = (Message("user", self.state_text(agent)),)
+        views[agent] = {"messages": text if self.remembers or not self._moves[agent] else Rewrite(text)}
+        return views
+
+    def _infos(self) -> dict[str, Info]:
+        return {agent: {"legal_moves": self.legal_moves()} if agent in self.acting else {} for agent in self.agents}
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the state of the game."""
+        game = {name: getattr(self, name) for name in self.state_fields}
+        return super().get_state() | {"moves": dict(self._moves), "game": game}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restore the state of the game."""
+        super().set_state(state)
+        self._moves = dict(state["moves"])
+        for name, value in state["game"].items():
+            setattr(self, name, value)

@@ -1,0 +1,228 @@
+"""Contract check of environments with several agents: PettingZoo's tests, and agentrl's additional rules."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from agentrl.core.aec_env import AecAdapter
+from agentrl.core.errors import AgentrlError
+from agentrl.core.imports import describe
+from agentrl.core.multi_agent_env import (
+    MULTI_RESET_FORM,
+    MULTI_STEP_FORM,
+    MultiAgentEnv,
+    MultiReset,
+    MultiStep,
+    multi_agent_fault,
+)
+from agentrl.core.registry import lacking_step
+from agentrl.core.task import Task
+from agentrl.core.types import Message
+from agentrl.testing.contract import (
+    ContractError,
+    called,
+    differences,
+    global_random_state,
+    require,
+    require_info,
+    require_json,
+)
+
+_EPISODES = 6
+_STEPS = 32
+_CYCLES = 20
+"""Of PettingZoo's tests."""
+_LEGAL = 0.8
+"""Share of moves that are legal, if an agent's info lists legal ones."""
+
+
+def check_multi_agent_env(env_factory: Callable[[], Any], *, task: Task | None = None) -> None:
+    """Check an environment of several agents against PettingZoo's contract and agentrl's. Takes about a second.
+
+    Short episodes are run with legal moves, as ``legal_moves`` in the ``info`` lists them, and with random texts.
+
+    - PettingZoo's ``parallel_api_test`` and ``parallel_seed_test`` pass, through `AecAdapter` also ``api_test`` and
+      ``seed_test``.
+    - Each agent in the episode gets an observation, a finite reward and a JSON-able ``info``; ``acting`` names some of them.
+    - Randomness comes from ``self.np_random`` alone: concurrent episodes replay what each returned alone.
+    - ``get_state`` is JSON-able, and ``set_state`` on a new environment replays the rest bit for bit.
+
+    Args:
+        env_factory: builds the environment; the class itself if it needs no arguments.
+        task: of the episodes; by default ``example_task``.
+
+    Raises:
+        ContractError: a rule is violated; the message has what the environment does and what it should, in one line.
+        ConfigError: the environment's options do not fit.
+    """
+    before = global_random_state()
+    env = called(f"{getattr(env_factory, '__name__', 'the environment')}'s constructor", env_factory)
+    require(isinstance(env, MultiAgentEnv), f"{type(env).__name__} must be a subclass of agentrl.MultiAgentEnv")
+    name = type(env).__name__
+    lacks = lacking_step(type(env))
+    require(not lacks, f"{name} defines no {lacks}")
+    agents = getattr(env, "possible_agents", None)
+    fits = isinstance(agents, list) and agents and all(isinstance(agent, str) and agent for agent in agents)
+    require(bool(fits), f"{name}.possible_agents must be a list of names, it is {agents!r:.160}")
+    require(
+        len(set(env.possible_agents)) == len(env.possible_agents), f"{name}.possible_agents has a name twice: {agents}"
+    )
+    task = task or called(f"{name}.example_task", env.example_task)
+    records = [_Record(env_factory, task, seed) for seed in range(_EPISODES)]
+    for record in records:
+        record.play()
+    running = [record.replay() for record in records]
+    while running:
+        running = [episode for episode in running if next(episode, StopIteration) is not StopIteration]
+    for record in records:
+        record.check_state()
+    _check_pettingzoo(env_factory, name)
+    require(before == global_random_state(), f"{name} draws from the global random generators; take self.np_random")
+
+
+def _check_pettingzoo(env_factory: Callable[[], MultiAgentEnv], name: str) -> None:
+    from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test, seed_test
+
+    def as_aec() -> AecAdapter:
+        return AecAdapter(env_factory())
+
+    tests: dict[str, Callable[[], object]] = {
+        "parallel_api_test": lambda: parallel_api_test(env_factory(), _CYCLES),
+        "parallel_seed_test": lambda: parallel_seed_test(env_factory, _CYCLES),
+        "api_test through AecAdapter": lambda: api_test(as_aec(), _CYCLES),
+        "seed_test through AecAdapter": lambda: seed_test(as_aec, _CYCLES),
+    }
+    for test, run in tests.items():
+        try:
+            with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that observations are no arrays
+                run()
+        except AgentrlError:
+            raise
+        except Exception as error:
+            raise ContractError(f"{name} fails PettingZoo's {test}: {describe(error)}") from error
+
+
+class _Record:
+    """One episode run alone: its actions, its steps, and the state before each step."""
+
+    def __init__(self, factory: Callable[[], MultiAgentEnv], task: Task, seed: int) -> None:
+        self.factory = factory
+        self.task = task
+        self.seed = seed
+        self.first: MultiReset | None = None
+        self.actions: list[dict[str, Message]] = []
+        self.steps: list[MultiStep] = []
+        self.states: list[str] = []
+
+    def start(self, seed: int) -> tuple[MultiAgentEnv, MultiReset]:
+        env = self.factory()
+        name = type(env).__name__
+        first = called(f"{name}.reset", lambda: env.reset(seed=seed, options={"task": self.task}))
+        fault = multi_agent_fault(env, first, MULTI_RESET_FORM)
+        require(not fault, f"{name}.reset {fault}")
+        return env, first
+
+    def step(self, env: MultiAgentEnv, actions: dict[str, Message]) -> MultiStep:
+        name = type(env).__name__
+        text = ", ".join(f"{agent}: {action.content!r:.60}" for agent, action in actions.items())
+        step = called(f"{name}.step", lambda: env.step(actions), f" for the actions {text}; it must take any")
+        fault = multi_agent_fault(env, step, MULTI_STEP_FORM)
+        require(not fault, f"{name}.step {fault}")
+        return step
+
+    def play(self) -> None:
+        """Run and check every step."""
+        rng = np.random.default_rng(self.seed)
+        env, self.first = self.start(self.seed)
+        name = type(env).__name__
+        infos = self.first[1]
+        self._check_infos(env, infos)
+        for _ in range(_STEPS):
+            if not env.agents:
+                break
+            self.states.append(self._state(env))
+            live = list(env.agents)
+            self.actions.append({agent: _action(env, agent, infos, rng) for agent in env.acting})
+            self.steps.append(self.step(env, self.actions[-1]))
+            _, rewards, terminations, truncations, infos = self.steps[-1]
+            require(set(env.agents) <= set(live), f"{name} brings agents back: {env.agents}, before {live}")
+            for agent in live:
+                reward = rewards.get(agent)
+                finite = isinstance(reward, float | int) and math.isfinite(reward)
+                require(finite, f"{name}.step must give {agent!r} a finite float as reward, it gave {reward!r}")
+                over = terminations.get(agent) or truncations.get(agent)
+                require(
+                    over is (agent not in env.agents),
+                    f"{name}.agents must hold {agent!r} until it is terminated or truncated, as bool, and no longer",
+                )
+            self._check_infos(env, infos)
+        called(f"{name}.close", env.close)
+
+    def _check_infos(self, env: MultiAgentEnv, infos: dict[str, Any]) -> None:
+        name = type(env).__name__
+        for agent, info in infos.items():
+            require_info(info, f"{name}, {agent}")
+            moves = info.get("legal_moves", [])
+            fits = isinstance(moves, list) and all(isinstance(move, str) for move in moves)
+            require(fits, f"{name}, {agent}: info['legal_moves'] must be a list of texts, it is {moves!r:.160}")
+
+    def _state(self, env: MultiAgentEnv) -> str:
+        name = type(env).__name__
+        state = called(f"{name}.get_state", env.get_state)
+        require_json(state, f"{name}.get_state")
+        text = json.dumps(state)
+        require(json.loads(text) == state, f"{name}.get_state changes when it goes through JSON: {state!r}")
+        return text
+
+    def replay(self) -> Iterator[None]:
+        """Run the same actions again, one step at a time."""
+        env, first = self.start(self.seed)
+        self._require_same("reset", self.first, first)
+        for index, actions in enumerate(self.actions):
+            yield
+            self._require_same(f"step {index}", self.steps[index], self.step(env, actions))
+        env.close()
+
+    def check_state(self) -> None:
+        """Continue from every state in a new environment with another seed."""
+        for cut, state in enumerate(self.states):
+            env, _ = self.start(self.seed + 1000)
+            name = type(env).__name__
+            called(f"{name}.set_state", partial(env.set_state, json.loads(state)))
+            same = json.loads(self._state(env)) == json.loads(state)
+            require(same, f"{name}.set_state does not bring back the state of step {cut}")
+            for index in range(cut, len(self.actions)):
+                again = self.step(env, self.actions[index])
+                require(
+                    self.steps[index] == again,
+                    f"{name}.get_state leaves out something that step depends on: with the state of step {cut}, "
+                    f"step {index} differs: {differences(self.steps[index], again)}",
+                )
+            env.close()
+
+    def _require_same(self, where: str, expected: Any, got: Any) -> None:
+        require(
+            expected == got,
+            f"an episode does not replay with seed {self.seed}: all randomness must come from self.np_random, and nothing be "
+            f"shared between environments; {where} differs: {differences(expected, got)}",
+        )
+
+
+def _action(env: MultiAgentEnv, agent: str, infos: dict[str, Any], rng: np.random.Generator) -> Message:
+    """Return a legal move or a random text."""
+    moves = infos[agent].get("legal_moves", [])
+    if moves and rng.random() < _LEGAL:
+        return Message("assistant", moves[int(rng.integers(len(moves)))])
+    env.action_space(agent).seed(int(rng.integers(2**31)))
+    said: Message = env.action_space(agent).sample()
+    return said

@@ -1,0 +1,66 @@
+"""Kuhn poker (Kuhn 1950): three cards, an ante of 1, one bet of 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from agentrl import RandomPlayer, TurnGame
+from agentrl.core.player import PlayerFactory
+
+from .players import NashPlayer
+
+CARDS = "JQK"
+"""From low to high."""
+
+
+def moves_after(history: Sequence[str]) -> list[str]:
+    """Return the legal moves after the moves of ``history``."""
+    return ["fold", "call"] if history and history[-1] == "bet" else ["check", "bet"]
+
+
+def state_text(card: str, history: Sequence[str]) -> str:
+    """Return what a player reads: its card and the moves so far, from which everything else follows."""
+    first, second = moves_after(history)
+    return f"Kuhn poker. Your card: {card}. Moves: {' '.join(history) or 'none'}. Answer {first} or {second}."
+
+
+class KuhnPokerEnv(TurnGame):
+    """Kuhn poker: the payoff is what a player wins or loses, 1 or 2 chips."""
+
+    metadata: dict[str, Any] = {"render_modes": [], "name": "kuhn_poker"}  # noqa: RUF012
+    possible_agents: list[str] = ["player_0", "player_1"]  # noqa: RUF012
+    roles: ClassVar[Mapping[str, str]] = {"player_0": "first", "player_1": "second"}
+    players: ClassVar[Mapping[str, PlayerFactory]] = {"random": RandomPlayer, "nash": NashPlayer}
+    worst_payoff: ClassVar[float] = -2.0
+    state_fields: ClassVar[tuple[str, ...]] = ("cards", "history")
+    cards: dict[str, str]
+    """Card of each agent: J, Q or K."""
+    history: list[str]
+    """Moves so far."""
+
+    def deal(self) -> None:
+        """Deal a card to each player."""
+        dealt = self.np_random.permutation(list(CARDS))
+        self.cards = {agent: str(card) for agent, card in zip(self.agents, dealt, strict=False)}
+        self.history = []
+
+    def legal_moves(self) -> list[str]:
+        """Return ``check`` and ``bet``, or after a bet ``fold`` and ``call``."""
+        return moves_after(self.history)
+
+    def state_text(self, agent: str) -> str:
+        """Return the player's card and the moves so far."""
+        return state_text(self.cards[agent], self.history)
+
+    def play(self, agent: str, move: str) -> Mapping[str, float] | None:
+        """Make a move; at a showdown the higher card wins."""
+        self.history = [*self.history, move]
+        opponent = self.next_to_move(agent)
+        if move == "fold":
+            return {agent: -1.0, opponent: 1.0}
+        if move != "call" and self.history != ["check", "check"]:
+            return None
+        stake = 2.0 if move == "call" else 1.0
+        wins = CARDS.index(self.cards[agent]) > CARDS.index(self.cards[opponent])
+        return {agent: stake if wins else -stake, opponent: -stake if wins else stake}
