@@ -10,7 +10,7 @@ PAGE = REPOSITORY / "docs" / "architecture.md"
 BEGIN, END = "<!-- packages: written by `make docs` -->", "<!-- end of packages -->"
 
 BOTTOM_TO_TOP = """
-    core config batch distributed obs models render rewards algo data audit episode sandbox learner inference toolserver
+    core config batch distributed obs models render rewards algo data audit selfplay episode sandbox learner inference toolserver
     weight_sync cluster testing project_template runtime planner evaluation sft bench train cli
 """
 LAYERS = tuple((package,) for package in BOTTOM_TO_TOP.split())

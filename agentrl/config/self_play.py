@@ -1,0 +1,74 @@
+"""The ``self_play`` section: who plays against the policy, past snapshots of it, and when play has collapsed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+
+from agentrl.config.base import Section
+
+MIRROR, PAST, FIXED = "mirror", "past", "fixed:"
+"""Classes of opponents: the policy itself, a snapshot of it, and a scripted player of the environment by name."""
+
+
+class PoolConfig(Section):
+    """Snapshots of the policy that play against it."""
+
+    snapshot_every: PositiveInt = 20
+    """Steps between snapshots; the first is the policy that the run starts with."""
+    keep: PositiveInt = 10
+    """Snapshots to keep: the first, the newest, the one with the best rating, and others spread over the run."""
+    choose: Literal["latest", "uniform", "recent", "pfsp"] = "uniform"
+    """Which one plays: the ``latest``; each with the same probability; newer ones more often (``recent``); or prioritised
+    fictitious self-play (``pfsp``): those more often that the policy wins less against."""
+    recency: float = Field(default=0.8, gt=0, le=1)
+    """With ``recent``, the weight of a snapshot is this times that of the next newer one."""
+    pfsp_power: PositiveFloat = 2.0
+    """With ``pfsp``, the weight of a snapshot is ``(1 - score) ** pfsp_power``, with the policy's mean score against it."""
+    score_decay: float = Field(default=0.95, gt=0, le=1)
+    """Factor of the weight of earlier games in that mean, each step."""
+
+
+class AlarmConfig(Section):
+    """When a warning is printed that self-play has collapsed; ``null`` switches a condition off."""
+
+    steps: PositiveInt = 5
+    """A condition holds in so many steps one after the other."""
+    asymmetry: PositiveFloat | None = 0.9
+    """Mirror play: one role scores so much more than another; 1 is a win and 0 a loss."""
+    reward: PositiveFloat | None = 0.95
+    """Mirror play: the mean reward of a role is at least this, or at most minus this."""
+    length_share: float | None = Field(default=0.2, gt=0, lt=1)
+    """The mean number of sampled tokens of an agent is below this share of what it was in the first step."""
+
+
+class SelfPlayConfig(Section):
+    """Self-play in environments of several agents. docs/self_play.md."""
+
+    mix: dict[str, float] = Field(default_factory=lambda: {MIRROR: 0.5, PAST: 0.5})
+    """Share of the tasks by class of opponents: ``mirror`` (the policy), ``past`` (a snapshot), ``fixed:NAME`` (a scripted
+    player of the environment). Mirror play alone is known to collapse."""
+    swap_seats: bool = True
+    """Against ``past`` and ``fixed`` opponents, the policy sits in each seat in turn among the episodes of a task; ``false``
+    keeps it in the first."""
+    pool: PoolConfig = Field(default_factory=PoolConfig)
+    """Snapshots of the policy that play against it."""
+    alarm: AlarmConfig = Field(default_factory=AlarmConfig)
+    """When a warning is printed that self-play has collapsed."""
+
+    @field_validator("mix")
+    @classmethod
+    def _classes(cls, mix: dict[str, float]) -> dict[str, float]:
+        for name, share in mix.items():
+            if name == FIXED:
+                raise ValueError(f"{name!r} names no player; write {FIXED}NAME")
+            if name not in (MIRROR, PAST) and not name.startswith(FIXED):
+                raise ValueError(f"{name!r} is no class of opponents: {MIRROR}, {PAST} or {FIXED}NAME")
+            if not 0 < share < float("inf"):
+                raise ValueError(
+                    f"{name!r} has the share {share:g}; shares are above 0, and count relative to their sum"
+                )
+        if not mix:
+            raise ValueError(f"no class of opponents; give {MIRROR}, {PAST} or {FIXED}NAME a share")
+        return mix

@@ -1,0 +1,1 @@
+"""Self-play: opponents, ratings, results by seat, a collapse alarm, exploitability."""

@@ -1,0 +1,125 @@
+"""Exact best responses and exploitability in small games of two players, by a walk over the whole game tree."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+S = TypeVar("S", bound=Hashable)
+CHANCE = -1
+"""The player of a state in which a random event follows."""
+Strategy = Mapping[Hashable, Mapping[str, float]]
+"""By information set: the probability of each action."""
+
+
+class GameTree(Protocol[S]):
+    """A game with perfect recall. What follows a state depends on the state alone."""
+
+    def root(self) -> S:
+        """Return the first state."""
+        ...
+
+    def player(self, state: S) -> int | None:
+        """Return who moves: 0, 1 or `CHANCE`; None if the game is over."""
+        ...
+
+    def chances(self, state: S) -> Mapping[str, float]:
+        """Return the probability of each random event."""
+        ...
+
+    def actions(self, state: S) -> Sequence[str]:
+        """Return the legal actions."""
+        ...
+
+    def child(self, state: S, action: str) -> S:
+        """Return the state after an action or a random event."""
+        ...
+
+    def information_set(self, state: S) -> Hashable:
+        """Return what the player who moves knows: equal for states that this player cannot tell apart."""
+        ...
+
+    def payoff(self, state: S, player: int) -> float:
+        """Return a player's payoff at the end."""
+        ...
+
+
+def expected_payoff(game: GameTree[S], strategies: Sequence[Strategy], player: int) -> float:
+    """Return the payoff of ``player`` if both follow their strategies, by seat."""
+    known: dict[S, float] = {}
+
+    def value(state: S) -> float:
+        if state not in known:
+            mover = game.player(state)
+            if mover is None:
+                known[state] = game.payoff(state, player)
+            else:
+                chances = game.chances(state) if mover == CHANCE else _chances(game, state, strategies[mover])
+                known[state] = sum(p * value(game.child(state, one)) for one, p in chances.items() if p)
+        return known[state]
+
+    return value(game.root())
+
+
+def best_response_payoff(game: GameTree[S], opponent: Strategy, player: int) -> float:
+    """Return what ``player`` gets with a best response to the opponent's strategy.
+
+    States that the player cannot tell apart are walked together, with the probability with which chance and the opponent
+    reach each: at every information set the player takes the action that is best for all of them.
+    """
+    known: dict[S, float] = {}
+
+    def value(states: list[tuple[float, S]]) -> float:
+        """Return the sum of payoffs, weighted by the probabilities of the states."""
+        if len(states) > 1:
+            return walk(states)
+        weight, state = states[0]  # what follows depends on the state alone
+        if state not in known:
+            known[state] = walk([(1.0, state)])
+        return weight * known[state]
+
+    def walk(states: list[tuple[float, S]]) -> float:
+        total, left = 0.0, list(states)
+        mine: dict[Hashable, list[tuple[float, S]]] = {}
+        while left:
+            weight, state = left.pop()
+            mover = game.player(state)
+            if mover is None:
+                total += weight * game.payoff(state, player)
+            elif mover == player:
+                mine.setdefault(game.information_set(state), []).append((weight, state))
+            else:
+                chances = game.chances(state) if mover == CHANCE else _chances(game, state, opponent)
+                left += [(weight * p, game.child(state, one)) for one, p in chances.items() if p]
+        for some in mine.values():
+            actions = game.actions(some[0][1])
+            total += max(value([(weight, game.child(state, action)) for weight, state in some]) for action in actions)
+        return total
+
+    return value([(1.0, game.root())])
+
+
+def exploitability(game: GameTree[S], strategies: Sequence[Strategy]) -> float:
+    """Return ``NashConv / 2``: what a player gains in the mean over both seats by a best response to the other's strategy.
+
+    0 is a Nash equilibrium. Source: Lanctot et al., arXiv:1711.00832, section 4.
+    """
+    gains = [
+        best_response_payoff(game, strategies[1 - player], player) - expected_payoff(game, strategies, player)
+        for player in (0, 1)
+    ]
+    return sum(gains) / 2
+
+
+def _chances(game: GameTree[S], state: S, strategy: Strategy) -> Mapping[str, float]:
+    """Return the probabilities of the actions that a strategy takes in a state.
+
+    Raises:
+        ValueError: the strategy lacks the information set, or its probabilities of the legal actions do not sum up to 1.
+
+    """
+    found, where = strategy.get(game.information_set(state)), game.information_set(state)
+    legal = game.actions(state)
+    if found is None or set(found) - set(legal) or abs(sum(found.values()) - 1) > 1e-6 or min(found.values()) < 0:
+        raise ValueError(f"the strategy has {found!r} at {where!r}, where the legal actions are {', '.join(legal)}")
+    return found

@@ -1,0 +1,77 @@
+"""A warning when self-play has collapsed: one role always wins, or agents say nothing any more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.config.self_play import AlarmConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlay:
+    """What is known of the play of a step."""
+
+    scores: Mapping[str, float]
+    """Mean score of each role in mirror play, 1 for a win and 0.5 for a draw; empty without mirror play."""
+    rewards: Mapping[str, float]
+    """Mean reward of each role in mirror play."""
+    tokens: float
+    """Mean number of sampled tokens of an agent in an episode."""
+
+
+@dataclass(slots=True)
+class CollapseAlarm:
+    """Counts for how many steps each condition of ``self_play.alarm`` has held."""
+
+    config: AlarmConfig
+    first_tokens: float | None = None
+    """Sampled tokens in the first step."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """By key of the condition."""
+
+    def update(self, play: StepPlay) -> list[str]:
+        """Record a step and return a warning for each condition that has now held for ``steps`` steps."""
+        if self.first_tokens is None:
+            self.first_tokens = play.tokens
+        held = self._held(play)
+        self.counts = {key: self.counts.get(key, 0) + 1 for key in held}
+        return [
+            f"{text} for {self.config.steps} steps (self_play.alarm.{key}): self-play has collapsed; go back to a checkpoint "
+            "before it with more past and fixed opponents in self_play.mix, a KL term (algo.kl_coef) or algo.advantage.name=rae"
+            for key, text in held.items()
+            if self.counts[key] == self.config.steps
+        ]
+
+    def _held(self, play: StepPlay) -> dict[str, str]:
+        """Return the conditions that hold in a step, in words."""
+        config, found = self.config, {}
+        if config.asymmetry is not None and len(play.scores) > 1:
+            ranked = sorted(play.scores, key=lambda role: (play.scores[role], role))
+            low, high = ranked[0], ranked[-1]
+            if play.scores[high] - play.scores[low] >= config.asymmetry:
+                found["asymmetry"] = (
+                    f"in mirror play {high} scored {play.scores[high]:.2f} and {low} {play.scores[low]:.2f}"
+                )
+        if config.reward is not None and play.rewards:
+            role = max(play.rewards, key=lambda one: (abs(play.rewards[one]), one))
+            if abs(play.rewards[role]) >= config.reward:
+                found["reward"] = f"in mirror play the mean reward of {role} was {play.rewards[role]:.2f}"
+        if (
+            config.length_share is not None
+            and self.first_tokens
+            and play.tokens < config.length_share * self.first_tokens
+        ):
+            found["length_share"] = (
+                f"agents sampled {play.tokens:.1f} tokens an episode, in the first step {self.first_tokens:.1f}"
+            )
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Return the state, JSON-able."""
+        return {"first_tokens": self.first_tokens, "counts": dict(self.counts)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`."""
+        self.first_tokens, self.counts = state["first_tokens"], dict(state["counts"])

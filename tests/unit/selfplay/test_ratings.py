@@ -1,0 +1,69 @@
+"""Ratings recover known strengths, and are the same after a checkpoint."""
+
+import json
+
+import numpy as np
+import pytest
+
+from agentrl.selfplay.games import POLICY, Game
+from agentrl.selfplay.ratings import START_SIGMA, Rating, Ratings
+
+STRENGTHS = {"step_000000": -1.5, "step_000020": -0.5, "step_000040": 0.2, "step_000060": 0.9, "fixed:perfect": 1.8}
+
+
+def games(count, seed, strengths=STRENGTHS):
+    """Games of random pairs; the first wins with the probability of Bradley and Terry, and a fifth are draws."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for number in range(count):
+        first, second = rng.permutation(list(strengths))[:2].tolist()
+        wins = rng.random() < 1 / (1 + np.exp(strengths[second] - strengths[first]))
+        rewards = (0.0, 0.0) if rng.random() < 0.2 else (1.0, -1.0) if wins else (-1.0, 1.0)
+        found.append(Game(f"{number:05d}", (first, second), rewards))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ratings_recover_the_order_of_known_strengths(seed):
+    ratings = Ratings()
+    ratings.update(games(800, seed))
+    assert ratings.ranking() == sorted(STRENGTHS, key=STRENGTHS.get, reverse=True)
+    assert all(one.sigma < START_SIGMA / 3 for one in ratings.table.values())
+    assert all(one.low < one.mu for one in ratings.table.values())
+
+
+def test_the_order_in_which_games_end_changes_nothing():
+    some = games(60, 1)
+    first, second = Ratings(), Ratings()
+    first.update(some)
+    second.update(np.random.default_rng(0).permutation(np.array(some, object)).tolist())
+    assert first == second
+
+
+def test_more_games_are_less_uncertainty_and_a_changed_player_is_more_uncertain():
+    ratings = Ratings()
+    ratings.update(games(20, 0))
+    before = ratings.of("step_000040").sigma
+    ratings.update(games(20, 1))
+    after = ratings.of("step_000040")
+    assert after.sigma < before
+    ratings.update([], changing={"step_000040": 1.0})
+    assert ratings.of("step_000040") == Rating(after.mu, (after.sigma**2 + 1) ** 0.5)
+    ratings.update([], changing={"step_000040": 100.0})
+    assert ratings.of("step_000040").sigma == START_SIGMA, "never more than of an unknown player"
+
+
+def test_mirror_games_say_nothing_and_a_copy_has_the_rating():
+    ratings = Ratings()
+    ratings.update([Game("a", (POLICY, POLICY), (1.0, -1.0))])
+    assert ratings.table == {}
+    ratings.update([Game("a", (POLICY, "fixed:random"), (1.0, -1.0))])
+    ratings.copy(POLICY, "step_000020")
+    assert ratings.of("step_000020") == ratings.of(POLICY)
+    assert ratings.of(POLICY).mu > Rating().mu > ratings.of("fixed:random").mu
+
+
+def test_a_checkpoint_has_the_same_ratings():
+    ratings = Ratings()
+    ratings.update(games(50, 3))
+    assert Ratings.from_state(json.loads(json.dumps(ratings.state()))) == ratings
