@@ -81,7 +81,8 @@ def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], N
     backend = make_backend(config.learner)
     device = resolve_device(config.learner)
     with tempfile.TemporaryDirectory() as folder:
-        tell(f"writing a random model of {shape.parameters / 1e9:.2f}B parameters")
+        of_token = f", {shape.active_parameters / 1e9:.2f}B of a token" if shape.num_experts else ""
+        tell(f"writing a random model of {shape.parameters / 1e9:.2f}B parameters{of_token}")
         model = Path(folder) / "model"
         write_random_model(model, shape, weights=True, device=device)
         backend.check(config.algo, [model])
@@ -118,13 +119,13 @@ def packed_batch(config: Config, rows: Sequence[Row], *, share_prefixes: bool) -
 
 
 def training_flops(shape: Shape, rows: Sequence[Row]) -> float:
-    """Return the floating-point operations of a step: 6 a parameter and token, the head's only at trained tokens, and causal
-    attention. Tokens that rows begin with count in every row.
+    """Return the floating-point operations of a step: 6 a parameter and token, the head's only at trained tokens, those of a
+    token's experts only, and causal attention. Tokens that rows begin with count in every row.
     """
     tokens = sum(len(row.token_ids) for row in rows)
     trained = sum(int(row.mask.sum()) for row in rows)
     head = shape.vocab_size * shape.hidden_size
-    body = shape.parameters - head * (1 if shape.tie_word_embeddings else 2)
+    body = shape.active_parameters - head * (1 if shape.tie_word_embeddings else 2)
     pairs = sum(len(row.token_ids) ** 2 / 2 for row in rows)
     attention = 12 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * pairs
     return 6.0 * (body * tokens + head * trained) + attention

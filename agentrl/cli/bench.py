@@ -53,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     learner = actions.add_parser(
         "learner", help="tokens/s and memory of optimizer steps, against other loops on the same model and rows"
     )
-    learner.add_argument("--size", default="tiny", help="of the random model: tiny, 0.6b, 4b or 8b")
+    learner.add_argument(
+        "--size", default="tiny", help="of the random model: tiny, tiny-moe, 0.6b, 4b, 8b or 30b-a3b-12"
+    )
     learner.add_argument("--rows", type=int, default=48, help="rows of a step")
     learner.add_argument(
         "--workload", default="lognormal", help="lognormal, groups (with a common prompt) or forks (of episodes)"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from agentrl.core.file_modes import give_default_mode
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a Qwen3 model, with the field names of its ``config.json``."""
+    """Sizes of a Qwen3 model, of one with experts if it has any, with the field names of its ``config.json``."""
 
     hidden_size: int
     intermediate_size: int
@@ -24,12 +26,24 @@ class Shape:
     head_dim: int
     vocab_size: int
     tie_word_embeddings: bool
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
 
     @property
     def parameters(self) -> int:
         """Number of parameters; tied ones are counted once."""
+        return self._parameters(self.num_experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters that a token is multiplied with."""
+        return self._parameters(self.num_experts_per_tok)
+
+    def _parameters(self, experts: int) -> int:
         heads = self.head_dim * (2 * self.num_attention_heads + 2 * self.num_key_value_heads)
-        layer = self.hidden_size * (heads + 3 * self.intermediate_size + 2) + 2 * self.head_dim
+        products = 3 * experts * self.moe_intermediate_size if self.num_experts else 3 * self.intermediate_size
+        layer = self.hidden_size * (heads + products + self.num_experts + 2) + 2 * self.head_dim
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_hidden_layers * layer + self.hidden_size
 
@@ -39,8 +53,10 @@ SHAPES = {
     "0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151936, True),
     "4b": Shape(2560, 9728, 36, 32, 8, 128, 151936, True),
     "8b": Shape(4096, 12288, 36, 32, 8, 128, 151936, False),
+    "tiny-moe": Shape(64, 192, 2, 2, 1, 32, 2048, True, 8, 2, 32),
+    "30b-a3b-12": Shape(2048, 6144, 12, 32, 4, 128, 151936, False, 128, 8, 768),
 }
-"""Shapes by name; but for tiny they are those of Qwen3."""
+"""Shapes by name; but for the tiny ones they are those of Qwen3. The last has 12 layers of 48, 8.1B parameters."""
 
 
 def find_model_shape(size: str) -> Shape:
@@ -57,11 +73,15 @@ def find_model_shape(size: str) -> Shape:
 
 def model_config(shape: Shape) -> Any:
     """Return the configuration in transformers of a model of this shape."""
-    from transformers import Qwen3Config
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
-    return Qwen3Config(
-        **asdict(shape), architectures=["Qwen3ForCausalLM"], dtype="bfloat16", max_position_embeddings=40960
-    )
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_position_embeddings": 40960}
+    if shape.num_experts:
+        return Qwen3MoeConfig(
+            **asdict(shape), architectures=["Qwen3MoeForCausalLM"], norm_topk_prob=True, mlp_only_layers=[], **options
+        )
+    fields = {name: value for name, value in asdict(shape).items() if "expert" not in name and "moe" not in name}
+    return Qwen3Config(**fields, architectures=["Qwen3ForCausalLM"], **options)
 
 
 def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
@@ -71,7 +91,19 @@ def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
     from_config: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        return {name: tuple(data.shape) for name, data in from_config(model_config(shape)).named_parameters()}
+        held = {name: tuple(data.shape) for name, data in from_config(model_config(shape)).named_parameters()}
+    return dict(pair for name, sizes in held.items() for pair in _in_files(name, sizes))
+
+
+def _in_files(name: str, sizes: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Iterate over the weights in files that are one parameter in transformers: those of experts are stacked there."""
+    layer, experts, projection = name.partition(".experts.")
+    if not experts:
+        yield name, sizes
+        return
+    names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+    for expert, each in product(range(sizes[0]), names):
+        yield f"{layer}{experts}{expert}.{each}.weight", (sizes[1] // len(names), *sizes[2:])
 
 
 def write_random_model(

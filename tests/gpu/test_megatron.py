@@ -60,3 +60,50 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str, dtype: torc
     else:
         # A rounded router may choose another expert, which changes all logits of the token.
         assert error.amax(-1).quantile(0.7) < 0.25
+
+
+def test_grouped_experts_are_those_of_a_loop() -> None:
+    """In bfloat16, with an expert that has no token: products, gradients of tokens and of weights."""
+    import torch.nn.functional as F
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from agentrl.learner.megatron.experts import GroupedExperts
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=256,
+        num_attention_heads=4,
+        num_moe_experts=8,
+        moe_ffn_hidden_size=96,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        add_bias_linear=False,
+        bias_activation_fusion=True,
+    )
+    generator = torch.Generator(GPU).manual_seed(0)
+    experts = GroupedExperts(8, config, get_default_pg_collection())
+    for weight in experts.parameters():
+        weight.data.normal_(0, 0.05, generator=generator)
+    counts = [40, 1, 0, 300, 7, 64, 129, 33]
+    rows = torch.randn(sum(counts), 256, device=GPU, generator=generator)
+    weights = torch.rand(sum(counts), device=GPU, generator=generator)
+    gradient = torch.randn(sum(counts), 256, device=GPU, generator=generator)
+    given = rows.bfloat16().requires_grad_()
+    result, _ = experts(given, torch.tensor(counts, device=GPU), weights)
+    result.backward(gradient.bfloat16())
+    both, down = (
+        linear.weight.detach().float().requires_grad_() for linear in (experts.linear_fc1, experts.linear_fc2)
+    )
+    exact = given.detach().float().requires_grad_()
+    parts = []
+    for expert, (part, scale) in enumerate(zip(exact.split(counts), weights.split(counts), strict=True)):
+        gate, up = (part @ both[expert].t()).chunk(2, dim=-1)
+        parts.append(F.silu(gate) * up * scale[:, None] @ down[expert].t())
+    expected = torch.cat(parts)
+    expected.backward(gradient.bfloat16().float())
+    fc1, fc2 = experts.linear_fc1.weight.grad, experts.linear_fc2.weight.grad
+    for found, wanted in ((result, expected), (given.grad, exact.grad), (fc1, both.grad), (fc2, down.grad)):
+        assert (found.float() - wanted).norm() < 0.01 * wanted.norm()

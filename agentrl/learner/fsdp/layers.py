@@ -59,6 +59,7 @@ def _kept() -> set[Any]:
     kept = {
         aten.mm.default,
         aten.addmm.default,
+        aten._grouped_mm.default,
         aten._scaled_mm.default,
         torch.ops.higher_order.flex_attention,
         aten._flash_attention_forward.default,

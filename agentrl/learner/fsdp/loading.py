@@ -21,6 +21,7 @@ from agentrl.core.errors import ConfigError, ModelError
 from agentrl.learner.attention import IMPLEMENTATION, packed_rows
 from agentrl.learner.context_parallel import Context, join_context
 from agentrl.learner.device import compiles, recomputed, resolve_device, uses_bfloat16
+from agentrl.learner.fsdp.experts import use_grouped_products
 from agentrl.learner.fsdp.layers import prepare_layers
 from agentrl.learner.fsdp.lora import add_adapters, fill_adapters
 from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
@@ -114,6 +115,7 @@ def _load(
     if config.lora is not None:
         add_adapters(model.hf, config.lora)
     _freeze(model.hf, config)
+    use_grouped_products(model.hf)
     model.hf.train()
     _disable_dropout(model.hf)
     model.autocast, model.compiled = uses_bfloat16(config), compiles(config)

@@ -32,8 +32,12 @@ class Part(NamedTuple):
     tensor: HfTensor
     there: tuple[slice, ...]
     """In the Hugging Face tensor."""
-    here: slice
-    """Rows of the rank's weight."""
+    here: tuple[int | slice, ...]
+    """Rows of the rank's weight, of stacked weights after the expert's index."""
+
+    def of_expert(self, index: int) -> Part:
+        """Return the part in stacked weights of experts."""
+        return self._replace(here=(index, *self.here))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class Weight:
                 there = (slice(start, stop), *map(slice, tensor.shape[1:]))
                 if self.split == "columns":
                     there = (there[0], _range(tensor.shape[1], rank, size))
-                yield Part(tensor, there, slice(begin, begin + stop - start))
+                yield Part(tensor, there, (slice(begin, begin + stop - start),))
                 begin += stop - start
 
 

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,6 +22,8 @@ from agentrl.core.errors import ModelError
 from agentrl.learner.attention import DividedRows, packed_rows
 from agentrl.learner.context_parallel import Context
 from agentrl.learner.device import to_device
+from agentrl.learner.megatron.dispatch import PairDispatcher
+from agentrl.learner.megatron.experts import GroupedExperts
 from agentrl.learner.megatron.families.base import Family, head_size
 from agentrl.learner.megatron.families.registry import read_family
 from agentrl.learner.megatron.fixes import mend
@@ -105,6 +108,8 @@ def build_model(
         for module in chunk.modules():
             if hasattr(module, "rotary_pos_emb"):
                 module.rotary_pos_emb = rotary
+            if isinstance(module, MoELayer) and _sends_pairs(config):
+                module.token_dispatcher = PairDispatcher(config, module.local_expert_indices)
         if values and chunk.post_process:
             chunk.output_layer = ValueHead(config)
         chunks.append(chunk.to(device))
@@ -160,6 +165,15 @@ def has_experts(config: TransformerConfig, layer: int) -> bool:
     return config.num_moe_experts is not None and bool(config.moe_layer_freq[layer])
 
 
+def _sends_pairs(config: TransformerConfig) -> bool:
+    """Return whether all pairs of a token and an expert are exchanged, by all-to-all; options can change that."""
+    return (
+        config.moe_token_dispatcher_type == "alltoall"
+        and config.moe_expert_capacity_factor is None
+        and not config.moe_shared_expert_overlap
+    )
+
+
 def _layer(config: TransformerConfig, family: Family, experts: bool) -> ModuleSpec:
     """Return the specification of a layer. With Transformer Engine it would be another."""
     spec = get_gpt_layer_local_spec(
@@ -169,6 +183,8 @@ def _layer(config: TransformerConfig, family: Family, experts: bool) -> ModuleSp
         normalization="RMSNorm",
     )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    if experts:
+        layer.mlp.submodules.experts = GroupedExperts
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = PackedAttention
     if config.multi_latent_attention:

@@ -175,11 +175,12 @@ def _held(model: MegatronModel, chunk: Any) -> Iterator[Held]:
         number, prefix = layer.layer_number - 1, f"decoder.layers.{index}."
         yield from (take(weight, prefix) for weight in model.family.layer(model.hf, number))
         if has_experts(model.config, number):
-            yield from _held_experts(model, number, f"{prefix}mlp.experts.local_experts.", named)
+            yield from _held_experts(model, number, f"{prefix}mlp.experts.", named)
     assert not named, f"no mapping has {', '.join(named)}"
 
 
 def _held_experts(model: MegatronModel, layer: int, prefix: str, named: dict[str, torch.Tensor]) -> Iterator[Held]:
+    """Iterate over the stacked weights of this rank's experts."""
     assert model.family.expert is not None
     rank, size = (
         parallel_state.get_expert_tensor_parallel_rank(),
@@ -187,11 +188,12 @@ def _held_experts(model: MegatronModel, layer: int, prefix: str, named: dict[str
     )
     count = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
     first = parallel_state.get_expert_model_parallel_rank() * count
-    for index in range(count):
-        for weight in model.family.expert(model.hf, layer, first + index):
-            tensor = named.pop(f"{prefix}{index}.{weight.name}")
-            tensor.tensor_model_parallel = True  # type: ignore[attr-defined]
-            yield Held(tensor, tuple(weight.parts(rank, size)), given=True)
+    experts = [model.family.expert(model.hf, layer, first + index) for index in range(count)]
+    for weights in zip(*experts, strict=True):
+        tensor = named.pop(prefix + weights[0].name)
+        tensor.tensor_model_parallel = True  # type: ignore[attr-defined]
+        parts = (part.of_expert(index) for index, weight in enumerate(weights) for part in weight.parts(rank, size))
+        yield Held(tensor, tuple(parts), given=True)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Random models: the size they say they have, and a tokenizer for every id."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from agentrl.models.resolve import resolve_model
 UNTIED = Shape(32, 48, 1, 4, 2, 16, 1600, False)
 
 
-@pytest.mark.parametrize("shape", [SHAPES["tiny"], UNTIED])
+@pytest.mark.parametrize("shape", [SHAPES["tiny"], SHAPES["tiny-moe"], UNTIED])
 def test_the_model_is_of_its_shape(tmp_path: Path, shape: Shape) -> None:
     write_random_model(tmp_path / "m", shape, weights=True)
     model = load_model(tmp_path / "m")
@@ -24,6 +25,8 @@ def test_the_model_is_of_its_shape(tmp_path: Path, shape: Shape) -> None:
 def test_sizes_are_what_their_names_say() -> None:
     assert SHAPES["0.6b"].parameters == 596_049_920
     assert SHAPES["8b"].parameters == 8_190_735_360
+    whole = replace(SHAPES["30b-a3b-12"], num_hidden_layers=48)
+    assert (whole.parameters, whole.active_parameters) == (30_532_122_624, 3_353_032_704)
     with pytest.raises(ConfigError, match=r"size '9b': there are tiny, 0\.6b, 4b, 8b"):
         find_model_shape("9b")
 

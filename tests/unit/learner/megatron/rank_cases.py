@@ -52,7 +52,7 @@ def resumed(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
     for name, options in RESUMED.items():
         config = learner_config("megatron", options, 2)
         batches, steps = make_batches(make_backend(config).shares), {}
-        policy, critic = folder / "qwen3", critic_of(folder / "qwen3")
+        policy, critic = folder / "experts", critic_of(folder / "qwen3")
         for kind, (make, model) in {"grpo": (make_rank, policy), "value": (make_critic, critic)}.items():
             rank, checkpoint = make(model, MegatronRank, config), folder / f"checkpoint of {kind}"
             batch = replace(batches[kind], micro=(batches[kind].micro[rank.share],))

@@ -37,11 +37,13 @@ TWO: dict[str, dict[str, Any]] = {
 }
 TWO_OF_EXPERTS: dict[str, dict[str, Any]] = {
     "EP2": EP,
+    "TP2, SP, ETP2": TP | SP,
+    "TP2, SP, ETP1": TP | SP | {"expert_tensor_parallel_size": 1},
     "TP2, SP, EP2, ETP1": TP | SP | EP | {"expert_tensor_parallel_size": 1},
 }
 FOUR: dict[str, dict[str, Any]] = {"TP2, SP, PP2": TP | SP | PP}
-RESUMED = {"TP2, SP": TP | SP, "PP2": PP, "DP2": {}}
-"""The first writes a checkpoint that the others load."""
+RESUMED = {"TP2, SP": TP | SP, "PP2": PP, "DP2": {}, "EP2": EP}
+"""The first writes a checkpoint that the others load; the model has experts."""
 MODELS = {"qwen3": "qwen3", "experts": "qwen3_moe", "tied": "qwen2"}
 
 
