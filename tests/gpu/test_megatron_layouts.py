@@ -1,4 +1,4 @@
-"""Megatron-Core learners on two GPUs compute what one FSDP rank does on one. No engine takes part."""
+"""Megatron-Core learners on one, two and four GPUs compute what one FSDP rank does, policy and critic. No engine takes part."""
 
 from __future__ import annotations
 
@@ -12,25 +12,36 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from agentrl.batch.microbatch import GlobalBatch
+from agentrl.batch.packing import pack
+from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
-from agentrl.learner.base import RowLogprobs
+from agentrl.learner.base import Role, RowScores
 from agentrl.learner.device import collectives, pick_device
 from agentrl.learner.registry import make_backend
 from tests.algo_config import make_algo
-from tests.unit.learner.learners import make_batch
-from tests.unit.learner.megatron.models import PP, SP, TP, make_model
+from tests.unit.learner.learners import make_rows
+from tests.unit.learner.megatron.models import CP, PP, SP, TP, make_critic_model, make_model
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (30, 50, 20, 7, 41, 64)
+CRITIC = {"optimizer": {"lr": 1e-3, "max_grad_norm": 1e9}}
+ALGOS: dict[Role, AlgoConfig] = {
+    "policy": make_algo(entropy_coef=0.1),
+    "critic": make_algo(advantage={"name": "gae"}, critic=CRITIC),
+}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "TP2": (2, TP),
     "TP2, SP": (2, TP | SP),
     "PP2": (2, PP),
     "DP2": (2, {}),
+    "CP2": (2, CP),
+    "TP2, SP, PP2": (4, TP | SP | PP),
 }
-Found = tuple[dict[str, float], RowLogprobs]
+Found = tuple[dict[str, float], RowScores]
+"""Metrics of a step, and scores of rows after it."""
 
 
 def compute(rank: int, folder: str, ranks: int) -> None:
@@ -47,12 +58,12 @@ def compute(rank: int, folder: str, ranks: int) -> None:
         if number == 0:
             dist.init_process_group(collectives("cuda"), store=store, rank=rank, world_size=ranks)
         backend = make_backend(config)
-        learner = backend.rank_class()(
-            Path(folder, "model"), config, make_algo(entropy_coef=0.1), device=device, seed=0
-        )
-        batch = make_batch(LENGTHS, micro=64, shares=backend.shares)
-        mine = replace(batch, micro=(batch.micro[learner.share],), metrics={})
-        found[name] = gathered(learner.train_step(mine), learner.logprobs(mine))
+        make, found[name] = backend.rank_class(), {}
+        for role, batch in batches(backend.shares).items():
+            learner = make(Path(folder, role), config, ALGOS[role], device=device, seed=0, role=role)
+            mine = replace(batch, micro=(batch.micro[learner.share],), metrics={})
+            score = learner.logprobs if role == "policy" else learner.values
+            found[name][role] = gathered(learner.train_step(mine), score(mine))
         if options is not None:
             from megatron.core import parallel_state
 
@@ -62,32 +73,47 @@ def compute(rank: int, folder: str, ranks: int) -> None:
     dist.destroy_process_group()
 
 
-def gathered(metrics: dict[str, float], logprobs: RowLogprobs) -> Found:
-    """The log-probabilities of all ranks."""
+def batches(shares: int) -> dict[Role, GlobalBatch]:
+    """PPO's batches: an advantage, or a value and a return, for each token."""
+    rows, rng = make_rows(LENGTHS), np.random.default_rng(1)
+    advantages, values, returns = (
+        {row.key: rng.normal(size=len(row.mask)).astype(np.float32) for row in rows} for _ in range(3)
+    )
+    sizes: dict[str, Any] = {"shares": shares, "tokens_per_micro": 64, "pad_id": 0}
+    return {
+        "policy": pack(rows, advantages, **sizes),
+        "critic": pack(rows, kind="value", values=values, returns=returns, **sizes),
+    }
+
+
+def gathered(metrics: dict[str, float], scores: RowScores) -> Found:
+    """The scores of all ranks."""
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, logprobs)
+    dist.all_gather_object(everywhere, scores)
     return metrics, {key: row for each in everywhere for key, row in each.items()}
 
 
 @pytest.fixture(scope="module")
-def of_layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+def of_layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[Role, Found]]:
     folder = tmp_path_factory.mktemp("layouts")
-    make_model(folder / "model", "qwen3")
-    found: dict[str, Found] = {}
-    for ranks in (1, 2):
+    make_critic_model(make_model(folder / "policy", "qwen3"), folder / "critic")
+    found: dict[str, dict[Role, Found]] = {}
+    for ranks in sorted({ranks for ranks, _ in LAYOUTS.values()}):
         if torch.cuda.device_count() >= ranks:
             mp.spawn(compute, (str(folder), ranks), nprocs=ranks)  # type: ignore[no-untyped-call]
             found |= torch.load(folder / f"found{ranks}.pt", weights_only=False)
     return found
 
 
+@pytest.mark.parametrize("role", ["policy", "critic"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_computes_what_one_fsdp_rank_does(of_layouts, layout):
-    """Before and after an optimizer step, in float32."""
+def test_a_layout_computes_what_one_fsdp_rank_does(of_layouts, layout: str, role: Role):
+    """PPO before and after an optimizer step of policy and critic, in float32."""
     if layout not in of_layouts:
-        pytest.skip("two GPUs are wanted")
-    (wanted, rows), (metrics, found) = of_layouts["fsdp"], of_layouts[layout]
-    for key in ("train/loss", "train/grad_norm", "train/entropy", "train/trained_tokens"):
+        pytest.skip(f"{LAYOUTS[layout][0]} GPUs are wanted, there are {torch.cuda.device_count()}")
+    (wanted, rows), (metrics, found) = of_layouts["fsdp"][role], of_layouts[layout][role]
+    of_role = "train/entropy" if role == "policy" else "train/mean"
+    for key in ("train/loss", "train/grad_norm", of_role, "train/trained_tokens"):
         assert metrics[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-5), key
     assert found.keys() == rows.keys()
     for key, row in rows.items():
