@@ -125,6 +125,8 @@ class _TrlStep:
             model, args=arguments, train_dataset=dataset, processing_class=_tokenizer(), optimizers=(optimizer, None)
         )
         self._trainer.model_accepts_loss_kwargs = True
+        # As `train()` does before its first step; it is what computes in bfloat16.
+        self._trainer.model = self._trainer.accelerator.prepare_model(self._trainer.model)
         self._optimizer = optimizer
 
     def step(self, batches: Sequence[tuple[torch.Tensor, torch.Tensor]], count: int) -> None:

@@ -65,7 +65,9 @@ def compute(rank: int, folder: str, ranks: int) -> None:
     sizes = {"ranks": ranks, "context_parallel": ranks, "device": "cuda"}
     found = {}
     for number, precision in enumerate(PRECISIONS):
-        config = LearnerConfig(**sizes, precision=precision, optimizer=OptimizerConfig(max_grad_norm=1e9))
+        # Compiling takes longer than all else here.
+        more = {"precision": precision, "compile": precision == "bfloat16"}
+        config = LearnerConfig(**sizes, **more, optimizer=OptimizerConfig(max_grad_norm=1e9))
         device = pick_device(config, local_rank=rank)
         if number == 0:
             dist.init_process_group(collectives("cuda"), store=store, rank=rank, world_size=ranks)

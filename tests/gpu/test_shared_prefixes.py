@@ -53,8 +53,10 @@ def make_batch(*, share_prefixes: bool) -> GlobalBatch:
     return pack(rows, advantages, shares=1, tokens_per_micro=2048, pad_id=0, share_prefixes=share_prefixes)
 
 
-def computed(folder: Path, *, share_prefixes: bool, **options: object) -> tuple[torch.Tensor, dict[RowKey, np.ndarray]]:
-    """Return the gradient of all weights, and the log-probabilities; in float32 the gradient repeats."""
+def computed(
+    folder: Path, *, share_prefixes: bool, **options: object
+) -> tuple[list[torch.Tensor], dict[RowKey, np.ndarray]]:
+    """Return the gradient of all weights of two steps that change nothing, and the log-probabilities."""
     config = LearnerConfig(device="cuda", **options)  # type: ignore[arg-type]
     learner = LocalLearnerGroup(folder, config, make_algo(), seed=0)
     try:
@@ -70,9 +72,7 @@ def computed(folder: Path, *, share_prefixes: bool, **options: object) -> tuple[
         learner.rank._update = keep  # type: ignore[attr-defined]
         for _ in range(2):
             learner.train_step(batch)
-        # On a GPU not every bit comes again; after rounding to bfloat16 even fewer.
-        assert options["precision"] == "bfloat16" or far(*gradients) < 1e-6
-        return gradients[0], learner.logprobs(batch)
+        return gradients, learner.logprobs(batch)
     finally:
         learner.close()
 
@@ -82,18 +82,18 @@ def far(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def test_in_float32_they_are_equal(folder):
-    wanted, logprobs = computed(folder, share_prefixes=False, precision="float32", compile=False)
+    (wanted, _), logprobs = computed(folder, share_prefixes=False, precision="float32", compile=False)
     for compiled in (False, True):
         found, shared = computed(folder, share_prefixes=True, precision="float32", compile=compiled)
-        assert far(found, wanted) < 1e-4
-        assert all(np.abs(shared[key] - logprobs[key]).max() < 1e-3 for key in logprobs)
+        assert max(far(each, wanted) for each in found) < 1e-5
+        assert all(np.abs(shared[key] - logprobs[key]).max() < 1e-4 for key in logprobs)
 
 
 def test_in_bfloat16_they_are_as_far_from_float32_as_plain_rows(folder):
-    wanted, logprobs = computed(folder, share_prefixes=False, precision="float32", compile=False)
+    (wanted, _), logprobs = computed(folder, share_prefixes=False, precision="float32", compile=False)
     gradients, errors = [], []
     for share in (False, True):
-        found, scored = computed(folder, share_prefixes=share, precision="bfloat16", compile=True)
+        (found, _), scored = computed(folder, share_prefixes=share, precision="bfloat16", compile=True)
         gradients.append(far(found, wanted))
         errors.append(float(np.mean([np.abs(scored[key] - logprobs[key]).mean() for key in logprobs])))
     assert gradients[1] < 1.3 * gradients[0]
