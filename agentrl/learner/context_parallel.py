@@ -10,16 +10,14 @@ Legend: ``P`` ranks, ``L`` tokens of a micro-batch, ``T`` tokens of a part, ``H`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group
 
 from agentrl.learner.base import RowScores
+from agentrl.learner.collectives import exchange, process_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Context:
         if not rows:
             return {}
         flat = torch.from_numpy(np.concatenate([*rows.values()]))
-        dist.all_reduce(flat, group=_process_group(self.group))
+        dist.all_reduce(flat, group=process_group(self.group))
         if self.rank > 0:
             return {}
         parts = torch.split(flat, [len(row) for row in rows.values()])
@@ -92,34 +90,3 @@ def join_context(size: int) -> Context | None:
         return None
     group, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
     return Context(group.group_name, size, dist.get_rank(group))
-
-
-def _process_group(name: Any) -> dist.ProcessGroup:
-    return _resolve_process_group(name)
-
-
-@torch.library.custom_op("agentrl::exchange", mutates_args=(), schema="(Tensor parts, str group) -> Tensor")
-def exchange(parts: torch.Tensor, group: str) -> torch.Tensor:
-    """Send ``parts[i]`` to rank ``i`` of a group, and return what the ranks sent, in their order. Collective.
-
-    One operation for a compiler, which computes it as it is.
-    """
-    found = torch.empty_like(parts, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(found, parts.contiguous(), group=_process_group(group))
-    return found
-
-
-@exchange.register_fake
-def _(parts: torch.Tensor, group: str) -> torch.Tensor:
-    return torch.empty_like(parts, memory_format=torch.contiguous_format)
-
-
-def _keep_group(ctx: Any, inputs: Sequence[Any], output: torch.Tensor) -> None:
-    _, ctx.group = inputs
-
-
-def _exchange_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return exchange(gradient, ctx.group), None
-
-
-exchange.register_autograd(_exchange_back, setup_context=_keep_group)

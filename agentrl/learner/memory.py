@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from agentrl.config.learner import LearnerConfig, Recompute
-from agentrl.learner.fsdp.layers import decoder_layers
 from agentrl.learner.fsdp.optimizer import CHUNK_BYTES
+from agentrl.learner.layers import decoder_layers
 
 _MASTER = 4
 """Bytes of a float32 number: weights, gradients, moments, logits."""

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from agentrl.config.layers import Layer, load_layers
+from agentrl.config.learner import Recompute
 from agentrl.config.merging import Tree
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, NoLayoutError
@@ -22,6 +23,7 @@ from agentrl.runtime.training_summary import memory_options
 
 _FSDP = (("none", False), ("selective", False), ("none", True), ("selective", True), ("full", False), ("full", True))
 """``recompute`` and ``reshard_after_forward``, from the fastest on: gathering again is hidden behind computation in part."""
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _LAST = "num_layers_in_last_pipeline_stage"
 
 
@@ -139,11 +141,12 @@ def _of_megatron(request: Request) -> Iterator[Candidate]:
     refused, found = ConfigError(f"learner.ranks={request.ranks}: no layout of Megatron-Core divides the model"), False
     for recompute, proposed in _megatron_options(request, model):
         options = proposed | config.learner.megatron
-        again = {"recompute_granularity": "full"} if recompute == "full" else {}
         learner = config.learner.model_copy(update={"megatron": options})
         try:
             MegatronBackend(learner).check(config.algo, [])  # `megatron_memory` checks the model
-            memory = megatron_memory(family, hf, again | options, work)
+            memory = megatron_memory(
+                family, hf, options, replace(work, recompute=general.recompute if recompute == "auto" else recompute)
+            )
         except ConfigError as error:
             refused = error
             continue
@@ -153,7 +156,7 @@ def _of_megatron(request: Request) -> Iterator[Candidate]:
         raise NoLayoutError(str(refused))
 
 
-def _megatron_options(request: Request, model: Mapping[str, Any]) -> list[tuple[str, Tree]]:
+def _megatron_options(request: Request, model: Mapping[str, Any]) -> list[tuple[Recompute | Literal["auto"], Tree]]:
     """Return ``learner.recompute`` and options of Megatron-Core, from the smallest product of parallel sizes on.
 
     Equal products are in the order of recomputation, expert, pipeline and context parallel size.
@@ -170,10 +173,11 @@ def _megatron_options(request: Request, model: Mapping[str, Any]) -> list[tuple[
         sizes("pipeline_model_parallel_size", min(layers, request.ranks)),
         sizes("context_parallel_size", min(MACHINE, request.ranks)),
         sizes("expert_model_parallel_size", min(experts, request.ranks)),
-        request.keep("recompute", ("none", "full")),
+        request.keep("recompute", _RECOMPUTE),
     )
+    order = {recompute: number for number, recompute in enumerate(_RECOMPUTE)}
     ordered = sorted(
-        combined, key=lambda each: (each[0] * each[1] * each[2], each[4] == "full", each[3], each[1], each[2])
+        combined, key=lambda each: (each[0] * each[1] * each[2], order.get(each[4], 0), each[3], each[1], each[2])
     )
     return [(each[4], _options(*each[:4], layers=layers, has_experts=experts > 1)) for each in ordered]
 

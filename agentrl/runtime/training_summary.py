@@ -16,6 +16,8 @@ from agentrl.models.shipped_architectures import meta_model
 if TYPE_CHECKING:
     from agentrl.learner.memory import LearnerMemory, MemoryOptions
 
+_BACKENDS = ("fsdp", "megatron")
+"""Whose memory is known."""
 FITS = 0.9
 """Share of a GPU's memory that the estimate may need: fragmentation, NCCL's buffers and a bucket of weights come on top."""
 
@@ -49,7 +51,7 @@ def describe_memory(config: Config, folder: Path) -> list[str]:
         ModelError: the model's configuration cannot be loaded.
 
     """
-    if config.learner.backend not in ("fsdp", "megatron"):
+    if config.learner.backend not in _BACKENDS:
         return []
     config, lines = with_recompute(config, folder)
     found, device = estimate_memory(config, folder)
@@ -77,9 +79,13 @@ def with_recompute(
 
     """
     learner = config.learner
-    if learner.recompute != "auto" or learner.backend != "fsdp" or _device(learner) != "cuda":
+    if learner.recompute != "auto" or learner.backend not in _BACKENDS or _device(learner) != "cuda":
         return config, []
     from agentrl.learner.device import gpu_bytes
+    from agentrl.learner.megatron.layout import RECOMPUTE
+
+    if RECOMPUTE in learner.megatron:
+        return config, []
 
     if (gpu := (gpu_memory or gpu_bytes)()) is None:
         return config, []
@@ -127,9 +133,10 @@ def _of_megatron(config: Config, folder: Path, options: MemoryOptions) -> Learne
     from agentrl.learner.megatron.memory import MegatronWork, megatron_memory
 
     learner = config.learner
-    work = MegatronWork(options.ranks, options.tokens, learner.logits_chunk, options.bfloat16, options.reference)
-    again = {"recompute_granularity": "full"} if options.recompute == "full" else {}
-    return megatron_memory(*read_family(folder, "model.path"), again | learner.megatron, work)
+    work = MegatronWork(
+        options.ranks, options.tokens, learner.logits_chunk, options.bfloat16, options.reference, options.recompute
+    )
+    return megatron_memory(*read_family(folder, "model.path"), learner.megatron, work)
 
 
 def trained_model(learner: LearnerConfig, folder: Path) -> Any:

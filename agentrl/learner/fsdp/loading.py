@@ -22,11 +22,11 @@ from agentrl.learner.attention import IMPLEMENTATION, packed_rows
 from agentrl.learner.context_parallel import Context, join_context
 from agentrl.learner.device import compiles, recomputed, resolve_device, uses_bfloat16
 from agentrl.learner.fsdp.experts import use_grouped_products
-from agentrl.learner.fsdp.layers import prepare_layers
 from agentrl.learner.fsdp.lora import add_adapters, fill_adapters
 from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
 from agentrl.learner.fsdp.sharding import reshard, shard
 from agentrl.learner.fsdp.weights import allocate, fill, untie_different
+from agentrl.learner.layers import decoder_layers, prepare_layers
 from agentrl.models.freezing import frozen_names
 from agentrl.models.load import empty_model
 from agentrl.models.weight_files import WeightFiles
@@ -119,7 +119,12 @@ def _load(
     model.hf.train()
     _disable_dropout(model.hf)
     model.autocast, model.compiled = uses_bfloat16(config), compiles(config)
-    prepare_layers(model.hf, config, compiled=model.compiled, recompute=recomputed(config))
+    layers = decoder_layers(model.hf)
+    if config.fp8:
+        from agentrl.learner.fsdp.fp8 import convert_linears
+
+        convert_linears(layers)
+    prepare_layers(layers, compiled=model.compiled, recompute=recomputed(config))
     if resolve_device(config) == "cuda" and model.autocast:
         model.hf.get_input_embeddings().register_forward_hook(_as_bfloat16)
     if mesh is not None:

@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from agentrl.config.learner import LearnerConfig
-from agentrl.learner.fsdp.layers import decoder_layers
 from agentrl.learner.fsdp.model import PackedModel
+from agentrl.learner.layers import decoder_layers
 
 
 def shard(model: PackedModel, mesh: DeviceMesh, config: LearnerConfig) -> None:

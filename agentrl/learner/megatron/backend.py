@@ -9,7 +9,7 @@ from agentrl.batch.packing import MULTIPLE
 from agentrl.config.algo import AlgoConfig
 from agentrl.core.errors import ConfigError
 from agentrl.learner.base import LearnerBackend, RankClass
-from agentrl.learner.megatron.layout import Layout
+from agentrl.learner.megatron.layout import RECOMPUTE, Layout
 
 _KEY = "learner.backend=megatron"
 
@@ -30,7 +30,6 @@ class MegatronBackend(LearnerBackend):
             "learner.fp8": config.fp8,
             "learner.optimizer.name=muon": config.optimizer.name == "muon",
             "algo.critic.optimizer.name=muon": algo.needs_critic and algo.critic.optimizer.name == "muon",
-            "learner.recompute=selective": config.recompute == "selective",
             "learner.reshard_after_forward": config.reshard_after_forward,
             "learner.cpu_offload": config.cpu_offload != "none",
             "learner.context_parallel (set learner.megatron.context_parallel_size)": config.context_parallel > 1,
@@ -38,6 +37,10 @@ class MegatronBackend(LearnerBackend):
         for key, is_set in lacking.items():
             if is_set:
                 raise ConfigError(f"{key}: {_KEY} lacks it; leave it out, or set learner.backend=fsdp")
+        if RECOMPUTE in config.megatron and config.recompute not in ("auto", "none"):
+            raise ConfigError(
+                f"learner.recompute={config.recompute} with learner.megatron.{RECOMPUTE}: leave one of them out"
+            )
         layout = Layout.of(config.megatron)
         from agentrl.learner.megatron.families.registry import read_family
 

@@ -17,9 +17,15 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 _CPU = torch.device("cpu")
 
 
-def computing_on(device: torch.device) -> AbstractContextManager[None]:
-    """Return the context in which Megatron-Core computes on ``device``, if this thread is not in it."""
-    return nullcontext() if device.type == "cuda" or _entered() else _on_cpu()
+def computing_on(device: torch.device, *, compiled: bool = False) -> AbstractContextManager[None]:
+    """Return the context in which Megatron-Core computes on ``device``, if this thread is not in it.
+
+    Args:
+        device: of the rank.
+        compiled: whether anything is compiled on a CPU: on its own Megatron-Core would, for longer than a small run takes.
+
+    """
+    return nullcontext() if device.type == "cuda" or _entered() else _on_cpu(compiled)
 
 
 def _entered() -> bool:
@@ -28,8 +34,8 @@ def _entered() -> bool:
 
 
 @contextmanager
-def _on_cpu() -> Iterator[None]:
-    """Redirect the CUDA calls of Megatron-Core to the CPU. Nothing is compiled: that would take longer than a small run."""
+def _on_cpu(compiled: bool) -> Iterator[None]:
+    """Redirect the CUDA calls of Megatron-Core to the CPU."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -48,7 +54,8 @@ def _on_cpu() -> Iterator[None]:
         # Its guard of the CPU's random state, which is the only one here.
         log.addFilter(_keeps)
         stack.callback(log.removeFilter, _keeps)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if not compiled:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_CudaTensorsOnCpu())
         yield
 

@@ -8,7 +8,7 @@ Legend: ``L`` tokens, ``H`` heads, ``D`` head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from agentrl.config.learner import Recompute
 from agentrl.learner.attention import DividedRows, PackedRows, packed_attention
+from agentrl.learner.layers import prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,22 @@ class PackedRotary(nn.Module):
         if not self.latent:
             return angles[:, None, None]
         return angles[:, None], self.scaling
+
+
+def prepare_decoder(layers: Iterable[Any], *, compiled: bool, recompute: Recompute) -> None:
+    """Have the layers of a chunk compiled, and computed again in the backward pass, as `agentrl.learner.layers` does.
+
+    Of a layer with experts only attention is compiled: a compiler does not take how their tokens are dispatched.
+    """
+    for layer in layers:
+        if not layer.is_moe_layer:
+            layer.forward = prepared(layer.forward, compiled=compiled, recompute=recompute)
+            continue
+        within: Recompute = "none" if recompute == "full" else recompute
+        layer._forward_attention = prepared(layer._forward_attention, compiled=compiled, recompute=within)
+        layer._forward_mlp = prepared(layer._forward_mlp, compiled=False, recompute=within)
+        if recompute == "full":
+            layer.forward = prepared(layer.forward, compiled=False, recompute="full")
 
 
 class PostNormLayer(TransformerLayer):  # type: ignore[misc]

@@ -8,6 +8,8 @@ from typing import Any
 
 from agentrl.core.errors import ConfigError
 
+RECOMPUTE = "recompute_granularity"
+"""Option with which Megatron-Core computes layers again, in place of ``learner.recompute``."""
 _KEY = "learner.megatron"
 _OWN_STAGES = (
     "pipeline_model_parallel_layout",

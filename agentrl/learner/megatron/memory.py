@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agentrl.config.learner import Recompute
 from agentrl.core.errors import ConfigError
 from agentrl.learner.megatron.families.base import Family, Options, model_weights
-from agentrl.learner.megatron.layout import Layout
+from agentrl.learner.megatron.layout import RECOMPUTE, Layout
 from agentrl.learner.megatron.mapping import Weight
 from agentrl.learner.memory import LearnerMemory
 
@@ -44,6 +45,8 @@ class MegatronWork:
     """Whether weights and products are bfloat16, with float32 weights in the optimizer; else all is float32."""
     reference: bool = False
     """Whether there is a reference policy."""
+    recompute: Recompute = "none"
+    """What is computed again in the backward pass, unless an option has Megatron-Core do it."""
 
     @property
     def size(self) -> int:
@@ -57,7 +60,7 @@ def megatron_memory(family: Family, hf: Any, options: Mapping[str, Any], work: M
     Args:
         family: of the model.
         hf: its configuration in transformers.
-        options: the options ``learner.megatron``, with recomputation.
+        options: the options ``learner.megatron``.
         work: all else.
 
     Raises:
@@ -133,7 +136,7 @@ def _stage(
         gradients=_FLOAT32 * (dense + experts),
         optimizer=per_number * (math.ceil(dense / share) + math.ceil(experts / expert_share)),
         reference=weights if work.reference else 0,
-        activations=work.size * tokens * _kept(model, options, stages[stage], in_flight(layout, stage)),
+        activations=work.size * tokens * _kept(model, options, stages[stage], in_flight(layout, stage), work.recompute),
         logits=_LOGITS * _FLOAT32 * min(work.logits_chunk, tokens) * vocabulary if is_last else 0,
     )
 
@@ -170,16 +173,22 @@ def _has_experts(model: Options, layer: int) -> bool:
     return bool(model.get("num_moe_experts")) and bool(model["moe_layer_freq"][layer])
 
 
-def _kept(model: Options, options: Mapping[str, Any], layers: Sequence[int], times: float) -> int:
+def _kept(model: Options, options: Mapping[str, Any], layers: Sequence[int], times: float, recompute: Recompute) -> int:
     """Return the numbers for each token that a stage keeps until the backward pass, and those of the layer that is in it."""
+    together = 1
+    if RECOMPUTE in options:
+        recompute = "full" if options[RECOMPUTE] == "full" else "none"
+        together = int(options.get("recompute_num_layers") or 1)
     count = Counter(_has_experts(model, layer) for layer in layers)
     widths = {kind: _widths(model, options, kind) for kind in count}
     widest = max(widths.values(), key=lambda width: width.all)
-    if options.get("recompute_granularity") != "full":
-        return math.ceil(times * sum(count[kind] * widths[kind].all for kind in count)) + widest.gradients
-    together = int(options.get("recompute_num_layers") or 1)
-    inputs = math.ceil(len(layers) / together) * widest.input
-    return math.ceil(times * inputs) + together * widest.all + widest.gradients
+    if recompute == "full":
+        inputs = math.ceil(len(layers) / together) * widest.input
+        return math.ceil(times * inputs) + together * widest.all + widest.gradients
+    if recompute == "selective":
+        products = math.ceil(times * sum(count[kind] * widths[kind].products for kind in count))
+        return products + widest.all - widest.products + widest.gradients
+    return math.ceil(times * sum(count[kind] * widths[kind].all for kind in count)) + widest.gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +198,8 @@ class _Widths:
     input: int
     all: int
     """That it keeps if nothing is computed again."""
+    products: int
+    """That it keeps if all but products and attention is computed again: its input and their results."""
     gradients: int
     """Of what its backward pass has at the same time: the hidden states', and the widest products'."""
 
@@ -202,35 +213,46 @@ def _widths(model: Options, options: Mapping[str, Any], experts: bool) -> _Width
     layout = Layout.of(options)
     tensor = layout.tensor_model_parallel_size
     hidden = model["hidden_size"] // (tensor if options.get("sequence_parallel") else 1)
-    attention = (_latent(model) if model.get("multi_latent_attention") else _grouped(model)) // tensor
+    attention, products = _latent(model) if model.get("multi_latent_attention") else _grouped(model)
+    attention, products = attention // tensor, products // tensor
     # Both norms keep their input, and the products after them keep the norms' output.
     around = 4 * hidden
-    found = _Widths(hidden, around + attention, 0)
+    # The last product of attention is added to the input, and what a norm makes of the sum depends on it.
+    found = _Widths(hidden, around + attention, 2 * hidden + products, 0)
     middles = {"ffn_hidden_size": 1.0 / tensor}
     if experts:
         # A rank's experts get as many tokens as it has, times the experts of a token.
         rows = model["moe_router_topk"] * layout.expert_tensor_size / tensor
         routed = 2 * rows * model["hidden_size"] + 2 * model["num_moe_experts"] * hidden / model["hidden_size"]
-        found = replace(found, all=found.all + math.ceil(routed))
+        # Experts are recomputed from their layer's input, which is kept, and by operations whose last results are kept too.
+        results = hidden + rows * model["hidden_size"] + model["num_moe_experts"] * hidden / model["hidden_size"]
+        found = replace(found, all=found.all + math.ceil(routed), products=found.products + math.ceil(results))
         middles = {"moe_ffn_hidden_size": rows / layout.expert_tensor_size}
         if model.get("moe_shared_expert_intermediate_size"):
             middles["moe_shared_expert_intermediate_size"] = 1.0 / tensor
     middle = math.ceil(sum(model[name] * share for name, share in middles.items()))
     # Gate and other projection, and the product of both.
-    return replace(found, all=found.all + 3 * middle, gradients=2 * hidden + 3 * middle)
+    found = replace(found, all=found.all + 3 * middle, products=found.products + 2 * middle)
+    return replace(found, gradients=2 * hidden + 3 * middle)
 
 
-def _grouped(model: Options) -> int:
-    """Return the numbers of grouped-query attention: queries, keys and values, the first two normed and rotated, the result."""
+def _grouped(model: Options) -> tuple[int, int]:
+    """Return the numbers of grouped-query attention: queries, keys and values, the first two normed and rotated, the result;
+    and those of products and the result.
+    """
     size = int(model["kv_channels"])
     queries, groups = int(model["num_attention_heads"]) * size, int(model["num_query_groups"]) * size
     normed = queries + groups if model.get("qk_layernorm") else 0
-    return (queries + 2 * groups) + normed + (queries + groups) + queries
+    products = (queries + 2 * groups) + queries
+    return products + normed + (queries + groups), products
 
 
-def _latent(model: Options) -> int:
-    """Return the numbers of multi-head latent attention: latents, normed, what is made of them, rotated, and the result."""
+def _latent(model: Options) -> tuple[int, int]:
+    """Return the numbers of multi-head latent attention: latents, normed, what is made of them, rotated, and the result;
+    and those of products and the result.
+    """
     names = ("num_attention_heads", "qk_pos_emb_head_dim", "qk_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank")
     heads, rotated, plain, values, latent, of_queries = (int(model[name] or 0) for name in names)
     made, turned = (plain + rotated) + (plain + values), 2 * (plain + rotated)
-    return 2 * (of_queries + latent) + rotated + heads * (made + turned + values)
+    products = of_queries + latent + rotated + heads * (made + values)
+    return products + of_queries + latent + heads * turned, products

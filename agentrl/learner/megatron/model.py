@@ -17,6 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import nn
 
 from agentrl.core.errors import ModelError
 from agentrl.learner.attention import DividedRows, packed_rows
@@ -37,6 +38,7 @@ from agentrl.learner.megatron.layers import (
     RMSNorm,
 )
 from agentrl.learner.megatron.layout import Layout
+from agentrl.learner.megatron.linears import replace_linears
 from agentrl.learner.megatron.options import transformer_config
 
 
@@ -112,6 +114,9 @@ def build_model(
                 module.token_dispatcher = PairDispatcher(config, module.local_expert_indices)
         if values and chunk.post_process:
             chunk.output_layer = ValueHead(config)
+        replace_linears(chunk.decoder.layers)
+        if chunk.pre_process:
+            chunk.embedding.register_forward_hook(_by_tokens)
         chunks.append(chunk.to(device))
     return MegatronModel(tuple(chunks), config, layout, family, hf, values)
 
@@ -194,6 +199,11 @@ def _layer(config: TransformerConfig, family: Family, experts: bool) -> ModuleSp
     if family.post_norms:
         spec.module = PostNormLayer
     return spec
+
+
+def _by_tokens(embedding: nn.Module, inputs: object, found: torch.Tensor) -> torch.Tensor:
+    """Return embeddings ``[L, 1, H]`` with the strides of layers' outputs, so that the first layer has their compiled code."""
+    return found.flatten(0, 1)[:, None]
 
 
 def _rotary(hf: Any, config: TransformerConfig, device: torch.device, where: str) -> PackedRotary:

@@ -11,13 +11,13 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from agentrl.config.learner import LearnerConfig
+from agentrl.config.learner import LearnerConfig, Recompute
 from agentrl.config.learner import OptimizerConfig as OptimizerSection
 from agentrl.config.validation import nearest_key
 from agentrl.core.errors import ConfigError
 from agentrl.learner.device import recomputed
 from agentrl.learner.megatron.families.base import Options
-from agentrl.learner.megatron.layout import Layout
+from agentrl.learner.megatron.layout import RECOMPUTE, Layout
 
 _KEY = "learner.megatron"
 _DATA_PARALLEL: Options = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
@@ -80,13 +80,14 @@ def transformer_config(
     for name in chosen:
         if name in model:
             raise ConfigError(f"{_KEY}.{name}: the model's config.json sets it to {model[name]!r}; leave it out")
-    found: TransformerConfig = _made(cls, _defaults(device, dtype) | chosen | model)
+        if name.endswith("_dropout") and chosen[name]:
+            raise ConfigError(f"{_KEY}.{name}={chosen[name]!r}: agentrl trains without dropout; leave it out")
+    found: TransformerConfig = _made(cls, _defaults(model, device, dtype) | chosen | model)
     return found
 
 
-def _defaults(device: torch.device, dtype: torch.dtype) -> Options:
+def _defaults(model: Options, device: torch.device, dtype: torch.dtype) -> Options:
     """Return what is set if no option does."""
-    fused = device.type == "cuda"
     return {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -100,9 +101,9 @@ def _defaults(device: torch.device, dtype: torch.dtype) -> Options:
         # The loss is a sum over tokens, with weights.
         "calculate_per_token_loss": True,
         "variable_seq_lengths": True,
-        # Fusions that need no package besides torch.
-        "bias_activation_fusion": fused,
-        "bias_dropout_fusion": fused,
+        # Layers are compiled as a whole, experts are not.
+        "bias_activation_fusion": device.type == "cuda" and bool(model.get("num_moe_experts")),
+        "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         # Routing is the engines': nothing pushes it towards a balance.
@@ -119,9 +120,12 @@ def learner_options(config: LearnerConfig) -> Options:
     if options.get("virtual_pipeline_model_parallel_size"):
         # The other way round, stages get wrong inputs without an error.
         options = {"overlap_p2p_comm": True, "batch_p2p_comm": False} | options
-    if recomputed(config) == "full" and "recompute_granularity" not in options:
-        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return options
+
+
+def recomputed_layers(config: LearnerConfig) -> Recompute:
+    """Return what agentrl computes again in the backward pass: nothing, if Megatron-Core is to do it."""
+    return "none" if RECOMPUTE in config.megatron else recomputed(config)
 
 
 def data_parallel_config(options: Mapping[str, Any]) -> DistributedDataParallelConfig:

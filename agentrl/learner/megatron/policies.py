@@ -15,8 +15,10 @@ from agentrl.core.errors import ConfigError, LearnerError
 from agentrl.learner.base import Role
 from agentrl.learner.device import compiles, uses_bfloat16
 from agentrl.learner.megatron.fixes import mend
+from agentrl.learner.megatron.layers import prepare_decoder
 from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.model import MegatronModel, build_model
+from agentrl.learner.megatron.options import recomputed_layers
 from agentrl.learner.megatron.pipeline import Pipeline
 from agentrl.learner.megatron.training import Training
 from agentrl.learner.megatron.weights import ModelWeights, load_weights
@@ -102,6 +104,8 @@ def _load(
     model = build_model(folder, options, device=device, dtype=dtype, key=key, values=values)
     weights = ModelWeights(model)
     load_weights(weights, folder, key)
+    for chunk in model.chunks:
+        prepare_decoder(chunk.decoder.layers, compiled=compiles(config), recompute=recomputed_layers(config))
     return model, weights
 
 

@@ -18,7 +18,7 @@ from agentrl.core.errors import LearnerError
 from agentrl.distributed.base import TensorSpec
 from agentrl.learner.base import Role, RowLogprobs, RowScores
 from agentrl.learner.batch_loss import BatchLoss, SequenceRatios, at_mask, by_row, scored
-from agentrl.learner.device import peak_memory
+from agentrl.learner.device import compiles, peak_memory
 from agentrl.learner.megatron.cpu import computing_on
 from agentrl.learner.megatron.options import learner_options
 from agentrl.learner.megatron.pipeline import Scores
@@ -38,7 +38,7 @@ def _computing(method: _Method) -> _Method:
 
     @wraps(method)
     def call(self: MegatronRank, *args: Any, **kwargs: Any) -> Any:
-        with computing_on(self.device):
+        with computing_on(self.device, compiled=compiles(self.config)):
             return method(self, *args, **kwargs)
 
     return cast("_Method", call)
@@ -86,7 +86,7 @@ class MegatronRank:
         self.loss = BatchLoss(algo, device)
         seed_everything(seed + dist.get_rank())
         options = learner_options(config)
-        with computing_on(device):
+        with computing_on(device, compiled=compiles(config)):
             start_groups(options, seed)
             self.trained, self.training = load_trained(folder, config, options, device, role)
             self.reference: LoadedModel | None = None

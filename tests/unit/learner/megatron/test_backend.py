@@ -16,7 +16,6 @@ from tests.algo_config import make_algo
         ({"lora": {}}, "learner.lora"),
         ({"fp8": True}, "learner.fp8"),
         ({"optimizer": {"name": "muon"}}, "learner.optimizer.name=muon"),
-        ({"recompute": "selective"}, "learner.recompute=selective"),
         ({"reshard_after_forward": True}, "learner.reshard_after_forward"),
         ({"cpu_offload": "optimizer"}, "learner.cpu_offload"),
         ({"ranks": 2, "context_parallel": 2}, "learner.context_parallel"),
@@ -33,3 +32,9 @@ def test_a_critic_with_another_optimizer_is_refused() -> None:
     backend.check(make_algo(advantage={"name": "gae"}), [])
     with pytest.raises(ConfigError, match=r"^algo\.critic\.optimizer\.name=muon: .*megatron lacks it"):
         backend.check(make_algo(advantage={"name": "gae"}, critic={"optimizer": {"name": "muon"}}), [])
+
+
+def test_layers_are_recomputed_by_one_key_only() -> None:
+    given = {"backend": "megatron", "recompute": "full", "megatron": {"recompute_granularity": "full"}}
+    with pytest.raises(ConfigError, match=r"^learner\.recompute=full with learner\.megatron\.recompute_granularity"):
+        make_backend(LearnerConfig.model_validate(given)).check(make_algo(), [])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig
 
+from agentrl.config.learner import Recompute
 from agentrl.core.errors import ConfigError
 from agentrl.learner.megatron.families import llama, qwen3_moe
 from agentrl.learner.megatron.families.registry import read_family
@@ -43,9 +44,11 @@ EMBEDDING = HEAD = 32 * 8
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
-def estimate(ranks: int = 1, tokens: int = 64, hf: Any = HF, bfloat16: bool = True, **options: Any) -> LearnerMemory:
+def estimate(
+    ranks: int = 1, tokens: int = 64, hf: Any = HF, bfloat16: bool = True, recompute: Recompute = "none", **options: Any
+) -> LearnerMemory:
     family = (qwen3_moe if hf is MOE else llama).FAMILY
-    return megatron_memory(family, hf, options, MegatronWork(ranks, tokens, 16, bfloat16))
+    return megatron_memory(family, hf, options, MegatronWork(ranks, tokens, 16, bfloat16, recompute=recompute))
 
 
 def test_one_rank_has_everything() -> None:
@@ -98,6 +101,9 @@ def test_activations_by_hand() -> None:
     halves = 2 * 64 * (4 * layer // 2 + working // 2)
     assert estimate(2, **TENSOR).activations == halves, "with sequence parallelism all of it is divided"
     assert estimate(2, tensor_model_parallel_size=2).activations > halves
+    assert estimate(recompute="full").activations == estimate(**again).activations
+    products = 2 * 8 + (4 + 2 + 2) * 4 + 4 * 4 + 2 * 16
+    assert estimate(recompute="selective").activations == 2 * 64 * (4 * products + layer - products + working)
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-30B-A3B", "zai-org/GLM-Z1-9B-0414"])

@@ -1,8 +1,8 @@
-"""Compilation and recomputation of a model's decoder layers."""
+"""Compilation and recomputation of decoder layers, for every learner backend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from agentrl.config.learner import LearnerConfig, Recompute
+from agentrl.config.learner import Recompute
 
 
 def decoder_layers(hf: Any) -> list[nn.Module]:
@@ -21,33 +21,26 @@ def decoder_layers(hf: Any) -> list[nn.Module]:
     return layers
 
 
-def prepare_layers(hf: Any, config: LearnerConfig, *, compiled: bool, recompute: Recompute) -> None:
-    """Have every decoder layer compiled, computed again in the backward pass, and its linears in float8, as configured.
+def prepare_layers(layers: Iterable[nn.Module], *, compiled: bool, recompute: Recompute) -> None:
+    """Have every decoder layer compiled, and computed again in the backward pass; see `prepared`."""
+    for layer in layers:
+        layer.forward = prepared(layer.forward, compiled=compiled, recompute=recompute)
+
+
+def prepared(run: Callable[..., Any], *, compiled: bool, recompute: Recompute) -> Callable[..., Any]:
+    """Return what a layer computes, compiled, and computed again in the backward pass.
 
     Layers are compiled one by one: they share their code, so that it is compiled once.
-
-    Raises:
-        ConfigError: ``learner.fp8`` without torchao, or a GPU that has no float8.
-
     """
-    layers = decoder_layers(hf)
     if compiled:
         # Beyond the limit layers would be interpreted without a word: rows and trees, with gradients and without, with
         # windows and without, of static and of changing lengths are compiled separately.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    if config.fp8:
-        from agentrl.learner.fsdp.fp8 import convert_linears
-
-        convert_linears(layers)
-    for layer in layers:
-        run: Callable[..., Any] = layer.forward
-        if recompute == "selective":
-            run = partial(checkpoint, run, **_OPTIONS, context_fn=_keep_products)
-        if compiled:
-            run = torch.compile(run)
-        if recompute == "full":
-            run = partial(checkpoint, run, **_OPTIONS)
-        layer.forward = run
+    if recompute == "selective":
+        run = partial(checkpoint, run, **_OPTIONS, context_fn=_keep_products)
+    if compiled:
+        run = torch.compile(run)
+    return partial(checkpoint, run, **_OPTIONS) if recompute == "full" else run
 
 
 _OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
