@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from agentrl.config.learner import Recompute
 from agentrl.learner.device import collectives
 from agentrl.models.load import load_model
 from tests.unit.learner.megatron.models import LENGTHS, MODELS, make_model, rows
@@ -16,6 +17,7 @@ from tests.unit.learner.megatron.models import LENGTHS, MODELS, make_model, rows
 pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda", 0)
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 FLASH = {"qk_nope_head_dim": 24, "v_head_dim": 16}
 """Sizes of heads that flash attention takes."""
 
@@ -107,3 +109,42 @@ def test_grouped_experts_are_those_of_a_loop() -> None:
     fc1, fc2 = experts.linear_fc1.weight.grad, experts.linear_fc2.weight.grad
     for found, wanted in ((result, expected), (given.grad, exact.grad), (fc1, both.grad), (fc2, down.grad)):
         assert (found.float() - wanted).norm() < 0.01 * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3", "glm4", "deepseek_v3", "qwen3_moe"])
+def test_compiled_and_recomputed_layers_have_the_gradient_of_plain_ones(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    """In bfloat16, they are as far from float32 as the plain ones."""
+    folder = make_model(tmp_path / name, name, **FLASH if "kv_lora_rank" in MODELS[name] else {})
+    exact, plain = (loss_and_gradient(folder, each, False, "none") for each in (torch.float32, dtype))
+    for compiled in (False, True):
+        for recompute in RECOMPUTE:
+            loss, gradient = loss_and_gradient(folder, dtype, compiled, recompute)
+            if dtype is torch.float32:
+                assert loss == pytest.approx(exact[0], rel=1e-5)
+                assert gradient.norm().item() == pytest.approx(exact[1].norm().item(), rel=1e-5)
+            distance = (gradient - exact[1]).norm()
+            assert distance <= max(1e-4 * exact[1].norm(), 1.3 * (plain[1] - exact[1]).norm()), (compiled, recompute)
+
+
+def loss_and_gradient(
+    folder: Path, dtype: torch.dtype, compiled: bool, recompute: Recompute
+) -> tuple[float, torch.Tensor]:
+    """The mean square of the logits, and its gradient as one vector."""
+    from agentrl.learner.megatron.layers import prepare_decoder
+    from agentrl.learner.megatron.model import build_model, packed_tokens
+    from agentrl.learner.megatron.weights import ModelWeights, load_weights
+
+    built = build_model(folder, {}, device=GPU, dtype=dtype)
+    load_weights(ModelWeights(built), folder)
+    [chunk] = built.chunks
+    prepare_decoder(chunk.decoder.layers, compiled=compiled, recompute=recompute)
+    token_ids_L, positions_L, row_L = rows()
+    packed = packed_tokens(positions_L, row_L, GPU, dtype)
+    logits = chunk(token_ids_L[None].to(GPU), positions_L[None].to(GPU), None, packed_seq_params=packed)
+    loss = logits.float().square().mean()
+    loss.backward()
+    gradients = [parameter.grad for parameter in chunk.parameters() if parameter.grad is not None]
+    return loss.item(), torch.cat([gradient.float().flatten() for gradient in gradients])

@@ -30,7 +30,7 @@ from tests.unit.learner.megatron.rank_work import (
 
 def one_rank(folder: Path) -> dict[str, Found]:
     """One rank."""
-    return {name: _computed(folder / "qwen3", options) for name, options in ONE.items()}
+    return {name: _computed(folder / "qwen3", name, options) for name, options in ONE.items()}
 
 
 def new_head(folder: Path) -> RowScores:
@@ -42,8 +42,8 @@ def new_head(folder: Path) -> RowScores:
 
 def two_ranks(folder: Path) -> dict[str, Found]:
     """Every layout of two ranks."""
-    found = {name: _computed(folder / "qwen3", options) for name, options in TWO.items()}
-    return found | {name: _computed(folder / "experts", options) for name, options in TWO_OF_EXPERTS.items()}
+    found = {name: _computed(folder / "qwen3", name, options) for name, options in TWO.items()}
+    return found | {name: _computed(folder / "experts", name, options) for name, options in TWO_OF_EXPERTS.items()}
 
 
 def resumed(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
@@ -72,11 +72,13 @@ def resumed(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
 
 def four_ranks(folder: Path) -> dict[str, Found]:
     """Every layout of four ranks."""
-    return {name: _computed(folder / "tied", options) for name, options in FOUR.items()}
+    return {name: _computed(folder / "tied", name, options) for name, options in FOUR.items()}
 
 
-def _computed(model: Path, options: dict[str, Any]) -> Found:
-    config = learner_config("megatron", options, dist.get_world_size())
+def _computed(model: Path, name: str, options: dict[str, Any]) -> Found:
+    """Return what a layout computes; its name says what is computed again."""
+    recompute = next((each for each in ("selective", "full") if each in name.split(", ")), "none")
+    config = learner_config("megatron", options, dist.get_world_size()).model_copy(update={"recompute": recompute})
     rank, critic = make_rank(model, MegatronRank, config), make_critic(critic_of(model), MegatronRank, config)
     found = compute(rank, critic, make_backend(config).shares)
     everywhere: list[Any] = [None] * dist.get_world_size()

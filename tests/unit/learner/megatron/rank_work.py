@@ -29,14 +29,14 @@ ONE: dict[str, dict[str, Any]] = {"one rank": {}}
 TWO: dict[str, dict[str, Any]] = {
     "DP2": {},
     "DP2, overlapped": {"overlap_grad_reduce": True, "overlap_param_gather": True},
-    "TP2": TP,
-    "TP2, SP": TP | SP,
-    "PP2": PP,
+    "TP2, selective": TP,
+    "TP2, SP, selective": TP | SP,
+    "PP2, full": PP,
     "CP2": {"context_parallel_size": 2},
     "PP2, VPP2": PP | VPP,
 }
 TWO_OF_EXPERTS: dict[str, dict[str, Any]] = {
-    "EP2": EP,
+    "EP2, selective": EP,
     "TP2, SP, ETP2": TP | SP,
     "TP2, SP, ETP1": TP | SP | {"expert_tensor_parallel_size": 1},
     "TP2, SP, EP2, ETP1": TP | SP | EP | {"expert_tensor_parallel_size": 1},
