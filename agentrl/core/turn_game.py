@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from agentrl.core.errors import ConfigError
 from agentrl.core.multi_agent_env import MultiAgentEnv, MultiReset, MultiStep, View
-from agentrl.core.task import Task
+from agentrl.core.task import MadeTasks, Task
 from agentrl.core.types import Info, Message, Rewrite
 
 
@@ -66,14 +66,13 @@ class TurnGame(MultiAgentEnv):
 
     @classmethod
     def example_task(cls) -> Task:
-        """Return the first task of the split ``train``."""
-        return cls.tasks("train", 0)[0]
+        """Return a task of this game."""
+        return Task(f"{cls.metadata['name']}/example", ())
 
     @classmethod
-    def tasks(cls, split: str, seed: int) -> list[Task]:
+    def tasks(cls, split: str, seed: int) -> MadeTasks:
         """Return 1000 tasks; the seed of an episode decides about its cards or values."""
-        name = cls.metadata["name"]
-        return [Task(f"{name}/{split}/{number}", ()) for number in range(1000)]
+        return _Games(split, cls.metadata["name"])
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> MultiReset:
         """Deal; the first seat begins."""
@@ -139,3 +138,15 @@ class TurnGame(MultiAgentEnv):
         self._moves = dict(state["moves"])
         for name, value in state["game"].items():
             setattr(self, name, value)
+
+
+class _Games(MadeTasks):
+    """Tasks that differ in nothing but their ids."""
+
+    def __init__(self, split: str, name: str) -> None:
+        super().__init__(split, 1000)
+        self._name = name
+
+    def make(self, index: int) -> Task:
+        """Return a task without a prompt."""
+        return Task(f"{self._name}/{self.split}/{index}", ())

@@ -409,6 +409,8 @@ class Rollout:
     """Class of the other players in self-play: ``mirror``, ``past`` or ``fixed:NAME``; empty if there are none."""
     episode: str = ""
     """Id of a multi-agent episode, which its agents' rollouts share; empty if the rollout is the whole episode."""
+    seat_rewards: tuple[float, ...] = ()
+    """Rewards of all agents of a multi-agent episode, by seat."""
 
 
 def json_state(value: Any) -> Any:

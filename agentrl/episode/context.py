@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from agentrl.core.env import Env
 from agentrl.core.errors import EnvironmentFailure
 from agentrl.core.imports import describe, place_of
+from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.sampler import Sampler
 from agentrl.core.tool import Tool, ToolClient
 from agentrl.core.types import SamplingParams
@@ -24,7 +25,7 @@ _log = logging.getLogger(__name__)
 class EpisodeContext:
     """Resources that all episodes of a run share."""
 
-    env_factory: Callable[[], Env]
+    env_factory: Callable[[], Env | MultiAgentEnv]
     renderer: Renderer
     sampler: Sampler
     tool_clients: Mapping[str, ToolClient]

@@ -181,6 +181,7 @@ class Conversation:
         seconds: float,
         tool_seconds: float,
         failure: Failure | None = None,
+        agent: str = "main",
     ) -> Rollout:
         """Return the conversation and its branches as a rollout. One that was aborted is dropped: where it ends is arbitrary.
 
@@ -190,12 +191,13 @@ class Conversation:
             seconds: wall time of the episode.
             tool_seconds: wall time of its tool calls.
             failure: what ended it, for ``StopReason.FAILED``.
+            agent: whose conversation it is.
         """
         state = self.state
         return Rollout(
             prompt_id=task.id,
             rollout_id=state.rollout_id,
-            rows=state.trajectory.rows(task.id, state.rollout_id),
+            rows=state.trajectory.rows(task.id, state.rollout_id, agent),
             reward=state.reward,
             stop_reason=reason,
             metrics=state.metrics,
@@ -210,6 +212,7 @@ class Conversation:
             label=json_state(task.answer),
             messages=state.first_messages,
             tools=tuple(self.tools),
+            agent=agent,
         )
 
     async def close(self) -> None:

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Generic, TypeVar
 
 import gymnasium
 
 from agentrl.core.env import RESET_FORM, STEP_FORM, AsyncEnv, Env, Step, returned_fault
 from agentrl.core.errors import AgentrlError, EnvironmentFailure
+from agentrl.core.multi_agent_env import (
+    MULTI_RESET_FORM,
+    MULTI_STEP_FORM,
+    MultiAgentEnv,
+    MultiReset,
+    MultiStep,
+    multi_agent_fault,
+)
 from agentrl.core.task import Task
-from agentrl.core.types import Action, Info, Observation
+from agentrl.core.types import Action, Info, Message, Observation
 from agentrl.episode.context import EpisodeContext
 from agentrl.obs.waiting import waiting
 
 T = TypeVar("T")
+E = TypeVar("E", Env, MultiAgentEnv)
+
+_CLOSES_NOTHING = (gymnasium.Env.close, MultiAgentEnv.close)
 
 
-class ThreadedEnv:
+class _Threaded(Generic[E]):
     """The environment of one episode, built in `reset`; its synchronous methods run in the pool of ``context``, if any.
 
     What a method raises, or returns against the contract, is an `EnvironmentFailure` that names it.
@@ -27,22 +39,89 @@ class ThreadedEnv:
     def __init__(self, context: EpisodeContext) -> None:
         self._context = context
         self._pool = context.pool
-        self._env: Env | None = None
+        self._env: E | None = None
         self._busy = False
 
     @property
-    def env(self) -> Env:
+    def env(self) -> E:
         """The environment; only after `reset`."""
         assert self._env is not None, "reset comes first"
         return self._env
+
+    @property
+    def name(self) -> str:
+        """Name of the environment's class."""
+        return type(self._env).__name__ if self._env is not None else "the environment"
+
+    async def get_state(self) -> dict[str, Any]:
+        """Return the environment's state."""
+        return await self._guard("get_state", self._thread(self.env.get_state))
+
+    async def set_state(self, state: dict[str, Any]) -> None:
+        """Restore a state that `get_state` returned."""
+        await self._guard("set_state", self._thread(lambda: self.env.set_state(state)))
+
+    async def close(self) -> None:
+        """Close the environment, unless one of its methods still runs in a thread that was cancelled."""
+        if self._env is not None and not self._busy and type(self._env).close not in _CLOSES_NOTHING:
+            await self._guard("close", self._thread(self._env.close))
+
+    def number(self, value: object, name: str) -> float:
+        """Return a value of the environment as a number; `EnvironmentFailure` if it is not a finite one."""
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise EnvironmentFailure(f"{self.name}: {name} is {value!r:.100}, not a finite number")
+        return number
+
+    def metrics(self, info: Info) -> dict[str, float] | None:
+        """Return the metrics in an ``info``, if it has some; `EnvironmentFailure` if they are not finite numbers."""
+        if "metrics" not in info:
+            return None
+        metrics = info["metrics"]
+        if not isinstance(metrics, Mapping):
+            raise EnvironmentFailure(f"{self.name}: info['metrics'] is {metrics!r:.100}, not a dict of numbers")
+        return {str(key): self.number(value, f"the metric {key!r}") for key, value in metrics.items()}
+
+    async def _thread(self, method: Callable[[], T]) -> T:
+        if self._pool is None:
+            return method()
+
+        def run() -> T:
+            try:
+                return method()
+            finally:
+                self._busy = False
+
+        self._busy = True
+        return await asyncio.get_running_loop().run_in_executor(self._pool, run)
+
+    async def _guard(self, what: str, work: Awaitable[T]) -> T:
+        try:
+            with waiting("environment", lambda: f"{self.name}.{what}"):
+                return await work
+        except AgentrlError:
+            raise
+        except Exception as error:
+            built = self._env is not None
+            who = f"{self.name}.{what}" if built else f"{self.name}'s constructor"
+            raise self._context.author_failure(who, error) from error
+
+
+class ThreadedEnv(_Threaded[Env]):
+    """The environment of one agent."""
 
     async def reset(self, task: Task, seed: int) -> tuple[Observation, Info]:
         """Build the environment and start an episode."""
         options = {"task": task}
 
         def build() -> tuple[Observation, Info] | None:
-            self._env = self._context.env_factory()
-            return None if isinstance(self._env, AsyncEnv) else self._env.reset(seed=seed, options=options)
+            env = self._context.env_factory()
+            assert isinstance(env, Env), "the runner knows the environment's class"
+            self._env = env
+            return None if isinstance(env, AsyncEnv) else env.reset(seed=seed, options=options)
 
         started = await self._guard("reset", self._thread(build))
         if isinstance(self._env, AsyncEnv):
@@ -60,49 +139,41 @@ class ThreadedEnv:
         result: Step = self._checked("step", stepped, STEP_FORM)
         return result
 
-    async def get_state(self) -> dict[str, Any]:
-        """Return the environment's state."""
-        return await self._guard("get_state", self._thread(self.env.get_state))
-
-    async def set_state(self, state: dict[str, Any]) -> None:
-        """Restore a state that `get_state` returned."""
-        await self._guard("set_state", self._thread(lambda: self.env.set_state(state)))
-
-    async def close(self) -> None:
-        """Close the environment, unless one of its methods still runs in a thread that was cancelled."""
-        if self._env is not None and not self._busy and type(self._env).close is not gymnasium.Env.close:
-            await self._guard("close", self._thread(self._env.close))
-
-    async def _thread(self, method: Callable[[], T]) -> T:
-        if self._pool is None:
-            return method()
-
-        def run() -> T:
-            try:
-                return method()
-            finally:
-                self._busy = False
-
-        self._busy = True
-        return await asyncio.get_running_loop().run_in_executor(self._pool, run)
-
-    async def _guard(self, what: str, work: Awaitable[T]) -> T:
-        try:
-            with waiting("environment", lambda: f"{self._name}.{what}"):
-                return await work
-        except AgentrlError:
-            raise
-        except Exception as error:
-            built = self._env is not None
-            who = f"{self._name}.{what}" if built else f"{self._name}'s constructor"
-            raise self._context.author_failure(who, error) from error
-
     def _checked(self, what: str, returned: Any, form: str) -> Any:
         """Return what a method returned if it has the form."""
         if fault := returned_fault(returned, form):
-            raise EnvironmentFailure(f"{self._name}.{what} {fault}")
+            raise EnvironmentFailure(f"{self.name}.{what} {fault}")
         return returned
 
-    @property
-    def _name(self) -> str:
-        return type(self._env).__name__ if self._env is not None else "the environment"
+
+class ThreadedMultiAgentEnv(_Threaded[MultiAgentEnv]):
+    """The environment of several agents."""
+
+    async def reset(self, task: Task, seed: int) -> MultiReset:
+        """Build the environment and start an episode."""
+
+        def build() -> MultiReset:
+            env = self._context.env_factory()
+            assert isinstance(env, MultiAgentEnv), "the runner knows the environment's class"
+            self._env = env
+            return env.reset(seed=seed, options={"task": task})
+
+        started = await self._guard("reset", self._thread(build))
+        if fault := multi_agent_fault(self.env, started, MULTI_RESET_FORM):
+            raise EnvironmentFailure(f"{self.name}.reset {fault}")
+        return started
+
+    async def step(self, actions: dict[str, Message]) -> MultiStep:
+        """Take the actions of the agents that act."""
+        stepped = await self._guard("step", self._thread(lambda: self.env.step(actions)))
+        if fault := multi_agent_fault(self.env, stepped, MULTI_STEP_FORM):
+            raise EnvironmentFailure(f"{self.name}.step {fault}")
+        return stepped
+
+    async def forfeit(self, agent: str) -> dict[str, float]:
+        """Return the rewards if an agent can act no more."""
+        return await self._guard("forfeit", self._thread(lambda: self.env.forfeit(agent)))
+
+    async def act(self, who: str, act: Callable[[], T]) -> T:
+        """Let a scripted player act; its exceptions are failures of the environment."""
+        return await self._guard(f"players[{who!r}]", self._thread(act))

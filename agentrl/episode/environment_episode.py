@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 
 from agentrl.core.env import Step
@@ -94,11 +92,11 @@ class Episode:
             return
         step = await self._run_requested_calls((observation, 0.0, False, False, info))
         if isinstance(step[0], Rewrite):
-            raise EnvironmentFailure(f"{self._env_name} begins an episode with a Rewrite; only step may give one")
+            raise EnvironmentFailure(f"{self._env.name} begins an episode with a Rewrite; only step may give one")
         messages = _messages(step[0])
         if not messages:
             raise EnvironmentFailure(
-                f"{self._env_name}.reset returned no message, so there is nothing for the policy to read"
+                f"{self._env.name}.reset returned no message, so there is nothing for the policy to read"
             )
         self.conversation.begin(messages, self._task.id)
 
@@ -127,13 +125,9 @@ class Episode:
         """Raise `EnvironmentFailure` if the policy would go on behind its own end token."""
         if not _messages(observation) and self.conversation.turn_ended:
             raise EnvironmentFailure(
-                f"{self._env_name}.step returned no message although the policy has ended its turn: return a message, or "
+                f"{self._env.name}.step returned no message although the policy has ended its turn: return a message, or "
                 "end the episode with terminated or truncated"
             )
-
-    @property
-    def _env_name(self) -> str:
-        return type(self._env.env).__name__
 
     async def _step(self, action: Message) -> Step:
         """Pass the policy's message to the environment, or its tool calls to the tools."""
@@ -155,27 +149,10 @@ class Episode:
 
     def _record(self, reward: float, info: Info) -> float:
         """Add a reward to the episode's, keep the latest metrics, and return the reward."""
-        number = self._number(reward, "the reward")
+        number = self._env.number(reward, "the reward")
         self.state.reward += number
-        if "metrics" in info:
-            metrics = info["metrics"]
-            if not isinstance(metrics, Mapping):
-                raise EnvironmentFailure(
-                    f"{self._env_name}: info['metrics'] is {metrics!r:.100}, not a dict of numbers"
-                )
-            self.state.metrics = {
-                str(key): self._number(value, f"the metric {key!r}") for key, value in metrics.items()
-            }
-        return number
-
-    def _number(self, value: object, name: str) -> float:
-        """Return a value of the environment as a number; `EnvironmentFailure` if it is not a finite one."""
-        try:
-            number = float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise EnvironmentFailure(f"{self._env_name}: {name} is {value!r:.100}, not a finite number")
+        if (metrics := self._env.metrics(info)) is not None:
+            self.state.metrics = metrics
         return number
 
     async def _close(self) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 from agentrl.core.env import Env
 from agentrl.core.errors import EpisodeError, RunStopped
+from agentrl.core.lineup import Lineup
+from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.sampler import Sampler
 from agentrl.core.task import Task, source_of
 from agentrl.core.tool import CallTool, Tool, ToolClient
@@ -24,6 +26,7 @@ from agentrl.episode.custom_loop import Generate, run_custom_loop
 from agentrl.episode.environment_episode import Episode
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
+from agentrl.episode.multi_agent_episode import MultiAgentEpisode
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.tool_calls import ToolRunner
 from agentrl.obs.waiting import waiting
@@ -43,6 +46,8 @@ class Job:
     """Unique in the run."""
     reset_seed: int | None = None
     """Seeds the environment; if None, ``seed`` does."""
+    lineup: Lineup | None = None
+    """Who plays in a multi-agent episode; if None, the runner's lineup."""
 
 
 _RunningEpisode = tuple[Job, asyncio.Task[list[Rollout]]]
@@ -63,12 +68,13 @@ class EpisodeRunner:
         generate: runs the episodes in place of an environment.
         grader: gives the rollouts of `run_many` their reward, except for dropped ones.
         served: the servers' tools by name, as the policy may call them.
+        lineup: who plays, if the environment has several agents; None if it has one.
     """
 
     def __init__(
         self,
         *,
-        env_factory: Callable[[], Env],
+        env_factory: Callable[[], Env | MultiAgentEnv],
         renderer: Renderer,
         sampler: Sampler,
         tool_clients: Mapping[str, ToolClient],
@@ -79,6 +85,7 @@ class EpisodeRunner:
         generate: Generate | None = None,
         grader: Grader | None = None,
         served: Mapping[str, Tool] | None = None,
+        lineup: Lineup | None = None,
     ) -> None:
         # Threads are started as they are needed and end with the runner.
         pool = ThreadPoolExecutor(max_concurrency, thread_name_prefix="env")
@@ -88,6 +95,7 @@ class EpisodeRunner:
         self._failure = failure
         self._generate = generate
         self._grader = grader
+        self._lineup = lineup
         self._slots = asyncio.Semaphore(max_concurrency)
         self._by_source: Mapping[str, EpisodeRunner] = {}
 
@@ -131,7 +139,9 @@ class EpisodeRunner:
         return other
 
     async def run(self, task: Task, seed: int, rollout_id: str) -> list[Rollout]:
-        """Run one episode, with retries, and return its rollouts, not graded: one, or all that a generate function returns.
+        """Run one episode, with retries, and return its rollouts, not graded.
+
+        There is one; all that a generate function returns; or that of each trained agent (see `MultiAgentEpisode.rollouts`).
 
         Raises:
             RunStopped: the failure policy stops the run over it.
@@ -171,7 +181,7 @@ class EpisodeRunner:
         gets them by the job's ``rollout_id``.
         """
         source = self._of(job)
-        context, generate = source._context, source._generate
+        context, generate, lineup = source._context, source._generate, job.lineup or source._lineup
         async with self._slots:
             for attempt in itertools.count():
                 state = EpisodeState(job.rollout_id, job.seed, attempt, job.reset_seed)
@@ -180,6 +190,8 @@ class EpisodeRunner:
                     tools, raised = agent.tools, None
                     async with _closed_on_error(tools):
                         rollouts = await run_custom_loop(generate, context, agent)
+                elif lineup is not None:
+                    rollouts, tools, raised = await _play(MultiAgentEpisode(context, job.task, state, lineup))
                 else:
                     episode = Episode(context, job.task, state)
                     tools, failure, raised = episode.tools, None, None
@@ -266,6 +278,17 @@ async def _closed_on_error(tools: ToolRunner) -> AsyncIterator[None]:
     except BaseException:
         await tools.close()
         raise
+
+
+async def _play(episode: MultiAgentEpisode) -> tuple[list[Rollout], ToolRunner, EpisodeError | None]:
+    """Run an episode of several agents. Return its rollouts, what runs its tools, and what ended it, if it failed."""
+    failure, raised = None, None
+    try:
+        async with _closed_on_error(episode.tools):
+            await episode.run()
+    except EpisodeError as error:
+        failure, raised = error.as_failure(), error
+    return episode.rollouts(failure), episode.tools, raised
 
 
 def _describe(failure: Failure) -> str:

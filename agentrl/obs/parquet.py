@@ -16,7 +16,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.extras import require
 from agentrl.core.reading import reading
 from agentrl.core.types import Rollout
-from agentrl.obs.rollout_format import ARRAYS, PLAYER, rollout_to_dict
+from agentrl.obs.rollout_format import ARRAYS, rollout_to_dict
 
 AS_JSON = ("label", "metadata")
 """Columns of arbitrary structure, stored as JSON text."""
@@ -79,6 +79,8 @@ def _schema() -> Any:
             *arrays,
         ]
     )
+    names = [(name, text) for name in ("agent", "role", "opponent", "episode")]
+    player = pa.struct([*names, ("seat", pa.int64()), ("seat_rewards", pa.list_(number))])
     return pa.schema(
         [
             ("prompt_id", text),
@@ -95,7 +97,7 @@ def _schema() -> Any:
             ("tool_seconds", number),
             ("sampled_tokens", pa.int64()),
             ("metadata", text),
-            ("player", pa.struct([(name, text if kind is str else pa.int64()) for name, kind in PLAYER.items()])),
+            ("player", player),
             ("number", pa.int64()),
             ("checksum", pa.int64()),
             ("rows", pa.list_(row)),

@@ -34,8 +34,8 @@ ARRAYS: dict[str, type[np.generic]] = {
 }
 """The arrays of a `Row`, each ``[T]``, and their dtypes."""
 
-PLAYER: dict[str, type] = {"agent": str, "role": str, "seat": int, "opponent": str, "episode": str}
-"""The fields of a `Rollout` that say who played it in a multi-agent episode, and their types."""
+PLAYER = ("agent", "role", "seat", "opponent", "episode", "seat_rewards")
+"""The fields of a `Rollout` that only multi-agent episodes set."""
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
 
@@ -125,8 +125,12 @@ def rollout_from_dict(data: Mapping[str, Any]) -> Rollout:
         sampled_tokens=data["sampled_tokens"],
         metadata=data["metadata"],
         label=data.get("label"),
-        **(data.get("player") or {}),
+        **_player_from_dict(data.get("player")),
     )
+
+
+def _player_from_dict(data: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {} if data is None else {**data, "seat_rewards": tuple(_number(reward) for reward in data["seat_rewards"])}
 
 
 def row_checksum(row: Row) -> int:

@@ -41,6 +41,7 @@ ARRAYS = ("token_ids", "provenance", "mask", "mask_reason", "logprobs", "version
 PLAIN = (
     "prompt_id", "rollout_id", "reward", "stop_reason", "metrics", "turns", "prompt", "label", "failure", "dropped",
     "seconds", "sampled_tokens", "agent", "role", "seat", "opponent", "episode",
+    "seat_rewards",
 )  # fmt: skip
 
 
@@ -62,6 +63,7 @@ def several():
     first.rows[0].logprobs[4] = np.float32(-0.1)
     second = rollout(1, rows=[], turns=[], metrics={}, failure=failure, dropped=True, stop_reason=StopReason.FAILED)
     player = {"agent": "player_1", "role": "second", "seat": 1, "opponent": "fixed:random", "episode": "e3"}
+    player["seat_rewards"] = (-1.0, 0.1)
     return [first, second, rollout(2, label=None), rollout(3, **player)]
 
 

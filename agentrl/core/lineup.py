@@ -1,0 +1,72 @@
+"""Who plays the agents of an episode: policies, scripted players, models behind an endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from agentrl.core.sampler import Sampler
+from agentrl.core.types import Message
+
+
+class ChatEndpoint(Protocol):
+    """A model that answers conversations, such as one that speaks the OpenAI protocol."""
+
+    async def reply(self, messages: Sequence[Message], *, stop: Sequence[str], seed: int) -> str:
+        """Return the next message of a conversation.
+
+        Raises:
+            SamplerError: the endpoint failed.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySeat:
+    """A policy, sampled token by token by the run's engines or by others."""
+
+    policy: str = "main"
+    """Its name at the sampler."""
+    trained: bool = True
+    """Whether its rollouts are returned, to be trained on; a frozen snapshot is not trained."""
+    sampler: Sampler | None = None
+    """In place of the run's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedSeat:
+    """A scripted player."""
+
+    player: str = "random"
+    """One of the environment's ``players``, or ``path/to/file.py:Class``."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSeat:
+    """A model behind an endpoint. Its tokens are unknown, so it is not trained."""
+
+    endpoint: ChatEndpoint
+
+
+Seat = PolicySeat | ScriptedSeat | EndpointSeat
+"""Who plays an agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lineup:
+    """Who plays the agents of one episode. By default the trained policy plays all of them.
+
+    Example::
+
+        Lineup({"second": ScriptedSeat("minimax")}, opponent="fixed:minimax")
+    """
+
+    seats: Mapping[str, Seat] = field(default_factory=dict)
+    """By agent, or by role for all its agents; the trained policy plays the others."""
+    opponent: str = "mirror"
+    """Class of opponents, for `Rollout.opponent`: ``mirror``, ``past`` or ``fixed:NAME``."""
+
+    def seat(self, agent: str, role: str) -> Seat:
+        """Return who plays an agent."""
+        return self.seats.get(agent) or self.seats.get(role) or PolicySeat()

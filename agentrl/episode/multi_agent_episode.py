@@ -1,0 +1,204 @@
+"""One attempt at one episode of a multi-agent environment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+
+from agentrl.core.errors import AgentrlError, ConfigError, unknown_name
+from agentrl.core.imports import is_reference, load_object
+from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat
+from agentrl.core.multi_agent_env import MultiAgentEnv
+from agentrl.core.player import PlayerFactory
+from agentrl.core.task import Task
+from agentrl.core.types import Failure, Info, Message, Rollout, StopReason
+from agentrl.episode.context import EpisodeContext
+from agentrl.episode.env_threads import ThreadedMultiAgentEnv
+from agentrl.episode.limits import EpisodeClock
+from agentrl.episode.participants import EndpointParticipant, Participant, PolicyParticipant, ScriptedParticipant
+from agentrl.episode.state import EpisodeState
+from agentrl.episode.tool_calls import ToolRunner
+from agentrl.obs.waiting import waiting
+
+_log = logging.getLogger(__name__)
+
+
+def player_factory(env: MultiAgentEnv, name: str) -> PlayerFactory:
+    """Return the scripted player of a name in ``env.players``, or of ``path/to/file.py:Class``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name in env.players:
+        return env.players[name]
+    if not is_reference(name):
+        raise unknown_name(f"player of {type(env).__name__}", name, sorted(env.players), "env.roles")
+    factory = load_object(name, "env.roles")
+    if not callable(factory):
+        raise ConfigError(f"env.roles: the player {name} is {factory!r:.100}, and makes no player")
+    made: PlayerFactory = factory
+    return made
+
+
+class MultiAgentEpisode:
+    """Runs an episode of several agents: each policy has a conversation and a trajectory of its own.
+
+    Agents that act at the same time are sampled concurrently. An agent without turns or tokens ends the episode: the
+    environment's ``forfeit`` has the rewards.
+
+    Args:
+        context: what all episodes share.
+        task: the problem.
+        state: id, seeds and attempt of the episode.
+        lineup: who plays.
+    """
+
+    def __init__(self, context: EpisodeContext, task: Task, state: EpisodeState, lineup: Lineup) -> None:
+        self.tools = ToolRunner(context.tool_clients, task, state.episode_id, context.served)
+        """Runs the tool calls of all agents. Its sessions stay open after `run`, for grading."""
+        self._context = context
+        self._task = task
+        self._state = state
+        self._lineup = lineup
+        self._env = ThreadedMultiAgentEnv(context)
+        self._participants: dict[str, Participant] = {}
+        self._infos: dict[str, Info] = {}
+        self._began = time.monotonic()
+        self._clock: EpisodeClock
+
+    async def run(self) -> None:
+        """Run until the environment or a limit ends the episode.
+
+        Raises:
+            EpisodeError: something failed.
+        """
+        self._began = time.monotonic()
+        self._clock = self.tools.clock = EpisodeClock(self._context.limits.max_seconds)
+        with waiting("rollout", self._state.episode_id, lambda: f"turns {self._turns}"):
+            try:
+                async with self._clock:
+                    await self._begin()
+                    while self._env.env.agents and await self._step():
+                        pass
+            except TimeoutError:
+                if not self._clock.expired:
+                    raise
+                self._end(StopReason.MAX_TIME)
+            finally:
+                await self._close()
+
+    def rollouts(self, failure: Failure | None = None) -> list[Rollout]:
+        """Return the rollout of each trained agent, by seat; without trained agents, of each agent.
+
+        Args:
+            failure: what ended the episode.
+        """
+        if failure is not None:
+            self._end(StopReason.FAILED)
+        players = list(self._participants.values())
+        if not players:  # the environment was never built
+            reason = StopReason.FAILED if failure is not None else StopReason.MAX_TIME
+            return [Rollout(self._task.id, self._state.rollout_id, [], 0.0, reason, failure=failure)]
+        trained = [one for one in players if self._is_trained(one.agent)]
+        return [self._rollout(one, failure) for one in trained or players]
+
+    def _rollout(self, player: Participant, failure: Failure | None) -> Rollout:
+        env, agent = self._env.env, player.agent
+        seconds = time.monotonic() - self._began
+        rollout = player.rollout(self._task, seconds=seconds, tool_seconds=self.tools.seconds, failure=failure)
+        rollout.role, rollout.seat = env.role_of(agent), env.possible_agents.index(agent)
+        rollout.opponent, rollout.episode = self._lineup.opponent, self._state.rollout_id
+        rollout.seat_rewards = tuple(other.state.reward for other in self._participants.values())
+        return rollout
+
+    def _is_trained(self, agent: str) -> bool:
+        seat = self._lineup.seat(agent, self._env.env.role_of(agent))
+        return isinstance(seat, PolicySeat) and seat.trained
+
+    @property
+    def _turns(self) -> str:
+        turns = (f"{one.agent} {len(one.state.turns)}" for one in self._participants.values())
+        return ", ".join(turns)
+
+    async def _begin(self) -> None:
+        views, self._infos = await self._env.reset(self._task, self._state.env_seed)
+        for agent in self._env.env.possible_agents:
+            self._participants[agent] = self._participant(agent)
+        for agent, view in views.items():
+            self._participants[agent].observe(view["messages"])
+
+    def _participant(self, agent: str) -> Participant:
+        first, env = self._state, self._env.env
+        state = EpisodeState(f"{first.rollout_id}.{agent}", first.seed, first.attempt, first.reset_seed)
+        seat = self._lineup.seat(agent, env.role_of(agent))
+        if isinstance(seat, ScriptedSeat):
+            return ScriptedParticipant(agent, state, seat.player, player_factory(env, seat.player), self._env)
+        if isinstance(seat, EndpointSeat):
+            return EndpointParticipant(agent, state, seat, env.stop, self._clock)
+        context = replace(self._context, policy=seat.policy, sampler=seat.sampler or self._context.sampler)
+        return PolicyParticipant(agent, context, state, self._task, env, self.tools, self._clock)
+
+    async def _step(self) -> bool:
+        """Let the agents act, and step the environment; return whether the episode goes on."""
+        actions = await self._act(self._env.env.acting)
+        missing = [agent for agent, action in actions.items() if action is None]
+        if missing:
+            await self._forfeit(missing)
+            return False
+        taken = {agent: action for agent, action in actions.items() if action is not None}
+        views, rewards, terminations, truncations, self._infos = await self._env.step(taken)
+        for agent, player in self._participants.items():
+            if player.over is not None:
+                continue
+            self._receive(player, rewards.get(agent, 0.0), self._infos.get(agent, {}))
+            if agent in views:
+                player.observe(views[agent]["messages"])
+            if terminations.get(agent) or truncations.get(agent):
+                player.leave(StopReason.TERMINATED if terminations.get(agent) else StopReason.TRUNCATED)
+        return True
+
+    async def _act(self, acting: tuple[str, ...]) -> dict[str, Message | None]:
+        """Return the messages of agents that act at the same time."""
+        if len(acting) == 1:
+            return {acting[0]: await self._participants[acting[0]].act(self._infos.get(acting[0], {}))}
+        try:
+            async with asyncio.TaskGroup() as group:
+                turns = {
+                    agent: group.create_task(self._participants[agent].act(self._infos.get(agent, {})))
+                    for agent in acting
+                }
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # the first ended the others
+        return {agent: turn.result() for agent, turn in turns.items()}
+
+    async def _forfeit(self, agents: list[str]) -> None:
+        """End the episode because agents have no turns or tokens left, or were aborted."""
+        if any(self._participants[agent].over is StopReason.ABORTED for agent in agents):
+            for player in self._participants.values():
+                player.over = StopReason.ABORTED
+        else:
+            for agent in agents:
+                for other, reward in (await self._env.forfeit(agent)).items():
+                    self._receive(self._participants[other], reward, {})
+        self._end(StopReason.TRUNCATED)
+
+    def _end(self, reason: StopReason) -> None:
+        for player in self._participants.values():
+            if player.over is None or reason is StopReason.FAILED:
+                player.over = reason
+            player.leave(reason)
+
+    def _receive(self, player: Participant, reward: object, info: Info) -> None:
+        number = self._env.number(reward, f"the reward of {player.agent!r}")
+        player.receive(number, self._env.metrics(info))
+
+    async def _close(self) -> None:
+        """End the sampler's sessions and close the environment. Failures are only logged: the episode is over."""
+        for player in self._participants.values():
+            await player.close()
+        try:
+            await self._env.close()
+        except AgentrlError as error:
+            _log.warning("episode %s was not closed: %s", self._state.episode_id, error)

@@ -1,0 +1,231 @@
+"""Episodes of several agents: a trajectory for each policy, scripted players, limits, failures, replay."""
+
+import asyncio
+import re
+
+import numpy as np
+import pytest
+from agentrl_envs.kuhn_poker import KuhnPokerEnv
+from agentrl_envs.negotiation import NegotiationEnv
+from agentrl_envs.tictactoe import TicTacToeEnv
+
+from agentrl import Message, MultiAgentEnv
+from agentrl.batch.provenance import check_rows
+from agentrl.config.rollout import FailureConfig
+from agentrl.core.errors import RunStopped, SamplerError, UnknownNameError
+from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat
+from agentrl.core.types import FailureKind, ForkReason, Provenance, SamplingParams, StopReason
+from agentrl.episode.failure_policy import FailurePolicy
+from agentrl.episode.limits import Limits
+from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.testing import ScriptedSampler
+
+BOTH = Lineup({"first": ScriptedSeat(), "second": ScriptedSeat()}, opponent="fixed:random")
+
+
+class Chorus(MultiAgentEnv):
+    """Two singers act at the same time, twice; the first may raise."""
+
+    possible_agents = ["a", "b"]  # noqa: RUF012
+
+    def reset(self, seed=None, options=None):
+        self.turns = 0
+        return super().reset(seed, options)
+
+    def step(self, actions):
+        self.turns += 1
+        agents, over = list(self.agents), self.turns == 2
+        if actions["a"].content == "raise":
+            raise ZeroDivisionError("by zero")
+        if over:
+            self.agents, self.acting = [], ()
+        heard = " and ".join(f"{agent}: {actions[agent].content}" for agent in agents)
+        views = {agent: {"messages": (Message("user", heard),)} for agent in agents}
+        rewards = {"a": float(len(actions["a"].content)), "b": 0.5}
+        infos = {agent: {"metrics": {"turns": float(self.turns)}} for agent in agents}
+        return views, rewards, dict.fromkeys(agents, over), dict.fromkeys(agents, False), infos
+
+
+def runner_of(env, renderer, script=(), *, lineup=None, concurrency=8, max_turns=8, seconds=60.0, **failure):
+    sampler = script
+    if not isinstance(script, ScriptedSampler):
+        sampler = ScriptedSampler(script, encode=renderer.encode, end_token_id=renderer.end_token_id)
+    made = EpisodeRunner(
+        env_factory=env, renderer=renderer, sampler=sampler, tool_clients={}, limits=Limits(max_turns, 4096, seconds, 64),
+        sampling=SamplingParams(max_new_tokens=64, seed=0), failure=FailurePolicy(FailureConfig(**failure)),
+        max_concurrency=concurrency, lineup=lineup or Lineup(),
+    )  # fmt: skip
+    return made, sampler
+
+
+def play(runner, env, count=1, **changes):
+    jobs = [Job(env.example_task(), seed, f"e{seed}", **changes) for seed in range(count)]
+    return asyncio.run(runner.run_many(jobs))
+
+
+def first_free(renderer):
+    """A policy that takes the first free cell of the board that it reads."""
+
+    def move(request):
+        text = renderer.decode(request.prompt.token_ids)
+        return re.findall(r"\d", text.partition("cell.")[2])[0]
+
+    return move
+
+
+def test_each_policy_has_its_own_trajectory(renderer):
+    runner, _ = runner_of(TicTacToeEnv, renderer, first_free(renderer))
+    first, second = play(runner, TicTacToeEnv)
+    assert (first.agent, first.role, first.seat) == ("player_0", "first", 0)
+    assert (second.agent, second.role, second.seat) == ("player_1", "second", 1)
+    assert {(one.episode, one.opponent, one.prompt_id) for one in (first, second)} == {
+        ("e0", "mirror", TicTacToeEnv.example_task().id)
+    }
+    assert (first.rollout_id, second.rollout_id) == ("e0.player_0", "e0.player_1")
+    assert (first.reward, second.reward) == (1.0, -1.0)
+    assert first.seat_rewards == second.seat_rewards == (1.0, -1.0)
+    assert [turn.action for turn in first.turns] == ["1", "3", "5", "7"]
+    assert [turn.action for turn in second.turns] == ["2", "4", "6"]
+    assert [turn.reward for turn in second.turns] == [0.0, 0.0, -1.0]
+    assert {one.stop_reason for one in (first, second)} == {StopReason.TERMINATED}
+    assert second.metrics["loss"] == 1.0
+    for rollout in (first, second):  # each turn replaces the conversation, and so is a row
+        assert len(rollout.rows) == len(rollout.turns)
+        assert {row.key.agent_id for row in rollout.rows} == {rollout.agent}
+        assert {row.fork for row in rollout.rows[1:]} == {ForkReason.CONTEXT}
+        said = [renderer.decode(row.token_ids[row.mask == 1]) for row in rollout.rows]
+        assert [text.replace("<|im_end|>", "") for text in said] == [turn.action for turn in rollout.turns]
+    check_rows([*first.rows, *second.rows])
+
+
+def test_a_remembered_conversation_is_one_row(renderer):
+    moves = {"e0.player_0": ["keep 0 0 0", "keep 1 0 0"], "e0.player_1": ["Hello!\nkeep 0 0 0", "accept"]}
+    runner, sampler = runner_of(NegotiationEnv, renderer, moves)
+    first, second = play(runner, NegotiationEnv)
+    assert [len(one.rows) for one in (first, second)] == [1, 1]
+    assert 'The other player says "Hello!"' in first.turns[0].observation
+    assert int((second.rows[0].provenance == Provenance.SAMPLED).sum()) == second.sampled_tokens
+    assert second.metrics["deal"] == 1.0
+    assert sorted(sampler.closed) == ["e0.player_0", "e0.player_1"]
+
+
+def test_a_thousand_concurrent_episodes_of_scripted_players_replay(renderer):
+    def played(concurrency, every):
+        found = {}
+        for env, count in ((TicTacToeEnv, 400), (KuhnPokerEnv, 500), (NegotiationEnv, 100)):
+            runner, _ = runner_of(env, renderer, lineup=BOTH, concurrency=min(concurrency, count))
+            jobs = [Job(env.example_task(), seed, f"e{seed}") for seed in range(0, count, every)]
+            rollouts = asyncio.run(runner.run_many(jobs))
+            assert [one.episode for one in rollouts[::2]] == [job.rollout_id for job in jobs]
+            assert {one.opponent for one in rollouts} == {"fixed:random"}
+            for one in rollouts:
+                found[env, one.rollout_id] = (one.prompt, one.turns, one.seat_rewards, one.metrics)
+        return found
+
+    together = played(1000, every=1)
+    again = played(5, every=8)
+    assert {key: together[key] for key in again} == again
+    assert len({str(one[1]) for one in together.values()}) > 500
+
+
+def test_only_trained_agents_have_rollouts(renderer):
+    lineup = Lineup({"second": ScriptedSeat("minimax")}, opponent="fixed:minimax")
+    runner, sampler = runner_of(TicTacToeEnv, renderer, first_free(renderer))
+    [rollout] = play(runner, TicTacToeEnv, lineup=lineup)
+    assert (rollout.agent, rollout.opponent) == ("player_0", "fixed:minimax")
+    assert rollout.seat_rewards[0] == rollout.reward
+    frozen = Lineup({"player_0": PolicySeat("snapshot", trained=False)}, opponent="past")
+    [rollout] = play(runner, TicTacToeEnv, lineup=frozen)
+    assert (rollout.agent, rollout.opponent) == ("player_1", "past")
+    assert {one.policy for one in sampler.requests if one.session_id == "e0.player_0"} == {"main", "snapshot"}
+
+
+def test_an_unknown_player_names_the_known_ones(renderer):
+    runner, _ = runner_of(TicTacToeEnv, renderer, lineup=Lineup({"first": ScriptedSeat("minmax")}))
+    with pytest.raises(UnknownNameError, match=r"Did you mean 'minimax'\?"):
+        play(runner, TicTacToeEnv)
+
+
+def test_agents_that_act_at_the_same_time_are_sampled_at_the_same_time(renderer):
+    async def run():
+        gate = asyncio.Event()
+        script = {"e0.a": ["la", "lala"], "e0.b": ["do", "dodo"]}
+        sampler = ScriptedSampler(script, encode=renderer.encode, end_token_id=renderer.end_token_id, gate=gate)
+        runner, _ = runner_of(Chorus, renderer, sampler)
+        episode = asyncio.create_task(runner.run(Chorus.example_task(), 0, "e0"))
+        for _ in range(1000):
+            await asyncio.sleep(0)
+            if sampler.running == 2:
+                break
+        gate.set()
+        rollouts = await episode
+        assert sampler.max_running == 2
+        return rollouts
+
+    a, b = asyncio.run(run())
+    assert (a.reward, b.reward) == (6.0, 1.0)
+    assert [turn.reward for turn in a.turns] == [2.0, 4.0]
+    assert b.turns[0].observation == "a: la and b: do"
+    assert b.metrics == {"turns": 2.0}
+
+
+def test_an_agent_without_turns_forfeits(renderer):
+    runner, _ = runner_of(TicTacToeEnv, renderer, first_free(renderer), max_turns=1)
+    first, second = play(runner, TicTacToeEnv)
+    assert (first.stop_reason, first.reward) == (StopReason.MAX_TURNS, -1.5)
+    assert (second.stop_reason, second.reward) == (StopReason.TRUNCATED, 0.0)
+    assert first.turns[-1].reward == -1.5
+
+
+def test_time_is_up_for_all(renderer):
+    runner, _ = runner_of(TicTacToeEnv, renderer, first_free(renderer), seconds=1e-9)
+    assert {one.stop_reason for one in play(runner, TicTacToeEnv)} == {StopReason.MAX_TIME}
+
+
+def test_an_illegal_move_is_a_reward_and_no_failure(renderer):
+    runner, _ = runner_of(KuhnPokerEnv, renderer, ["what?"])
+    first, second = play(runner, KuhnPokerEnv)
+    assert (first.reward, second.reward) == (-2.5, 0.0)
+    assert (first.metrics["illegal"], second.metrics["illegal"]) == (1.0, 0.0)
+    assert (first.failure, second.stop_reason, second.rows) == (None, StopReason.TERMINATED, [])
+
+
+def test_a_failure_of_one_agent_is_one_of_the_episode(renderer):
+    def script(request):
+        broken = request.session_id.startswith("e0.") and request.session_id.partition(".")[2] == "b"
+        return SamplerError("gone") if broken else "la"
+
+    runner, _ = runner_of(Chorus, renderer, script, sampler="drop", max_failed_share=1.0)
+    rollouts = play(runner, Chorus, 2)
+    assert [(one.dropped, one.stop_reason is StopReason.FAILED) for one in rollouts] == [(True, True)] * 2 + [
+        (False, False)
+    ] * 2
+    assert {one.failure.kind for one in rollouts[:2]} == {FailureKind.SAMPLER}
+    runner, _ = runner_of(Chorus, renderer, script, sampler="retry", max_retries=1)
+    rollouts = play(runner, Chorus)
+    assert [one.failure for one in rollouts] == [None, None]  # the second attempt has another session
+
+
+def test_an_environment_that_raises_fails_by_name(renderer):
+    runner, _ = runner_of(Chorus, renderer, ["raise"], environment="stop")
+    with pytest.raises(RunStopped, match=r"Chorus\.step raised ZeroDivisionError"):
+        play(runner, Chorus)
+
+
+def test_an_endpoint_plays_and_is_not_trained(renderer):
+    class Endpoint:
+        def __init__(self):
+            self.read = []
+
+        async def reply(self, messages, *, stop, seed):
+            self.read.append([(message.role, message.content) for message in messages])
+            return "keep 0 0 0" if len(self.read) == 1 else "accept"
+
+    endpoint = Endpoint()
+    lineup = Lineup({"second": EndpointSeat(endpoint)}, opponent="fixed:model")
+    runner, _ = runner_of(NegotiationEnv, renderer, ["keep 1 0 0", "keep 0 0 1"], lineup=lineup)
+    [rollout] = play(runner, NegotiationEnv)
+    assert rollout.agent == "player_0"
+    assert rollout.metrics["deal"] == 1.0
+    assert [role for role, _ in endpoint.read[1]] == ["user", "assistant", "user"]
+    assert np.isfinite(rollout.seat_rewards).all()
