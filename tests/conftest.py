@@ -9,8 +9,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import ray_workers
 from dockerd import DockerHost, NoDocker, running_dockerd
-from preloaded import CHILD_MODULES, RUN_MODULES, SOCKET, ForkedStarts, preloaded_process
+from preloaded import CHILD_MODULES, RUN_MODULES, SOCKET, WORKERS, ForkedStarts, preloaded_process
 
 # The bodies of tests that several engines pass.
 pytest.register_assert_rewrite("conformance")
@@ -98,9 +99,17 @@ def dockerd() -> Iterator[DockerHost]:
 
 @pytest.fixture(scope="session")
 def preloaded_children() -> Iterator[str]:
-    """The address of a preloaded process for children of this one."""
-    with preloaded_process(*CHILD_MODULES) as address:
+    """The address of a preloaded process for children of this one, and for workers of Ray."""
+    with preloaded_process(*ray_workers.MODULES, *CHILD_MODULES) as address, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(WORKERS, address)
         yield address
+
+
+@pytest.fixture(scope="module")
+def forked_workers(preloaded_children: str) -> Iterator[None]:
+    """Workers of the Ray that a test starts are forks."""
+    with ray_workers.forked_workers():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,8 @@ from typing import Any
 
 SOCKET = "AGENTRL_TEST_PRELOADED"
 """Environment variable with the address of the preloaded process."""
+WORKERS = "AGENTRL_TEST_RAY_WORKERS"
+"""Environment variable with the address of the one whose forks are Ray's workers; see `ray_workers`."""
 RUN_MODULES = (
     "torch",
     "torch.distributed.checkpoint",
@@ -79,45 +81,28 @@ class Request:
     """A process to be."""
 
     target: str
+    """``module:function``; its result is the exit status."""
     arguments: Sequence[str]
+    """``sys.argv`` without the program's name."""
     cwd: str
+    """Its working directory, first in ``sys.path``."""
     env: Mapping[str, str]
+    """Its whole environment."""
     files: Mapping[int, int]
     """Open files, by the number that each is to have."""
     orphan: bool = False
     """Fork twice, and forget about it."""
     forks: bool = False
-    """Engines, tool servers and warm starts that it starts are forks of it, before it has done anything."""
+    """Engines, tool servers and warm starts that it starts are forks of it, before it has done anything, and workers of
+    its Ray are those of the process at ``WORKERS``."""
 
 
 class Forked:
-    """A process that runs ``function`` of ``module`` with ``sys.argv``, in a session of its own.
+    """A process in a session of its own, forked by the process at ``address``, by default the one at ``SOCKET``."""
 
-    Args:
-        target: ``module:function``; its result is the exit status.
-        arguments: ``sys.argv`` without the program's name.
-        cwd: its working directory, first in ``sys.path``.
-        env: its whole environment.
-        stdout: file descriptor.
-        stderr: file descriptor.
-        forks: see `Request`.
-
-    """
-
-    def __init__(
-        self,
-        target: str,
-        arguments: Sequence[str],
-        *,
-        cwd: Path,
-        env: Mapping[str, str],
-        stdout: int,
-        stderr: int,
-        forks: bool = False,
-    ) -> None:
+    def __init__(self, request: Request, address: str | None = None) -> None:
         self.returncode: int | None = None
-        request = Request(target, arguments, str(cwd), env, {1: stdout, 2: stderr}, forks=forks)
-        self._socket = _send(os.environ[SOCKET], request)
+        self._socket = _send(address or os.environ[SOCKET], request)
         self.pid = int(_line(self._socket)["pid"])
 
     def poll(self) -> int | None:
@@ -155,7 +140,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a forked process to its end, like ``subprocess.run`` with captured output."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        process = Forked(target, arguments, cwd=cwd, env=env, stdout=out.fileno(), stderr=errors.fileno(), forks=forks)
+        process = Forked(Request(target, arguments, str(cwd), env, {1: out.fileno(), 2: errors.fileno()}, forks=forks))
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -367,6 +352,8 @@ def _become(request: Request) -> int:
     if request.forks:
         child_process = importlib.import_module("agentrl.core.child_process")
         child_process.subprocess = ForkedStarts(_own_forks())  # type: ignore[attr-defined]
+        if WORKERS in os.environ and "ray" in sys.modules:
+            importlib.import_module("ray_workers").forked_workers().__enter__()
     return int(getattr(importlib.import_module(module), name)() or 0)
 
 

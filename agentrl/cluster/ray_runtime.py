@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._private.node import Node
 
 from agentrl.cluster.ray_address import running_address
 from agentrl.core.child_process import ENDING_SIGNALS
@@ -21,6 +22,10 @@ from agentrl.core.errors import LearnerError
 
 _STORE_BYTES = 256 << 20
 """Minimum size of the object store. Batches and weights pass through it; unwritten pages cost no memory."""
+
+_UNUSED = ("start_api_server", "start_log_monitor", "start_monitor")
+"""Processes that a Ray of one machine does without: its dashboard's, one that forwards logs, and one that adds machines.
+Each takes a second of a core to start, and 100 MB."""
 
 
 class RayRuntime:
@@ -63,7 +68,7 @@ class RayRuntime:
         # Ray's processes inherit this: a signal to all processes of a run must not end the learner before it has saved.
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
         try:
-            with _loopback_only() if self._options["address"] == "local" else nullcontext():
+            with _of_one_machine() if self._options["address"] == "local" else nullcontext():
                 ray.init(**self._options)
         except Exception as error:  # raised by `start` in the calling thread
             self._fault = error
@@ -97,18 +102,22 @@ def _end_own_ray() -> None:
 
 
 @contextmanager
-def _loopback_only() -> Iterator[None]:
-    """Let the Ray that is started in this context have the address 127.0.0.1 and listen on it alone.
+def _of_one_machine() -> Iterator[None]:
+    """Let the Ray that is started in this context have the address 127.0.0.1, listen on it alone, and be small.
 
     Ray replaces this address by that of another interface, and then listens on all, unless it may make no cluster of several
     machines. Whoever reaches its ports needs its token, too: ``RAY_AUTH_MODE``, by default ``token`` for a Ray of one machine.
     """
-    several = ray_constants.ENABLE_RAY_CLUSTER
+    several, started = ray_constants.ENABLE_RAY_CLUSTER, {name: getattr(Node, name) for name in _UNUSED}
     ray_constants.ENABLE_RAY_CLUSTER = False
+    for name in _UNUSED:
+        setattr(Node, name, lambda *_, **__: None)
     try:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = several
+        for name, start in started.items():
+            setattr(Node, name, start)
 
 
 def _options(cpus: int, store_bytes: int) -> dict[str, Any]:

@@ -13,13 +13,11 @@ _ROOT = Path(__file__).parents[2]
 def run_ranks(target: str, folder: Path, count: int, *, timeout_s: float) -> None:
     """Call ``module:function`` in a process for each rank, with ``folder`` and the rank as arguments; all must return 0."""
     with (folder / "log").open("wb") as log:
+        files = {1: log.fileno(), 2: log.fileno()}
         ranks = [
-            preloaded.Forked(
-                target, [str(folder), str(number)],
-                cwd=_ROOT, env=dict(os.environ), stdout=log.fileno(), stderr=log.fileno(),
-            )
+            preloaded.Forked(preloaded.Request(target, [str(folder), str(number)], str(_ROOT), dict(os.environ), files))
             for number in range(count)
-        ]  # fmt: skip
+        ]
         try:
             codes = [rank.wait(timeout=timeout_s) for rank in ranks]
         finally:

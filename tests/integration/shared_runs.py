@@ -155,9 +155,9 @@ class Running:
                 start_new_session=True,
             )
         else:
-            log = self._log.fileno()
-            env = environment()
-            self.process = preloaded.Forked(target, words, cwd=cwd, env=env, stdout=log, stderr=log, forks=forks)
+            files = {1: self._log.fileno(), 2: self._log.fileno()}
+            request = preloaded.Request(target, words, str(cwd), environment(), files, forks=forks)
+            self.process = preloaded.Forked(request)
 
     def output(self) -> str:
         self._log.seek(0)

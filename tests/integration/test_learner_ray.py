@@ -40,6 +40,7 @@ LENGTHS = [30, 50, 20, 7, 60, 33, 12, 41]
 ADAMW = OptimizerConfig(lr=1e-3)
 MUON = OptimizerConfig(name="muon", lr=1e-3)
 WITH_KL = make_algo(kl_coef=0.3)
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def group(model: Path, reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayLearnerGroup]:
+def group(
+    model: Path, reference: Path, forked_workers: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RayLearnerGroup]:
     config = LearnerConfig(precision="float32", ranks=2, device="cpu", threads=1, optimizer=ADAMW, step_timeout_s=60)
     run = tmp_path_factory.mktemp("run")
     group = start_learners(model, config, WITH_KL, seed=0, run_dir=run, reference=reference, critic_ranks=1)
@@ -322,7 +325,7 @@ def test_ray_ends_with_a_killed_driver(model, tmp_path):
         assert driver.poll() is None
     # Ray's two agents hold nothing and end by themselves, after a minute of trying to report that Ray is gone.
     left = [p for p in psutil.Process(driver.pid).children(recursive=True) if not p.name().endswith("Agent")]
-    assert {"ray::LearnerActor", "raylet", "gcs_server"} <= {p.name() for p in left}
+    assert {p.name() for p in left} == {"ray::LearnerActor", "raylet", "gcs_server"}, "and no dashboard"
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
     _, alive = psutil.wait_procs(left, timeout=15)

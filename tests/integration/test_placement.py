@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import preloaded
 import psutil
 import pytest
 import ray
@@ -34,7 +35,7 @@ EMBEDDED = ["sampler.embedded.slots=8", "sampler.embedded.context=256", "sampler
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(forked_workers: None) -> Iterator[Cluster]:
     # Ray notes its address in a folder that all Rays of a machine share; its sockets want a short path.
     folder = tempfile.mkdtemp(prefix="agentrl-")
     with pytest.MonkeyPatch.context() as patch:
@@ -222,13 +223,18 @@ def test_what_a_cluster_cannot_hold_is_refused_and_what_others_hold_is_waited_fo
 
 
 def engines_of(folder: Path) -> list[psutil.Process]:
-    """Return the engines of a run; Ray's actors are their parents, and they are children of no process."""
+    """Return the engines of a run by their logs; Ray's actors are their parents."""
+    name = preloaded.process_name(preloaded.ENGINE)
     found = []
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if "agentrl.inference.embedded" in words and any(str(folder) in word for word in words):
+    for process in psutil.process_iter(["name", "open_files"]):
+        logs = [file.path for file in process.info["open_files"] or []]
+        if process.info["name"] == name and any(log.startswith(f"{folder}/") for log in logs):
             found.append(process)
     return found
+
+
+def hosts_of(engine: psutil.Process) -> set[str]:
+    return {one.laddr.ip for one in engine.net_connections("tcp4") if one.status == psutil.CONN_LISTEN}
 
 
 def test_a_run_on_a_cluster_and_nothing_left_of_it_when_it_is_killed(cluster: Cluster, tmp_path: Path) -> None:
@@ -249,9 +255,9 @@ def test_a_run_on_a_cluster_and_nothing_left_of_it_when_it_is_killed(cluster: Cl
 
         run.wait_for(lambda: len(rows()) >= 1)
         engines = engines_of(tmp_path)
-        hosts = {words[words.index("--host") + 1] for words in (engine.cmdline() for engine in engines)}
-        assert hosts <= set(MACHINES)
         assert len(engines) == 2
+        for engine in engines:
+            assert len(hosts_of(engine) & set(MACHINES)) == 1
         engines[0].send_signal(signal.SIGKILL)
         run.wait_for(lambda: bool(rows()) and rows()[-1].get("rollout/engine_restarts") == 1)
         last = engines_of(tmp_path)

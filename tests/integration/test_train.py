@@ -56,7 +56,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
 @pytest.fixture(scope="module")
 def trained(killed: Killed) -> tuple[Path, str]:
     """The killed run, which has gone on to its end."""
-    done = agentrl(*TRAIN, "--resume", cwd=killed.cwd, timeout=380, forks=False)
+    done = agentrl(*TRAIN, "--resume", cwd=killed.cwd, timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
     return killed.cwd / "run", done.stdout
 

@@ -5,7 +5,9 @@ import json
 import signal
 from pathlib import Path
 
+import preloaded
 import psutil
+import pytest
 from shared_runs import IN_PROCESS_LEARNER, SMALL, Running, Services, gone, metrics
 
 ENDLESS = [
@@ -15,12 +17,14 @@ ENDLESS = [
 """A run of short steps that something ends."""
 
 
-def test_a_batch_system_ends_a_run_as_ctrl_c_does(tmp_path: Path) -> None:
+def test_a_batch_system_ends_a_run_as_ctrl_c_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm and systemd signal every process of a run, and more than once."""
+    monkeypatch.delenv(preloaded.WORKERS)  # its learner is to be among them
     run, stop = Running(*ENDLESS, cwd=tmp_path), signal.SIGTERM
     try:
         run.wait_for(lambda: len([row for row in metrics(tmp_path / "run") if "train/reward" in row]) >= 1)
         children = run.descendants()
+        assert "ray::LearnerActor" in {child.name() for child in children}
         for _ in range(2):
             run.send(stop)
             for child in children:
