@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentrl.config.schema import Config
-from agentrl.core.env import AsyncEnv, Env
+from agentrl.core.env import AsyncEnv
 from agentrl.core.errors import ConfigError, ConversationError, ModelError
-from agentrl.core.registry import env_class, make_env
+from agentrl.core.multi_agent_env import MultiAgentEnv
+from agentrl.core.registry import env_class, make_any_env
 from agentrl.core.task import Task
 from agentrl.core.types import Message
 
@@ -42,7 +43,7 @@ def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> s
     renderer, refused = make_renderer(tokenizer, config.render), list[ConversationError | ModelError]()
     tried = [tasks[index] for index in range(0, len(tasks), -(-len(tasks) // _TASKS) or 1)]
     prompts = [prompt for task in tried if (prompt := _first_prompt(config, task))]
-    tools, too_long = make_env(config.env.name, config.env.options).tools, 0
+    tools, too_long = make_any_env(config.env.name, config.env.options).tools, 0
     for prompt in prompts:
         try:
             too_long += len(renderer.render(prompt, tools).token_ids) >= config.rollout.max_tokens
@@ -67,11 +68,12 @@ def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> s
 
 def _first_prompt(config: Config, task: Task) -> tuple[Message, ...]:
     """Return the messages that begin an episode, or an empty tuple if only the episode can show them."""
-    env: Env = make_env(config.env.name, config.env.options)
+    env = make_any_env(config.env.name, config.env.options)
     if isinstance(env, AsyncEnv):
         return task.prompt if type(env).areset is AsyncEnv.areset else ()
     try:
-        observation, _ = env.reset(seed=config.run.seed, options={"task": task})
+        first, _ = env.reset(seed=config.run.seed, options={"task": task})
+        observation = first[env.acting[0]]["messages"] if isinstance(env, MultiAgentEnv) else first
     except Exception:  # of the environment's author: an episode's failure when it happens
         return ()
     finally:

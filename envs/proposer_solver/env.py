@@ -1,0 +1,148 @@
+"""Proposer and solvers: one agent sets a problem in arithmetic, several solve it at the same time."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from agentrl import ConfigError, MadeTasks, Message, MultiAgentEnv, MultiReset, MultiStep, Task, View
+from agentrl.core.player import PlayerFactory, RandomPlayer
+
+PROPOSER = "proposer"
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_PROBLEM = re.compile(r"(\d{1,3}) ?([-+*]) ?(\d{1,3})(?: = \?)?")
+
+
+class ProposerSolverEnv(MultiAgentEnv):
+    """The proposer sets a problem; it is worth most to it if half of the solvers solve it.
+
+    Args:
+        solvers: agents that solve the problem at the same time, each on its own.
+        illegal_cost: of a problem that is none, or of an answer without a number.
+        largest: the largest number in a problem.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": [], "name": "proposer_solver"}  # noqa: RUF012
+    players: ClassVar[Mapping[str, PlayerFactory]] = {"random": RandomPlayer}
+
+    def __init__(self, solvers: int = 4, illegal_cost: float = 0.5, largest: int = 20) -> None:
+        """Make an environment.
+
+        Raises:
+            ConfigError: there is no solver, the cost is negative, or the numbers have more than three digits.
+        """
+        if solvers < 1:
+            raise ConfigError(f"env.options.solvers={solvers} must be at least 1")
+        if illegal_cost < 0:
+            raise ConfigError(f"env.options.illegal_cost={illegal_cost} must not be negative")
+        if not 1 <= largest <= 999:
+            raise ConfigError(f"env.options.largest={largest} must be from 1 to 999")
+        self.possible_agents = [PROPOSER, *(f"solver_{number}" for number in range(solvers))]
+        self.illegal_cost = illegal_cost
+        self.largest = largest
+
+    def role_of(self, agent: str) -> str:
+        """Return ``proposer``, or ``solver`` for all solvers."""
+        return agent.partition("_")[0]
+
+    @classmethod
+    def tasks(cls, split: str, seed: int) -> MadeTasks:
+        """Return 1000 tasks; each gives the proposer a number to use, so that its problems differ."""
+        return _Numbers(split, seed)
+
+    @classmethod
+    def example_task(cls) -> Task:
+        """Return a task."""
+        return Task("proposer_solver/example", (), metadata={"number": 7})
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> MultiReset:
+        """Ask the proposer for a problem."""
+        super().reset(seed, options)
+        self.acting = (PROPOSER,)
+        self.problem, self.answer = "", 0
+        self.number = int(self.task.metadata.get("number", 1)) % (self.largest + 1)
+        asked = f"Set a problem with the number {self.number}, such as {self.number} + 3. Numbers up to {self.largest}."
+        return self._views({PROPOSER: asked}), self._infos([PROPOSER], self._problems())
+
+    def step(self, actions: dict[str, Message]) -> MultiStep:
+        """Take the problem, or all answers to it."""
+        said = {agent: _last_line(actions[agent].content) if agent in actions else "" for agent in self.acting}
+        solvers = self.possible_agents[1:]
+        if self.acting == (PROPOSER,):
+            if self._read_problem(said[PROPOSER]):
+                self.acting = tuple(solvers)
+                still = dict.fromkeys(self.agents, False)
+                shown = self._views(dict.fromkeys(solvers, f"{self.problem} = ?"))
+                numbers = [str(number) for number in range(-self.largest, 2 * self.largest + 1)]
+                return shown, dict.fromkeys(self.agents, 0.0), still, dict(still), self._infos(solvers, numbers)
+            return self._over(self.forfeit(PROPOSER), {PROPOSER}, 0.0)
+        answers = {agent: re.findall(r"-?\d+", said[agent]) for agent in solvers}
+        illegal = {agent for agent in solvers if not answers[agent]}
+        right = {agent: bool(answers[agent]) and int(answers[agent][-1]) == self.answer for agent in solvers}
+        share = float(np.mean([right[agent] for agent in solvers]))
+        rewards = {agent: float(right[agent]) - self.illegal_cost * (agent in illegal) for agent in solvers}
+        return self._over({PROPOSER: 4 * share * (1 - share)} | rewards, illegal, share)
+
+    def forfeit(self, agent: str) -> dict[str, float]:
+        """Return the reward of an illegal turn."""
+        return {agent: -self.illegal_cost}
+
+    def _read_problem(self, text: str) -> bool:
+        """Set problem and answer if the text is a problem with the number of the task."""
+        found = _PROBLEM.fullmatch(text.strip())
+        if found is None:
+            return False
+        a, sign, b = int(found[1]), found[2], int(found[3])
+        if max(a, b) > self.largest or self.number not in (a, b):
+            return False
+        self.problem, self.answer = f"{a} {sign} {b}", _OPERATIONS[sign](a, b)
+        return True
+
+    def _over(self, rewards: Mapping[str, float], illegal: set[str], share: float) -> MultiStep:
+        agents, self.agents, self.acting = list(self.agents), [], ()
+        views: dict[str, View] = {agent: {"messages": ()} for agent in agents}
+        infos = {agent: {"metrics": {"solved": share, "illegal": float(agent in illegal)}} for agent in agents}
+        all_rewards = {agent: float(rewards.get(agent, 0.0)) for agent in agents}
+        return views, all_rewards, dict.fromkeys(agents, True), dict.fromkeys(agents, False), infos
+
+    def _views(self, texts: Mapping[str, str]) -> dict[str, View]:
+        return {
+            agent: {"messages": (Message("user", texts[agent]),) if agent in texts else ()} for agent in self.agents
+        }
+
+    def _infos(self, agents: list[str], moves: list[str]) -> dict[str, dict[str, Any]]:
+        return {agent: {"legal_moves": moves} if agent in agents else {} for agent in self.agents}
+
+    def _problems(self) -> list[str]:
+        return [f"{self.number} {sign} {other}" for sign in _OPERATIONS for other in range(self.largest + 1)]
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the state of the episode."""
+        return super().get_state() | {"problem": self.problem, "answer": self.answer}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restore the state of the episode."""
+        super().set_state(state)
+        self.problem, self.answer = state["problem"], state["answer"]
+
+
+def _last_line(text: str) -> str:
+    lines = text.rpartition("</think>")[2].strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+class _Numbers(MadeTasks):
+    """Tasks with a number each."""
+
+    def __init__(self, split: str, seed: int) -> None:
+        super().__init__(split, 1000)
+        self._numbers = np.random.default_rng([seed, split != "train"]).integers(0, 1000, 1000)
+
+    def make(self, index: int) -> Task:
+        """Return a task without a prompt."""
+        number = int(self._numbers[index])
+        return Task(f"proposer_solver/{self.split}/{index}", (), metadata={"number": number})
