@@ -11,7 +11,7 @@ from agentrl.core.errors import ConfigError, ConversationError, ModelError
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import env_class, make_any_env
 from agentrl.core.task import Task
-from agentrl.core.types import Message
+from agentrl.core.types import Message, Observation
 
 _TASKS = 32
 """Most tasks whose first prompt is tried, evenly spaced; a run is refused if all of them fail."""
@@ -72,8 +72,12 @@ def _first_prompt(config: Config, task: Task) -> tuple[Message, ...]:
     if isinstance(env, AsyncEnv):
         return task.prompt if type(env).areset is AsyncEnv.areset else ()
     try:
-        first, _ = env.reset(seed=config.run.seed, options={"task": task})
-        observation = first[env.acting[0]]["messages"] if isinstance(env, MultiAgentEnv) else first
+        observation: Observation
+        if isinstance(env, MultiAgentEnv):
+            views, _ = env.reset(seed=config.run.seed, options={"task": task})
+            observation = views[env.acting[0]]["messages"]
+        else:
+            observation, _ = env.reset(seed=config.run.seed, options={"task": task})
     except Exception:  # of the environment's author: an episode's failure when it happens
         return ()
     finally:
