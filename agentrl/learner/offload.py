@@ -71,6 +71,10 @@ class CpuOffload:
         """Return whether a tensor is offloaded."""
         return _key(tensor) in self._storages
 
+    def has_copy(self, tensor: torch.Tensor) -> bool:
+        """Return whether the last `copy` or `offload` copied a tensor, which must exist since then."""
+        return _key(tensor) in self._contents
+
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the read-only copy of a tensor on the CPU, as of the last `copy` or `offload`."""
         flat = self._contents[_key(tensor)].view(tensor.dtype)

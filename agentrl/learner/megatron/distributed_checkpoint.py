@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from inspect import unwrap
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from agentrl.core.errors import ModelError
+from agentrl.core.errors import LearnerError, ModelError
 from agentrl.learner.megatron.model import MegatronModel
 
 METADATA = "metadata.json"
 """What Megatron-Core writes last."""
+_FORMAT = CheckpointingConfig("torch_dist", 1)
 
 
 def is_distributed_checkpoint(folder: Path) -> bool:
@@ -33,16 +38,89 @@ def sharded_weights(model: MegatronModel) -> dict[str, Any]:
     return {name: chunk.sharded_state_dict() for name, chunk in zip(names, model.chunks, strict=True)}
 
 
-def save_sharded(state: dict[str, Any], folder: Path) -> None:
-    """Write a sharded state into an empty folder, each rank its part. Returns when all is written. Collective."""
-    # Otherwise each rank would start a process that imports torch, only to hold the queue of what was written.
-    filesystem_async._results_queue = Queue()
-    dist_checkpointing.save(state, str(folder))
+class _Planning(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Keeps the writer and the metadata of a checkpoint that is planned."""
+
+    planned: tuple[Any, Any]
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> Any:
+        self.planned = (writer, planned[1])
+        return super()._get_save_and_finalize_callbacks(writer, planned)
+
+
+class ShardedFiles:
+    """A sharded state that is to be written into an empty folder, each rank its part. Making it is collective.
+
+    Megatron-Core itself would write in forks of this process, and exchange what was written in the group of the training.
+
+    Args:
+        state: descriptions of tensors. Those on the CPU must keep their contents until all is written.
+        folder: exists.
+
+    """
+
+    def __init__(self, state: dict[str, Any], folder: Path) -> None:
+        # Otherwise each rank would start a process that imports torch, only to hold the queue of what was written.
+        filesystem_async._results_queue = Queue()
+        planning = _Planning(_FORMAT.sharded_backend, _FORMAT.sharded_backend_version)
+        dist_checkpointing.save(state, str(folder), planning, async_sharded_save=True)
+        self._folder = folder
+        self._writer, self._metadata = planning.planned
+
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write this rank's part, then on rank 0 what makes the checkpoint whole. Collective, in any thread.
+
+        Args:
+            group: of all ranks, on the CPU, in which no other thread communicates.
+
+        Raises:
+            LearnerError: another rank could not write its part.
+            OSError: this rank could not.
+
+        """
+        fault: Exception | None = None
+        written: list[Any] = []
+        try:
+            written = self._write_part()
+        except Exception as error:
+            fault = error
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        is_first = dist.get_rank() == 0
+        dist.gather_object((written, fault and str(fault)), everywhere if is_first else None, group=group)
+        faults = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(everywhere) if text] if is_first else []
+        if is_first and not faults:
+            try:
+                self._writer.finish(self._metadata, [results for results, _ in everywhere])
+                save_config(_FORMAT, str(self._folder))
+            except Exception as error:
+                fault, faults = error, [f"rank 0: {error}"]
+        outcome = [faults]
+        dist.broadcast_object_list(outcome, src=0, group=group)
+        if fault is not None:
+            raise fault
+        if outcome[0]:
+            raise LearnerError(f"{self._folder} could not be written by {'; '.join(outcome[0])}")
+
+    def _write_part(self) -> list[Any]:
+        """Write this rank's files, and return what is in them."""
+        # Without the decorator, which switches the garbage collection of the whole process off.
+        write = unwrap(filesystem_async.FileSystemWriterAsync.write_preloaded_data)
+        results: Queue[Any] = Queue()
+        numbers: Queue[int] = Queue()
+        found = []
+        for number, bucket in enumerate(self._writer.write_buckets):
+            numbers.put(number)
+            write([self._writer.transforms], number, bucket, results, numbers, use_fsync=True)
+            _, written = results.get()
+            if isinstance(written, Exception):
+                raise written
+            found += written
+        return found
 
 
 def save_distributed(model: MegatronModel, folder: Path) -> None:
     """Write the weights into an empty folder, each rank its part. Collective."""
-    save_sharded(sharded_weights(model), folder)
+    ShardedFiles(sharded_weights(model), folder).write()
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -23,7 +24,7 @@ from agentrl.learner.megatron.cpu import computing_on
 from agentrl.learner.megatron.options import learner_options
 from agentrl.learner.megatron.pipeline import Scores
 from agentrl.learner.megatron.policies import LoadedModel, copy_weights, load_reference, load_trained, start_groups
-from agentrl.learner.megatron.state import load_state, save_state
+from agentrl.learner.megatron.state import Writers, load_state, start_saving
 from agentrl.learner.megatron.weights import GatherGroups
 from agentrl.learner.offload import CpuOffload
 from agentrl.learner.optimization import config_of_role
@@ -100,6 +101,10 @@ class MegatronRank:
         """Ranks that together have each token of a batch once."""
         self._everyone = dist.new_group(backend="gloo")
         self._offload = CpuOffload()
+        self._writing: Future[None] = Future()
+        """Of the newest checkpoint."""
+        self._writing.set_result(None)
+        self.writers = Writers.join()
 
     @_computing
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
@@ -212,6 +217,7 @@ class MegatronRank:
             raise LearnerError(
                 "the learner has no reference policy: set algo.kl_coef above 0, or algo.reference_steps=0"
             )
+        self.training.complete_weights()
         copy_weights(self.trained, self.reference)
         self.reference_changed = True
 
@@ -227,6 +233,7 @@ class MegatronRank:
     @_computing
     def gather(self, into: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Write weights into tensors on this rank's device, or on the CPU while it sleeps; see `LearnerRank.gather`."""
+        self._complete_weights()
         self.trained.weights.gather(into, self._groups, self.present)
 
     def present(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -234,11 +241,23 @@ class MegatronRank:
         is_offloaded = bool(self._offload) and not tensor.untyped_storage().nbytes()
         return self._offload.copy_of(tensor) if is_offloaded else tensor.detach()
 
+    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the copy on the CPU of a tensor of the rank's state, as of the last `save` or `sleep`; others moved there."""
+        return self._offload.copy_of(tensor) if self._offload.has_copy(tensor) else tensor.cpu()
+
+    def _complete_weights(self) -> None:
+        """Get weights that other ranks have updated; a rank that sleeps has them."""
+        if not self._offload:
+            self.training.complete_weights()
+
+    @_computing
     @torch.no_grad()
     def sleep(self) -> None:
         """Release the device's memory; see `LearnerRank.sleep`."""
         if self._offload:
             return
+        wait([self._writing])  # it reads the copies
+        self.training.complete_weights()
         self.training.release_gradients()
         self._offload.offload(self._state())
         if self.device.type == "cuda":
@@ -265,20 +284,29 @@ class MegatronRank:
             raise LearnerError("the learner sleeps: its weights are on the CPU; wake it first")
 
     @_computing
+    @torch.no_grad()
     def save(self, folder: Path) -> None:
-        """Write the state; see `LearnerRank.save`."""
-        save_state(self, folder)
+        """Copy the state to the CPU and begin to write it; see `LearnerRank.save`."""
+        wait([self._writing])
+        self._complete_weights()
+        reference = self.reference.tensors() if self.reference is not None and self.reference_changed else []
+        self._offload.copy([*self.trained.tensors(), *reference, *self.training.tensors(gathered=False)])
+        self._writing = start_saving(self, folder)
 
     def finish_save(self) -> None:
-        """Return: `save` has written all."""
+        """Wait until this rank has written its part; see `LearnerRank.finish_save`."""
+        self._writing.result()
 
     @_computing
     def load(self, folder: Path) -> None:
         """Load what `save` wrote; see `LearnerRank.load`."""
         self._check_awake()
+        self.finish_save()
+        dist.barrier()
         load_state(self, folder)
 
     def close(self) -> None:
         """Leave the process groups."""
+        wait([self._writing])
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

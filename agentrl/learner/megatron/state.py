@@ -16,6 +16,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,11 +28,12 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from agentrl.config.learner import LearnerConfig
+from agentrl.core.background import in_background
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
 from agentrl.distributed.base import TensorSpec
 from agentrl.learner.export.bucket import plan_buckets
-from agentrl.learner.megatron.distributed_checkpoint import save_sharded
+from agentrl.learner.megatron.distributed_checkpoint import ShardedFiles
 from agentrl.learner.megatron.fixes import SHARDING
 from agentrl.learner.megatron.policies import LoadedModel
 from agentrl.learner.megatron.training import Training
@@ -59,18 +62,32 @@ class SavedRank(Protocol):
     step: int
     """Finished optimizer steps."""
 
+    writers: Writers
+
     def present(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the state in readable memory, on `gathers_on`."""
+        """Return a tensor of the state in readable memory."""
         ...
 
-    @property
-    def gathers_on(self) -> torch.device:
-        """Where weights are gathered."""
+    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the copy on the CPU of a tensor of the state, which no step changes; other tensors moved there."""
         ...
 
 
-def save_state(rank: SavedRank, folder: Path) -> None:
-    """Write the state. Collective."""
+@dataclass(frozen=True, slots=True)
+class Writers:
+    """The groups of the threads that write checkpoints."""
+
+    everyone: dist.ProcessGroup
+    weights: GatherGroups
+
+    @classmethod
+    def join(cls) -> Writers:
+        """Create the groups. Collective."""
+        return cls(dist.new_group(backend="gloo"), GatherGroups.with_rank_0())
+
+
+def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
+    """Begin to write the state, whose tensors have been copied, and return when this rank's part is there. Collective."""
     specs = rank.trained.weights.specs()
     writer = WeightWriter(folder / "model", specs)
     first = dist.get_rank() == 0
@@ -83,16 +100,37 @@ def save_state(rank: SavedRank, folder: Path) -> None:
         writer.create()
         (folder / "learner.json").write_text(json.dumps(_description(rank), indent=1), encoding="utf-8")
     dist.barrier()
-    for plan in plan_buckets(specs, _BUCKET_BYTES):
-        into = [_empty(spec, rank.gathers_on) for spec in plan.specs]
-        rank.trained.weights.gather(into, GatherGroups.of_megatron(), rank.present)
-        for name, tensor in into if first else ():
-            writer.write(name, tensor.cpu())
     with rank.training.reading(rank.present):
         state = _sharded(rank, loading=False)
-        dict_list_map_inplace(lambda each: _presented(each, rank.present), state)
-        save_sharded(state, folder / "megatron")
-    torch.save(rank_states(rank.device), folder / "random" / f"rank_{dist.get_rank():05d}.pt")
+    dict_list_map_inplace(lambda each: _staged(each, rank.staged), state)
+    files = ShardedFiles(state, folder / "megatron")
+    states = rank_states(rank.device)
+
+    def write() -> None:
+        files.write(rank.writers.everyone)
+        _write_model(rank, writer)
+        torch.save(states, folder / "random" / f"rank_{dist.get_rank():05d}.pt")
+
+    return in_background(write, "checkpoint")
+
+
+def _write_model(rank: SavedRank, writer: WeightWriter) -> None:
+    """Gather the weights on rank 0, which writes them."""
+    groups = rank.writers.weights
+    if all(dist.get_rank(group) < 0 for group in (groups.layers, groups.experts)):
+        return
+    fault: OSError | None = None
+    for plan in plan_buckets(rank.trained.weights.specs(), _BUCKET_BYTES):
+        into = [_empty(spec) for spec in plan.specs]
+        rank.trained.weights.gather(into, groups, rank.staged)
+        if dist.get_rank() == 0 and fault is None:
+            try:
+                for name, tensor in into:
+                    writer.write(name, tensor)
+            except OSError as error:
+                fault = error  # other ranks still give their weights
+    if fault is not None:
+        raise fault
 
 
 def load_state(rank: SavedRank, folder: Path) -> None:
@@ -135,14 +173,14 @@ def _sharded(rank: SavedRank, *, loading: bool) -> dict[str, Any]:
     return state | {"optimizer": optimizer}
 
 
-def _presented(each: Any, present: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _staged(each: Any, staged: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(each, ShardedTensor | ShardedTensorFactory) and isinstance(each.data, torch.Tensor):
-        each.data = present(each.data)
+        each.data = staged(each.data)
     return each
 
 
-def _empty(spec: TensorSpec, device: torch.device) -> tuple[str, torch.Tensor]:
-    return spec.name, torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+def _empty(spec: TensorSpec) -> tuple[str, torch.Tensor]:
+    return spec.name, torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
 
 
 def _copy_config(rank: SavedRank, folder: Path) -> None:

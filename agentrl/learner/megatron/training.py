@@ -20,6 +20,9 @@ from agentrl.learner.megatron.model import MegatronModel
 from agentrl.learner.megatron.options import data_parallel_config, optimizer_config
 from agentrl.learner.optimization import learning_rate
 
+_READ = "_get_main_param_and_optimizer_states"
+"""Of distributed optimizers: returns a weight's states on this rank."""
+
 
 class Training:
     """Gradients and optimizer of a model, whose parameters move into Megatron-Core's buffers.
@@ -59,13 +62,27 @@ class Training:
         """Return the groups of parameters of torch's optimizers."""
         return [group for optimizer in self._optimizers() for group in optimizer.optimizer.param_groups]
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Return float32 weights and moments."""
-        found = [parameter for group in self._groups() for parameter in group["params"]]
+    def tensors(self, *, gathered: bool = True) -> list[torch.Tensor]:
+        """Return float32 weights and moments.
+
+        Args:
+            gathered: also those that a checkpoint gathers from data-parallel ranks, so that it has copies of them.
+
+        """
+        found: list[torch.Tensor] = []
         for optimizer in self._optimizers():
+            if hasattr(optimizer, _READ) and not gathered:
+                continue
+            found += [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
             for state in optimizer.optimizer.state.values():
                 found += [tensor for tensor in state.values() if isinstance(tensor, torch.Tensor) and tensor.ndim]
         return found
+
+    def complete_weights(self) -> None:
+        """Get the weights that other data-parallel ranks have updated, if that waits for the next pass. Collective."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
     def _gradients(self) -> list[torch.Tensor]:
         return [each.grad_data for chunk in self.chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -84,16 +101,15 @@ class Training:
     @contextmanager
     def reading(self, present: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
         """Let the optimizers read their states through ``present`` in the block, for a checkpoint of a rank that sleeps."""
-        name = "_get_main_param_and_optimizer_states"
-        readers = [optimizer for optimizer in self._optimizers() if hasattr(optimizer, name)]
+        readers = [optimizer for optimizer in self._optimizers() if hasattr(optimizer, _READ)]
         for optimizer in readers:
-            read = getattr(optimizer, name)
-            setattr(optimizer, name, lambda parameter, read=read: {k: present(t) for k, t in read(parameter).items()})
+            read = getattr(optimizer, _READ)
+            setattr(optimizer, _READ, lambda parameter, read=read: {k: present(t) for k, t in read(parameter).items()})
         try:
             yield
         finally:
             for optimizer in readers:
-                delattr(optimizer, name)
+                delattr(optimizer, _READ)
 
     def load(self, state: dict[str, Any]) -> None:
         """Load a state in Megatron-Core's form. Options of the optimizer stay as configured."""

@@ -55,6 +55,14 @@ class GatherGroups:
             parallel_state.get_model_parallel_group(), parallel_state.get_expert_tensor_model_pipeline_parallel_group()
         )
 
+    @classmethod
+    def with_rank_0(cls) -> GatherGroups:
+        """Create the groups in which rank 0 gathers weights on CPUs, for a separate thread. Collective."""
+        own = cls.of_megatron()
+        ranks = [dist.get_process_group_ranks(group) for group in (own.layers, own.experts)]
+        dist.broadcast_object_list(ranks, src=0)
+        return cls(*(dist.new_group(each, backend="gloo") for each in ranks))
+
 
 class ModelWeights:
     """The weights of a model by Hugging Face name.
@@ -100,7 +108,7 @@ class ModelWeights:
         groups: GatherGroups,
         present: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
     ) -> None:
-        """Write whole weights, cast, into tensors. Collective: every rank calls it with the same names.
+        """Write whole weights, cast, into tensors. Collective: every rank of the groups calls it with the same names.
 
         Args:
             into: tensors on the device of the groups.
@@ -111,6 +119,8 @@ class ModelWeights:
         of_experts = [pair for pair in into if pair[0] in self._of_experts]
         others = [pair for pair in into if pair[0] not in self._of_experts]
         for pairs, group in ((others, groups.layers), (of_experts, groups.experts)):
+            if dist.get_rank(group) < 0:
+                continue
             if group.size() == 1:
                 for name, out in pairs:
                     self._write(name, out, present)

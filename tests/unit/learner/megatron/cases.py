@@ -12,10 +12,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from safetensors.torch import load_file, save_file
 
-from agentrl.core.errors import ConfigError, ModelError
+from agentrl.core.errors import ConfigError, LearnerError, ModelError
 from agentrl.learner.megatron.convert import convert
 from agentrl.learner.megatron.cpu import computing_on as computing_on
-from agentrl.learner.megatron.distributed_checkpoint import save_sharded
+from agentrl.learner.megatron.distributed_checkpoint import ShardedFiles, is_distributed_checkpoint
 from agentrl.learner.megatron.fixes import SHARDING
 from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.model import MegatronModel, build_model, own_tokens, packed_tokens
@@ -55,17 +55,38 @@ def refused_options(folder: Path) -> dict[str, str]:
     return found
 
 
-def resumed(folder: Path) -> dict[str, float]:
-    """Losses of a run with the distributed optimizer, and of one that loads the state of its middle."""
+def resumed(folder: Path) -> dict[str, Any]:
+    """Losses of a run with the distributed optimizer, and of one that loads the state of its middle; errors of a failed one."""
     Layout().start(0)
     whole = _Training(folder / "qwen3")
     losses = [whole.step() for _ in range(2)]
     (folder / "state").mkdir(exist_ok=True)
-    save_sharded(whole.state(), folder / "state")
+    ShardedFiles(whole.state(), folder / "state").write()
     losses += [whole.step() for _ in range(2)]
     second = _Training(folder / "qwen3")
     second.load(folder / "state")
-    return {"whole": losses, "resumed": losses[:2] + [second.step() for _ in range(2)]}
+    resumed = losses[:2] + [second.step() for _ in range(2)]
+    return {"whole": losses, "resumed": resumed, "failed": _failed(whole.state(), folder / "failed")}
+
+
+class _FailingOnRank1(ShardedFiles):
+    def _write_part(self) -> list[Any]:
+        if dist.get_rank() == 1:
+            raise OSError("no space left")
+        return super()._write_part()
+
+
+def _failed(state: dict[str, Any], folder: Path) -> list[str]:
+    """Errors of both ranks; the second could not write."""
+    folder.mkdir(exist_ok=True)
+    try:
+        _FailingOnRank1(state, folder).write()
+    except (LearnerError, OSError) as error:
+        message = f"{type(error).__name__}: {error}".replace(str(folder), "FOLDER")
+    assert not is_distributed_checkpoint(folder)
+    messages: list[Any] = [None, None]
+    dist.all_gather_object(messages, message)
+    return messages
 
 
 def refused_folders(folder: Path) -> dict[str, str]:

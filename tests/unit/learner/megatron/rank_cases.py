@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -47,7 +49,8 @@ def two_ranks(folder: Path) -> dict[str, Found]:
 
 
 def resumed(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """Metrics of the step after a checkpoint, of policy and critic that wrote it, and of others that load it."""
+    """Metrics of the step after a checkpoint, of those that load it, and of those that write it: a policy, and a critic that
+    sleeps."""
     found = {}
     for name, options in RESUMED.items():
         config = learner_config("megatron", options, 2)
@@ -58,13 +61,14 @@ def resumed(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
             batch = replace(batches[kind], micro=(batches[kind].micro[rank.share],))
             if not found:
                 rank.train_step(batch)
-                rank.sleep()
+                if kind == "value":
+                    rank.sleep()
                 rank.save(checkpoint)
-                rank.finish_save()
                 rank.wake()
             else:
                 rank.load(checkpoint)
-            steps[kind] = rank.train_step(batch)
+            steps[kind] = rank.train_step(batch)  # what is written is the state before it
+            rank.finish_save()
         found[name] = steps
         parallel_state.destroy_model_parallel()
     return found
@@ -81,6 +85,12 @@ def _computed(model: Path, name: str, options: dict[str, Any]) -> Found:
     config = learner_config("megatron", options, dist.get_world_size()).model_copy(update={"recompute": recompute})
     rank, critic = make_rank(model, MegatronRank, config), make_critic(critic_of(model), MegatronRank, config)
     found = compute(rank, critic, make_backend(config).shares)
+    weights = {spec.name: torch.empty(spec.shape) for spec in rank.specs()}
+    rank.gather([*weights.items()])
+    digest = hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights.values())).digest()
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest)
+    assert len({*digests}) == 1, "each rank gathers the same weights"
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, found)
     assert all(each.metrics == found.metrics for each in everywhere)

@@ -67,6 +67,13 @@ def test_a_loaded_optimizer_goes_on_as_the_saved_one(found: Found) -> None:
     assert losses["whole"][3] < losses["whole"][0] - 0.1
 
 
+def test_all_ranks_notice_that_one_could_not_write(found: Found) -> None:
+    assert found["resumed"]["failed"] == [
+        "LearnerError: FOLDER could not be written by rank 1: no space left",
+        "OSError: no space left",
+    ]
+
+
 def test_a_distributed_checkpoint_becomes_the_same_folder_again(found: Found) -> None:
     refused = "--ranks=5: set it to 1 to 4, the model's layers"
     assert found["converted"] == {"deepseek_v3": [], "qwen2": [], "refused": refused}
