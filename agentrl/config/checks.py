@@ -41,6 +41,7 @@ def check(config: Config) -> None:
         _batches,
         _weights,
         _adapters,
+        _self_play,
     )
     faults = [fault for rule in rules for fault in rule(config)]
     for name, source in config.by_source().items() if config.sources else ():
@@ -141,6 +142,15 @@ def _choice(config: Config) -> Iterator[str]:
             f"algo.advantage.name=maxrl with {' and '.join(key for key, used in penalties.items() if used)}: it divides by the "
             "group's mean reward, which penalties can make negative; leave them out, or choose algo.advantage.name=grpo"
         )
+
+
+def _self_play(config: Config) -> Iterator[str]:
+    if config.self_play is None:
+        return
+    if config.sources:
+        yield f"self_play with sources ({', '.join(config.sources)}): a run with self-play has one environment; leave out one"
+    if config.rollout.generate is not None:
+        yield f"self_play with rollout.generate={config.rollout.generate}, which runs the episodes itself; leave out one"
 
 
 def _algo(config: Config) -> Iterator[str]:

@@ -18,14 +18,14 @@ from agentrl.config.placement import PlacementConfig
 from agentrl.config.render import RenderConfig
 from agentrl.config.reward import RewardConfig
 from agentrl.config.rollout import RolloutConfig
-from agentrl.config.run import RunConfig
 from agentrl.config.sampler import SamplerConfig
 from agentrl.config.sandbox import SandboxConfig
+from agentrl.config.self_play import SelfPlayConfig
 from agentrl.config.sft import SftConfig
 from agentrl.config.sources import SourceConfig, put_source_on
 from agentrl.config.tasks import DataConfig, EnvConfig, TasksConfig
 from agentrl.config.tools import ToolConfig
-from agentrl.config.train import TrainConfig
+from agentrl.config.train import RunConfig, TrainConfig
 from agentrl.config.weights import WeightsConfig
 
 _OF_SOURCES = ("env", "tasks", "data", "reward", "rollout", "algo")
@@ -59,6 +59,8 @@ class Config(Section):
     """The engines and sampling parameters."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """Episodes and their failure policy."""
+    self_play: SelfPlayConfig | None = None
+    """Opponents of the policy in environments of several agents; null: the policy plays all agents. docs/self_play.md."""
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
     """The algorithm."""
     batch: BatchConfig = Field(default_factory=BatchConfig)

@@ -52,6 +52,8 @@ class SelfPlayConfig(Section):
     swap_seats: bool = True
     """Against ``past`` and ``fixed`` opponents, the policy sits in each seat in turn among the episodes of a task; ``false``
     keeps it in the first."""
+    engines: PositiveInt = 1
+    """Engines for snapshots, started if ``mix`` has ``past``. Each plays one snapshot in a step."""
     pool: PoolConfig = Field(default_factory=PoolConfig)
     """Snapshots of the policy that play against it."""
     alarm: AlarmConfig = Field(default_factory=AlarmConfig)

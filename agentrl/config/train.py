@@ -1,12 +1,22 @@
-"""The ``train`` section: length, evaluation and checkpoints of training."""
+"""The ``run`` section, with folder and seed, and the ``train`` section: length, evaluation and checkpoints."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from agentrl.config.base import Section
+
+
+class RunConfig(Section):
+    """Where a run is stored, and its seed."""
+
+    dir: Path | None = None
+    """The run's folder; without it, ``runs/<environment>-<time>``."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of data order, episodes and sampling."""
 
 
 class TrainConfig(Section):

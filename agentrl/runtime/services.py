@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,8 +12,9 @@ from pathlib import Path
 
 from agentrl.config.schema import Config
 from agentrl.core.child_process import raise_file_limit
-from agentrl.core.env import Env
-from agentrl.core.registry import make_env
+from agentrl.core.lineup import Lineup
+from agentrl.core.multi_agent_env import MultiAgentEnv
+from agentrl.core.registry import env_class, make_any_env
 from agentrl.core.sampler import Sampler
 from agentrl.core.types import SamplingParams
 from agentrl.episode.custom_loop import load_generate
@@ -39,6 +40,8 @@ class Services:
     fleet: Fleet
     renderer: ChatRenderer
     tools: ToolServers
+    opponents: Sequence[Fleet] = ()
+    """Engines of past snapshots in self-play."""
 
     def runner(self, *, sampler: Sampler | None = None) -> EpisodeRunner:
         """Return a runner with the sampling parameters of training; `EpisodeRunner.with_sampling` changes them.
@@ -66,9 +69,9 @@ class Services:
             max_seconds=rollout.max_seconds,
             max_new_tokens=options.max_new_tokens,
         )
-        make: Callable[[], Env] = partial(make_env, config.env.name, config.env.options)
+        several = issubclass(env_class(config.env.name), MultiAgentEnv)
         return EpisodeRunner(
-            env_factory=make,
+            env_factory=partial(make_any_env, config.env.name, config.env.options),
             renderer=self.renderer,
             sampler=sampler or self.fleet.sampler,
             tool_clients=self.tools.clients_of(source),
@@ -79,11 +82,13 @@ class Services:
             generate=generate,
             grader=make_grader(config.reward),
             served=self.tools.offered[source],
+            lineup=Lineup() if several else None,
         )
 
     def check(self) -> None:
         """Raise if no engine is left or a tool server of the run has died, with its last log lines."""
-        self.fleet.check()
+        for fleet in (self.fleet, *self.opponents):
+            fleet.check()
         self.tools.check()
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.config.self_play import AlarmConfig
+import numpy as np
+
+from agentrl.config.self_play import MIRROR, AlarmConfig
+from agentrl.core.types import Rollout
+from agentrl.selfplay.games import Game
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,24 @@ class StepPlay:
     """Mean reward of each role in mirror play."""
     tokens: float
     """Mean number of sampled tokens of an agent in an episode."""
+
+
+def step_play(rollouts: Sequence[Rollout]) -> StepPlay:
+    """Return what the policy's rollouts of a step say about its play."""
+    scores: dict[str, list[float]] = {}
+    rewards: dict[str, list[float]] = {}
+    for one in rollouts:
+        if one.opponent == MIRROR:
+            others = [reward for seat, reward in enumerate(one.seat_rewards) if seat != one.seat]
+            game = Game(one.episode, (), (one.reward, max(others, default=one.reward)))
+            scores.setdefault(one.role, []).append(game.score(0, 1))
+            rewards.setdefault(one.role, []).append(one.reward)
+    tokens = float(np.mean([one.sampled_tokens for one in rollouts])) if rollouts else 0.0
+    return StepPlay(
+        {role: float(np.mean(some)) for role, some in sorted(scores.items())},
+        {role: float(np.mean(some)) for role, some in sorted(rewards.items())},
+        tokens,
+    )
 
 
 @dataclass(slots=True)

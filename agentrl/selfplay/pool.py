@@ -19,6 +19,11 @@ def snapshot_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
+def step_of(name: str) -> int:
+    """Return the step of a snapshot by its name."""
+    return int(name.removeprefix("step_"))
+
+
 @dataclass(slots=True)
 class OpponentPool:
     """The snapshots of a run, by the step after which they were taken."""
@@ -26,6 +31,11 @@ class OpponentPool:
     config: PoolConfig
     steps: list[int] = field(default_factory=list)
     """In ascending order."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the snapshots, the newest last."""
+        return [snapshot_name(step) for step in self.steps]
 
     def due(self, step: int) -> bool:
         """Return whether a snapshot is to be taken after ``step``; never twice."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from agentrl.batch.groups import group_rollouts, groups_by_source
 from agentrl.config.schema import Config
@@ -118,6 +119,10 @@ class Replay:
 
     async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:
         """Do nothing: the rollouts are already recorded."""
+
+    def state(self) -> dict[str, Any]:
+        """Return nothing: what is read next follows from the position."""
+        return {}
 
     def metrics(self) -> dict[str, float]:
         """Return no metrics: nothing is sampled."""

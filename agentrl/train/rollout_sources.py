@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from agentrl.cluster.ray_address import learner_device
 from agentrl.config.schema import Config
@@ -17,6 +18,7 @@ from agentrl.runtime.checks import open_tasks
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.services import open_services
 from agentrl.runtime.task_sources import order_of, read_splits
+from agentrl.train.open_self_play import open_self_play
 from agentrl.train.replay import RecordedRollouts, Replay, sample_check
 from agentrl.train.sampling import RolloutSource, Sampling
 from agentrl.weight_sync.adapter import AdapterSync, with_adapters
@@ -33,6 +35,7 @@ async def open_sampling(
     *,
     launcher: Callable[[EngineSpec], Launcher],
     resume_after: int | None,
+    state: Mapping[str, Any],
 ) -> Sampling:
     """Start engines and tool servers, which ``exits`` ends, and return their rollout source.
 
@@ -44,6 +47,7 @@ async def open_sampling(
         interrupt: ends sampling.
         launcher: starts the engines.
         resume_after: rollouts recorded after this step are deleted; None keeps all.
+        state: of the source in the checkpoint; empty in a new run.
 
     """
     tasks = open_tasks(config)
@@ -72,6 +76,12 @@ async def open_sampling(
         restart_sync=_weight_sync(config, folder, "tensor", dtype) if config.weights.transport == "ipc" else None,
     )
     await source.open()
+    if config.self_play is not None:
+        source.self_play = await open_self_play(
+            config, config.self_play, folder, model, services, exits, dtype, resume_after
+        )
+        if "self_play" in state:
+            source.self_play.league.load(state["self_play"])
     return source
 
 

@@ -103,6 +103,7 @@ class TrainingRun:
             interrupt,
             launcher=await cluster.engine_launcher(),
             resume_after=self.state["step"] if self.checkpoint else None,
+            state=self.state["source"],
         )
         learner, critic = await cluster.learner()
         source.add_critic(critic)
@@ -173,7 +174,7 @@ def _with_older(error: CheckpointError, folder: Path, checkpoint: Path | None, r
 def _read_state(config: Config, checkpoint: Path | None) -> dict[str, Any]:
     """Return the trainer's state in a checkpoint, or that of a new run."""
     if checkpoint is None:
-        return {"step": 0, "position": 0, "spent_s": 0.0, "evaluated": -1, "baselines": {}}
+        return {"step": 0, "position": 0, "spent_s": 0.0, "evaluated": -1, "baselines": {}, "source": {}}
     state = read_state(checkpoint)
     if state["seed"] != config.run.seed:
         raise ConfigError(f"run.seed={config.run.seed}: {checkpoint} was written with run.seed={state['seed']}")

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from agentrl.config.schema import Config
 from agentrl.core.errors import EngineError
@@ -26,6 +26,7 @@ from agentrl.runtime.services import Services
 from agentrl.runtime.task_order import TaskOrder
 from agentrl.runtime.task_sources import MixedOrder
 from agentrl.train.gpu_time_sharing import GpuTimeSharing
+from agentrl.train.self_play import SelfPlay
 from agentrl.weight_sync.base import WeightSync
 
 
@@ -77,6 +78,10 @@ class RolloutSource(Protocol):
         """Record that ``step`` was trained, with the advantages of its rollouts by ``rollout_id``."""
         ...
 
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs of the source, JSON-able."""
+        ...
+
     def metrics(self) -> dict[str, float]:
         """Return sampling metrics for the row of a step, collected since the last call."""
         ...
@@ -104,6 +109,8 @@ class Sampling:
     """The evaluation sets."""
     restart_sync: WeightSync | None = None
     """Syncs weights to restarted engines, if ``sync`` cannot while the learner is offloaded."""
+    self_play: SelfPlay | None = None
+    """Opponents of the policy, if ``self_play`` is set."""
     _gpu_sharing: GpuTimeSharing | None = field(default=None, init=False)
     """None: engines and learner both keep their memory."""
     _runner: EpisodeRunner | None = field(default=None, init=False)
@@ -160,6 +167,9 @@ class Sampling:
         elif self._synced is None or version - self._synced >= self.config.weights.sync_every:
             with watch("sync"):
                 await self._push()
+        if self.self_play is not None:
+            with watch("snapshot"):
+                await self.self_play.on_weights(learner, version)
 
     async def release_gpus_for_training(self, learner: LearnerGroup, watch: Stopwatch) -> None:
         """Release the engines' memory if they share GPUs with the learner.
@@ -206,19 +216,30 @@ class Sampling:
     async def get_rollouts(self, step: int, position: int) -> list[Rollout]:
         """Run a step's episodes; each rollout is written to disk as soon as it has its reward."""
         jobs = step_jobs(self.config, self.order, step, position, self.config.rollout.batch_size)
+        if self.self_play is not None:
+            jobs = await self.self_play.seat(step, jobs, self.config.rollout.n_samples_per_prompt)
         self.recorder.begin(step, jobs[0].task.id)
         self._runner = self._runner or self.services.runner()
         write = partial(self.recorder.write, step)
         self.services.fleet.metrics()  # drops what was measured before the step, such as in an evaluation
         async with self._episodes_running(), watched(self.services, self.interrupt):
-            return await self._runner.run_many(jobs, write)
+            rollouts = await self._runner.run_many(jobs, write)
+        if self.self_play is not None:
+            self.self_play.played(rollouts)
+        return rollouts
+
+    def state(self) -> dict[str, Any]:
+        """Return the league's state, if there is self-play."""
+        return {} if self.self_play is None else {"self_play": self.self_play.league.state()}
 
     def metrics(self) -> dict[str, float]:
-        """Return the fleet's metrics."""
-        return self.services.fleet.metrics()
+        """Return the metrics of the fleet, and those of self-play."""
+        return self.services.fleet.metrics() | ({} if self.self_play is None else self.self_play.metrics())
 
     async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:
-        """Write the advantages next to the step's rollouts."""
+        """Record the games of self-play, and write the advantages next to the step's rollouts."""
+        if self.self_play is not None:
+            self.self_play.on_step_trained(step)
         await asyncio.to_thread(self.recorder.finish, step, advantages)
 
     async def evaluate(self, on_done: OnDone) -> list[SetResult]:

@@ -274,6 +274,7 @@ class Trainer:
             "seed": self.config.run.seed,
             "score": self.score,
             "baselines": self.baselines,
+            "source": self.source.state(),
         }
 
     async def _is_best(self) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from agentrl.distributed.flat_bucket import bytes_of
 from agentrl.inference.base import EngineControl
-from agentrl.learner.base import LearnerGroup
+from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.weight_sync.engines import UpdateCheck, call_all
 
 
@@ -48,25 +48,44 @@ class DiskSync:
             await engine.updates.from_disk(folder, version)
 
         try:
-            await self._write(learner, check, folder)
+            await write_weights(learner, folder, bucket_bytes=self.bucket_bytes, dtype=self.dtype, each=check.add)
             await call_all(engines, f"weights of version {version} from {folder}", load)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder)
         await check.verify(engines, version)
 
-    async def _write(self, learner: LearnerGroup, check: UpdateCheck, folder: Path) -> None:
-        await asyncio.to_thread(_create_empty, folder)
-        places: dict[str, str] = {}
-        size = 0
-        buckets = learner.buckets(self.bucket_bytes, self.dtype)
-        while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
-            file = f"model-{len(places):05d}.safetensors"
-            await asyncio.to_thread(bucket.save, folder / file)
-            await check.add(bucket)
-            places |= {spec.name: file for spec in bucket.specs}
-            size += bytes_of(*bucket.specs)
-        index = {"metadata": {"total_size": size}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+async def write_weights(
+    learner: LearnerGroup,
+    folder: Path,
+    *,
+    bucket_bytes: int,
+    dtype: str | None = None,
+    each: Callable[[WeightBucket], Awaitable[None]] | None = None,
+) -> None:
+    """Write the learner's weights to a folder that engines load, one safetensors file a bucket; what it held is removed.
+
+    Args:
+        learner: of the weights.
+        folder: created.
+        bucket_bytes: size of a file.
+        dtype: weights are cast to it; None keeps the learner's dtype.
+        each: called with each bucket.
+
+    """
+    await asyncio.to_thread(_create_empty, folder)
+    places: dict[str, str] = {}
+    size = 0
+    buckets = learner.buckets(bucket_bytes, dtype)
+    while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
+        file = f"model-{len(places):05d}.safetensors"
+        await asyncio.to_thread(bucket.save, folder / file)
+        if each is not None:
+            await each(bucket)
+        places |= {spec.name: file for spec in bucket.specs}
+        size += bytes_of(*bucket.specs)
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
 def _create_empty(folder: Path) -> None:

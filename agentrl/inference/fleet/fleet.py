@@ -42,7 +42,7 @@ class Fleet:
         self._router: EngineRouter = self._sglang_router or self.sampler
         self._config = config
         self._launcher = launcher
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._max_tokens = max_tokens
         self._retired: list[SGLangClient] = []
         """Clients of engines before their restart: requests may still use them."""
@@ -153,7 +153,7 @@ class Fleet:
         engine.process, engine.client = process, self._client(number, process.url)
 
     def _client(self, number: int, url: str) -> SGLangClient:
-        timeout_s, vocabulary = self._config.request_timeout_s, self._vocabulary
+        timeout_s, vocabulary = self._config.request_timeout_s, self.vocabulary
         return SGLangClient(url, timeout_s=timeout_s, vocabulary=vocabulary, routed=self._sglang_router, number=number)
 
     async def _check_length(self, engine: Engine) -> None:

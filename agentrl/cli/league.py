@@ -1,0 +1,78 @@
+"""``agentrl league``: ratings of a run's self-play over time, wins by seat, role asymmetry."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from agentrl.core.extras import install_command, installed
+from agentrl.obs.console import make_console
+from agentrl.selfplay.games import POLICY, WinTable
+from agentrl.selfplay.league_log import read_league
+from agentrl.selfplay.league_plot import plot_ratings
+from agentrl.selfplay.ratings import Ratings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run with self_play")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="the plot of ratings (RUN_DIR/league.png)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the league after the last step, and plot ratings over steps."""
+    rows, console = read_league(arguments.run_dir), make_console()
+    last = rows[-1]
+    ratings, results = Ratings.from_state(last["ratings"]), WinTable.from_state(last["results"])
+    console.print(f"after step {last['step']}")
+    console.print(_rating_table(ratings, rows))
+    for seat in sorted({seat for _, _, seat in results.records}):
+        console.print(_win_matrix(results, ratings, seat))
+    _print_asymmetry(console, ratings, results)
+    if not installed("matplotlib"):
+        console.print(f"no plot: {install_command('matplotlib')}", markup=False, soft_wrap=True)
+        return
+    out = plot_ratings(rows, arguments.plot or arguments.run_dir / "league.png")
+    console.print(f"plot        {out}", markup=False, soft_wrap=True)
+
+
+def _rating_table(ratings: Ratings, rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("player", "rating", "±", "rating - 3 ±", "change in 10 steps")
+    before = Ratings.from_state(rows[max(0, len(rows) - 11)]["ratings"])
+    for player in ratings.ranking():
+        rating = ratings.of(player)
+        change = f"{rating.mu - before.table[player].mu:+.2f}" if player in before.table else ""
+        table.add_row(player, f"{rating.mu:.2f}", f"{rating.sigma:.2f}", f"{rating.low:.2f}", change)
+    return table
+
+
+def _win_matrix(results: WinTable, ratings: Ratings, seat: int) -> Table:
+    """Return wins/draws/losses of each player (row) in a seat against each other one (column)."""
+    players = [*ratings.ranking(), *sorted({name for name, _, _ in results.records} - set(ratings.table))]
+    table = Table(f"seat {seat} against", *players, title=f"wins/draws/losses in seat {seat}")
+    for player in players:
+        records = [results.record(player, other, seat) for other in players]
+        if any(one.games for one in records):
+            cells = [f"{one.wins:g}/{one.draws:g}/{one.losses:g}" if one.games else "" for one in records]
+            table.add_row(player, *cells)
+    return table
+
+
+def _print_asymmetry(console: Console, ratings: Ratings, results: WinTable) -> None:
+    """Print how much more the policy scores in its best seat than in its worst one, against each opponent."""
+    found = {
+        other: (results.asymmetry(POLICY, other), results.record(POLICY, other))
+        for other in [POLICY, *ratings.ranking()]
+        if other != POLICY or results.record(POLICY, POLICY).games
+    }
+    table = Table("policy against", "score", "largest difference between seats", title="role asymmetry")
+    for other, (difference, record) in found.items():
+        if record.games:
+            name = "itself" if other == POLICY else other
+            table.add_row(name, f"{record.score:.2f}", f"{difference:.2f}")
+    console.print(table)

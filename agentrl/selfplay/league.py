@@ -1,0 +1,116 @@
+"""The league of a run: opponent pool, ratings, results and collapse alarm, and their state in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from agentrl.config.self_play import FIXED, PAST, SelfPlayConfig
+from agentrl.core.types import Rollout
+from agentrl.selfplay.collapse import CollapseAlarm, step_play
+from agentrl.selfplay.games import POLICY, Game, WinTable
+from agentrl.selfplay.pool import OpponentPool, snapshot_name, step_of
+from agentrl.selfplay.ratings import Ratings
+from agentrl.selfplay.seating import Seating, step_seatings
+
+POLICY_CHANGE = 0.3
+"""Standard deviation by which the policy's strength may change in a step of training, on the scale of ratings."""
+
+
+def pairs_of_policy(game: Game) -> list[tuple[int, int]]:
+    """Return the seats of the policy, each with each seat of another player."""
+    mine = [seat for seat, player in enumerate(game.players) if player == POLICY]
+    others = [seat for seat, player in enumerate(game.players) if player != POLICY]
+    return [(seat, other) for seat in mine for other in others]
+
+
+@dataclass(slots=True)
+class League:
+    """All that self-play remembers from step to step."""
+
+    config: SelfPlayConfig
+    seed: int
+    """Of the run."""
+    pool: OpponentPool = field(init=False)
+    ratings: Ratings = field(default_factory=Ratings)
+    """Of the policy, all snapshots that there were, and scripted players."""
+    results: WinTable = field(default_factory=WinTable)
+    """All games of the run."""
+    recent: WinTable = field(default_factory=WinTable)
+    """The same with less weight for earlier steps: what ``pfsp`` chooses by."""
+    alarm: CollapseAlarm = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin without snapshots."""
+        self.pool = OpponentPool(self.config.pool)
+        self.alarm = CollapseAlarm(self.config.alarm)
+
+    def add_snapshot(self, step: int) -> None:
+        """Add the policy after ``step``, with the policy's rating, to the pool, which may give up another snapshot."""
+        known = [snapshot_name(one) for one in self.pool.steps]
+        best = max(known, key=lambda name: self.ratings.of(name).low, default=None)
+        self.ratings.copy(POLICY, snapshot_name(step))
+        for dropped in self.pool.add(step, None if best is None else step_of(best)):
+            self.recent.forget(snapshot_name(dropped))
+
+    def seatings(self, step: int, *, seats: int, tasks: int, samples: int) -> list[list[Seating]]:
+        """Return who plays in the episodes of a step (from 1), by task and sample; see `step_seatings`."""
+        chosen = self.pool.choose(
+            self.seed, step, self.config.engines, lambda name: self.recent.record(POLICY, name).score
+        )
+        return step_seatings(
+            self.config, seats=seats, tasks=tasks, samples=samples, seed=self.seed, step=step, snapshots=chosen
+        )
+
+    def record(self, games: Sequence[Game], rollouts: Sequence[Rollout]) -> tuple[dict[str, float], list[str]]:
+        """Record a step that was trained. Return its metrics, and warnings of the alarm.
+
+        Args:
+            games: all that were played to their end.
+            rollouts: of the policy in these games.
+
+        """
+        self.ratings.update(games, changing={POLICY: POLICY_CHANGE})
+        self.results.add(games)
+        self.recent.decay(self.config.pool.score_decay)
+        self.recent.add(games)
+        play = step_play(rollouts)
+        rating = self.ratings.of(POLICY)
+        found = {
+            "selfplay/rating": rating.mu,
+            "selfplay/rating_sigma": rating.sigma,
+            "selfplay/snapshots": float(len(self.pool.steps)),
+        }
+        if play.scores:
+            found["selfplay/asymmetry"] = max(play.scores.values()) - min(play.scores.values())
+        for role, reward in play.rewards.items():
+            found[f"selfplay/mirror_reward/{role}"] = reward
+        scores: dict[str, list[float]] = {}
+        for game in games:
+            for seat, other in pairs_of_policy(game):
+                opponent = game.players[other]
+                kind = opponent.removeprefix(FIXED) if opponent.startswith(FIXED) else PAST
+                scores.setdefault(kind, []).append(game.score(seat, other))
+        found |= {f"selfplay/score/{kind}": float(np.mean(some)) for kind, some in sorted(scores.items())}
+        return found, self.alarm.update(play)
+
+    def state(self) -> dict[str, Any]:
+        """Return the league, JSON-able."""
+        return {
+            "snapshots": list(self.pool.steps),
+            "ratings": self.ratings.state(),
+            "results": self.results.state(),
+            "recent": self.recent.state(),
+            "alarm": self.alarm.state(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`."""
+        self.pool.steps = [int(step) for step in state["snapshots"]]
+        self.ratings = Ratings.from_state(state["ratings"])
+        self.results = WinTable.from_state(state["results"])
+        self.recent = WinTable.from_state(state["recent"])
+        self.alarm.load(state["alarm"])

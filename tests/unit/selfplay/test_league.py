@@ -1,0 +1,145 @@
+"""The league of a run: what it records, its file, its state, and the command that shows it."""
+
+import json
+
+import pytest
+
+from agentrl.cli.main import main
+from agentrl.config.load import load_config
+from agentrl.config.self_play import PoolConfig, SelfPlayConfig
+from agentrl.core.errors import ConfigError, UserError
+from agentrl.core.registry import make_any_env
+from agentrl.core.types import Rollout, StopReason
+from agentrl.selfplay.check import check_self_play
+from agentrl.selfplay.games import POLICY, Game
+from agentrl.selfplay.league import League
+from agentrl.selfplay.league_log import LeagueLog, read_league
+
+CONFIG = SelfPlayConfig(mix={"mirror": 1, "past": 1, "fixed:random": 1}, pool=PoolConfig(snapshot_every=2, keep=3))
+
+
+def rollout(episode, seat, rewards, opponent="mirror", tokens=4):
+    return Rollout(
+        "task", f"{episode}.{seat}", [], rewards[seat], StopReason.TERMINATED, sampled_tokens=tokens,
+        role=("first", "second")[seat], seat=seat, opponent=opponent, episode=episode, seat_rewards=rewards,
+    )  # fmt: skip
+
+
+def played(step):
+    """The games of a step: a mirror game, a win against the random player in both seats, a loss against a snapshot."""
+    rollouts = [
+        rollout(f"{step}/a", 0, (1.0, -1.0)),
+        rollout(f"{step}/a", 1, (1.0, -1.0)),
+        rollout(f"{step}/b", 0, (1.0, -1.0), "fixed:random"),
+        rollout(f"{step}/c", 1, (-1.0, 1.0), "fixed:random"),
+        rollout(f"{step}/d", 0, (0.0, 2.0), "past"),
+    ]
+    players = {
+        "a": (POLICY, POLICY), "b": (POLICY, "fixed:random"), "c": ("fixed:random", POLICY), "d": (POLICY, "step_000000"),
+    }  # fmt: skip
+    rewards = {one.episode: one.seat_rewards for one in rollouts}
+    return [Game(name, players[name[-1]], found) for name, found in rewards.items()], rollouts
+
+
+def trained(steps, log=None):
+    league = League(CONFIG, seed=3)
+    league.add_snapshot(0)
+    for step in range(1, steps + 1):
+        league.record(*played(step))
+        if league.pool.due(step):
+            league.add_snapshot(step)
+        if log is not None:
+            log.write(step, league)
+    return league
+
+
+def test_a_step_has_ratings_scores_and_asymmetry_as_metrics():
+    league = trained(0)
+    found, warnings = league.record(*played(1))
+    assert warnings == []
+    assert found["selfplay/score/random"] == 1.0
+    assert found["selfplay/score/past"] == 0.0
+    assert found["selfplay/asymmetry"] == 1.0
+    assert (found["selfplay/mirror_reward/first"], found["selfplay/mirror_reward/second"]) == (1.0, -1.0)
+    assert league.ratings.ranking() == ["step_000000", POLICY, "fixed:random"]
+
+
+def test_a_league_from_a_checkpoint_is_the_same_and_goes_on_alike():
+    league = trained(9)
+    again = League(CONFIG, seed=3)
+    again.load(json.loads(json.dumps(league.state())))
+    assert again == league
+    options = {"seats": 2, "tasks": 8, "samples": 2}
+    assert again.seatings(10, **options) == league.seatings(10, **options)
+    assert again.record(*played(10)) == league.record(*played(10))
+    again.add_snapshot(10)
+    league.add_snapshot(10)
+    assert again.state() == league.state()
+    assert len(league.pool.steps) == 3
+
+
+def test_pfsp_prefers_the_snapshot_that_the_policy_loses_to():
+    config = SelfPlayConfig(mix={"past": 1}, pool=PoolConfig(snapshot_every=1, choose="pfsp"))
+    league = League(config, seed=0)
+    league.add_snapshot(0)
+    league.add_snapshot(1)
+    wins = [Game(f"w{number}", (POLICY, "step_000001"), (1.0, -1.0)) for number in range(5)]
+    losses = [Game(f"l{number}", (POLICY, "step_000000"), (-1.0, 1.0)) for number in range(5)]
+    league.record([*wins, *losses], [])
+    seatings = [league.seatings(step, seats=2, tasks=1, samples=1)[0][0] for step in range(30)]
+    assert {name for one in seatings for name in one.players} == {POLICY, "step_000000"}
+
+
+def test_a_resumed_run_has_no_lines_of_steps_that_it_runs_again(tmp_path):
+    trained(5, LeagueLog(tmp_path, None))
+    with (tmp_path / "league.jsonl").open("a") as file:
+        file.write('{"step": 6, "rat')
+    assert [row["step"] for row in read_league(tmp_path)] == [1, 2, 3, 4, 5]
+    trained(0, LeagueLog(tmp_path, 3))
+    assert [row["step"] for row in read_league(tmp_path)] == [1, 2, 3]
+
+
+def test_the_command_prints_ratings_wins_by_seat_and_asymmetry(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    trained(4, LeagueLog(tmp_path, None))
+    assert main(["league", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "after step 4" in out
+    lines = [[cell.strip() for cell in line.strip("│┃ ").split("│")] for line in out.splitlines() if "│" in line]
+    ranked = [cells[0] for cells in lines if len(cells) == 5 and "±" not in cells[1]][:5]
+    assert ranked[0] == "step_000000"
+    assert ["fixed:random", "1.00", "0.00"] in lines
+    assert ["itself", "0.50", "1.00"] in lines
+    assert "wins/draws/losses in seat 1" in out
+    assert "0/0/4" in out
+    assert (tmp_path / "league.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_without_a_league(tmp_path, capsys):
+    assert main(["league", str(tmp_path)]) == 2
+    assert "self_play" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("env", "mix", "message"),
+    [
+        ("single_turn", {"mirror": 1.0}, "self_play is set, and env.name=single_turn has one agent"),
+        ("kuhn_poker", {"fixed:nahs": 1.0}, r"Did you mean 'nash'\?"),
+    ],
+)
+def test_self_play_must_fit_the_environment(env, mix, message):
+    config = load_config(None, [f"env.name={env}", f"self_play.mix={json.dumps(mix)}"])
+    with pytest.raises(UserError, match=message):
+        check_self_play(config, make_any_env(env))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("rollout.generate=loop.py:play", "self_play with rollout.generate=loop.py:play"),
+        ("sources={a: {env: {name: single_turn}}}", r"self_play with sources \(a\)"),
+    ],
+)
+def test_self_play_has_one_environment(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, ["env.name=kuhn_poker", "self_play.engines=1", setting])

@@ -1,0 +1,205 @@
+"""Self-play in a training run: snapshots on disk, the engines that play them, lineups, and the record of a step."""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+
+import torch
+
+from agentrl.config.self_play import PoolConfig, SelfPlayConfig
+from agentrl.core.lineup import PolicySeat, ScriptedSeat
+from agentrl.core.task import Task
+from agentrl.core.types import Failure, FailureKind, Rollout, StopReason
+from agentrl.episode.runner import Job
+from agentrl.learner.checkpoints import STATE
+from agentrl.models.weight_files import WeightFiles
+from agentrl.selfplay.league import League
+from agentrl.selfplay.league_log import LeagueLog, read_league
+from agentrl.testing import FakeLearner
+from agentrl.train.self_play import OpponentEngine, SelfPlay
+
+
+def learner():
+    return FakeLearner({"model.weight": torch.ones(2, 3)})
+
+
+@dataclass
+class FakeEngine:
+    """An engine that records what it loads."""
+
+    loaded: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def updates(self):
+        return self
+
+    async def from_disk(self, folder, version):
+        assert list(folder.glob("*.safetensors"))
+        self.loaded.append((folder.name, version))
+
+
+@dataclass
+class FakeFleet:
+    """A fleet of one engine."""
+
+    sampler: str
+    live: list[FakeEngine] = field(default_factory=lambda: [FakeEngine()])
+    restarted: object = None
+
+    def set_weight_sync(self, sync):
+        self.restarted = sync
+
+
+def self_play(folder, mix=None, *, engines=2, **pool):
+    given = SelfPlayConfig(
+        mix=mix or {"mirror": 1, "past": 2, "fixed:random": 1}, engines=engines, pool=PoolConfig(**pool)
+    )
+    fleets = [FakeFleet(f"sampler {number}") for number in range(engines)]
+    found = SelfPlay(
+        config=given, league=League(given, 5), agents=["player_0", "player_1"], folder=folder,
+        engines=[OpponentEngine(fleet, folder / "snapshots") for fleet in fleets], log=LeagueLog(folder, None),
+        bucket_bytes=1 << 20, dtype=None,
+    )  # fmt: skip
+    return found, fleets
+
+
+def jobs(step, tasks=8, samples=2):
+    return [
+        Job(Task(f"t{task}", ()), sample, f"{step}/{task}/{sample}", 7)
+        for task in range(tasks)
+        for sample in range(samples)
+    ]
+
+
+def names(folder):
+    return sorted(path.name for path in (folder / "snapshots").iterdir())
+
+
+def test_a_snapshot_is_a_folder_that_engines_load(tmp_path):
+    play, _ = self_play(tmp_path, snapshot_every=2)
+    for step in range(4):
+        asyncio.run(play.on_weights(learner(), step))
+        asyncio.run(play.on_weights(learner(), step))  # of a resume, or another sync of the same step
+    assert names(tmp_path) == ["step_000000", "step_000002"]
+    assert play.league.pool.steps == [0, 2]
+    assert WeightFiles(tmp_path / "snapshots" / "step_000002", "test").specs()
+
+
+def test_without_past_opponents_there_are_no_snapshots(tmp_path):
+    play, _ = self_play(tmp_path, {"mirror": 1.0})
+    asyncio.run(play.on_weights(learner(), 0))
+    assert not (tmp_path / "snapshots").exists()
+
+
+def test_a_snapshot_stays_on_disk_as_long_as_a_checkpoint_has_it(tmp_path):
+    play, _ = self_play(tmp_path, snapshot_every=1, keep=1)
+    checkpoint = tmp_path / "checkpoints" / "step_000001"
+    for step in range(3):
+        asyncio.run(play.on_weights(learner(), step))
+        if step == 1:
+            checkpoint.mkdir(parents=True)
+            state = {"source": {"self_play": play.league.state()}}
+            (checkpoint / STATE).write_text(json.dumps(state))
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+    (checkpoint / STATE).unlink()
+    asyncio.run(play.on_weights(learner(), 3))
+    assert names(tmp_path) == ["step_000003"]
+
+
+def test_every_episode_has_its_players_and_engines_load_a_snapshot_once(tmp_path):
+    play, fleets = self_play(tmp_path, snapshot_every=1)
+    for step in range(2):
+        asyncio.run(play.on_weights(learner(), step))
+    seated = []
+    for step in (1, 2):
+        seated += asyncio.run(play.seat(step, jobs(step), 2))
+    loaded = [engine.loaded for fleet in fleets for engine in fleet.live]
+    assert sorted(loaded) == [[("step_000000", 0)], [("step_000001", 1)]], "kept in the second step"
+    kinds = set()
+    for job in seated:
+        seats = job.lineup.seats
+        kinds.add(job.lineup.opponent)
+        if job.lineup.opponent == "mirror":
+            assert seats == {}
+            continue
+        [(agent, seat)] = seats.items()
+        assert agent in play.agents
+        if job.lineup.opponent == "past":
+            assert isinstance(seat, PolicySeat)
+            assert not seat.trained
+            assert seat.sampler in ("sampler 0", "sampler 1")
+        else:
+            assert seat == ScriptedSeat("random")
+    assert kinds == {"mirror", "past", "fixed:random"}
+    swapped = [{agent for job in seated[at : at + 2] for agent in job.lineup.seats} for at in range(0, len(seated), 2)]
+    assert set(map(frozenset, swapped)) == {frozenset(), frozenset(play.agents)}, "both seats in every task"
+
+
+def test_a_restarted_engine_loads_its_snapshot_again(tmp_path):
+    play, [fleet] = self_play(tmp_path, {"past": 1.0}, engines=1)
+    asyncio.run(play.on_weights(learner(), 0))
+    fleet.live.clear()
+    asyncio.run(play.seat(1, jobs(1), 2))
+    again = FakeEngine()
+    assert asyncio.run(fleet.restarted(again)) == 0
+    assert again.loaded == [("step_000000", 0)]
+
+
+def rollouts_of(seated):
+    """A win of the first seat in each episode; the last episode failed."""
+    found = []
+    for job in seated:
+        for seat, agent in enumerate(("player_0", "player_1")):
+            if agent not in job.lineup.seats:
+                found.append(
+                    Rollout(
+                        job.task.id,
+                        f"{job.rollout_id}.{agent}",
+                        [],
+                        1.0 - 2 * seat,
+                        StopReason.TERMINATED,
+                        sampled_tokens=3,
+                        agent=agent,
+                        role=agent,
+                        seat=seat,
+                        opponent=job.lineup.opponent,
+                        episode=job.rollout_id,
+                        seat_rewards=(1.0, -1.0),
+                    )
+                )
+    last = seated[-1].rollout_id
+    for one in found:
+        if one.episode == last:
+            one.failure = Failure(FailureKind.SAMPLER, "SamplerError", "gone")
+    return found
+
+
+def test_a_step_is_recorded_once_it_is_trained(tmp_path):
+    play, _ = self_play(tmp_path)
+    asyncio.run(play.on_weights(learner(), 0))
+    before = play.league.state()
+    play.played(rollouts_of(asyncio.run(play.seat(1, jobs(1), 2))))
+    assert play.league.state() == before, "a step that fails is sampled again"
+    play.on_step_trained(1)
+    games = sum(one.games for one in play.league.results.records.values()) / 2
+    assert games == 15, "one of sixteen failed"
+    assert play.metrics()["selfplay/asymmetry"] == 1.0
+    [row] = read_league(tmp_path)
+    assert (row["step"], row["ratings"]) == (1, play.league.ratings.state())
+
+
+def test_a_warning_of_the_alarm_is_logged(tmp_path, caplog):
+    play, _ = self_play(tmp_path, {"mirror": 1.0})
+    for step in range(1, 6):
+        play.played(rollouts_of(asyncio.run(play.seat(step, jobs(step), 2))))
+        play.on_step_trained(step)
+    assert "step 5: in mirror play player_0 scored 1.00 and player_1 0.00 for 5 steps" in caplog.text
+
+
+def test_more_snapshots_than_engines_wait_for_another_step(tmp_path):
+    play, [fleet] = self_play(tmp_path, {"past": 1.0}, engines=1, snapshot_every=1)
+    for step in range(4):
+        asyncio.run(play.on_weights(learner(), step))
+    for step in range(1, 30):
+        asyncio.run(play.seat(step, jobs(step), 2))
+    assert {name for name, _ in fleet.live[0].loaded} == {f"step_00000{number}" for number in range(4)}
