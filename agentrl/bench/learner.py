@@ -17,6 +17,7 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
 from agentrl.bench.learner_loops import LOOPS, LoopOptions, OtherLoop
 from agentrl.bench.learner_rows import WORKLOADS, RowOptions
+from agentrl.bench.step_profile import StepProfile, profile_step
 from agentrl.cluster.learner_group import start_learners
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
@@ -28,6 +29,7 @@ from agentrl.learner.registry import make_backend
 from agentrl.models.random_models import Shape, find_model_shape, write_random_model
 from agentrl.runtime.training_summary import estimate_memory, with_recompute
 
+_BACKENDS = ("fsdp", "megatron")
 _MATRIX = {"cuda": 8192, "cpu": 1024}
 """Rows of the square matrices whose product's rate is the measure, by device."""
 
@@ -42,10 +44,12 @@ class LearnerBench:
     longest: int
     steps: int
     loops: Sequence[str]
-    """Other loops to measure; see `LOOPS`."""
+    """Other loops to measure; see `LOOPS`. Names of learner backends are agentrl's learner with that backend."""
     workload: str = "lognormal"
     """Which rows; see `WORKLOADS`."""
     seed: int = 0
+    kernels: int = 0
+    """Kernels of each loop's profile, which takes one more step; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class StepTimes:
     """Memory of a GPU at most."""
     estimated_gib: float | None = None
     """What a dry run says of agentrl's learner."""
+    profile: StepProfile | None = None
 
 
 def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], None]) -> Iterator[StepTimes]:
@@ -76,33 +81,53 @@ def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], N
     shape = find_model_shape(bench.size)
     if bench.workload not in WORKLOADS:
         raise ConfigError(f"--workload={bench.workload}: there are {', '.join(WORKLOADS)}")
+    device = resolve_device(config.learner)
+    if bench.kernels and (device != "cuda" or config.learner.ranks > 1):
+        raise ConfigError(f"--kernels={bench.kernels} needs learner.ranks=1 and a GPU; leave it out")
     options = RowOptions(bench.rows, bench.median_tokens, bench.longest, shape.vocab_size, bench.seed)
     rows = WORKLOADS[bench.workload](options)
-    backend = make_backend(config.learner)
-    device = resolve_device(config.learner)
     with tempfile.TemporaryDirectory() as folder:
         of_token = f", {shape.active_parameters / 1e9:.2f}B of a token" if shape.num_experts else ""
         tell(f"writing a random model of {shape.parameters / 1e9:.2f}B parameters{of_token}")
         model = Path(folder) / "model"
         write_random_model(model, shape, weights=True, device=device)
-        backend.check(config.algo, [model])
         peak_rate = config.learner.ranks * matrix_rate(torch.device(device))
         work = training_flops(shape, rows)
         _free()
         tell(f"a product of large bfloat16 matrices: {peak_rate / 1e12:.0f} TFLOP/s")
-        config, lines = with_recompute(config, model)
-        for line in lines:
-            tell(line)
-        with _learner(config, model, Path(folder)) as learner:
-            batch = packed_batch(config, rows, share_prefixes=config.batch.share_prefixes and learner.shares_prefixes)
-            memory, _ = estimate_memory(config, model, accumulates=len(batch.micro[0]) > 1)
-            times = _measured("agentrl", lambda: learner.train_step(batch), bench, rows, work / peak_rate, tell)
-            yield replace(times, estimated_gib=memory.total / 2**30)
+        best_s = work / peak_rate
+        yield _of_agentrl("agentrl", config, bench, rows, model, best_s, tell)
         for name in bench.loops:
             _free()
+            if name in _BACKENDS:
+                learner = config.learner.model_copy(update={"backend": name})
+                other = config.model_copy(update={"learner": learner})
+                yield _of_agentrl(f"agentrl {name}", other, bench, rows, model, best_s, tell)
+                continue
             loop = OtherLoop(_options(name), model, rows, config.batch.tokens_per_micro, torch.device(device))
-            yield _measured(name, loop.step, bench, rows, work / peak_rate, tell)
+            yield _measured(name, loop.step, bench, rows, best_s, tell)
             del loop
+
+
+def _of_agentrl(
+    name: str,
+    config: Config,
+    bench: LearnerBench,
+    rows: Sequence[Row],
+    model: Path,
+    best_s: float,
+    tell: Callable[[str], None],
+) -> StepTimes:
+    """Measure agentrl's learner as configured."""
+    make_backend(config.learner).check(config.algo, [model])
+    config, lines = with_recompute(config, model)
+    for line in lines:
+        tell(line)
+    with _learner(config, model, model.parent) as learner:
+        batch = packed_batch(config, rows, share_prefixes=config.batch.share_prefixes and learner.shares_prefixes)
+        memory, _ = estimate_memory(config, model, accumulates=len(batch.micro[0]) > 1)
+        times = _measured(name, lambda: learner.train_step(batch), bench, rows, best_s, tell)
+    return replace(times, estimated_gib=memory.total / 2**30)
 
 
 def packed_batch(config: Config, rows: Sequence[Row], *, share_prefixes: bool) -> GlobalBatch:
@@ -181,7 +206,8 @@ def _measured(
     taken = median(seconds[2:] or seconds[-1:])
     tokens = sum(len(row.token_ids) for row in rows)
     peak = metrics.get("train/peak_gpu_gib")
-    return StepTimes(name, seconds[0], taken, tokens / taken, best_s / taken, peak)
+    profile = profile_step(step, top=bench.kernels) if bench.kernels else None
+    return StepTimes(name, seconds[0], taken, tokens / taken, best_s / taken, peak, profile=profile)
 
 
 def _wait(device: torch.device) -> None:

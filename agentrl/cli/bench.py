@@ -6,6 +6,7 @@ import argparse
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -17,6 +18,9 @@ from agentrl.cli.options import add_config_arguments, add_plain_config_arguments
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.obs.console import make_console
+
+if TYPE_CHECKING:
+    from agentrl.bench.step_profile import StepProfile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     learner.add_argument("--median-tokens", type=int, default=1636, help="of a row")
     learner.add_argument("--longest", type=int, default=4096, help="maximum tokens of a row")
     learner.add_argument("--steps", type=int, default=6, help="steps of each loop; the first two do not count")
-    learner.add_argument("--loops", default="", help="other loops: hf, liger, compiled, trl; comma-separated")
+    learner.add_argument(
+        "--loops", default="", help="other loops: fsdp, megatron, hf, liger, compiled, trl; comma-separated"
+    )
+    learner.add_argument(
+        "--kernels", type=int, default=0, help="kernels to print of a profiled step, from the longest on"
+    )
     add_plain_config_arguments(learner)
     masks = actions.add_parser("masks", help="tokens/s from turns to checked batches, against retokenizing every turn")
     add_config_arguments(masks)
@@ -198,6 +207,7 @@ def _learner(arguments: argparse.Namespace, config: Config, console: Console) ->
         steps=arguments.steps,
         workload=arguments.workload,
         loops=[part for part in arguments.loops.split(",") if part],
+        kernels=arguments.kernels,
     )
     heads = ("loop", "first s", "s a step", "tokens/s", "utilization", "GiB", "estimated")
     table = Table(*(Column(head, no_wrap=True) for head in heads), box=SIMPLE, padding=(0, 0, 0, 1))
@@ -207,6 +217,8 @@ def _learner(arguments: argparse.Namespace, config: Config, console: Console) ->
                 memory = ("" if each is None else f"{each:.1f}" for each in (one.peak_gib, one.estimated_gib))
                 rates = (f"{one.tokens_per_s:,.0f}", f"{one.utilization:.3f}")
                 table.add_row(one.name, f"{one.first_s:.1f}", f"{one.step_s:.3f}", *rates, *memory)
+                if one.profile is not None:
+                    console.print(_profile_table(one.name, one.profile))
     finally:
         console.print(table)
     console.print(
@@ -215,6 +227,18 @@ def _learner(arguments: argparse.Namespace, config: Config, console: Console) ->
         "time. The optimizer's step counts. Medians of the steps after the second; GiB: most memory of a GPU; estimated: "
         "what agentrl train --dry-run says of it"
     )
+
+
+def _profile_table(name: str, profile: StepProfile) -> Table:
+    """Return the kernels of a profiled step. The profiler slows the host down: idle shares are upper bounds."""
+    title = (
+        f"{name}: {profile.wall_s:.3f} s, GPU idle {1 - profile.busy_s / profile.wall_s:.1%}, {profile.kernels:,} kernels, "
+        f"{profile.waits} waits of the host for {profile.waited_s:.3f} s"
+    )
+    table = Table("kernel", "count", "ms", "share of the step", title=title, title_justify="left")
+    for kernel, count, seconds in profile.by_name:
+        table.add_row(kernel, f"{count:,}", f"{1e3 * seconds:.1f}", f"{seconds / profile.wall_s:.1%}")
+    return table
 
 
 def _masks(config: Config, console: Console) -> None:

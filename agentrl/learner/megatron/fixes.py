@@ -1,13 +1,17 @@
-"""Faults of Megatron-Core 0.16.1 without Transformer Engine and Apex, mended where they exist."""
+"""Faults of Megatron-Core 0.16.1 without Transformer Engine and Apex, mended where they exist.
+
+One is only slow: the norm of gradients has the host wait for the norm of each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
-from megatron.core.optimizer import distrib_optimizer
+from megatron.core import utils
+from megatron.core.optimizer import clip_grads, distrib_optimizer
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 
@@ -24,11 +28,26 @@ def mend() -> None:
     # Latent attention takes the placeholders of Transformer Engine's classes for classes.
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
     optimizer = distrib_optimizer.DistributedOptimizer
     if not distrib_optimizer.HAVE_APEX_OR_TE and not hasattr(optimizer, _MENDED):
         for name, make in _OF_OPTIMIZER.items():
             setattr(optimizer, name, make(getattr(optimizer, name)))
         setattr(optimizer, _MENDED, True)
+
+
+def _norm(size: int, flag: object, lists: Sequence[list[torch.Tensor]], per_tensor: bool) -> tuple[torch.Tensor, None]:
+    """Return the norm ``[1]`` of the tensors in a list."""
+    [tensors] = lists
+    return torch.stack(torch._foreach_norm(tensors)).norm()[None], None
+
+
+def _scale(size: int, flag: object, lists: Sequence[list[torch.Tensor]], factor: float) -> None:
+    """Multiply tensors in place, which are given as what is read and what is written."""
+    read, written = lists
+    assert all(one is other for one, other in zip(read, written, strict=True))
+    torch._foreach_mul_(written, factor)
 
 
 def _filled(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:

@@ -124,17 +124,24 @@ class PackedRotary(nn.Module):
 def prepare_decoder(layers: Iterable[Any], *, compiled: bool, recompute: Recompute) -> None:
     """Have the layers of a chunk compiled, and computed again in the backward pass, as `agentrl.learner.layers` does.
 
-    Of a layer with experts only attention is compiled: a compiler does not take how their tokens are dispatched.
+    Of a layer with experts only attention is compiled, as a compiler does not take how tokens are dispatched. Selective
+    recomputation leaves the experts alone: they call functions that Megatron-Core compiles, which it cannot look into.
     """
     for layer in layers:
+        compiled = compiled and not _gathers_heads(layer.config)
         if not layer.is_moe_layer:
             layer.forward = prepared(layer.forward, compiled=compiled, recompute=recompute)
             continue
         within: Recompute = "none" if recompute == "full" else recompute
         layer._forward_attention = prepared(layer._forward_attention, compiled=compiled, recompute=within)
-        layer._forward_mlp = prepared(layer._forward_mlp, compiled=False, recompute=within)
         if recompute == "full":
             layer.forward = prepared(layer.forward, compiled=False, recompute="full")
+
+
+def _gathers_heads(config: Any) -> bool:
+    """Return whether attention has collectives of Megatron-Core, which a compiler does not take."""
+    ranks: int = config.tensor_model_parallel_size
+    return ranks > 1 and (config.multi_latent_attention or config.num_query_groups < ranks)
 
 
 class PostNormLayer(TransformerLayer):  # type: ignore[misc]

@@ -26,11 +26,11 @@ class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
 
     def forward(self, hidden: torch.Tensor, weight: None = None, runtime_gather_output: None = None) -> Result:
         """Return ``[L, 1, O/P]`` from ``[L, 1, I]``, or with sequence parallelism from ``[T, 1, I]``."""
-        if _divided(self):
+        if self.is_divided:
             if self.sequence_parallel:
-                hidden = all_gather(hidden, self.tp_group.size(), self.tp_group.group_name)
+                hidden = all_gather(hidden, self.tensor_ranks, self.tensor_group)
             else:
-                hidden = with_reduced_gradient(hidden, self.tp_group.group_name)
+                hidden = with_reduced_gradient(hidden, self.tensor_group)
         separate = self.skip_bias_add
         return F.linear(hidden, self.weight, None if separate else self.bias), self.bias if separate else None
 
@@ -41,11 +41,11 @@ class RowLinear(RowParallelLinear):  # type: ignore[misc]
     def forward(self, hidden: torch.Tensor) -> Result:
         """Return ``[L, 1, O]`` from ``[L, 1, I/P]``, or with sequence parallelism ``[T, 1, O]``."""
         product = F.linear(hidden, self.weight)
-        if _divided(self):
+        if self.is_divided:
             if self.sequence_parallel:
-                product = reduce_scatter(product, self.tp_group.size(), self.tp_group.group_name)
+                product = reduce_scatter(product, self.tensor_ranks, self.tensor_group)
             else:
-                product = all_reduce(product, self.tp_group.group_name)
+                product = all_reduce(product, self.tensor_group)
         if self.skip_bias_add:
             return product, self.bias
         return product if self.bias is None else product + self.bias, None
@@ -55,9 +55,12 @@ def replace_linears(layers: nn.Module) -> None:
     """Replace the linear layers of decoder layers, after they are made: Megatron-Core refuses other classes than its own."""
     classes: dict[Any, Any] = {ColumnParallelLinear: ColumnLinear, RowParallelLinear: RowLinear}
     for module in layers.modules():
-        module.__class__ = classes.get(type(module), type(module))
+        if type(module) in classes:
+            module.__class__ = classes[type(module)]
+            _describe_ranks(module)
 
 
-def _divided(layer: Any) -> bool:
-    """Return whether ranks have parts of a layer whose tokens they have in common; dispatchers give experts theirs."""
-    return layer.tp_group.size() > 1 and not layer.explicit_expert_comm
+def _describe_ranks(linear: Any) -> None:
+    """Set what a compiler can read of a process group. Experts need no collectives: dispatchers give them their tokens."""
+    linear.tensor_ranks, linear.tensor_group = linear.tp_group.size(), linear.tp_group.group_name
+    linear.is_divided = linear.tensor_ranks > 1 and not linear.explicit_expert_comm

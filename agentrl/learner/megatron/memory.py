@@ -224,15 +224,15 @@ def _widths(model: Options, options: Mapping[str, Any], experts: bool) -> _Width
         # A rank's experts get as many tokens as it has, times the experts of a token.
         rows = model["moe_router_topk"] * layout.expert_tensor_size / tensor
         routed = 2 * rows * model["hidden_size"] + 2 * model["num_moe_experts"] * hidden / model["hidden_size"]
-        # Experts are recomputed from their layer's input, which is kept, and by operations whose last results are kept too.
-        results = hidden + rows * model["hidden_size"] + model["num_moe_experts"] * hidden / model["hidden_size"]
-        found = replace(found, all=found.all + math.ceil(routed), products=found.products + math.ceil(results))
+        # Of the experts, and of the norm before them, nothing is computed again.
+        products = found.products + 2 * hidden + math.ceil(routed)
+        found = replace(found, all=found.all + math.ceil(routed), products=products)
         middles = {"moe_ffn_hidden_size": rows / layout.expert_tensor_size}
         if model.get("moe_shared_expert_intermediate_size"):
             middles["moe_shared_expert_intermediate_size"] = 1.0 / tensor
     middle = math.ceil(sum(model[name] * share for name, share in middles.items()))
     # Gate and other projection, and the product of both.
-    found = replace(found, all=found.all + 3 * middle, products=found.products + 2 * middle)
+    found = replace(found, all=found.all + 3 * middle, products=found.products + (3 if experts else 2) * middle)
     return replace(found, gradients=2 * hidden + 3 * middle)
 
 

@@ -14,6 +14,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import nn
 
 from agentrl.config.learner import LearnerConfig
 from agentrl.learner.megatron.model import MegatronModel
@@ -45,6 +46,9 @@ class Training:
             DistributedDataParallel(model.config, ddp, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(model.chunks)
         ]
+        if ddp.overlap_param_gather:
+            for chunk in self.chunks:
+                _wait_before_layers(chunk)
         model.config.finalize_model_grads_func = _finalize
         if ddp.overlap_grad_reduce:
             syncs = [chunk.no_sync for chunk in self.chunks]
@@ -144,6 +148,20 @@ class Training:
             clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self.config.max_grad_norm, norm)
         self.optimizer.step_with_ready_grads()
         return {"train/nonfinite_gradients": 0.0, "train/grad_norm": norm, "train/lr": rate}
+
+
+def _wait_before_layers(chunk: Any) -> None:
+    """Have all weights of a decoder layer waited for before the layer: within it, compiled code calls no hooks."""
+    for layer in chunk.module.decoder.layers:
+        modules, wait = [*layer.modules()], chunk._make_forward_pre_hook()
+        for module in modules:
+            chunk.remove_forward_pre_hook_handles.pop(module).remove()
+
+        def wait_for_all(layer: nn.Module, inputs: object, modules: Any = modules, wait: Any = wait) -> None:
+            for module in modules:
+                wait(module)
+
+        chunk.remove_forward_pre_hook_handles[layer] = layer.register_forward_pre_hook(wait_for_all)
 
 
 def _finalize(chunks: list[Any], tokens: torch.Tensor | None, **options: Any) -> None:
