@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
@@ -54,7 +53,7 @@ def read_events(events: Iterable[Any], *, top: int) -> StepProfile:
     waits = list[float]()
     for event in events:
         start, end = event.time_range.start / 1e6, event.time_range.end / 1e6
-        if event.device_type == DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             on_gpu.append((start, end))
             seconds[event.name[:_WIDTH]] += end - start
             counts[event.name[:_WIDTH]] += 1
