@@ -25,6 +25,17 @@ def state_text(card: str, history: Sequence[str]) -> str:
     return f"Kuhn poker. Your card: {card}. Moves: {' '.join(history) or 'none'}. Answer {first} or {second}."
 
 
+def payoffs(cards: Sequence[str], history: Sequence[str]) -> tuple[float, float] | None:
+    """Return what each seat wins or loses with its card after the moves of ``history``; None if the game goes on."""
+    last = history[-1] if history else ""
+    if last == "fold":  # of the player who moved last
+        return (-1.0, 1.0) if len(history) % 2 else (1.0, -1.0)
+    if last != "call" and tuple(history) != ("check", "check"):
+        return None
+    stake = 2.0 if last == "call" else 1.0
+    return (stake, -stake) if CARDS.index(cards[0]) > CARDS.index(cards[1]) else (-stake, stake)
+
+
 class KuhnPokerEnv(TurnGame):
     """Kuhn poker: the payoff is what a player wins or loses, 1 or 2 chips."""
 
@@ -56,11 +67,5 @@ class KuhnPokerEnv(TurnGame):
     def play(self, agent: str, move: str) -> Mapping[str, float] | None:
         """Make a move; at a showdown the higher card wins."""
         self.history = [*self.history, move]
-        opponent = self.next_to_move(agent)
-        if move == "fold":
-            return {agent: -1.0, opponent: 1.0}
-        if move != "call" and self.history != ["check", "check"]:
-            return None
-        stake = 2.0 if move == "call" else 1.0
-        wins = CARDS.index(self.cards[agent]) > CARDS.index(self.cards[opponent])
-        return {agent: stake if wins else -stake, opponent: -stake if wins else stake}
+        found = payoffs([self.cards[one] for one in self.possible_agents], self.history)
+        return None if found is None else dict(zip(self.possible_agents, found, strict=True))
