@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from torch import nn
 from agentrl.config.learner import LearnerConfig, Recompute
 from agentrl.learner.fsdp.optimizer import CHUNK_BYTES
 from agentrl.learner.layers import decoder_layers
+from agentrl.models.load import value_head
 
 _MASTER = 4
 """Bytes of a float32 number: weights, gradients, moments, logits."""
@@ -33,6 +34,8 @@ class LearnerMemory:
     """AdamW's two moments, this rank's shards; Muon has one for matrices of layers. Offloaded ones are there in the update."""
     reference: int = 0
     """The frozen reference policy, this rank's shards; 0 without one."""
+    critic: int = 0
+    """What a critic on the same device adds: its state at rest, or what its own step needs more; see `with_critic`."""
     gradients: int = 0
     """float32, this rank's shards of trained weights, and whole ones that are not yet reduced or added."""
     gathered: int = 0
@@ -78,11 +81,25 @@ class MemoryOptions:
         return self.size if self.ranks > 1 else _MASTER
 
 
+def with_critic(policy: LearnerMemory, critic: LearnerMemory, *, keeps_gradients: bool) -> LearnerMemory:
+    """Return the memory of a device with a rank of the policy and one of the critic: one trains while the other rests.
+
+    Args:
+        policy: of its rank alone.
+        critic: of its rank alone.
+        keeps_gradients: whether ranks at rest have gradients, which are zeros.
+
+    """
+    resting = [each.weights + each.optimizer + keeps_gradients * each.gradients for each in (policy, critic)]
+    return replace(policy, critic=max(resting[1], resting[0] + policy.reference + critic.total - policy.total))
+
+
 def learner_memory(hf: Any, config: LearnerConfig, options: MemoryOptions) -> LearnerMemory:
     """Return the memory of one rank at the moment of an optimizer step that needs most.
 
     Args:
-        hf: a model of transformers, such as `agentrl.models.load.empty_model` returns; its weights are not read.
+        hf: a model of transformers, such as `agentrl.models.load.empty_model` returns; its weights are not read. With a
+            value head it is a critic.
             Those without ``requires_grad`` are not trained.
         config: optimizer, sharding and chunk of logits.
         options: all else.
@@ -107,7 +124,8 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     state |= {"reference": shards if options.reference else 0}
     # Autograd adds up the gradients of tied embeddings and head before it adds them to that of the weight. FSDP reduces the
     # gradient of a unit: there are a whole one, and its float32 copy.
-    tied = hf.get_input_embeddings().weight is hf.get_output_embeddings().weight
+    head = _output(hf)
+    tied = hf.get_input_embeddings().weight is head.weight
     whole = _MASTER * _trained(hf.get_input_embeddings()) if not several else 0
     reduced = (size + _MASTER) if several else 0
     gradients = trained if options.accumulates else 0
@@ -122,7 +140,7 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
         **state, gradients=gradients, gathered=there, activations=sum(kept) + last, logits=_head(hf, config, options)
     )
     below = sum(kept)
-    grown = whole if tied else _shards(hf.get_output_embeddings(), options.ranks, trained=True)
+    grown = whole if tied else _shards(head, options.ranks, trained=True)
     for layer, unit, own, width in reversed(list(zip(layers, units, kept, widths, strict=True))):
         now = max(gradients + (whole if tied else 0), grown) + reduced * unit
         casts = size * unit if options.bfloat16 and not several and options.compiled else 0
@@ -161,9 +179,15 @@ def _gathered(units: list[int], rest: int, config: LearnerConfig, options: Memor
     return options.size * (sum(units) + rest) if options.bfloat16 and not options.compiled else 0
 
 
+def _output(hf: Any) -> nn.Linear:
+    """Return the language head, or the value head."""
+    head: nn.Linear | None = hf.get_output_embeddings()
+    return value_head(hf) if head is None else head
+
+
 def _head(hf: Any, config: LearnerConfig, options: MemoryOptions) -> int:
     """Return the bytes at the gradient of the second chunk's logits, or at the product of it with hidden states."""
-    head = hf.get_output_embeddings()
+    head = _output(hf)
     chunk = min(config.logits_chunk, options.tokens)
     array: int = chunk * head.weight.shape[0]
     of_weight, copy = _MASTER * _trained(head), options.size * head.weight.numel() if options.bfloat16 else 0

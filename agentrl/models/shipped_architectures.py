@@ -45,23 +45,25 @@ def find_architecture(path: str, key: str = "model.path") -> Path:
         ) from None
 
 
-def meta_model(folder: Path, key: str = "model.path") -> PreTrainedModel:
+def meta_model(folder: Path, key: str = "model.path", *, values: bool = False) -> PreTrainedModel:
     """Return the model of a ``config.json`` with all tensors on ``meta``: it takes no memory, whatever its size.
 
     Args:
         folder: with ``config.json``.
         key: configuration key of the folder, for messages.
+        values: with a value head in place of the language head.
 
     Raises:
         ModelError: the folder has no causal model that transformers knows.
 
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-    kind: Any = AutoModelForCausalLM
+    kind: Any = AutoModelForTokenClassification if values else AutoModelForCausalLM
+    options = {"num_labels": 1} if values else {}
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **options)
         with torch.device("meta"):
             model: PreTrainedModel = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # transformers raises errors of many kinds

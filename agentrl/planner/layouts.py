@@ -17,9 +17,10 @@ from agentrl.learner.fsdp.backend import FsdpBackend
 from agentrl.learner.megatron.backend import MegatronBackend
 from agentrl.learner.megatron.families.registry import read_family
 from agentrl.learner.megatron.memory import MegatronWork, megatron_memory
-from agentrl.learner.memory import LearnerMemory, learner_memory
+from agentrl.learner.memory import LearnerMemory, learner_memory, with_critic
+from agentrl.models.critic import KEY as CRITIC_KEY
 from agentrl.planner.gpus import MACHINE
-from agentrl.runtime.training_summary import memory_options
+from agentrl.runtime.training_summary import critic_memory, memory_options
 
 _FSDP = (("none", False), ("selective", False), ("none", True), ("selective", True), ("full", False), ("full", True))
 """``recompute`` and ``reshard_after_forward``, from the fastest on: gathering again is hidden behind computation in part."""
@@ -35,6 +36,9 @@ class Candidate:
     settings: Tree
     """The section ``learner``."""
     memory: LearnerMemory
+    """With a critic that shares the GPU."""
+    critic: int = 0
+    """Bytes of a rank of a critic that has its own GPUs; 0 without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,10 @@ class Request:
     model: Any
     """Of transformers, on ``meta``; weights that are not trained are without ``requires_grad``."""
     ranks: int
+    critic: Path | None = None
+    """Folder of the critic, if there is one."""
+    shares_gpus: bool = True
+    """Whether the critic has the policy's GPUs."""
 
     def config(self, learner: Tree) -> Config:
         """Return the configuration with the section ``learner`` under what is given.
@@ -106,7 +114,9 @@ def _of_fsdp(request: Request) -> Iterator[Candidate]:
             continue
         found = True
         options = replace(memory_options(config, request.folder), tokens=-(-micro_tokens(config) // context))
-        yield Candidate("fsdp", settings, learner_memory(request.model, config.learner, options))
+        policy = learner_memory(request.model, config.learner, options)
+        critic = None if request.critic is None else critic_memory(config, request.critic, options)
+        yield _candidate(request, "fsdp", settings, policy, critic)
     if not found:
         raise NoLayoutError(str(refused))
 
@@ -144,16 +154,30 @@ def _of_megatron(request: Request) -> Iterator[Candidate]:
         learner = config.learner.model_copy(update={"megatron": options})
         try:
             MegatronBackend(learner).check(config.algo, [])  # `megatron_memory` checks the model
-            memory = megatron_memory(
-                family, hf, options, replace(work, recompute=general.recompute if recompute == "auto" else recompute)
-            )
+            chosen = replace(work, recompute=general.recompute if recompute == "auto" else recompute)
+            memory = megatron_memory(family, hf, options, chosen)
+            critic = None
+            if request.critic is not None:
+                of_critic = replace(chosen, reference=False, values=True)
+                critic = megatron_memory(*read_family(request.critic, CRITIC_KEY), options, of_critic)
         except ConfigError as error:
             refused = error
             continue
         found = True
-        yield Candidate("megatron", {"ranks": request.ranks, "recompute": recompute, "megatron": proposed}, memory)
+        settings = {"ranks": request.ranks, "recompute": recompute, "megatron": proposed}
+        yield _candidate(request, "megatron", settings, memory, critic)
     if not found:
         raise NoLayoutError(str(refused))
+
+
+def _candidate(
+    request: Request, backend: str, settings: Tree, policy: LearnerMemory, critic: LearnerMemory | None
+) -> Candidate:
+    if critic is None:
+        return Candidate(backend, settings, policy)
+    if request.shares_gpus:
+        return Candidate(backend, settings, with_critic(policy, critic, keeps_gradients=backend == "megatron"))
+    return Candidate(backend, settings, policy, critic.total)
 
 
 def _megatron_options(request: Request, model: Mapping[str, Any]) -> list[tuple[Recompute | Literal["auto"], Tree]]:

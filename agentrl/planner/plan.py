@@ -11,6 +11,7 @@ from agentrl.config.layers import Layer, load_layers, stack
 from agentrl.config.merging import Tree, merge
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, ModelError, NoLayoutError
+from agentrl.models.critic import KEY as CRITIC_KEY
 from agentrl.models.load import read_max_positions
 from agentrl.models.shipped_architectures import find_architecture
 from agentrl.planner.engine import EnginePlan, Fleet, plan_engines
@@ -79,8 +80,11 @@ def make_plan(layers: Sequence[Layer], gpus: Gpus) -> Plan:
     section = given.get("learner") or {}
     backends = [section["backend"]] if "backend" in section else _BACKENDS
     options = []
+    path = base.algo.critic.path
+    critic = None if not base.algo.needs_critic else folder if path is None else find_architecture(path, CRITIC_KEY)
     for mode, learner_gpus in _placements(base, given, gpus):
-        request = Request((BASE, *layers), given, folder, model, int(section.get("ranks", learner_gpus)))
+        ranks = int(section.get("ranks", learner_gpus))
+        request = Request((BASE, *layers), given, folder, model, ranks, critic, mode == "colocate")
         for backend in backends:
             try:
                 options.append(_option(request, backend, mode, gpus, numbers))
@@ -104,7 +108,8 @@ def _placements(config: Config, given: Tree, gpus: Gpus) -> list[tuple[str, int]
         raise ConfigError(
             f"placement.mode={named} with --gpus 1: learner and engines share it; set placement.mode=colocate"
         )
-    return [(mode, gpus.count if mode == "colocate" else ranks or gpus.count // 2) for mode in modes]
+    users = 3 if config.algo.needs_critic else 2
+    return [(mode, gpus.count if mode == "colocate" else ranks or gpus.count // users) for mode in modes]
 
 
 def _option(request: Request, backend: str, mode: str, gpus: Gpus, numbers: int) -> Option:
@@ -113,9 +118,12 @@ def _option(request: Request, backend: str, mode: str, gpus: Gpus, numbers: int)
     shared = mode == "colocate"
     engines: list[EnginePlan | None] = [None]
     if not config.sampler.urls:
-        left = request.ranks if shared else gpus.count - request.ranks
+        left = request.ranks if shared else gpus.count - request.ranks * (2 if request.critic is not None else 1)
         if left < 1:
-            raise ConfigError(f"learner.ranks={request.ranks} with --gpus {gpus.count}: no GPU is left for an engine")
+            critic = "" if request.critic is None or shared else " and as many for the critic"
+            raise ConfigError(
+                f"learner.ranks={request.ranks}{critic} with --gpus {gpus.count}: no GPU is left for an engine"
+            )
         fleet = Fleet(mode, left, gpus.bytes, config.max_tokens)
         engines = [*plan_engines(request.model.config, numbers, config.sampler, fleet)]
     bucket = bucket_bytes_of("ipc", config.weights.bucket_mib)
@@ -155,7 +163,7 @@ class _Limits:
 
     def peak(self, candidate: Candidate) -> int:
         """Return the most bytes on a GPU of the learner."""
-        return max(candidate.memory.total, self.at_sync(candidate))
+        return max(candidate.memory.total, candidate.critic, self.at_sync(candidate))
 
     def hold(self, candidate: Candidate) -> bool:
         """Return whether the layout fits."""

@@ -39,6 +39,8 @@ def _option(option: Option, plan: Plan, given: Tree) -> Iterator[str]:
         return
     memory = option.candidate.memory
     yield f"  {'learner':<12}{memory.total / GIB:.1f} GiB a GPU: {_parts(asdict(memory))}"
+    if option.candidate.critic:
+        yield f"  {'critic':<12}{option.candidate.critic / GIB:.1f} GiB a GPU, on as many GPUs"
     if (engines := option.engines) is not None:
         rows = engines.rows(plan.config.max_tokens)
         parts = _parts({"weights": engines.weights, "KV cache": max(0, engines.cache)})
@@ -48,7 +50,7 @@ def _option(option: Option, plan: Plan, given: Tree) -> Iterator[str]:
         )
     if option.at_sync:
         yield f"  {'weight sync':<12}{option.at_sync / GIB:.1f} GiB: learner at rest, a bucket, the engine's weights"
-        kept = memory.weights + memory.optimizer + memory.reference
+        kept = memory.weights + memory.optimizer + memory.reference + memory.critic
         count = min(MACHINE, option.learner_gpus)
         yield f"  {'main memory':<12}{count * kept / GIB:,.0f} GiB a machine, while engines sample"
     if keys := " ".join(_keys(option.settings or {}, given)):

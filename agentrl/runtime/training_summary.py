@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.learner import LearnerConfig, Recompute
 from agentrl.config.schema import Config
+from agentrl.models.critic import KEY as CRITIC_KEY
+from agentrl.models.critic import resolve_critic
 from agentrl.models.freezing import count_trained, frozen_names
 from agentrl.models.learning_rates import Use, describe_optimizer
 from agentrl.models.shipped_architectures import meta_model
@@ -41,8 +43,8 @@ def describe_training(config: Config, folder: Path, critic: Path | None, use: Us
     return lines
 
 
-def describe_memory(config: Config, folder: Path) -> list[str]:
-    """Return lines on the memory that each rank of the learner needs to train the policy in ``folder``.
+def describe_memory(config: Config, folder: Path, critic: Path | None = None) -> list[str]:
+    """Return lines on the memory that each rank of the learner needs to train the policy in ``folder``, and its critic.
 
     There are none for a backend of another package, whose memory is not known here.
 
@@ -53,16 +55,19 @@ def describe_memory(config: Config, folder: Path) -> list[str]:
     """
     if config.learner.backend not in _BACKENDS:
         return []
-    config, lines = with_recompute(config, folder)
-    found, device = estimate_memory(config, folder)
+    config, lines = with_recompute(config, folder, critic=critic is not None)
+    found, device = estimate_memory(config, folder, critic)
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in asdict(found).items() if size)
     ranks = config.learner.ranks
     line = f"about {found.total / 2**30:.1f} GiB on each of {ranks} learner ranks ({device}): {parts}"
+    if critic is not None and not found.critic:
+        own = critic_memory(config, critic, memory_options(config, folder))
+        lines.insert(0, f"{'memory':<13}about {own.total / 2**30:.1f} GiB on each of {ranks} ranks of the critic")
     return [f"{'memory':<13}{line}", *lines]
 
 
 def with_recompute(
-    config: Config, folder: Path, gpu_memory: Callable[[], int | None] | None = None
+    config: Config, folder: Path, gpu_memory: Callable[[], int | None] | None = None, *, critic: bool = False
 ) -> tuple[Config, list[str]]:
     """Return the configuration with ``learner.recompute=auto`` replaced by what fits a GPU, and a line that says so.
 
@@ -72,6 +77,7 @@ def with_recompute(
         config: of the run.
         folder: of the policy; its weights are not read.
         gpu_memory: returns the bytes of a GPU; None: of the smallest that this process sees.
+        critic: whether the run's critic is counted, if it has one.
 
     Raises:
         ConfigError: see `frozen_names`.
@@ -93,13 +99,14 @@ def with_recompute(
         config.model_copy(update={"learner": learner.model_copy(update={"recompute": choice})})
         for choice in ("selective", "full")
     )
-    needed = estimate_memory(selective, folder)[0].total
+    of_critic = resolve_critic(config, folder, fetch=False) if critic else None
+    needed = estimate_memory(selective, folder, of_critic)[0].total
     of_gpu = f"of the {gpu / 2**30:.1f} of a GPU"
     line = f"(learner.recompute=auto): selective recomputation needs about {needed / 2**30:.1f} GiB {of_gpu}"
     if needed <= FITS * gpu:
         return selective, [f"{'recompute':<13}selective {line}"]
     lines = [f"{'recompute':<13}full {line}"]
-    if (least := estimate_memory(full, folder)[0].total) > FITS * gpu:
+    if (least := estimate_memory(full, folder, of_critic)[0].total) > FITS * gpu:
         lines.append(
             f"warning: full recomputation needs about {least / 2**30:.1f} GiB {of_gpu}; learner.cpu_offload=optimizer, "
             "more learner.ranks or a lower batch.tokens_per_micro need less"
@@ -107,12 +114,15 @@ def with_recompute(
     return full, lines
 
 
-def estimate_memory(config: Config, folder: Path, *, accumulates: bool = True) -> tuple[LearnerMemory, str]:
+def estimate_memory(
+    config: Config, folder: Path, critic: Path | None = None, *, accumulates: bool = True
+) -> tuple[LearnerMemory, str]:
     """Return the memory that each rank of the learner needs to train the policy in ``folder``, and its kind of device.
 
     Args:
         config: of the run.
         folder: of the policy; its weights are not read.
+        critic: folder of the critic, if there is one. It is counted if it shares the policy's GPUs.
         accumulates: whether an optimizer step has several micro-batches.
 
     Raises:
@@ -120,21 +130,43 @@ def estimate_memory(config: Config, folder: Path, *, accumulates: bool = True) -
         ModelError: the model's configuration cannot be loaded.
 
     """
-    from agentrl.learner.memory import learner_memory
+    from agentrl.learner.memory import learner_memory, with_critic
 
     options, device = memory_options(config, folder, accumulates=accumulates), _device(config.learner)
+    if is_megatron := config.learner.backend == "megatron":
+        found = _of_megatron(config, folder, options)
+    else:
+        found = learner_memory(trained_model(config.learner, folder), config.learner, options)
+    if critic is not None and config.placement.mode == "colocate":
+        of_critic = critic_memory(config, critic, options)
+        found = with_critic(found, of_critic, keeps_gradients=is_megatron)
+    return found, device
+
+
+def critic_memory(config: Config, folder: Path, options: MemoryOptions) -> LearnerMemory:
+    """Return the memory that a rank of the critic in ``folder`` needs, with the options of the policy; see `estimate_memory`."""
+    from agentrl.learner.memory import learner_memory
+
+    options = replace(options, reference=False)
     if config.learner.backend == "megatron":
-        return _of_megatron(config, folder, options), device
-    return learner_memory(trained_model(config.learner, folder), config.learner, options), device
+        return _of_megatron(config, folder, options, values=True)
+    learner = config.learner.model_copy(update={"lora": None, "freeze": [], "optimizer": config.algo.critic.optimizer})
+    return learner_memory(meta_model(folder, CRITIC_KEY, values=True), learner, options)
 
 
-def _of_megatron(config: Config, folder: Path, options: MemoryOptions) -> LearnerMemory:
+def _of_megatron(config: Config, folder: Path, options: MemoryOptions, *, values: bool = False) -> LearnerMemory:
     from agentrl.learner.megatron.families.registry import read_family
     from agentrl.learner.megatron.memory import MegatronWork, megatron_memory
 
     learner = config.learner
     work = MegatronWork(
-        options.ranks, options.tokens, learner.logits_chunk, options.bfloat16, options.reference, options.recompute
+        options.ranks,
+        options.tokens,
+        learner.logits_chunk,
+        options.bfloat16,
+        options.reference,
+        options.recompute,
+        values,
     )
     return megatron_memory(*read_family(folder, "model.path"), learner.megatron, work)
 

@@ -95,7 +95,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         training = describe_training(config, model, critic)
         lines += training
         if not fetch:
-            lines += describe_memory(config, model)
+            lines += describe_memory(config, model, critic)
         sizes = [count_weights(folder) if folder is not None else 0 for folder in (model, critic)]
         warnings = learning_rate_warnings(config, *sizes)
     if warm is not None:

@@ -145,7 +145,7 @@ async def run_training(
                 config, model = await initial_policy(config, folder, checkpoint, interrupt, console)
                 save_config(config, folder)
                 config, lines = await asyncio.to_thread(
-                    with_recompute, config, model
+                    with_recompute, config, model, critic=True
                 )  # not saved: a resume may have other GPUs
                 for line in lines:
                     print_message(console, line)

@@ -47,6 +47,8 @@ class MegatronWork:
     """Whether there is a reference policy."""
     recompute: Recompute = "none"
     """What is computed again in the backward pass, unless an option has Megatron-Core do it."""
+    values: bool = False
+    """Whether it is a critic, with a value head in place of the language head."""
 
     @property
     def size(self) -> int:
@@ -112,10 +114,10 @@ def _stage(
 ) -> LearnerMemory:
     layout = Layout.of(options)
     is_first, is_last = stage == 0, stage == len(stages) - 1
-    embedding, norm, head = model_weights(hf)
-    outer = [embedding] * is_first + [norm, head] * is_last
-    if is_first and is_last and hf.tie_word_embeddings:
-        outer.remove(head)
+    embedding, *others = model_weights(hf, values=work.values)
+    outer = [embedding] * is_first + others * is_last
+    if is_first and is_last and hf.tie_word_embeddings and not work.values:
+        outer.pop()
     tensor = layout.tensor_model_parallel_size
     # Layers differ in whether they have experts, and in nothing else: one of each kind is counted.
     kinds = {_has_experts(model, layer): layer for layer in stages[stage]}
@@ -130,14 +132,14 @@ def _stage(
     expert_share = work.ranks // of_experts if shared else 1
     tokens = math.ceil(work.tokens / layout.context_parallel_size)
     weights = work.size * (dense + experts)
-    vocabulary = hf.vocab_size // tensor
+    outputs = 1 if work.values else hf.vocab_size // tensor
     return LearnerMemory(
         weights=weights,
         gradients=_FLOAT32 * (dense + experts),
         optimizer=per_number * (math.ceil(dense / share) + math.ceil(experts / expert_share)),
         reference=weights if work.reference else 0,
         activations=work.size * tokens * _kept(model, options, stages[stage], in_flight(layout, stage), work.recompute),
-        logits=_LOGITS * _FLOAT32 * min(work.logits_chunk, tokens) * vocabulary if is_last else 0,
+        logits=_LOGITS * _FLOAT32 * min(work.logits_chunk, tokens) * outputs if is_last else 0,
     )
 
 

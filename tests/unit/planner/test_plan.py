@@ -112,6 +112,29 @@ def test_a_row_longer_than_a_micro_batch_counts() -> None:
     assert long.candidate.memory.activations > short.candidate.memory.activations
 
 
+def test_a_critic_is_counted_on_shared_gpus_and_has_as_many_otherwise() -> None:
+    given: dict[str, Any] = {"learner": {"backend": "megatron", "recompute": "full"}}
+    plain, ppo = (plan("Qwen/Qwen3-0.6B", 6, **given, algo={"advantage": {"name": n}}) for n in ("grpo", "gae"))
+    shared, alone = (only(each, "colocate", "megatron").candidate for each in (ppo, plain))
+    assert shared is not None
+    assert alone is not None
+    assert shared.memory.total == alone.memory.total + shared.memory.critic
+    apart = only(ppo, "disaggregate", "megatron")
+    assert apart.candidate is not None
+    assert apart.engines is not None
+    assert (apart.learner_gpus, apart.engines.engines * apart.engines.tensor) == (2, 2)
+    assert 0 < apart.candidate.critic < apart.candidate.memory.total, "it has no logits"
+    assert any(line.startswith("  critic ") for line in report(ppo, given))
+    with pytest.raises(ConfigError, match=r"learner\.ranks=3 and as many for the critic with --gpus 6: no GPU is left"):
+        plan(
+            "Qwen/Qwen3-0.6B",
+            6,
+            algo={"advantage": {"name": "gae"}},
+            placement={"mode": "disaggregate"},
+            learner={"ranks": 3},
+        )
+
+
 def test_a_running_engine_is_not_planned() -> None:
     [fsdp, megatron] = plan("Qwen/Qwen3-0.6B", sampler={"url": "http://127.0.0.1:1"}).options
     for option in (fsdp, megatron):

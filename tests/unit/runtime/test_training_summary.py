@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,23 @@ def test_the_estimate_is_that_of_the_backend(folder: Path) -> None:
     assert found.weights == pytest.approx(fsdp.weights / 4, rel=1e-3), "bfloat16, and half of all matrices"
     [line] = describe_memory(load_config(None, [*AS_ON_A_GPU, *two]), folder)
     assert f"about {found.total / 2**30:.1f} GiB on each of 2 learner ranks (cuda)" in line
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_critic_rests_on_the_gpus_of_the_policy_or_has_its_own(folder: Path, backend: str) -> None:
+    given = [*AS_ON_A_GPU, f"learner.backend={backend}", "algo.advantage.name=gae", "learner.recompute=full"]
+    apart, shared = (load_config(None, [*given, f"placement.mode={mode}"]) for mode in ("disaggregate", "colocate"))
+    alone, together = (estimate_memory(config, folder, folder)[0] for config in (apart, shared))
+    assert alone == estimate_memory(apart, folder)[0]
+    gradients = alone.gradients if backend == "megatron" else 0
+    resting = alone.weights + alone.optimizer + gradients
+    assert together == replace(alone, critic=together.critic)
+    # The language head of this model has the weight of the embedding, so that both have as many weights.
+    assert together.critic == pytest.approx(resting, rel=1e-3)
+    [line, of_critic] = describe_memory(apart, folder, folder)
+    assert line == describe_memory(apart, folder)[0]
+    assert of_critic.endswith("GiB on each of 1 ranks of the critic")
+    assert len(describe_memory(shared, folder, folder)) == 1
 
 
 def test_memory_of_another_packages_backend_is_not_estimated(folder: Path) -> None:
