@@ -22,7 +22,7 @@ hypothesis.settings.register_profile(
     "lean",
     derandomize=True,
     deadline=None,
-    max_examples=25,
+    max_examples=16,
     database=None,
     suppress_health_check=list(hypothesis.HealthCheck),
 )

@@ -1,10 +1,10 @@
 """The pages of docs/: links lead somewhere, named files exist, and examples run."""
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 from pydantic import BaseModel
 
@@ -103,8 +103,8 @@ def test_examples_of_guides_run(tmp_path: Path) -> None:
         assert not (tmp_path / file).exists(), f"{file} is on two pages"
         (tmp_path / file).write_text(example(file, page))
     assert {page for file, page in examples if file.startswith("test_")} == {*GUIDES}, "each page shows a test"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir=.", "."]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    words = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir=.", "."]
+    done = preloaded.run("pytest:console_main", words, cwd=tmp_path, env=dict(os.environ), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -9,8 +9,6 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -298,38 +296,6 @@ def test_a_killed_rank_is_an_error_and_no_hang(group):
     assert time.monotonic() - start < 30
     psutil.wait_procs(victims, timeout=10)
     assert not any(p.is_running() for p in victims)
-
-
-DRIVER = """
-import sys, time
-from pathlib import Path
-from agentrl.cluster.learner_actor import LearnerActor
-from agentrl.cluster.learner_group import start_learners
-from tests.algo_config import make_algo
-from agentrl.config.learner import LearnerConfig
-
-config = LearnerConfig(precision="float32", device="cpu")
-group = start_learners(Path(sys.argv[1]), config, make_algo(), seed=0, run_dir=Path(sys.argv[2]))
-group.ready()
-print("ready", flush=True)
-time.sleep(600)
-"""
-
-
-def test_ray_ends_with_a_killed_driver(model, tmp_path):
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(model), str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert driver.stdout is not None
-    while driver.stdout.readline().strip() != "ready":
-        assert driver.poll() is None
-    # Ray's two agents hold nothing and end by themselves, after a minute of trying to report that Ray is gone.
-    left = [p for p in psutil.Process(driver.pid).children(recursive=True) if not p.name().endswith("Agent")]
-    assert {p.name() for p in left} == {"ray::LearnerActor", "raylet", "gcs_server"}, "and no dashboard"
-    os.kill(driver.pid, signal.SIGKILL)
-    driver.wait()
-    _, alive = psutil.wait_procs(left, timeout=15)
-    assert not alive
 
 
 @pytest.mark.parametrize("local", [MUON], ids=["muon"], indirect=True)

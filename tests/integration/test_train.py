@@ -19,7 +19,16 @@ from agentrl.learner.checkpoints import read_state
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.learner.random_states import random_states, states_to_json
 
-TRAIN = ["train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=7", "train.save_every=2"]
+TRAIN = [
+    "train",
+    "--env",
+    "search_r1",
+    *SMALL,
+    "run.dir=run",
+    "rollout.batch_size=8",
+    "train.steps=7",
+    "train.save_every=2",
+]
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,8 @@ class Killed:
 
     cwd: Path
     output: str
+    started: list[str]
+    """Command lines of its processes."""
     left: list[psutil.Process]
     checkpoint: Path
     """A copy of its last one."""
@@ -44,13 +55,14 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     try:
         run.wait_for(lambda: len([row for row in metrics(cwd / "run") if "train/reward" in row]) >= 3)
         children = run.descendants()
+        started = [" ".join(child.cmdline()) for child in children]
         run.send(signal.SIGKILL)
         run.finish()
         left, output = gone(children), run.output()
     finally:
         run.end()
     last = max((cwd / "run" / "checkpoints").glob("step_*/state.json")).parent
-    return Killed(cwd, output, left, shutil.copytree(last, cwd / last.name))
+    return Killed(cwd, output, started, left, shutil.copytree(last, cwd / last.name))
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +74,12 @@ def trained(killed: Killed) -> tuple[Path, str]:
 
 
 def test_a_killed_run_ends_its_processes_and_leaves_a_whole_checkpoint(killed: Killed) -> None:
+    for name in ("ray::LearnerActor", "raylet", "gcs_server", "agentrl.inference.embedded", "tools serve search"):
+        assert any(name in line for line in killed.started), name
+    assert not any(name in line for line in killed.started for name in ("dashboard.py", "monitor.py"))
     assert killed.left == [], "engine, tool server and learner end with a killed run"
     assert killed.state["step"] in (2, 4)
-    assert killed.state["position"] == killed.state["step"] * 16
+    assert killed.state["position"] == killed.state["step"] * 8
     assert_states_come_back(killed.checkpoint, killed.cwd)
 
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from trl.trainer.grpo_trainer import GRPOTrainer
 
 from agentrl.algo.registry import make_objective
 from tests.algo_config import make_algo
@@ -85,6 +84,9 @@ def weights_of(tokens: Tokens, loss_type: str) -> np.ndarray:
     ],
 )
 def test_losses_and_gradients_are_those_of_trl(case, loss_type):
+    # Its import takes seconds, and every process that shares the tests collects this file.
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
     loss, settings = CASES[case]
     settings = {"loss_type": loss_type} | settings
     for seed in range(2):

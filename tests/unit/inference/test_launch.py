@@ -27,7 +27,7 @@ def test_a_port_in_use_names_the_key(tmp_path: Path) -> None:
             launch_embedded(tmp_path, log=tmp_path / "log", port=port)
 
 
-def test_the_error_of_an_engine_that_dies_has_the_cause(tmp_path: Path) -> None:
+def test_the_error_of_an_engine_that_dies_has_the_cause(forked_starts: None, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"(?s)exit status 1.*ModelError.*nowhere"):
         launch_embedded(tmp_path / "nowhere", log=tmp_path / "log", timeout_s=60)
 

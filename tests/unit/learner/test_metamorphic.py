@@ -190,10 +190,19 @@ def opened(learners: Learners, folders: tuple[Path, Path], config: Config, dtype
     return learner
 
 
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("aggregation", ["token_mean", "rollout_mean"])
 @pytest.mark.parametrize("algo", list(_cases()), ids=_id)
-def test_the_gradient_stays(algo, aggregation, dtype, learners, folders):
+def test_the_gradient_stays(algo, aggregation, learners, folders):
+    assert_the_gradient_stays(algo, aggregation, torch.float64, learners, folders)
+
+
+@pytest.mark.parametrize("algo", CHANGES, ids=_id)
+def test_the_gradient_stays_in_the_precision_of_training(algo, learners, folders):
+    """To more digits it stays in float64, which is why that has the other cases."""
+    assert_the_gradient_stays(algo, "token_mean", torch.float32, learners, folders)
+
+
+def assert_the_gradient_stays(algo, aggregation, dtype, learners, folders):
     config = make_config(algo, aggregation)
     learner = opened(learners, folders, config, dtype)
     for seed in range(2):

@@ -64,6 +64,7 @@ def test_model_format_and_folders_are_those_of_the_run(config: Config, tmp_path:
     assert warm_start_config(load_config(None), tmp_path) is None
 
 
+@pytest.mark.usefixtures("forked_starts")
 @pytest.mark.timeout(180)
 def test_done_once_and_repeated_for_another_configuration(config: Config, tmp_path: Path) -> None:
     console = Console(record=True, width=200, file=io.StringIO())

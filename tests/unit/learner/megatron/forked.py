@@ -1,7 +1,7 @@
 """Ranks of process groups as forks of one process, so that Megatron-Core is imported once.
 
-``python -m tests.unit.learner.megatron.forked MODULE FOLDER FUNCTION:RANKS…`` calls functions of a module here on so many
-ranks, one function after the other, with the folder.
+`main` with the arguments ``MODULE FOLDER FUNCTION:RANKS…`` calls functions of a module here on so many ranks, one function
+after the other, with the folder.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import preloaded
 
 REPOSITORY = Path(__file__).parents[4]
 LIMIT = timedelta(seconds=120)
@@ -37,20 +39,26 @@ class Found:
         return torch.load(path, weights_only=False)
 
 
-def run_ranks(folder: Path, module: str = "cases", **ranks: int) -> Found:
+def run_ranks(folder: Path, preloaded_children: str, module: str = "cases", **ranks: int) -> Found:
     """Call ``MODULE.NAME(folder)`` for every ``NAME=RANKS``, with a gloo group and in Megatron-Core's CPU context.
 
-    A function for 0 ranks is called in one process without them.
+    A function for 0 ranks is called in one process without them. The process is a fork of the preloaded one.
     """
-    words = [f"{function}:{count}" for function, count in ranks.items()]
-    command = [sys.executable, "-W", "ignore", "-m", __name__, module, str(folder), *words]
+    words = [module, str(folder), *(f"{function}:{count}" for function, count in ranks.items())]
     with (folder / "stderr").open("w") as errors:
-        subprocess.run(command, cwd=REPOSITORY, stderr=errors, timeout=200)
+        files = {1: errors.fileno(), 2: errors.fileno()}
+        request = preloaded.Request(f"{__name__}:main", words, str(REPOSITORY), dict(os.environ), files)
+        process = preloaded.Forked(request, preloaded_children)
+        try:
+            process.wait(timeout=200)
+        finally:
+            process.end()
     return Found(folder, (folder / "stderr").read_text())
 
 
 def main() -> None:
     """Fork the ranks of each function and wait; if a rank fails, the function's others end."""
+    warnings.simplefilter("ignore")
     # Megatron-Core imports it where it is installed, which takes a third of the time that all its imports take.
     sys.modules["wandb"] = None  # type: ignore[assignment]
     cases = import_module(f"{__package__}.{sys.argv[1]}")
@@ -98,7 +106,3 @@ def run_rank(function: Callable[[Path], Any], folder: Path, rank: int, ranks: in
         traceback.print_exc()
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    main()

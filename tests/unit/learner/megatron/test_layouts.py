@@ -44,8 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> forked.Found:
-    return forked.run_ranks(folder, "rank_cases", one_rank=1, new_head=1, two_ranks=2, resumed=2, four_ranks=4)
+def found(folder: Path, preloaded_children: str) -> forked.Found:
+    functions = {"one_rank": 1, "new_head": 1, "two_ranks": 2, "resumed": 2, "four_ranks": 4}
+    return forked.run_ranks(folder, preloaded_children, "rank_cases", **functions)
 
 
 @pytest.fixture(scope="module")

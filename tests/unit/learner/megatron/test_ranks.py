@@ -25,8 +25,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> Found:
-    return run_ranks(folder, one_rank=1, refused_options=1, refused_folders=1, two_ranks=2, resumed=2, converted=0)
+def found(folder: Path, preloaded_children: str) -> Found:
+    alone = {"one_rank": 1, "refused_options": 1, "refused_folders": 1}
+    return run_ranks(folder, preloaded_children, **alone, two_ranks=2, resumed=2, converted=0)
 
 
 def expected_logits(folder: Path) -> torch.Tensor:
