@@ -19,6 +19,7 @@ EXTRAS = {
     "sglang": "sglang",
     "sglang_router": "router",
     "tensorboard": "tensorboard",
+    "textarena": "textarena",
     "wandb": "wandb",
 }
 """The extra that installs a package, by the name under which it is imported."""

@@ -1,0 +1,5 @@
+"""Games of TextArena."""
+
+from .env import TextArenaEnv
+
+__all__ = ["TextArenaEnv"]
