@@ -147,6 +147,8 @@ def _choice(config: Config) -> Iterator[str]:
 def _self_play(config: Config) -> Iterator[str]:
     if config.self_play is None:
         return
+    if config.env.roles:
+        yield f"self_play with env.roles ({', '.join(config.env.roles)}): self_play says who plays; leave out one"
     if config.sources:
         yield f"self_play with sources ({', '.join(config.sources)}): a run with self-play has one environment; leave out one"
     if config.rollout.generate is not None:

@@ -5,9 +5,47 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from agentrl.config.base import Section
+
+
+class EndpointConfig(Section):
+    """A model that speaks the OpenAI protocol."""
+
+    url: str
+    """Address up to ``/v1``; requests go to ``URL/chat/completions``."""
+    model: str
+    """Name of the model at the endpoint."""
+    api_key: str | None = None
+    """Sent as bearer token."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature."""
+    max_new_tokens: PositiveInt = 256
+    """Most tokens of a turn."""
+    timeout_s: PositiveFloat = 300.0
+    """Seconds until a request counts as lost."""
+    attempts: PositiveInt = 4
+    """Requests for a turn, if the endpoint fails, before the episode fails."""
+
+
+class RoleConfig(Section):
+    """Who plays the agents of a role; by default the policy, which is trained."""
+
+    player: str | None = None
+    """A scripted player: one of the environment's, or ``path/to/file.py:Class``."""
+    endpoint: EndpointConfig | None = None
+    """A model at an endpoint."""
+    train: bool = True
+    """Whether the policy is trained on what it says in this role; ``false``: it plays and is not trained."""
+
+    @model_validator(mode="after")
+    def _one_player(self) -> RoleConfig:
+        if self.player is not None and self.endpoint is not None:
+            raise ValueError(
+                f"player={self.player} and endpoint.url={self.endpoint.url}: a role has one player; leave out one"
+            )
+        return self
 
 
 class EnvConfig(Section):
@@ -17,6 +55,8 @@ class EnvConfig(Section):
     """A registered environment, or ``path/to/file.py:Class``; ``--env`` sets it."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment's constructor."""
+    roles: dict[str, RoleConfig] = Field(default_factory=dict)
+    """Who plays, by role or agent, in an environment of several agents. The policy plays all others and is trained on them."""
 
 
 class TasksConfig(Section):

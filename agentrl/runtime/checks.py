@@ -16,6 +16,7 @@ from agentrl.data.tasks import FileTasks
 from agentrl.inference.fleet.sglang_router_process import require_router
 from agentrl.inference.launch.interpreter import Interpreter
 from agentrl.rewards.grader import check_reward
+from agentrl.runtime.lineups import make_lineup
 from agentrl.runtime.placement_check import gpus_here
 from agentrl.runtime.run_tools import run_services
 from agentrl.runtime.task_order import EnvTasks
@@ -80,6 +81,7 @@ def _check_episodes(config: Config) -> None:
     check_self_play(config, env)
     if config.rollout.generate is None and (lacks := lacking_step(cls)):
         raise ConfigError(f"env.name={config.env.name}: {cls.__name__} defines no {lacks}")
+    make_lineup(config.env)
     run_services(config)
     check_reward(config, needs_reward=cls.needs_reward and config.rollout.generate is None and config.algo.needs_reward)
 

@@ -12,9 +12,7 @@ from pathlib import Path
 
 from agentrl.config.schema import Config
 from agentrl.core.child_process import raise_file_limit
-from agentrl.core.lineup import Lineup
-from agentrl.core.multi_agent_env import MultiAgentEnv
-from agentrl.core.registry import env_class, make_any_env
+from agentrl.core.registry import make_any_env
 from agentrl.core.sampler import Sampler
 from agentrl.core.types import SamplingParams
 from agentrl.episode.custom_loop import load_generate
@@ -28,6 +26,7 @@ from agentrl.models.load import load_tokenizer, read_vocab_size
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.grader import make_grader
+from agentrl.runtime.lineups import make_lineup
 from agentrl.runtime.task_sources import TaskSources
 from agentrl.runtime.tool_servers import ToolServers
 
@@ -69,7 +68,6 @@ class Services:
             max_seconds=rollout.max_seconds,
             max_new_tokens=options.max_new_tokens,
         )
-        several = issubclass(env_class(config.env.name), MultiAgentEnv)
         return EpisodeRunner(
             env_factory=partial(make_any_env, config.env.name, config.env.options),
             renderer=self.renderer,
@@ -82,7 +80,7 @@ class Services:
             generate=generate,
             grader=make_grader(config.reward),
             served=self.tools.offered[source],
-            lineup=Lineup() if several else None,
+            lineup=make_lineup(config.env),
         )
 
     def check(self) -> None:

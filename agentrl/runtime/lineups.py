@@ -1,0 +1,51 @@
+"""Who plays in a run, as ``env.roles`` says."""
+
+from __future__ import annotations
+
+from agentrl.config.tasks import EnvConfig, RoleConfig
+from agentrl.core.errors import ConfigError, unknown_name
+from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat, Seat
+from agentrl.core.multi_agent_env import MultiAgentEnv
+from agentrl.core.registry import env_class, make_any_env
+from agentrl.episode.multi_agent_episode import player_factory
+from agentrl.inference.client.openai_endpoint import OpenAiEndpoint
+
+
+def make_lineup(config: EnvConfig) -> Lineup | None:
+    """Return who plays in the episodes of a run; None if the environment has one agent.
+
+    Raises:
+        ConfigError: ``env.roles`` names a role or a player that does not exist, or no role is trained.
+    """
+    if not issubclass(env_class(config.name), MultiAgentEnv):
+        if config.roles:
+            raise ConfigError(
+                f"env.roles={', '.join(config.roles)}, but env.name={config.name} has one agent; leave it out"
+            )
+        return None
+    env = make_any_env(config.name, config.options)
+    assert isinstance(env, MultiAgentEnv), "its class says so"
+    known = {*env.possible_agents, *(env.role_of(agent) for agent in env.possible_agents)}
+    fixed: list[str] = []
+    for name, role in config.roles.items():
+        if name not in known:
+            raise unknown_name(f"role of {config.name}", name, known, "env.roles")
+        if role.player is not None:
+            player_factory(env, role.player)
+            fixed.append(role.player)
+        elif role.endpoint is not None:
+            fixed.append(role.endpoint.model)
+    lineup = Lineup(
+        {name: _seat(role) for name, role in config.roles.items()},
+        f"fixed:{'+'.join(dict.fromkeys(fixed))}" if fixed else "mirror",
+    )
+    seats = (lineup.seat(agent, env.role_of(agent)) for agent in env.possible_agents)
+    if not any(isinstance(seat, PolicySeat) and seat.trained for seat in seats):
+        raise ConfigError(f"env.roles: the policy is trained in no role of {config.name} ({', '.join(sorted(known))})")
+    return lineup
+
+
+def _seat(role: RoleConfig) -> Seat:
+    if role.player is not None:
+        return ScriptedSeat(role.player)
+    return PolicySeat(trained=role.train) if role.endpoint is None else EndpointSeat(OpenAiEndpoint(role.endpoint))

@@ -1,0 +1,48 @@
+"""``env.roles``: who plays in a run."""
+
+import pytest
+from pydantic import ValidationError
+
+from agentrl.config.tasks import EnvConfig
+from agentrl.core.errors import ConfigError, UnknownNameError
+from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat
+from agentrl.runtime.lineups import make_lineup
+
+
+def lineup(name, options=None, **roles):
+    return make_lineup(EnvConfig.model_validate({"name": name, "options": options or {}, "roles": roles}))
+
+
+def test_by_default_the_policy_plays_all_agents_of_an_environment_of_several():
+    assert lineup("search_r1") is None
+    assert lineup("tictactoe") == Lineup()
+
+
+def test_a_role_has_a_scripted_player_an_endpoint_or_the_policy_untrained():
+    made = lineup("tictactoe", second={"player": "minimax"})
+    assert (made.seat("player_1", "second"), made.opponent) == (ScriptedSeat("minimax"), "fixed:minimax")
+    assert made.seat("player_0", "first") == PolicySeat()
+    made = lineup("kuhn_poker", player_0={"endpoint": {"url": "http://127.0.0.1:1/v1", "model": "big"}})
+    assert isinstance(made.seat("player_0", "first"), EndpointSeat)
+    assert made.opponent == "fixed:big"
+    made = lineup("proposer_solver", {"solvers": 2}, proposer={"train": False})
+    assert (made.seat("proposer", "proposer"), made.opponent) == (PolicySeat(trained=False), "mirror")
+
+
+@pytest.mark.parametrize(
+    ("name", "roles", "error", "message"),
+    [
+        ("search_r1", {"first": {}}, ConfigError, "env.name=search_r1 has one agent"),
+        ("tictactoe", {"frist": {}}, UnknownNameError, "Did you mean 'first'"),
+        ("tictactoe", {"first": {"player": "minmax"}}, UnknownNameError, "Did you mean 'minimax'"),
+        ("solver_critic", {"solver": {"train": False}, "critic": {"train": False}}, ConfigError, "trained in no role"),
+    ],
+)
+def test_roles_that_do_not_fit_are_refused(name, roles, error, message):
+    with pytest.raises(error, match=message):
+        lineup(name, **roles)
+
+
+def test_a_role_has_one_player():
+    with pytest.raises(ValidationError, match="a role has one player"):
+        EnvConfig.model_validate({"roles": {"a": {"player": "x", "endpoint": {"url": "u", "model": "m"}}}})
