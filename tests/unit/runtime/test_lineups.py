@@ -3,6 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
+from agentrl.config.checks import check
+from agentrl.config.schema import Config
 from agentrl.config.tasks import EnvConfig
 from agentrl.core.errors import ConfigError, UnknownNameError
 from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat
@@ -41,6 +43,12 @@ def test_a_role_has_a_scripted_player_an_endpoint_or_the_policy_untrained():
 def test_roles_that_do_not_fit_are_refused(name, roles, error, message):
     with pytest.raises(error, match=message):
         lineup(name, **roles)
+
+
+def test_self_play_and_roles_both_say_who_plays():
+    config = {"env": {"name": "tictactoe", "roles": {"second": {"player": "random"}}}, "self_play": {}}
+    with pytest.raises(ConfigError, match=r"self_play with env\.roles \(second\)"):
+        check(Config.model_validate(config))
 
 
 def test_a_role_has_one_player():
