@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from agentrl.cli.main import main as command_line
 from agentrl.cluster import run_cluster
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
+from agentrl.config.schema import Config
 from agentrl.learner.in_process import LocalCritic, LocalLearnerGroup
+from agentrl.train import run
 
 
 class InProcessLearner(LocalLearnerGroup):
@@ -57,8 +61,13 @@ def start_critic(
     return InProcessCritic(model, learner, algo, seed=seed)
 
 
+def no_curve(config: Config, folder: Path, console: Console) -> None:
+    """Take the place of `agentrl.train.run_outputs.draw_curve`, which takes a second; runs that test Ray draw theirs."""
+
+
 def main() -> int:
     """Run the command line."""
+    run.draw_curve = no_curve  # type: ignore[assignment]
     run_cluster.start_critic = start_critic  # type: ignore[assignment]
     run_cluster.start_learners = start_learners  # type: ignore[assignment]
     return command_line()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import signal
 from collections.abc import Iterator
@@ -20,13 +21,15 @@ from agentrl.sft.demonstrations import Demonstrated, Demonstrations
 def batches(config: Config, data: Demonstrations) -> Iterator[GlobalBatch]:
     """Yield the packed batch of every step in order, prefetched by ``sft.workers`` processes."""
     workers = config.sft.workers
+    # This process has threads: a forked one could hang in a lock that a thread held.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([__name__])  # torch is imported once, not by each worker
     loader: DataLoader[bytes] = DataLoader(
         data,  # type: ignore[arg-type]
         batch_size=None,
         collate_fn=Packer(config, data.renderer.pad_token_id),
         num_workers=workers,
-        # This process has threads: a forked one could hang in a lock that a thread held.
-        multiprocessing_context="forkserver" if workers else None,
+        multiprocessing_context=processes if workers else None,
         worker_init_fn=_leave_interrupts_to_the_driver if workers else None,
     )
     for packed in loader:
