@@ -58,6 +58,9 @@ class MicroBatch:
     """float32 values of the critic before the first optimizer step of the training step, in its batches."""
     returns_L: torch.Tensor | None = None
     """float32 returns that the critic learns to predict, in its batches."""
+    experts_L: torch.Tensor | None = None
+    """uint8 or int16 ``[L, layers, K]`` experts that routers of the policy take, where they are numbers of experts; elsewhere,
+    and in all batches without, routers choose."""
 
 
 @dataclass(slots=True, eq=False)

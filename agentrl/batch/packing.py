@@ -24,6 +24,7 @@ from agentrl.batch.loss_weights import Aggregation, row_weights
 from agentrl.batch.microbatch import GlobalBatch, Kind, MicroBatch
 from agentrl.batch.prefix_groups import divide
 from agentrl.batch.provenance import check_temperature, leave_out
+from agentrl.batch.routing import packed_experts, routing_metrics
 from agentrl.batch.sequences import SequenceKey, sequence_key
 from agentrl.core.task import source_of
 from agentrl.core.types import Row, RowKey
@@ -107,13 +108,16 @@ def pack(
         batch.shares_prefixes = group.shares_prefixes
         batch.learner_logprobs_L = _values(batch, learner_logprobs)
         batch.correction_L = _values(batch, correction)
+        batch.experts_L = packed_experts([rows[chosen[i]].experts for i in group.rows], batch.row_L)
         batch.values_L, batch.returns_L = _values(batch, values), _values(batch, returns)
         batch.sources = tuple(sources.index(source_of(key.prompt_id)) for key in batch.keys) if sources else ()
     sizes = _number_sequences(micro)
     parts = Counter(number for batch in micro for number in {*batch.sequences})
     computed = sum(group.computed_tokens for group in groups)
-    metrics = _metrics(rows, chosen, micro, computed) | (
-        {"train/provenance_faults": float(left_out)} if kind == "rl" else {}
+    metrics = (
+        _metrics(rows, chosen, micro, computed)
+        | routing_metrics(micro)
+        | ({"train/provenance_faults": float(left_out)} if kind == "rl" else {})
     )
     divided = any(count > 1 for count in parts.values())
     by_share = tuple(tuple(micro[share::shares]) for share in range(shares))

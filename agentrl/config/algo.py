@@ -314,6 +314,9 @@ class AlgoConfig(Section):
     """Weight of the entropy bonus: so much of the entropy (nats) of the distribution that each trained token is from is
     taken off its loss, which keeps a policy exploring (Mnih et al., arXiv:1602.01783; Search-R1 takes 0.001). With it,
     rollouts without an advantage are trained on too."""
+    routing_replay: bool = False
+    """Have the learner's routers take the experts that the engine's chose for each token, with weights of the learner's
+    routers (R3, arXiv:2510.11370). For models with experts; docs/algorithms.md says which."""
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
     """A penalty for long rollouts."""
     critic: CriticConfig = Field(default_factory=CriticConfig)
@@ -348,6 +351,11 @@ class AlgoConfig(Section):
     def needs_critic(self) -> bool:
         """Whether an estimator needs a critic."""
         return any(each.advantage.name == "gae" for each in self.by_source.values())
+
+    @property
+    def replays_routing(self) -> bool:
+        """Whether the learner's routers take the experts of an engine's, in any source."""
+        return any(each.routing_replay for each in self.by_source.values())
 
     @property
     def needs_reward(self) -> bool:

@@ -173,6 +173,11 @@ def _algo(config: Config) -> Iterator[str]:
             f"algo.correction.rollout_rs_threshold={correction.rollout_rs_threshold:g}: of k1 it is a ratio, and the lower limit "
             "its inverse; set it above 1"
         )
+    if algo.routing_replay and config.sampler.router == "sglang":
+        yield (
+            "algo.routing_replay=true with sampler.router=sglang: that router drops the option of requests that return experts; "
+            "set sampler.router=builtin"
+        )
     if algo.reference_steps and not algo.needs_reference:
         yield f"algo.reference_steps={algo.reference_steps} without a reference: set algo.kl_coef above 0, or leave it out"
 

@@ -265,6 +265,8 @@ class SamplingParams:
     """Seed of the request's own generator, if the engine supports it."""
     ignore_eos: bool = False
     """Continue after any token, ``stop_token_ids`` included: for measurements."""
+    experts_from: int | None = None
+    """The first token of the prompt whose experts the engine returns; None: it returns none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +293,11 @@ class Generation:
     """Prompt tokens that the engine's prefix cache already held."""
     request_id: str = ""
     """The request that sampled these tokens."""
+    experts: NDArray[np.uint8] | NDArray[np.int16] | None = None
+    """``[n, layers, K]`` experts of the tokens of prompt and output from ``experts_from`` on, but for the last, which the engine
+    did not compute."""
+    experts_from: int = 0
+    """The first token of ``experts``."""
 
 
 @dataclass(slots=True)
@@ -359,6 +366,9 @@ class Row:
     """Why it does not continue the previous row; None in a trajectory's first row."""
     temperature: float = 1.0
     """The sampling temperature; ``logprobs`` are those of the distribution at it."""
+    experts: NDArray[np.uint8] | NDArray[np.int16] | None = None
+    """``[T, layers, K]`` experts that the engine's routers chose for each token; the highest number of the dtype where they are
+    not known. None: of no token. Not recorded in files."""
 
 
 @dataclass(slots=True, eq=False)

@@ -125,11 +125,11 @@ class EpisodeRunner:
     ) -> EpisodeRunner:
         """Return a runner with these sampling parameters that shares everything else, the limit on concurrency included.
 
-        Without ``max_new_tokens`` the limit of this runner stays.
+        Its engines return no experts. Without ``max_new_tokens`` the limit of this runner stays.
         """
         tokens = max_new_tokens or self._context.limits.max_new_tokens
-        changes = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "ignore_eos": ignore_eos}
-        return self._with(tokens, changes | {"max_new_tokens": tokens})
+        changes: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "ignore_eos": ignore_eos}
+        return self._with(tokens, changes | {"max_new_tokens": tokens, "experts_from": None})
 
     def _with(self, tokens: int, changes: Mapping[str, Any]) -> EpisodeRunner:
         other, context = copy.copy(self), self._context

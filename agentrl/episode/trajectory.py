@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 
 from agentrl.core.errors import SamplerError
 from agentrl.core.types import ForkReason, Generation, MaskReason, Provenance, Row, RowKey
+from agentrl.episode import experts
+from agentrl.episode.experts import Experts
 
 _ROOT = -1
 """Parent of the first nodes."""
@@ -52,6 +54,8 @@ class _Node:
     """The conversation that added them: ``()`` is the first, ``(2, 0)`` the first branch of its third branch."""
     fork: ForkReason | None = None
     """Reason for the last fork of that conversation; None before the first."""
+    experts: Experts | None = None
+    """``[n, layers, K]``, as in `Row`."""
 
     @property
     def start(self) -> int:
@@ -104,6 +108,23 @@ class _TokenGraph:
             tip = self.nodes[tip].parent
         return path[::-1]
 
+    def experts(self, path: Sequence[int]) -> Experts | None:
+        """Return the experts of the tokens of a path; None if none are known."""
+        nodes = [self.nodes[index] for index in path]
+        return experts.joined([node.experts for node in nodes], [len(node.token_ids) for node in nodes])
+
+    def route(self, tip: int, start: int, given: Experts) -> None:
+        """Record the experts of the tokens from ``start`` on of the path to a node; those that are known stay."""
+        for index in reversed(self.path(tip)):
+            node = self.nodes[index]
+            if node.end <= start:
+                break
+            first = max(start, node.start)
+            part = given[first - start : node.end - start]
+            if node.experts is None:
+                node.experts = experts.no_experts(len(node.token_ids), given)
+            experts.fill(node.experts[first - node.start :][: len(part)], part)
+
     def _split(self, index: int, size: int) -> int:
         """Split a node after ``size`` tokens and return the new node that holds them; the rest stays at ``index``."""
         node = self.nodes[index]
@@ -111,6 +132,8 @@ class _TokenGraph:
         siblings.remove(index)
         head = _Node(node.parent, node.start + size, node.provenance, node.token_ids[:size], node.logprobs[:size],
                      node.versions[:size], node.request_id, node.branch, node.fork)  # fmt: skip
+        if node.experts is not None:
+            head.experts, node.experts = node.experts[:size], node.experts[size:]
         node.parent = self.add(head)
         node.token_ids, node.logprobs, node.versions = node.token_ids[size:], node.logprobs[size:], node.versions[size:]
         self.children[node.parent] = [index]
@@ -177,6 +200,18 @@ class Trajectory:
             self._extend(Provenance.DEMONSTRATED, len(token_ids)).token_ids[:] = token_ids
             self._since += tuple(token_ids)
 
+    @property
+    def routed_tokens(self) -> int:
+        """Tokens from the root on whose experts are known: the first one that an engine has to return."""
+        for index in self._graph.path(self._tip):
+            node = self._graph.nodes[index]
+            if node.experts is None:
+                return node.start
+            missing = experts.unknown(node.experts)
+            if missing.any():
+                return node.start + int(missing.argmax())
+        return len(self.token_ids)
+
     def append_sampled(self, generation: Generation) -> None:
         """Add the tokens of a generation; one that was aborted before its first token adds nothing.
 
@@ -195,6 +230,8 @@ class Trajectory:
             for start, version in generation.versions:
                 node.versions[start:] = version
             self._since += generation.token_ids
+            if generation.experts is not None:
+                self._graph.route(self._tip, generation.experts_from, generation.experts)
 
     def extend_to(self, prompt_ids: Sequence[int], *, added: int | None = None, fork: ForkReason | None = None) -> int:
         """Move the tip to the end of ``prompt_ids`` and return how many of these tokens the graph already had.
@@ -254,7 +291,7 @@ class Trajectory:
                     requests[span] = request_ids.setdefault(node.request_id, len(request_ids))
             key = RowKey(prompt_id, rollout_id, agent_id, number)
             row = Row(key, token_ids, provenance, mask, reason, logprobs, versions, requests, tuple(request_ids), fork,
-                      self.temperature)  # fmt: skip
+                      self.temperature, self._graph.experts(path))  # fmt: skip
             rows.append(row)
         return rows if trained else []
 
@@ -330,6 +367,7 @@ def _node_to_dict(node: _Node) -> dict[str, Any]:
         "request_id": node.request_id,
         "branch": list(node.branch),
         "fork": node.fork and node.fork.value,
+        "experts": experts.to_dict(node.experts),
     }
 
 
@@ -344,6 +382,7 @@ def _node_from_dict(data: dict[str, Any]) -> _Node:
         data["request_id"],
         tuple(data["branch"]),
         ForkReason(data["fork"]) if data["fork"] else None,
+        experts.from_dict(data["experts"]),
     )
 
 

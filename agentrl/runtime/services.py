@@ -23,6 +23,7 @@ from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLauncher
 from agentrl.models.load import load_tokenizer, read_vocab_size
+from agentrl.models.routing import read_routing
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.grader import make_grader
@@ -61,6 +62,7 @@ class Services:
             top_p=options.top_p,
             top_k=options.top_k,
             seed=config.run.seed,
+            experts_from=0 if config.algo.routing_replay else None,
         )
         limits = Limits(
             max_turns=rollout.max_turns,
@@ -120,8 +122,9 @@ async def open_services(
     async with AsyncExitStack() as exits:
         trusted = config.model.trust_remote_code
         renderer = make_renderer(load_tokenizer(model, trust_remote_code=trusted), config.render)
-        engines = launcher(EngineSpec(config.sampler, model, logs, seed, trusted))
-        vocabulary = Vocabulary(read_vocab_size(model), renderer.decode)
+        routing = read_routing(model) if config.algo.replays_routing else None
+        engines = launcher(EngineSpec(config.sampler, model, logs, seed, trusted, returns_experts=routing is not None))
+        vocabulary = Vocabulary(read_vocab_size(model), renderer.decode, routing)
         fleet = Fleet(config.sampler, engines, logs, vocabulary=vocabulary, max_tokens=config.max_tokens)
         exits.push_async_callback(fleet.aclose)
         tools = ToolServers(config, tasks, folder, logs)

@@ -20,6 +20,7 @@ from agentrl.models.learning_rates import count_weights, usual_rates
 from agentrl.models.load import read_max_positions
 from agentrl.models.reference_policy import check_reference, resolve_reference
 from agentrl.models.resolve import has_chat_template, resolve_model
+from agentrl.models.routing import read_routing
 from agentrl.runtime.checks import check_engine, check_episodes, check_packages, open_tasks
 from agentrl.runtime.placement_check import check_placement, describe_placement
 from agentrl.runtime.run_tools import check_tools
@@ -147,6 +148,8 @@ def _check_model(config: Config, missing: list[str], *, fetch: bool) -> Path | N
                     "it prompts as they are, or model.path to an instruct model"
                 )
         check_context(config, read_max_positions(model))
+        if config.algo.replays_routing:
+            read_routing(model)
         reference = resolve_reference(config, fetch=fetch)
         if config.algo.reference is not None and reference is not None:
             check_reference(model, reference)

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, 
 from agentrl.core.errors import EngineLostError, SamplerError
 from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
 from agentrl.inference.client.adapters import adapter_version
+from agentrl.inference.client.experts import experts_options, read_experts
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
 from agentrl.inference.client.segments import Segment, Vocabulary, join
 from agentrl.obs.waiting import waiting
@@ -106,6 +107,7 @@ class GenerationClient(ABC):
                 # SGLang aborts every request whose id starts with the given one: the suffix keeps r1 from aborting r10.
                 request.sent_id = f"{request_id}:{next(self._numbers)}"
                 body = generate_body(ids, params, left, request.sent_id, self.adapter)
+                body |= experts_options(params, whole)
                 with waiting("engine", self._http.url):
                     async with self._http.request("POST", "/generate", body, key=session_id) as reply:
                         content = await reply.read()
@@ -245,6 +247,7 @@ class _Meta(_Part):
     output_token_logprobs: list[tuple[FiniteFloat, _TokenId, str | None]] | None
     weight_version: str | int = "default"
     weight_versions: list[_Span] | None = None
+    routed_experts: str | None = None
 
 
 class _Reply(_Part):
@@ -307,6 +310,14 @@ def read_reply(
         versions=versions,
         cached_tokens=meta.cached_tokens,
         request_id=request_id,
+        experts_from=body.get("routed_experts_start_len", 0),
+        experts=read_experts(
+            meta.routed_experts,
+            len(body["input_ids"]) + len(ids),
+            body,
+            vocabulary,
+            aborted=finish is FinishReason.ABORT,
+        ),
     )
     return Segment(generation, exact=adapter is not None or meta.weight_versions is not None)
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from agentrl.core.errors import SamplerError
 from agentrl.core.types import FinishReason, Generation
+from agentrl.models.routing import Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +22,8 @@ class Vocabulary:
     """Ids that the model can sample: 0 to ``size - 1``."""
     decode: Callable[[Sequence[int]], str]
     """Returns the text of ids, special tokens included."""
+    routing: Routing | None = None
+    """Sizes of the experts that engines return; None: they return none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +59,20 @@ def join(left: Segment, right: Segment, stops: Sequence[str], vocabulary: Vocabu
         logprobs=before.logprobs + after.logprobs[:count],
         finish_reason=finish,
         versions=tuple(versions),
+        experts=_joined_experts(before, after, count),
+        experts_from=after.experts_from if before.experts is None else before.experts_from,
     )
     return Segment(generation, left.exact and right.exact)
+
+
+def _joined_experts(before: Generation, after: Generation, count: int) -> NDArray[np.uint8] | NDArray[np.int16] | None:
+    """Return the experts of both, without those of tokens that were dropped. The second continues where the first ends."""
+    parts: list[NDArray[Any]] = [part.experts for part in (before, after) if part.experts is not None]
+    if not parts:
+        return None
+    dropped = len(after.token_ids) - count if after.experts is not None else 0
+    experts: NDArray[Any] = np.concatenate(parts)
+    return experts[: len(experts) - dropped]
 
 
 def _completed_stop(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
@@ -33,6 +34,7 @@ class SlotCache(Cache):
         self._shape = (slots, context)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
+        self._experts: dict[int, Tensor] = {}
         self._thread = threading.local()
 
     @property
@@ -45,6 +47,11 @@ class SlotCache(Cache):
     @batch.setter
     def batch(self, batch: ForwardBatch) -> None:
         self._thread.batch = batch
+
+    @property
+    def computes(self) -> bool:
+        """Whether this thread has computed a batch: before, the model is only compared with."""
+        return hasattr(self._thread, "batch")
 
     def bind(self, model: nn.Module) -> None:
         """Set this cache as ``slot_cache`` of every attention module of ``model``."""
@@ -67,6 +74,21 @@ class SlotCache(Cache):
         self._values[layer_idx][index] = value_states[0].transpose(0, 1)
         return key_states, value_states
 
+    def record_experts(self, layer: int, index: Tensor) -> None:
+        """Write the experts ``[N, K]`` of the batch's tokens into their slots."""
+        if layer not in self._experts:
+            self._experts[layer] = torch.zeros(*self._shape, index.shape[1], dtype=torch.int16)
+        batch = self.batch
+        self._experts[layer][batch.slots, batch.positions] = index.to(torch.int16)
+
+    def experts(self, slot: int, start: int, end: int, layers: int) -> NDArray[np.int32]:
+        """Return the experts ``[end - start, layers, K]`` of a slot's tokens; zeros in layers without experts."""
+        width = next(iter(self._experts.values())).shape[2]
+        found = np.zeros((end - start, layers, width), np.int32)
+        for layer, experts in self._experts.items():
+            found[:, layer] = experts[slot, start:end].numpy()
+        return found
+
     def _allocate(self, like: Tensor) -> Tensor:
         slots, context = self._shape
         shape = (slots, like.shape[1], context, like.shape[3])
@@ -85,13 +107,15 @@ class SlotCache(Cache):
 
     def release(self) -> None:
         """Free all memory; it is allocated again when it is needed."""
-        self._keys.clear()
-        self._values.clear()
+        for held in (self._keys, self._values, self._experts):
+            held.clear()
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Copy the first ``count`` tokens of a slot to another."""
         for tensor in (*self._keys.values(), *self._values.values()):
             tensor[target, :, :count] = tensor[source, :, :count]
+        for experts in self._experts.values():
+            experts[target, :count] = experts[source, :count]
 
     def attend(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
         """Return the attention of ``query [1, H, N, D]`` to its slots, ``[1, N, H, D]``."""

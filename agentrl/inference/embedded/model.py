@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl.core.errors import ModelError
@@ -19,6 +21,7 @@ from agentrl.inference.embedded.cache import ATTENTION, SlotCache
 from agentrl.inference.embedded.errors import BadRequestError
 from agentrl.inference.embedded.forward_batch import ForwardBatch, Segment
 from agentrl.models.load import load_model
+from agentrl.models.routing import REPLAYED
 
 # Largest difference of log-probabilities from transformers' own attention in the check after loading.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
@@ -58,6 +61,7 @@ class Model:
         self._threads = 1 if large else threads
         torch.set_num_threads(threads if large else 1)
         self._pool = ThreadPoolExecutor(max(1, self._threads - 1), "forward", torch.set_num_threads, (1,))
+        self._layers = _record_experts(self._model, self.cache)
         self._check(dtype)
         self._released: dict[str, torch.Size] = {}
         """Shapes of the weights whose memory was released."""
@@ -103,6 +107,15 @@ class Model:
             )
             logits: Tensor = output.logits[0].float()
         return logits
+
+    def experts(self, slot: int, start: int, end: int) -> NDArray[np.int32]:
+        """Return the experts ``[end - start, layers, K]`` of a slot's tokens."""
+        return self.cache.experts(slot, start, end, self._layers)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether there are layers of experts."""
+        return self._layers > 0
 
     def _check(self, dtype: torch.dtype) -> None:
         """Compare log-probabilities after a prompt, a copied prefix and a decoded token with transformers' own attention."""
@@ -196,6 +209,23 @@ class Model:
             return load_model(folder, self._model.dtype).state_dict()
         files = sorted(folder.glob("*.safetensors"))
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def _record_experts(model: PreTrainedModel, cache: SlotCache) -> int:
+    """Have the experts that routers choose written into a cache; return the model's layers, or 0 if there are no such routers."""
+    if model.config.model_type not in REPLAYED:
+        return 0
+    decoder: Any = model.base_model
+    blocks = [*decoder.layers]
+    routers = [(number, block.mlp.gate) for number, block in enumerate(blocks) if hasattr(block.mlp, "experts")]
+
+    def record(number: int, router: nn.Module, inputs: object, output: tuple[Tensor, ...]) -> None:
+        if cache.computes:
+            cache.record_experts(number, output[2])
+
+    for number, router in routers:
+        router.register_forward_hook(partial(record, number))
+    return len(blocks)
 
 
 def _partition(segments: Sequence[Segment], threads: int) -> list[list[int]]:

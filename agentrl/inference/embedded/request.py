@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -111,6 +111,10 @@ class Request:
     """uint64; together with a token's position in prompt and output it determines the random number, see `uniforms`."""
     score_from: int | None = None
     """With a number, the log-probabilities of the prompt's tokens after this one are computed, and nothing is sampled."""
+    experts_from: int | None = None
+    """The first token whose experts are returned; None: none are."""
+    experts: NDArray[np.int32] | None = None
+    """``[n, layers, K]`` of the tokens from ``experts_from`` on that were computed, when it ends."""
     slot: int = -1
     scores: list[float] = field(default_factory=list)
     """Log-probabilities of the prompt's tokens after ``score_from``."""
@@ -147,6 +151,8 @@ class GenerateInput:
     """``return_logprob``"""
     score_from: int | None = None
     """``logprob_start_len`` of a prompt that is scored."""
+    experts_from: int | None = None
+    """``routed_experts_start_len``, with ``return_routed_experts``."""
 
 
 def parse_generate(body: Mapping[str, Any]) -> tuple[list[GenerateInput], bool]:
@@ -169,7 +175,9 @@ def parse_generate(body: Mapping[str, Any]) -> tuple[list[GenerateInput], bool]:
     logprobs = _each(body, "return_logprob", len(prompts), batch)
     starts = _each(body, "logprob_start_len", len(prompts), batch)
     given = zip(prompts, params, rids, logprobs, starts, strict=True)
-    return [_input(prompt, param, rid, wanted, start) for prompt, param, rid, wanted, start in given], batch
+    experts_from = int(body.get("routed_experts_start_len") or 0) if body.get("return_routed_experts") else None
+    inputs = [_input(prompt, param, rid, wanted, start) for prompt, param, rid, wanted, start in given]
+    return [replace(each, experts_from=experts_from) for each in inputs], batch
 
 
 def _input(prompt: Any, params: Any, rid: Any, logprobs: Any, start: Any) -> GenerateInput:

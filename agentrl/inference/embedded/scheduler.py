@@ -7,6 +7,7 @@ threads would only compete for the interpreter lock; the model uses its own thre
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
@@ -79,6 +80,11 @@ class Scheduler:
                 f"{count} tokens of input and max_new_tokens={limit} exceed the model's maximum context "
                 f"length of {context} tokens: they are {count + limit} tokens."
             )
+        if given.experts_from is not None and not (self.model.has_experts and 0 <= given.experts_from <= count):
+            raise BadRequestError(
+                f"routed_experts_start_len={given.experts_from} with {count} input_ids: the model has no experts that can be "
+                "returned, or the prompt no such token"
+            )
         outside = next((token for token in given.token_ids if not 0 <= token < self.model.vocabulary), None)
         if outside is not None:
             raise BadRequestError(f"token id {outside} is outside the vocabulary of {self.model.vocabulary}")
@@ -96,6 +102,7 @@ class Scheduler:
             may_stop=self._stops.may_complete(options.stop) if options.stop else None,
             seed=as_uint64(self._new_seed() if options.sampling_seed is None else options.sampling_seed),
             score_from=given.score_from,
+            experts_from=given.experts_from,
         )
         self._waiting.append(request)
         self._wake.set()
@@ -136,6 +143,8 @@ class Scheduler:
         if request.score_from is not None:  # the first has none, as in SGLang, whatever comes before it
             scored = zip([None, *request.scores], request.prompt[request.score_from :].tolist(), strict=False)
             meta["input_token_logprobs"] = [[lp, token, None] for lp, token in scored]
+        if request.experts is not None:
+            meta["routed_experts"] = base64.b64encode(request.experts.tobytes()).decode("ascii")
         text = self._stops.text(ids, trimmed, skip_special=options.skip_special_tokens)
         return {"text": text, "output_ids": request.output, "meta_info": meta}
 
@@ -238,6 +247,9 @@ class Scheduler:
             self._end(request, {"type": "length", "length": len(request.output)})
 
     def _end(self, request: Request, finish: dict[str, Any]) -> None:
+        if request.experts_from is not None and request.slot >= 0:
+            computed = int(self._table.held[request.slot])
+            request.experts = self.model.experts(request.slot, min(request.experts_from, computed), computed)
         request.end(finish)
         self._release_slot(request)
 

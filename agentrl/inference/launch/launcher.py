@@ -76,6 +76,8 @@ class EngineSpec:
     """Seed of requests without a seed; each engine adds its number."""
     trust_remote_code: bool = False
     """``model.trust_remote_code``."""
+    returns_experts: bool = False
+    """Whether requests may ask for the experts of tokens, which SGLang records only with an option."""
 
     def start(self, number: int, *, host: str = LOOPBACK, gpus: Sequence[str] = ()) -> EngineProcess:
         """Start engine ``number`` on this machine and block until it is healthy; see `Launcher.launch`.
@@ -122,6 +124,8 @@ class EngineSpec:
         if self.config.device == "cuda":
             found = read_dtype(self.model)
             options["dtype"] = found if found in ("bfloat16", "float16") else "bfloat16"
+        if self.returns_experts:
+            options["enable_return_routed_experts"] = True
         return options | self.config.sglang_options
 
 

@@ -1,0 +1,45 @@
+"""Experts of the tokens of micro-batches, for routing replay. Legend: ``L`` tokens of a micro-batch, ``K`` experts of a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from agentrl.batch.microbatch import MicroBatch
+
+
+def packed_experts(
+    rows: Sequence[NDArray[np.uint8] | NDArray[np.int16] | None], row_L: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the experts ``[L, layers, K]`` of packed rows, with the dtype's highest number where they are not known.
+
+    Args:
+        rows: experts of each row, or None.
+        row_L: the row of each token, -1 in padding.
+
+    Returns:
+        None if no row has any.
+
+    """
+    like = next((experts for experts in rows if experts is not None), None)
+    if like is None:
+        return None
+    packed = np.full((len(row_L), *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
+    for number, experts in enumerate(rows):
+        if experts is not None:
+            packed[row_L.numpy() == number] = experts
+    return torch.from_numpy(packed)
+
+
+def routing_metrics(micro: Sequence[MicroBatch]) -> dict[str, float]:
+    """Return the share of tokens whose experts are known, and their bytes; nothing for batches without."""
+    with_experts = [(batch.row_L, batch.experts_L) for batch in micro if batch.experts_L is not None]
+    if not with_experts:
+        return {}
+    tokens = sum(int((batch.row_L >= 0).sum()) for batch in micro)
+    known = sum(int((experts[:, 0, 0] != torch.iinfo(experts.dtype).max).sum()) for _, experts in with_experts)
+    size = sum(experts.nbytes for _, experts in with_experts)
+    return {"batch/replayed_share": known / max(1, tokens), "batch/routing_mib": size / 2**20}

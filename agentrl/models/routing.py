@@ -1,0 +1,73 @@
+"""Mixtures of experts whose routing can be replayed: the sizes of the experts that an engine returns for each token."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.core.errors import ConfigError
+
+KEY = "algo.routing_replay"
+REPLAYED = ("deepseek_v3", "glm4_moe", "kimi_k2", "qwen3_moe")
+"""``model_type`` of models whose routers the learners can give experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Sizes of the experts of a token."""
+
+    layers: int
+    """All of the model's, also those without experts."""
+    per_token: int
+    """Experts of a token in a layer."""
+    experts: int
+    """Routed experts of a layer."""
+
+    @property
+    def dtype(self) -> str:
+        """The smallest dtype that holds the numbers of experts and a higher one."""
+        return "uint8" if self.experts <= 255 else "int16"
+
+    def read(self, text: str, tokens: int) -> NDArray[np.uint8] | NDArray[np.int16]:
+        """Return the experts ``[tokens, layers, K]`` in an engine's reply: base64 of int32.
+
+        Tokens with a number that is no expert's have the highest number of the dtype.
+
+        Raises:
+            ValueError: they are of another number of tokens, or of another model.
+
+        """
+        raw = np.frombuffer(base64.b64decode(text, validate=True), np.int32)
+        if raw.size != tokens * self.layers * self.per_token:
+            raise ValueError(
+                f"are {raw.size} numbers, not those of {tokens} tokens, {self.layers} layers and {self.per_token} experts"
+            )
+        experts = raw.reshape(tokens, self.layers, self.per_token)
+        if raw.size and int(raw.max()) >= self.experts:
+            raise ValueError(f"name the expert {raw.max()} of {self.experts}: is model.path the engine's model?")
+        found = experts.astype(self.dtype)
+        found[(experts < 0).any((1, 2))] = np.iinfo(self.dtype).max
+        return found
+
+
+def read_routing(folder: Path) -> Routing:
+    """Return the sizes of the model in a Hugging Face folder.
+
+    Raises:
+        ConfigError: it has no experts, or others than can be replayed.
+
+    """
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kind = fields.get("model_type")
+    if kind not in REPLAYED:
+        raise ConfigError(
+            f"{KEY}=true, but {folder} is a model with model_type={kind!r}, and only routers of {', '.join(REPLAYED)} can be "
+            f"replayed; set {KEY}=false"
+        )
+    experts = fields.get("num_experts", fields.get("n_routed_experts"))
+    return Routing(int(fields["num_hidden_layers"]), int(fields["num_experts_per_tok"]), int(experts))
