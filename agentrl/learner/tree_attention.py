@@ -170,6 +170,8 @@ class TreeInput:
     """int64 ids of the tokens to score."""
     scored_N: torch.Tensor
     """int64 index among the ``M`` of each token of the rows to score."""
+    experts_L: torch.Tensor | None
+    """``[L, layers, K]`` on the CPU, as in `MicroBatch`; of tokens that rows share those of one of the rows."""
 
 
 def tree_places(
@@ -223,7 +225,18 @@ def tree_input(
         given = tree_rows(tree, [len(row) for row in rows], length)
     else:
         given = tree_masks(tree, length, device, windows)
-    return TreeInput(token_ids_L, position_ids_L, given, before_M, targets_M, scored_N)
+    experts_L = None if micro.experts_L is None else _experts(micro.experts_L, tree, length)
+    return TreeInput(token_ids_L, position_ids_L, given, before_M, targets_M, scored_N, experts_L)
+
+
+def _experts(experts_N: torch.Tensor, tree: PrefixTree, length: int) -> torch.Tensor:
+    """Return the experts of the tokens of a padded tree, known ones of tokens that rows share."""
+    missing = torch.iinfo(experts_N.dtype).max
+    experts_L = experts_N.new_full((length, *experts_N.shape[1:]), missing)
+    experts_N, index_N = experts_N[: len(tree.index_N)], torch.from_numpy(tree.index_N)
+    known = experts_N[:, 0, 0] != missing
+    experts_L[index_N[known]] = experts_N[known]
+    return experts_L
 
 
 _FLEX: Any = flex_attention  # one of its overloads returns more

@@ -125,6 +125,9 @@ def write_random_model(
     folder.mkdir(parents=True)
     config = model_config(shape)
     config.save_pretrained(folder)
+    if shape.num_experts:  # transformers writes another name, which engines may not know
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"num_experts": shape.num_experts}, indent=2))
     if weights:
         import torch
         from safetensors.torch import save_file

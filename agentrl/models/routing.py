@@ -16,6 +16,9 @@ KEY = "algo.routing_replay"
 REPLAYED = ("deepseek_v3", "glm4_moe", "kimi_k2", "qwen3_moe")
 """``model_type`` of models whose routers the learners can give experts."""
 
+_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Names of the number of experts in ``config.json``; releases of transformers write different ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -69,5 +72,5 @@ def read_routing(folder: Path) -> Routing:
             f"{KEY}=true, but {folder} is a model with model_type={kind!r}, and only routers of {', '.join(REPLAYED)} can be "
             f"replayed; set {KEY}=false"
         )
-    experts = fields.get("num_experts", fields.get("n_routed_experts"))
-    return Routing(int(fields["num_hidden_layers"]), int(fields["num_experts_per_tok"]), int(experts))
+    experts = next(int(fields[name]) for name in _COUNTS if fields.get(name))
+    return Routing(int(fields["num_hidden_layers"]), int(fields["num_experts_per_tok"]), experts)

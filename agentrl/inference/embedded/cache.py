@@ -34,7 +34,8 @@ class SlotCache(Cache):
         self._shape = (slots, context)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
-        self._experts: dict[int, Tensor] = {}
+        self._experts: dict[int, NDArray[np.int16]] = {}
+        """``[slots, context, K]`` experts of each layer that has some."""
         self._thread = threading.local()
 
     @property
@@ -77,16 +78,16 @@ class SlotCache(Cache):
     def record_experts(self, layer: int, index: Tensor) -> None:
         """Write the experts ``[N, K]`` of the batch's tokens into their slots."""
         if layer not in self._experts:
-            self._experts[layer] = torch.zeros(*self._shape, index.shape[1], dtype=torch.int16)
+            self._experts[layer] = np.zeros((*self._shape, index.shape[1]), np.int16)
         batch = self.batch
-        self._experts[layer][batch.slots, batch.positions] = index.to(torch.int16)
+        self._experts[layer][batch.slots.numpy(), batch.positions.numpy()] = index.numpy()
 
     def experts(self, slot: int, start: int, end: int, layers: int) -> NDArray[np.int32]:
         """Return the experts ``[end - start, layers, K]`` of a slot's tokens; zeros in layers without experts."""
         width = next(iter(self._experts.values())).shape[2]
         found = np.zeros((end - start, layers, width), np.int32)
         for layer, experts in self._experts.items():
-            found[:, layer] = experts[slot, start:end].numpy()
+            found[:, layer] = experts[slot, start:end]
         return found
 
     def _allocate(self, like: Tensor) -> Tensor:
@@ -107,8 +108,9 @@ class SlotCache(Cache):
 
     def release(self) -> None:
         """Free all memory; it is allocated again when it is needed."""
-        for held in (self._keys, self._values, self._experts):
-            held.clear()
+        self._keys.clear()
+        self._values.clear()
+        self._experts.clear()
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Copy the first ``count`` tokens of a slot to another."""

@@ -15,6 +15,7 @@ from agentrl.learner.attention import DividedRows, PackedRows, packed_rows, sepa
 from agentrl.learner.context_parallel import Context
 from agentrl.learner.device import to_device
 from agentrl.learner.head import HeadOptions, token_scores, token_values
+from agentrl.learner.routing import by_layer
 from agentrl.learner.tree_attention import Tree, TreeInput, tree_input, tree_places
 from agentrl.models.load import value_head
 
@@ -35,6 +36,8 @@ class PackedModel(nn.Module):
         """Whether decoder layers, and what follows the head's products, are compiled."""
         self.separates_rows = False
         """Compute every row in a bin of its own: layers of the model that are not attention would mix packed rows."""
+        self.replays_routing = False
+        """Whether routers take the experts of a micro-batch."""
         self.context: Context | None = None
         """The ranks that compute a micro-batch together with this one."""
         window = getattr(model.config.get_text_config(), "sliding_window", None)
@@ -65,11 +68,12 @@ class PackedModel(nn.Module):
         token_ids_R_L, position_ids_R_L, row_R_L = token_ids_L[None], position_ids_L[None], row_L[None]
         if self.separates_rows:
             token_ids_R_L, position_ids_R_L, row_R_L, at_N = separated(token_ids_L, position_ids_L, row_L, at_N)
+        experts = self._experts(micro.experts_L, len(token_ids_L))
         rows = packed_rows(position_ids_R_L, row_R_L, device, flash=self.autocast)
         token_ids_R_L, position_ids_R_L, before_N, packed = self._part(token_ids_R_L, position_ids_R_L, at_N - 1, rows)
         token_ids_R_L, position_ids_R_L = (to_device(each, device) for each in (token_ids_R_L, position_ids_R_L))
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
-            hidden = self._hidden(token_ids_R_L, position_ids_R_L, packed)
+            hidden = self._hidden(token_ids_R_L, position_ids_R_L, packed, experts)
             hidden_N_H = hidden.index_select(0, to_device(before_N, device))
             return self._score(hidden_N_H, targets_N, temperature, entropy)
 
@@ -110,18 +114,32 @@ class PackedModel(nn.Module):
             given.token_ids_L[None], given.position_ids_L[None], given.before_M, given.tree
         )
         with torch.autocast(self.hf.device.type, torch.bfloat16, enabled=self.autocast):
-            hidden = self._hidden(token_ids, position_ids, packed)
+            experts = self._experts(given.experts_L, len(given.token_ids_L))
+            hidden = self._hidden(token_ids, position_ids, packed, experts)
             hidden_M_H = _selected(hidden, before_M)
             scores_M, entropy_M = self._score(hidden_M_H, given.targets_M, temperature, entropy)
         scores_N = _selected(scores_M[:, None], given.scored_N)[:, 0]
         return scores_N, None if entropy_M is None else _selected(entropy_M[:, None], given.scored_N)[:, 0]
 
+    def _experts(self, experts_L: torch.Tensor | None, length: int) -> torch.Tensor | None:
+        """Return the experts that routers take, by layer, of this rank's tokens; None: they choose all."""
+        if experts_L is None or not self.replays_routing:
+            return None
+        assert not self.separates_rows, "models whose routing is replayed mix no rows"
+        part = slice(0, length) if self.context is None else self.context.part(length)
+        return by_layer(experts_L, part, self.hf.device)
+
     def _hidden(
-        self, token_ids_R_L: torch.Tensor, position_ids_R_L: torch.Tensor, packed: PackedRows | Tree | DividedRows
+        self,
+        token_ids_R_L: torch.Tensor,
+        position_ids_R_L: torch.Tensor,
+        packed: PackedRows | Tree | DividedRows,
+        experts: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the last hidden states, one line a token."""
+        options: dict[str, Any] = {} if experts is None else {"experts": experts}
         hidden: torch.Tensor = self.hf.base_model(
-            input_ids=token_ids_R_L, position_ids=position_ids_R_L, use_cache=False, packed=packed
+            input_ids=token_ids_R_L, position_ids=position_ids_R_L, use_cache=False, packed=packed, **options
         ).last_hidden_state
         return hidden.flatten(0, 1)
 

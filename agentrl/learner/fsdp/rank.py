@@ -82,6 +82,7 @@ class FsdpRank:
         self.writers = dist.new_group(backend="gloo")
         load = load_critic if role == "critic" else load_policy
         self.model: PackedModel = load(folder, config, device, mesh)
+        self.model.replays_routing = algo.replays_routing and role == "policy"
         self._context = self.model.context
         self.merged = MergedWeights(self.model.hf, self.config.lora)
         self.adapters = AdapterWeights(self, self.merged) if self.config.lora is not None else None

@@ -151,15 +151,24 @@ class BaseReference:
 
     @contextmanager
     def model(self) -> Iterator[PackedModel]:
-        """Return the policy with other adapters; see `Reference.model`."""
+        """Return the policy with other adapters, whose routers choose; see `Reference.model`."""
+        replays, self._policy.replays_routing = self._policy.replays_routing, False
+        try:
+            with self._other_adapters():
+                yield self._policy
+        finally:
+            self._policy.replays_routing = replays
+
+    @contextmanager
+    def _other_adapters(self) -> Iterator[None]:
         if not self._kept:
             with disabled_adapters(self._policy.hf):
-                yield self._policy
+                yield
             reshard(self._policy)
             return
         self._swap()
         try:
-            yield self._policy
+            yield
         finally:
             self._swap()
 

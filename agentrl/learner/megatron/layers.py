@@ -30,6 +30,8 @@ class PackedTokens:
     """int64, of this rank's tokens in their rows."""
     rows: PackedRows | DividedRows
     """Rows among the tokens of all ranks of context parallelism, for attention."""
+    experts: torch.Tensor | None = None
+    """``[layers, T, K]`` experts that routers take, of the tokens of this rank's routers; None: they choose all."""
     qkv_format: str = "sbhd"
     cp_group: None = None
     local_cp_size: None = None

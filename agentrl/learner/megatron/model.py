@@ -40,6 +40,8 @@ from agentrl.learner.megatron.layers import (
 from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.linears import replace_linears
 from agentrl.learner.megatron.options import transformer_config
+from agentrl.learner.megatron.routing import RoutedLayer, replay_routing
+from agentrl.learner.routing import by_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +112,10 @@ def build_model(
         for module in chunk.modules():
             if hasattr(module, "rotary_pos_emb"):
                 module.rotary_pos_emb = rotary
-            if isinstance(module, MoELayer) and _sends_pairs(config):
-                module.token_dispatcher = PairDispatcher(config, module.local_expert_indices)
+            if isinstance(module, MoELayer):
+                replay_routing(module)
+                if _sends_pairs(config):
+                    module.token_dispatcher = PairDispatcher(config, module.local_expert_indices)
         if values and chunk.post_process:
             chunk.output_layer = ValueHead(config)
         replace_linears(chunk.decoder.layers)
@@ -122,7 +126,13 @@ def build_model(
 
 
 def packed_tokens(
-    position_ids_L: torch.Tensor, row_L: torch.Tensor, device: torch.device, dtype: torch.dtype
+    position_ids_L: torch.Tensor,
+    row_L: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    experts_L: torch.Tensor | None = None,
+    *,
+    sequence_parallel: bool = False,
 ) -> PackedTokens:
     """Return what layers read of packed rows, the argument ``packed_seq_params`` of a chunk.
 
@@ -133,12 +143,25 @@ def packed_tokens(
         row_L: int32 on the CPU, -1 in padding, of all tokens.
         device: of the rank.
         dtype: of the parameters.
+        experts_L: those that routers take, as in `MicroBatch`; None: they choose all.
+        sequence_parallel: whether ranks of tensor parallelism route a part of the tokens each.
 
     """
     rows = packed_rows(position_ids_L, row_L, device, flash=dtype is torch.bfloat16)
-    positions = to_device(position_ids_L[own_tokens(len(position_ids_L))], device)
+    own = own_tokens(len(position_ids_L))
+    positions = to_device(position_ids_L[own], device)
     context = rank_context()
-    return PackedTokens(positions, rows if context is None else DividedRows(rows, context))
+    experts = None if experts_L is None else by_layer(experts_L, _routed_tokens(own, sequence_parallel), device)
+    return PackedTokens(positions, rows if context is None else DividedRows(rows, context), experts)
+
+
+def _routed_tokens(own: slice, sequence_parallel: bool) -> slice:
+    """Return those of this rank's tokens that its routers get."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    if not sequence_parallel:
+        return own
+    each = (own.stop - own.start) // group.size()
+    return slice(own.start + group.rank() * each, own.start + (group.rank() + 1) * each)
 
 
 def own_tokens(length: int) -> slice:
@@ -190,6 +213,7 @@ def _layer(config: TransformerConfig, family: Family, experts: bool) -> ModuleSp
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     if experts:
         layer.mlp.submodules.experts = GroupedExperts
+        spec.module = RoutedLayer
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = PackedAttention
     if config.multi_latent_attention:

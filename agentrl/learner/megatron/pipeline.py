@@ -50,6 +50,8 @@ class Pipeline:
         self._device = device
         self._logits_chunk = logits_chunk
         self._compiled = compiled
+        self.replays_routing = False
+        """Whether routers take the experts of micro-batches."""
         self.context = rank_context()
         """The ranks that have the other parts of a micro-batch's tokens."""
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -120,7 +122,16 @@ class Pipeline:
         return [_only_padding() for _ in range(-count % self._stages)]
 
     def _packed(self, micro: MicroBatch) -> PackedTokens:
-        return packed_tokens(micro.position_ids_L, micro.row_L, self._device, self.model.config.params_dtype)
+        config = self.model.config
+        experts_L = micro.experts_L if self.replays_routing else None
+        return packed_tokens(
+            micro.position_ids_L,
+            micro.row_L,
+            self._device,
+            config.params_dtype,
+            experts_L,
+            sequence_parallel=config.sequence_parallel,
+        )
 
     def _scores(
         self, hidden: torch.Tensor, micro: MicroBatch, at_N: torch.Tensor, temperature: float, entropy: bool

@@ -90,6 +90,7 @@ class MegatronRank:
         with computing_on(device, compiled=compiles(config)):
             start_groups(options, seed)
             self.trained, self.training = load_trained(folder, config, options, device, role)
+            self.trained.pipeline.replays_routing = algo.replays_routing and role == "policy"
             self.reference: LoadedModel | None = None
             self.reference_changed = False
             if reference is not None:

@@ -21,7 +21,7 @@ from tests.unit.learner.megatron.models import EP, PP, SP, TP, VPP
 
 LENGTHS = (30, 50, 20, 7)
 ALGOS: dict[str, dict[str, Any]] = {
-    "grpo": {"kl_coef": 0.3, "entropy_coef": 0.1},
+    "grpo": {"kl_coef": 0.3, "entropy_coef": 0.1, "routing_replay": True},
     "gspo": {"loss": {"name": "gspo", "options": {"clip_low": 0.9, "clip_high": 9.0}}},
     "ppo": {"advantage": {"name": "gae"}, "critic": {"optimizer": {"lr": 1e-3, "max_grad_norm": 5.0}}},
 }
@@ -39,7 +39,9 @@ TWO_OF_EXPERTS: dict[str, dict[str, Any]] = {
     "EP2, selective": EP,
     "TP2, SP, ETP2": TP | SP,
     "TP2, SP, ETP1": TP | SP | {"expert_tensor_parallel_size": 1},
-    "TP2, SP, EP2, ETP1": TP | SP | EP | {"expert_tensor_parallel_size": 1},
+    "TP2, SP, EP2, ETP1, full": TP | SP | EP | {"expert_tensor_parallel_size": 1},
+    "PP2, experts, selective": PP,
+    "CP2, experts": {"context_parallel_size": 2},
 }
 FOUR: dict[str, dict[str, Any]] = {"TP2, SP, PP2": TP | SP | PP}
 RESUMED = {"TP2, SP": TP | SP, "PP2": PP, "DP2": {}, "EP2": EP}
@@ -73,8 +75,19 @@ def algo_of(name: str) -> AlgoConfig:
 
 
 def batch_rows() -> list[Row]:
-    """Return rows of a few agents, of which each has several: sequences are divided among micro-batches and shares."""
-    return [replace(row, key=RowKey("p", f"r{n % 2}", row=n)) for n, row in enumerate(make_rows(LENGTHS))]
+    """Return rows of a few agents, of which each has several: sequences are divided among micro-batches and shares.
+
+    The experts of most tokens are given; models without experts ignore them.
+    """
+    rows = [replace(row, key=RowKey("p", f"r{n % 2}", row=n)) for n, row in enumerate(make_rows(LENGTHS))]
+    return [replace(row, experts=_experts(len(row.mask), seed)) for seed, row in enumerate(rows)]
+
+
+def _experts(tokens: int, seed: int) -> NDArray[np.uint8]:
+    rng = np.random.default_rng(seed)
+    order = rng.permuted(np.broadcast_to(np.arange(4, dtype=np.uint8), (tokens, 4, 4)), axis=2)
+    order[rng.random(tokens) < 0.3] = 255
+    return order[..., :2].copy()
 
 
 def make_batches(shares: int) -> dict[str, GlobalBatch]:
