@@ -10,7 +10,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.core.errors import ModelError
+from agentrl.core.errors import ConfigError, ModelError
+from agentrl.models.routing import COUNTS, REPLAYED, Routing
+from agentrl.models.routing import KEY as ROUTING_KEY
 
 if TYPE_CHECKING:
     import torch
@@ -205,6 +207,24 @@ def load_value_model(
         for parameter in value_head(model).parameters():
             torch.nn.init.zeros_(parameter)
     return model
+
+
+def read_routing(folder: Path) -> Routing:
+    """Return the sizes of the model in a Hugging Face folder.
+
+    Raises:
+        ConfigError: it has no experts, or others than can be replayed.
+
+    """
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kind = fields.get("model_type")
+    if kind not in REPLAYED:
+        raise ConfigError(
+            f"{ROUTING_KEY}=true, but {folder} is a model with model_type={kind!r}, and only routers of {', '.join(REPLAYED)} "
+            f"can be replayed; set {ROUTING_KEY}=false"
+        )
+    experts = next(int(fields[name]) for name in COUNTS if fields.get(name))
+    return Routing(int(fields["num_hidden_layers"]), int(fields["num_experts_per_tok"]), experts)
 
 
 def empty_model(

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import base64
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-
-from agentrl.core.errors import ConfigError
 
 KEY = "algo.routing_replay"
 REPLAYED = ("deepseek_v3", "glm4_moe", "kimi_k2", "qwen3_moe")
 """``model_type`` of models whose routers the learners can give experts."""
 
-_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Names of the number of experts in ``config.json``; releases of transformers write different ones."""
 
 
@@ -56,21 +52,3 @@ class Routing:
         found = experts.astype(self.dtype)
         found[(experts < 0).any((1, 2))] = np.iinfo(self.dtype).max
         return found
-
-
-def read_routing(folder: Path) -> Routing:
-    """Return the sizes of the model in a Hugging Face folder.
-
-    Raises:
-        ConfigError: it has no experts, or others than can be replayed.
-
-    """
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    kind = fields.get("model_type")
-    if kind not in REPLAYED:
-        raise ConfigError(
-            f"{KEY}=true, but {folder} is a model with model_type={kind!r}, and only routers of {', '.join(REPLAYED)} can be "
-            f"replayed; set {KEY}=false"
-        )
-    experts = next(int(fields[name]) for name in _COUNTS if fields.get(name))
-    return Routing(int(fields["num_hidden_layers"]), int(fields["num_experts_per_tok"]), experts)

@@ -22,8 +22,7 @@ from agentrl.episode.runner import EpisodeRunner
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLauncher
-from agentrl.models.load import load_tokenizer, read_vocab_size
-from agentrl.models.routing import read_routing
+from agentrl.models.load import load_tokenizer, read_routing, read_vocab_size
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.grader import make_grader

@@ -17,10 +17,9 @@ from agentrl.learner.registry import make_backend
 from agentrl.models.critic import KEY as CRITIC_KEY
 from agentrl.models.critic import resolve_critic
 from agentrl.models.learning_rates import count_weights, usual_rates
-from agentrl.models.load import read_max_positions
+from agentrl.models.load import read_max_positions, read_routing
 from agentrl.models.reference_policy import check_reference, resolve_reference
 from agentrl.models.resolve import has_chat_template, resolve_model
-from agentrl.models.routing import read_routing
 from agentrl.runtime.checks import check_engine, check_episodes, check_packages, open_tasks
 from agentrl.runtime.placement_check import check_placement, describe_placement
 from agentrl.runtime.run_tools import check_tools

@@ -21,8 +21,8 @@ from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.launcher import visible_gpus
 from agentrl.inference.launch.processes import EngineProcess, launch_sglang
 from agentrl.learner.in_process import LocalLearnerGroup
+from agentrl.models.load import read_routing
 from agentrl.models.random_models import Shape, write_random_model
-from agentrl.models.routing import read_routing
 from tests.algo_config import make_algo
 from tests.gpu.conftest import OPTIONS, START_S
 

@@ -28,8 +28,8 @@ from agentrl.inference.embedded.errors import BadRequestError
 from agentrl.inference.embedded.model import Model
 from agentrl.inference.embedded.request import parse_generate
 from agentrl.inference.embedded.scheduler import Scheduler
-from agentrl.models.load import load_model
-from agentrl.models.routing import Routing, read_routing
+from agentrl.models.load import load_model, read_routing
+from agentrl.models.routing import Routing
 from tests.algo_config import make_algo
 from tests.unit.learner.learners import Learners, make_rows
 from tests.unit.learner.megatron.models import make_model
