@@ -30,7 +30,7 @@ from agentrl.models.random_models import Shape, find_model_shape, write_random_m
 from agentrl.runtime.training_summary import estimate_memory, with_recompute
 
 _BACKENDS = ("fsdp", "megatron")
-_MATRIX = {"cuda": 8192, "cpu": 1024}
+_MATRIX = {"cuda": 8192, "cpu": 256}
 """Rows of the square matrices whose product's rate is the measure, by device."""
 
 

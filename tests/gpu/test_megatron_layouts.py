@@ -40,6 +40,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "CP2": (2, CP),
     "TP2, SP, PP2": (4, TP | SP | PP),
 }
+COMPILED = ("TP2, SP",)
+"""Layouts whose layers are compiled, which takes longer than all else here."""
 Found = tuple[dict[str, float], RowScores]
 """Metrics of a step, and scores of rows after it."""
 
@@ -53,7 +55,8 @@ def compute(rank: int, folder: str, ranks: int) -> None:
     for number, (name, (_, options)) in enumerate({**fsdp, **layouts}.items()):
         given: dict[str, Any] = {"backend": "fsdp"} if options is None else {"backend": "megatron", "megatron": options}
         optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=1e9)
-        config = LearnerConfig(device="cuda", ranks=ranks, precision="float32", optimizer=optimizer, **given)
+        given |= {"precision": "float32", "compile": name in COMPILED}
+        config = LearnerConfig(device="cuda", ranks=ranks, optimizer=optimizer, **given)
         device = pick_device(config, local_rank=rank)
         if number == 0:
             dist.init_process_group(collectives("cuda"), store=store, rank=rank, world_size=ranks)
