@@ -9,7 +9,7 @@ from agentrl_envs.kuhn_poker import KuhnPokerEnv
 from agentrl_envs.negotiation import NegotiationEnv
 from agentrl_envs.tictactoe import TicTacToeEnv
 
-from agentrl import Message, MultiAgentEnv
+from agentrl import Message, MultiAgentEnv, tool
 from agentrl.batch.provenance import check_rows
 from agentrl.config.rollout import FailureConfig
 from agentrl.core.errors import RunStopped, SamplerError, UnknownNameError
@@ -51,8 +51,8 @@ def runner_of(env, renderer, script=(), *, lineup=None, concurrency=8, max_turns
     if not isinstance(script, ScriptedSampler):
         sampler = ScriptedSampler(script, encode=renderer.encode, end_token_id=renderer.end_token_id)
     made = EpisodeRunner(
-        env_factory=env, renderer=renderer, sampler=sampler, tool_clients={}, limits=Limits(max_turns, 4096, seconds, 64),
-        sampling=SamplingParams(max_new_tokens=64, seed=0), failure=FailurePolicy(FailureConfig(**failure)),
+        env_factory=env, renderer=renderer, sampler=sampler, tool_clients={}, limits=Limits(max_turns, 4096, seconds, 96),
+        sampling=SamplingParams(max_new_tokens=96, seed=0), failure=FailurePolicy(FailureConfig(**failure)),
         max_concurrency=concurrency, lineup=lineup or Lineup(),
     )  # fmt: skip
     return made, sampler
@@ -229,3 +229,20 @@ def test_an_endpoint_plays_and_is_not_trained(renderer):
     assert rollout.metrics["deal"] == 1.0
     assert [role for role, _ in endpoint.read[1]] == ["user", "assistant", "user"]
     assert np.isfinite(rollout.seat_rewards).all()
+
+
+def test_an_agents_tool_calls_run_before_its_turn_ends(renderer):
+    @tool(timeout_s=5)
+    async def double(number: int) -> str:
+        """Double a number."""
+        return str(2 * number)
+
+    class Singers(Chorus):
+        tools = (double,)
+
+    call = '<tool_call>{"name": "double", "arguments": {"number": 4}}</tool_call>'
+    runner, _ = runner_of(Singers, renderer, {"e0.a": [call, "8", "la"], "e0.b": ["do", "do"]})
+    a, b = play(runner, Singers)
+    assert [(turn.action, turn.reward) for turn in a.turns] == [(call, 0.0), ("8", 1.0), ("la", 2.0)]
+    assert a.turns[0].observation == "8"
+    assert b.turns[0].observation == "a: 8 and b: do"
