@@ -30,6 +30,7 @@ from agentrl.learner.megatron.families.registry import read_family
 from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.model import MegatronModel, build_model
 from agentrl.learner.megatron.weights import ModelWeights, load_weights
+from agentrl.models.draft_layers import FOLDER, DraftLayers
 from agentrl.models.export import check_free, copy_other_files
 from agentrl.models.load import as_dtype
 from agentrl.models.weight_files import WeightFiles
@@ -126,14 +127,18 @@ def _stages(layers: int, ranks: int) -> dict[str, Any]:
 def _write_distributed(model: MegatronModel, source: Path, out: Path) -> None:
     load_weights(ModelWeights(model), source, _KEY)
     save_distributed(model, out)
+    if dist.get_rank() == 0:
+        DraftLayers(source, model.config.num_layers, _KEY).save(out)
 
 
 def _write_hf(model: MegatronModel, source: Path, out: Path) -> None:
     load_distributed(model, source, _KEY)
     weights = ModelWeights(model)
-    writer = WeightWriter(out, weights.specs())
+    drafts = DraftLayers(source / FOLDER, model.config.num_layers, _KEY)
+    writer = WeightWriter(out, [*weights.specs(), *drafts.specs])
     if dist.get_rank() == 0:
         writer.create()
+        drafts.write(writer)
     dist.barrier()
     for name, whole in weights.whole():
         writer.write(name, whole)

@@ -40,6 +40,7 @@ from agentrl.learner.megatron.training import Training
 from agentrl.learner.megatron.weights import GatherGroups
 from agentrl.learner.random_states import rank_states, restore_rank
 from agentrl.models.critic import KEY as CRITIC_KEY
+from agentrl.models.draft_layers import DraftLayers
 from agentrl.models.export import copy_other_files
 from agentrl.models.weight_writer import WeightWriter
 
@@ -88,8 +89,9 @@ class Writers:
 
 def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
     """Begin to write the state, whose tensors have been copied, and return when this rank's part is there. Collective."""
-    specs = rank.trained.weights.specs()
-    writer = WeightWriter(folder / "model", specs)
+    model = rank.trained.model
+    drafts = None if model.values else DraftLayers(rank.source, model.config.num_layers, "model.path")
+    writer = WeightWriter(folder / "model", [*rank.trained.weights.specs(), *(drafts.specs if drafts else ())])
     first = dist.get_rank() == 0
     if first:
         shutil.rmtree(folder, ignore_errors=True)
@@ -109,6 +111,8 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
     def write() -> None:
         files.write(rank.writers.everyone)
         _write_model(rank, writer)
+        if drafts is not None and first:
+            drafts.write(writer)
         torch.save(states, folder / "random" / f"rank_{dist.get_rank():05d}.pt")
 
     return in_background(write, "checkpoint")

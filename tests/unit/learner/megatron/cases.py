@@ -121,7 +121,7 @@ def converted(folder: Path) -> dict[str, Any]:
         refused = str(error)
     return {"refused": refused} | {
         name: _there_and_back(folder / name, folder / f"{name}-{there}-{back}", there, back)
-        for name, there, back in (("deepseek_v3", 3, 1), ("qwen2", 1, 1))
+        for name, there, back in (("drafting", 3, 1), ("qwen2", 1, 1))
     }
 
 

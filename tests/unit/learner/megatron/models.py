@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.models.load import load_value_model, value_head
@@ -98,6 +99,14 @@ def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def model_config(name: str, **options: object) -> Any:
     """The configuration of a model in transformers."""
     return AutoConfig.for_model(FAMILIES.get(name, name), **SIZES | MODELS[name] | options)
+
+
+def add_draft_layer(folder: Path) -> Path:
+    """Add a weight of a layer of multi-token prediction to a model."""
+    weights = load_file(folder / "model.safetensors")
+    weights[f"model.layers.{SIZES['num_hidden_layers']}.eh_proj.weight"] = torch.rand(3, 5)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def make_critic_model(policy: Path, folder: Path) -> Path:

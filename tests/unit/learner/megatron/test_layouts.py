@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from agentrl.learner.in_process import LocalCritic, LocalLearnerGroup
 from tests.unit.learner.megatron import forked
-from tests.unit.learner.megatron.models import make_critic_model, make_model
+from tests.unit.learner.megatron.models import add_draft_layer, make_critic_model, make_model
 from tests.unit.learner.megatron.rank_work import (
     FOUR,
     MODELS,
@@ -38,7 +38,7 @@ LAYOUTS = [(function, name) for function, names in FUNCTIONS.items() for name in
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parent = tmp_path_factory.mktemp("megatron")
     for name, model in MODELS.items():
-        make_critic_model(make_model(parent / name, model), critic_of(parent / name))
+        make_critic_model(add_draft_layer(make_model(parent / name, model)), critic_of(parent / name))
     make_model(parent / "reference", "llama")
     return parent
 

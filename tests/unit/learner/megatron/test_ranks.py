@@ -12,7 +12,7 @@ import torch
 
 from agentrl.models.load import load_model
 from tests.unit.learner.megatron.forked import Found, run_ranks
-from tests.unit.learner.megatron.models import LAYOUTS, LENGTHS, MODELS, make_model, rows
+from tests.unit.learner.megatron.models import LAYOUTS, LENGTHS, MODELS, add_draft_layer, make_model, rows
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parent = tmp_path_factory.mktemp("megatron")
     for name in MODELS:
         make_model(parent / name, name)
+    add_draft_layer(make_model(parent / "drafting", "deepseek_v3"))
     return parent
 
 
@@ -77,7 +78,7 @@ def test_all_ranks_notice_that_one_could_not_write(found: Found) -> None:
 
 def test_a_distributed_checkpoint_becomes_the_same_folder_again(found: Found) -> None:
     refused = "--ranks=5: set it to 1 to 4, the model's layers"
-    assert found["converted"] == {"deepseek_v3": [], "qwen2": [], "refused": refused}
+    assert found["converted"] == {"drafting": [], "qwen2": [], "refused": refused}
 
 
 def test_folders_with_other_weights_are_refused(found: Found) -> None:
