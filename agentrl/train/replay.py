@@ -124,6 +124,10 @@ class Replay:
         """Return nothing: what is read next follows from the position."""
         return {}
 
+    def standing(self) -> dict[str, float]:
+        """Return no metrics: nothing is played."""
+        return {}
+
     def metrics(self) -> dict[str, float]:
         """Return no metrics: nothing is sampled."""
         return {}

@@ -25,6 +25,7 @@ from agentrl.runtime.jobs import OnDone, step_jobs, watched
 from agentrl.runtime.services import Services
 from agentrl.runtime.task_order import TaskOrder
 from agentrl.runtime.task_sources import MixedOrder
+from agentrl.selfplay.games import POLICY
 from agentrl.train.gpu_time_sharing import GpuTimeSharing
 from agentrl.train.self_play import SelfPlay
 from agentrl.weight_sync.base import WeightSync
@@ -88,6 +89,10 @@ class RolloutSource(Protocol):
 
     async def evaluate(self, on_done: OnDone) -> list[SetResult]:
         """Evaluate on `eval_sets`; ``on_done`` is called with every rollout."""
+        ...
+
+    def standing(self) -> dict[str, float]:
+        """Return metrics of an evaluation that are known without one, such as a rating."""
         ...
 
 
@@ -258,6 +263,10 @@ class Sampling:
         if file is not None:
             await asyncio.to_thread(file.finish)
         return results
+
+    def standing(self) -> dict[str, float]:
+        """Return ``eval/rating`` if there is self-play: the strength that the policy very likely has, by its ratings."""
+        return {} if self.self_play is None else {"eval/rating": self.self_play.league.ratings.of(POLICY).low}
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens."""

@@ -259,7 +259,7 @@ class Trainer:
         self.view.phase(f"evaluate 0/{total}")
         with waiting(PHASE, f"step {self.step}", "evaluation"):
             results = await self.source.evaluate(count)
-        self.evaluation = flat_metrics(results) | {"time/eval_s": time.perf_counter() - start}
+        self.evaluation = flat_metrics(results) | self.source.standing() | {"time/eval_s": time.perf_counter() - start}
         self.metrics.write(self.step, self.evaluation)
         for line in results_lines(results):
             self.view.note(f"evaluation after step {self.step}: {line}")

@@ -25,7 +25,7 @@ from agentrl.core.types import Failure, FailureKind, Rollout
 from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.learner.base import LearnerGroup
-from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state
+from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state, whole_checkpoints
 from agentrl.obs.metrics import MetricsLog, read_metrics
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.runtime.interrupt import Interrupt
@@ -55,6 +55,8 @@ class Engines(Replay):
     interrupted: bool = False
     """Whether a signal arrives in every evaluation."""
     synced: list[int] = field(default_factory=list)
+    ratings: list[float] = field(default_factory=list)
+    """Of the policy at each evaluation."""
 
     async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
         if version == self.refuse:
@@ -64,6 +66,9 @@ class Engines(Replay):
     @property
     def eval_sets(self) -> Sequence[EvalTasks]:
         return [EvalTasks("", EvalSet(), [], "nothing")]
+
+    def standing(self) -> dict[str, float]:
+        return {"eval/rating": self.ratings.pop(0)} if self.ratings else {}
 
     async def evaluate(self, on_done: OnDone) -> list[SetResult]:
         if self.interrupted:
@@ -192,6 +197,14 @@ def test_a_resumed_run_has_the_baselines_of_its_checkpoint(tmp_path: Path) -> No
     assert again.baselines == cut.baselines
     asyncio.run(again.run())
     assert again.baselines == whole.baselines
+
+
+def test_the_checkpoint_with_the_best_rating_is_kept(tmp_path: Path) -> None:
+    given = config("train.keep_best=rating", "train.eval_every=1", "train.eval_first=false", "train.save_every=1")
+    run = trainer(tmp_path, given, FakeLearner(), ratings=[5.0, 7.0, 6.0])
+    run.checkpoints.keep = 1
+    asyncio.run(run.run())
+    assert [path.name for path in whole_checkpoints(tmp_path / "run" / "checkpoints")] == ["step_000002", "step_000003"]
 
 
 class Teaching:
