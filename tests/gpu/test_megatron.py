@@ -47,7 +47,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str, dtype: torc
     built = build_model(folder, {}, device=GPU, dtype=dtype)
     load_weights(ModelWeights(built), folder)
     token_ids_L, positions_L, row_L = rows()
-    packed = packed_tokens(positions_L, row_L, GPU, dtype)
+    packed = packed_tokens(built, positions_L, row_L, GPU)
     [chunk] = built.chunks
     inputs = token_ids_L[None].to(GPU), positions_L[None].to(GPU)
     logits = chunk(*inputs, None, packed_seq_params=packed)[0]
@@ -142,7 +142,7 @@ def loss_and_gradient(
     [chunk] = built.chunks
     prepare_decoder(chunk.decoder.layers, compiled=compiled, recompute=recompute)
     token_ids_L, positions_L, row_L = rows()
-    packed = packed_tokens(positions_L, row_L, GPU, dtype)
+    packed = packed_tokens(built, positions_L, row_L, GPU)
     logits = chunk(token_ids_L[None].to(GPU), positions_L[None].to(GPU), None, packed_seq_params=packed)
     loss = logits.float().square().mean()
     loss.backward()

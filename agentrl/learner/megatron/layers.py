@@ -9,6 +9,7 @@ Legend: ``L`` tokens, ``H`` heads, ``D`` head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ class PackedTokens:
     """Rows among the tokens of all ranks of context parallelism, for attention."""
     experts: torch.Tensor | None = None
     """``[layers, T, K]`` experts that routers take, of the tokens of this rank's routers; None: they choose all."""
+    turns: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Cosines and sines ``[L, 1, 1, D]`` of the tokens' positions, the same in all layers; None with latent attention."""
     qkv_format: str = "sbhd"
     cp_group: None = None
     local_cp_size: None = None
@@ -73,6 +76,7 @@ class PackedAttention(nn.Module):
     def __init__(self, config: Any, *, softmax_scale: float | None = None, **options: Any) -> None:
         super().__init__()
         self.scale = softmax_scale
+        self.interleaved = config.rotary_interleaved
 
     def forward(
         self,
@@ -85,15 +89,32 @@ class PackedAttention(nn.Module):
         **options: Any,
     ) -> torch.Tensor:
         """Return attention's output ``[L, 1, H·D]``; query, key and value are ``[L, 1, H, D]`` or ``[L, H, D]``."""
+        if packed_seq_params.turns is not None:
+            cos, sin = packed_seq_params.turns
+            query, key = (_rotated(each, cos, sin, self.interleaved) for each in (query, key))
         q, k, v = (part.reshape(1, len(part), -1, part.shape[-1]).transpose(1, 2) for part in (query, key, value))
         attended, _ = packed_attention(self, q, k, v, None, packed=packed_seq_params.rows, scaling=self.scale)
         return attended.reshape(len(query), 1, -1)
 
 
+def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Return ``[L, 1, H, D]`` with pairs of dimensions rotated, as many of the first ones as there are angles."""
+    size = cos.shape[-1]
+    turned, rest = states[..., :size], states[..., size:]
+    if interleaved:
+        other = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, -1)
+        other = torch.cat((-second, first), -1)
+    turned = turned * cos + other * sin
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+
+
 class PackedRotary(nn.Module):
     """Rotary embedding at given positions.
 
-    Megatron-Core calls `get_rotary_seq_len` and then the module with its result; here these are the tokens.
+    Latent attention calls `get_rotary_seq_len` and then the module with its result; here these are the tokens. Other attention
+    gets `turns` with the tokens, and Megatron-Core no embedding: it would compute cosines in every layer.
 
     Args:
         inv_freq: of the pairs of dimensions.
@@ -115,12 +136,20 @@ class PackedRotary(nn.Module):
         return packed
 
     def forward(self, packed: PackedTokens, *, packed_seq: bool = False, cp_group: None = None) -> Any:
-        """Return the angles ``[L, 1, 1, D]`` of the tokens' positions."""
-        angles = torch.outer(packed.position_ids_L.float(), self.inv_freq)
-        angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
-        if not self.latent:
-            return angles[:, None, None]
-        return angles[:, None], self.scaling
+        """Return the angles ``[L, 1, D]`` of the tokens' positions, and the factor, for latent attention."""
+        return (self._angles(packed.position_ids_L)[:, None], self.scaling) if self.latent else None
+
+    def turns(self, position_ids_L: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return `PackedTokens.turns`."""
+        if self.latent:
+            return None
+        angles = self._angles(position_ids_L)[:, None, None]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def _angles(self, position_ids_L: torch.Tensor) -> torch.Tensor:
+        """Return the angles ``[L, D]``."""
+        angles = torch.outer(position_ids_L.float(), self.inv_freq)
+        return angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
 
 
 def prepare_decoder(layers: Iterable[Any], *, compiled: bool, recompute: Recompute) -> None:
@@ -155,6 +184,8 @@ class PostNormLayer(TransformerLayer):  # type: ignore[misc]
         self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
         self.self_attn_bda: Any = _after(self.post_self_attn_layernorm, self.self_attn_bda)
         self.mlp_bda: Any = _after(self.post_mlp_layernorm, self.mlp_bda)
+        # Megatron-Core adds with gradients even in a pass without: the norm would have one.
+        self.bias_dropout_add_exec_handler: Any = nullcontext
 
 
 def _after(norm: nn.Module, add: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:

@@ -53,6 +53,8 @@ class MegatronModel:
     config: TransformerConfig
     layout: Layout
     family: Family
+    rotary: PackedRotary
+    """Of all layers."""
     hf: Any
     """Configuration in transformers."""
     values: bool = False
@@ -122,37 +124,38 @@ def build_model(
         if chunk.pre_process:
             chunk.embedding.register_forward_hook(_by_tokens)
         chunks.append(chunk.to(device))
-    return MegatronModel(tuple(chunks), config, layout, family, hf, values)
+    return MegatronModel(tuple(chunks), config, layout, family, rotary, hf, values)
 
 
 def packed_tokens(
+    model: MegatronModel,
     position_ids_L: torch.Tensor,
     row_L: torch.Tensor,
     device: torch.device,
-    dtype: torch.dtype,
     experts_L: torch.Tensor | None = None,
-    *,
-    sequence_parallel: bool = False,
 ) -> PackedTokens:
     """Return what layers read of packed rows, the argument ``packed_seq_params`` of a chunk.
 
     With context parallelism the chunk's other arguments have this rank's tokens only, those of `own_tokens`.
 
     Args:
+        model: of this rank.
         position_ids_L: int64 on the CPU, from 0 in every row, of all tokens.
         row_L: int32 on the CPU, -1 in padding, of all tokens.
         device: of the rank.
-        dtype: of the parameters.
         experts_L: those that routers take, as in `MicroBatch`; None: they choose all.
-        sequence_parallel: whether ranks of tensor parallelism route a part of the tokens each.
 
     """
+    dtype = model.config.params_dtype
     rows = packed_rows(position_ids_L, row_L, device, flash=dtype is torch.bfloat16)
     own = own_tokens(len(position_ids_L))
     positions = to_device(position_ids_L[own], device)
     context = rank_context()
-    experts = None if experts_L is None else by_layer(experts_L, _routed_tokens(own, sequence_parallel), device)
-    return PackedTokens(positions, rows if context is None else DividedRows(rows, context), experts)
+    experts = None
+    if experts_L is not None:
+        experts = by_layer(experts_L, _routed_tokens(own, model.config.sequence_parallel), device)
+    divided = rows if context is None else DividedRows(rows, context)
+    return PackedTokens(positions, divided, experts, model.rotary.turns(positions, dtype))
 
 
 def _routed_tokens(own: slice, sequence_parallel: bool) -> slice:

@@ -122,16 +122,8 @@ class Pipeline:
         return [_only_padding() for _ in range(-count % self._stages)]
 
     def _packed(self, micro: MicroBatch) -> PackedTokens:
-        config = self.model.config
         experts_L = micro.experts_L if self.replays_routing else None
-        return packed_tokens(
-            micro.position_ids_L,
-            micro.row_L,
-            self._device,
-            config.params_dtype,
-            experts_L,
-            sequence_parallel=config.sequence_parallel,
-        )
+        return packed_tokens(self.model, micro.position_ids_L, micro.row_L, self._device, experts_L)
 
     def _scores(
         self, hidden: torch.Tensor, micro: MicroBatch, at_N: torch.Tensor, temperature: float, entropy: bool

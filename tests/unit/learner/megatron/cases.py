@@ -20,7 +20,7 @@ from agentrl.learner.megatron.fixes import SHARDING
 from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.model import MegatronModel, build_model, own_tokens, packed_tokens
 from agentrl.learner.megatron.weights import GatherGroups, ModelWeights, load_weights
-from tests.unit.learner.megatron.models import LAYOUTS, MODELS, rows
+from tests.unit.learner.megatron.models import LAYOUTS, MODELS, SP, TP, rows
 
 CPU = torch.device("cpu")
 
@@ -39,6 +39,19 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         found[name] = _computed(folder / model, options)
         parallel_state.destroy_model_parallel()
     return found
+
+
+def compiled(folder: Path) -> dict[str, Any]:
+    """Graphs of all layers of a model on two ranks, each of which must be one graph, and how far its logits are off."""
+    Layout.of(TP | SP).start(0)
+    built = build_model(folder / "glm4", TP | SP, device=CPU, dtype=torch.float32)
+    load_weights(ModelWeights(built), folder / "glm4")
+    plain = _logits(built)
+    for layer in built.chunks[0].decoder.layers:
+        layer.forward = torch.compile(layer.forward, backend="eager", fullgraph=True)
+    with torch.compiler.set_stance("default"):
+        error = (_logits(built) - plain).abs().max()
+    return {"graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"], "error": float(error)}
 
 
 def refused_options(folder: Path) -> dict[str, str]:
@@ -138,7 +151,7 @@ class _Training:
     """A model with Megatron-Core's distributed optimizer."""
 
     def __init__(self, folder: Path) -> None:
-        built = build_model(folder, {}, device=CPU, dtype=torch.float32)
+        self.built = built = build_model(folder, {}, device=CPU, dtype=torch.float32)
         load_weights(ModelWeights(built), folder)
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
         self.model = DistributedDataParallel(built.config, ddp, built.chunks[0])
@@ -147,7 +160,7 @@ class _Training:
 
     def step(self) -> float:
         token_ids_L, positions_L, row_L = rows()
-        packed = packed_tokens(positions_L, row_L, CPU, torch.float32)
+        packed = packed_tokens(self.built, positions_L, row_L, CPU)
         self.model.zero_grad_buffer()
         logits = self.model(token_ids_L[None], positions_L[None], None, packed_seq_params=packed)[0]
         loss = torch.nn.functional.cross_entropy(logits[:-1], token_ids_L[1:])
@@ -188,7 +201,7 @@ def _logits(built: MegatronModel) -> torch.Tensor:
     """Return logits ``[L, V]`` of `rows`."""
     token_ids_L, positions_L, row_L = rows()
     [chunk] = built.chunks
-    packed, own = packed_tokens(positions_L, row_L, CPU, torch.float32), own_tokens(len(row_L))
+    packed, own = packed_tokens(built, positions_L, row_L, CPU), own_tokens(len(row_L))
     chunk.eval()
     inputs = token_ids_L[own][None], positions_L[own][None]
     [found] = chunk(*inputs, None, packed_seq_params=packed, runtime_gather_output=True)

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path, preloaded_children: str) -> Found:
     alone = {"one_rank": 1, "refused_options": 1, "refused_folders": 1}
-    return run_ranks(folder, preloaded_children, **alone, two_ranks=2, resumed=2, converted=0)
+    return run_ranks(folder, preloaded_children, **alone, two_ranks=2, compiled=2, resumed=2, converted=0)
 
 
 def expected_logits(folder: Path) -> torch.Tensor:
@@ -50,6 +50,10 @@ def test_two_ranks_hold_the_same_model(folder: Path, found: Found, name: str) ->
     assert wrong == []
     if logits is not None:
         assert torch.allclose(logits, expected_logits(folder / LAYOUTS[name][0]), atol=1e-5, rtol=0)
+
+
+def test_all_layers_are_compiled_as_the_same_graph(found: Found) -> None:
+    assert found["compiled"] == {"graphs": 1, "error": 0.0}
 
 
 def test_options_pass_through_and_unknown_ones_are_named(found: Found) -> None:
