@@ -137,7 +137,10 @@ class MultiAgentEpisode:
             return ScriptedParticipant(agent, state, seat.player, player_factory(env, seat.player), self._env)
         if isinstance(seat, EndpointSeat):
             return EndpointParticipant(agent, state, seat, env.stop, self._clock)
-        context = replace(self._context, policy=seat.policy, sampler=seat.sampler or self._context.sampler)
+        context = replace(self._context, policy=seat.policy)
+        if seat.sampler is not None:  # whose tokens are not trained
+            sampling = replace(context.sampling, experts_from=None)
+            context = replace(context, sampler=seat.sampler, sampling=sampling)
         return PolicyParticipant(agent, context, state, self._task, env, self.tools, self._clock)
 
     async def _step(self) -> bool:
