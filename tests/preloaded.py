@@ -98,7 +98,7 @@ class Request:
 
 
 class Forked:
-    """A process in a session of its own, forked by the process at ``address``, by default the one at ``SOCKET``."""
+    """A process in a separate session, forked by the process at ``address``, by default the one at ``SOCKET``."""
 
     def __init__(self, request: Request, address: str | None = None) -> None:
         self.returncode: int | None = None

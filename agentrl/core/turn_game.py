@@ -25,7 +25,7 @@ class TurnGame(MultiAgentEnv):
     worst_payoff: ClassVar[float] = -1.0
     """The lowest payoff of a game with legal moves."""
     remembers: ClassVar[bool] = False
-    """Whether a player reads the whole conversation. Otherwise `state_text` replaces it, so each turn is a row of its own."""
+    """Whether a player reads the whole conversation. Otherwise `state_text` replaces it, so each turn is a separate row."""
     state_fields: ClassVar[tuple[str, ...]] = ()
     """JSON-able attributes that `deal` and `play` set."""
 

@@ -43,7 +43,7 @@ def player_factory(env: MultiAgentEnv, name: str) -> PlayerFactory:
 
 
 class MultiAgentEpisode:
-    """Runs an episode of several agents: each policy has a conversation and a trajectory of its own.
+    """Runs an episode of several agents: each policy has a separate conversation and trajectory.
 
     Agents that act at the same time are sampled concurrently. An agent without turns or tokens ends the episode: the
     environment's ``forfeit`` has the rewards.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 from gymnasium.utils.env_checker import check_env as gymnasium_check_env
@@ -31,12 +28,12 @@ from agentrl.core.types import (
 from agentrl.testing.contract import (
     ContractError,
     called,
-    differences,
     global_random_state,
     require,
     require_info,
     require_json,
 )
+from agentrl.testing.episode_record import EpisodeRecord, check_concurrent
 
 Respond = Callable[[ToolCall], ToolResult]
 """Runs a tool call."""
@@ -91,7 +88,7 @@ def check_env(
     for record in records:
         record.play()
     _check_gymnasium(env)
-    _check_concurrent(records)
+    check_concurrent(records)
     notes = _check_states(type(env), records)
     require(before == global_random_state(), f"{name} draws from the global random generators; take self.np_random")
     return notes
@@ -134,18 +131,12 @@ def _action(env: Env, rng: np.random.Generator) -> Message:
     return Message("assistant", f"{opening}{said.content}{tag}")
 
 
-class _Record:
-    """One episode run alone: its actions, its steps, and the state before each step."""
+class _Record(EpisodeRecord[Env, tuple[Observation, Info], Action, Step]):
+    """Of one agent, whose tool calls ``respond`` answers."""
 
     def __init__(self, factory: Callable[[], Env], task: Task, seed: int, respond: Respond) -> None:
-        self.factory = factory
-        self.task = task
-        self.seed = seed
+        super().__init__(factory, task, seed)
         self.respond = respond
-        self.first: tuple[Observation, Info] | None = None
-        self.actions: list[Action] = []
-        self.steps: list[Step] = []
-        self.states: list[str] = []
 
     def start(self, seed: int) -> tuple[Env, tuple[Observation, Info]]:
         env = self.factory()
@@ -172,7 +163,7 @@ class _Record:
         self._check_said(env, observation, info, set())
         known_calls: set[str] = set()
         for _ in range(_STEPS):
-            self.states.append(self._state(env))
+            self.states.append(self.state(env))
             action: Action = _action(env, rng)
             if isinstance(observation, ToolCalls):
                 action = ToolResults(tuple(self.respond(call) for call in observation.calls))
@@ -189,17 +180,6 @@ class _Record:
                 require(not isinstance(observation, ToolCalls), f"{name} ends an episode and asks for tools to be run")
                 break
         called(f"{type(env).__name__}.close", env.close)
-
-    def _state(self, env: Env) -> str:
-        state = called(f"{type(env).__name__}.get_state", env.get_state)
-        try:
-            text = json.dumps(state)
-        except TypeError as error:
-            require(False, f"{type(env).__name__}.get_state must be JSON-able: {error}", error)
-        require(
-            json.loads(text) == state, f"{type(env).__name__}.get_state changes when it goes through JSON: {state!r}"
-        )
-        return text
 
     def _check_said(self, env: Env, observation: Observation, info: Info, known_calls: set[str]) -> None:
         name = type(env).__name__
@@ -218,45 +198,3 @@ class _Record:
                 )
                 require_json(call.arguments, f"{name}: the arguments of a call to {call.name!r}")
         require_info(info, name)
-
-    def replay(self) -> Iterator[None]:
-        """Run the same actions again, one step at a time."""
-        env, first = self.start(self.seed)
-        self._require_same("reset", self.first, first)
-        for index, action in enumerate(self.actions):
-            yield
-            self._require_same(f"step {index}", self.steps[index], self.step(env, action))
-        env.close()
-
-    def check_state(self) -> None:
-        """Continue from every state in a new environment with another seed."""
-        for cut, state in enumerate(self.states):
-            env, _ = self.start(self.seed + 1000)
-            name = type(env).__name__
-            called(f"{name}.set_state", partial(env.set_state, json.loads(state)))
-            require(
-                json.loads(self._state(env)) == json.loads(state),
-                f"{name}.set_state does not bring back the state of step {cut}",
-            )
-            for index in range(cut, len(self.actions)):
-                again = self.step(env, self.actions[index])
-                require(
-                    self.steps[index] == again,
-                    f"{name}.get_state leaves out something that step depends on: with the state of step {cut}, "
-                    f"step {index} differs: {differences(self.steps[index], again)}",
-                )
-            env.close()
-
-    def _require_same(self, where: str, expected: Any, got: Any) -> None:
-        require(
-            expected == got,
-            f"an episode does not replay with seed {self.seed}: all randomness must come from self.np_random, and nothing be "
-            f"shared between environments; {where} differs: {differences(expected, got)}",
-        )
-
-
-def _check_concurrent(records: list[_Record]) -> None:
-    running = [record.replay() for record in records]
-    while running:
-        # A round drops the episodes that are over; the others take a step each, in turn.
-        running = [episode for episode in running if next(episode, StopIteration) is not StopIteration]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,12 +28,11 @@ from agentrl.core.types import Message
 from agentrl.testing.contract import (
     ContractError,
     called,
-    differences,
     global_random_state,
     require,
     require_info,
-    require_json,
 )
+from agentrl.testing.episode_record import EpisodeRecord, check_concurrent
 
 _EPISODES = 6
 _STEPS = 32
@@ -80,9 +77,7 @@ def check_multi_agent_env(env_factory: Callable[[], Any], *, task: Task | None =
     records = [_Record(env_factory, task, seed) for seed in range(_EPISODES)]
     for record in records:
         record.play()
-    running = [record.replay() for record in records]
-    while running:
-        running = [episode for episode in running if next(episode, StopIteration) is not StopIteration]
+    check_concurrent(records)
     for record in records:
         record.check_state()
     _check_pettingzoo(env_factory, name)
@@ -112,17 +107,8 @@ def _check_pettingzoo(env_factory: Callable[[], MultiAgentEnv], name: str) -> No
             raise ContractError(f"{name} fails PettingZoo's {test}: {describe(error)}") from error
 
 
-class _Record:
-    """One episode run alone: its actions, its steps, and the state before each step."""
-
-    def __init__(self, factory: Callable[[], MultiAgentEnv], task: Task, seed: int) -> None:
-        self.factory = factory
-        self.task = task
-        self.seed = seed
-        self.first: MultiReset | None = None
-        self.actions: list[dict[str, Message]] = []
-        self.steps: list[MultiStep] = []
-        self.states: list[str] = []
+class _Record(EpisodeRecord[MultiAgentEnv, MultiReset, dict[str, Message], MultiStep]):
+    """Of several agents."""
 
     def start(self, seed: int) -> tuple[MultiAgentEnv, MultiReset]:
         env = self.factory()
@@ -150,7 +136,7 @@ class _Record:
         for _ in range(_STEPS):
             if not env.agents:
                 break
-            self.states.append(self._state(env))
+            self.states.append(self.state(env))
             live = list(env.agents)
             self.actions.append({agent: _action(env, agent, infos, rng) for agent in env.acting})
             self.steps.append(self.step(env, self.actions[-1]))
@@ -175,47 +161,6 @@ class _Record:
             moves = info.get("legal_moves", [])
             fits = isinstance(moves, list) and all(isinstance(move, str) for move in moves)
             require(fits, f"{name}, {agent}: info['legal_moves'] must be a list of texts, it is {moves!r:.160}")
-
-    def _state(self, env: MultiAgentEnv) -> str:
-        name = type(env).__name__
-        state = called(f"{name}.get_state", env.get_state)
-        require_json(state, f"{name}.get_state")
-        text = json.dumps(state)
-        require(json.loads(text) == state, f"{name}.get_state changes when it goes through JSON: {state!r}")
-        return text
-
-    def replay(self) -> Iterator[None]:
-        """Run the same actions again, one step at a time."""
-        env, first = self.start(self.seed)
-        self._require_same("reset", self.first, first)
-        for index, actions in enumerate(self.actions):
-            yield
-            self._require_same(f"step {index}", self.steps[index], self.step(env, actions))
-        env.close()
-
-    def check_state(self) -> None:
-        """Continue from every state in a new environment with another seed."""
-        for cut, state in enumerate(self.states):
-            env, _ = self.start(self.seed + 1000)
-            name = type(env).__name__
-            called(f"{name}.set_state", partial(env.set_state, json.loads(state)))
-            same = json.loads(self._state(env)) == json.loads(state)
-            require(same, f"{name}.set_state does not bring back the state of step {cut}")
-            for index in range(cut, len(self.actions)):
-                again = self.step(env, self.actions[index])
-                require(
-                    self.steps[index] == again,
-                    f"{name}.get_state leaves out something that step depends on: with the state of step {cut}, "
-                    f"step {index} differs: {differences(self.steps[index], again)}",
-                )
-            env.close()
-
-    def _require_same(self, where: str, expected: Any, got: Any) -> None:
-        require(
-            expected == got,
-            f"an episode does not replay with seed {self.seed}: all randomness must come from self.np_random, and nothing be "
-            f"shared between environments; {where} differs: {differences(expected, got)}",
-        )
 
 
 def _action(env: MultiAgentEnv, agent: str, infos: dict[str, Any], rng: np.random.Generator) -> Message:

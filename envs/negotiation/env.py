@@ -24,8 +24,8 @@ class NegotiationEnv(TurnGame):
     """Players offer in turn how to divide the items; the reward is the share of the items' value that a player gets.
 
     Args:
-        illegal_cost: what an illegal move costs; nobody gets an item then.
-        max_offers: after so many offers without a deal nobody gets an item.
+        illegal_cost: what an illegal move costs; no player gets an item then.
+        max_offers: after so many offers without a deal no player gets an item.
     """
 
     metadata: dict[str, Any] = {"render_modes": [], "name": "negotiation"}  # noqa: RUF012

@@ -21,7 +21,7 @@ class ProposerSolverEnv(MultiAgentEnv):
     """The proposer sets a problem; it is worth most to it if half of the solvers solve it.
 
     Args:
-        solvers: agents that solve the problem at the same time, each on its own.
+        solvers: agents that solve the problem at the same time and independently.
         illegal_cost: of a problem that is none, or of an answer without a number.
         largest: the largest number in a problem.
     """
