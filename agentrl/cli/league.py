@@ -13,7 +13,7 @@ from rich.table import Table
 from agentrl.core.extras import install_command, installed
 from agentrl.obs.console import make_console
 from agentrl.selfplay.games import POLICY, WinTable
-from agentrl.selfplay.league_log import read_league
+from agentrl.selfplay.league_log import last_evaluation, read_league
 from agentrl.selfplay.league_plot import plot_ratings
 from agentrl.selfplay.ratings import Ratings
 
@@ -34,6 +34,8 @@ def run(arguments: argparse.Namespace) -> None:
     for seat in sorted({seat for _, _, seat in results.records}):
         console.print(_win_matrix(results, ratings, seat))
     _print_asymmetry(console, ratings, results)
+    if (evaluation := last_evaluation(arguments.run_dir)) is not None:
+        console.print(_evaluation_table(evaluation))
     if not installed("matplotlib"):
         console.print(f"no plot: {install_command('matplotlib')}", markup=False, soft_wrap=True)
         return
@@ -60,6 +62,21 @@ def _win_matrix(results: WinTable, ratings: Ratings, seat: int) -> Table:
         if any(one.games for one in records):
             cells = [f"{one.wins:g}/{one.draws:g}/{one.losses:g}" if one.games else "" for one in records]
             table.add_row(player, *cells)
+    return table
+
+
+def _evaluation_table(row: Mapping[str, Any]) -> Table:
+    """Return results of the policy in each set of an evaluation, by seat."""
+    table = Table("set", "seat", "wins/draws/losses", "score", "reward", title=f"evaluation after step {row['step']}")
+    for name, found in row["evaluation"].items():
+        results = WinTable.from_state(found["results"])
+        for (_, _, seat), one in sorted(results.records.items()):
+            cells = (
+                f"{one.wins:g}/{one.draws:g}/{one.losses:g}",
+                f"{one.score:.2f}",
+                f"{found['reward'][str(seat)]:.3f}",
+            )
+            table.add_row(name, str(seat), *cells)
     return table
 
 

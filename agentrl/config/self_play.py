@@ -43,6 +43,32 @@ class AlarmConfig(Section):
     """The mean number of sampled tokens of an agent is below this share of what it was in the first step."""
 
 
+class EvalOpponentsConfig(Section):
+    """Who plays in evaluations."""
+
+    opponents: list[str] = Field(default_factory=list)
+    """Each evaluation set is played against each of these: ``mirror`` (the policy), ``fixed:NAME`` (a scripted player of the
+    environment), with the policy in each seat on the same seeds. Without any, the policy plays all seats."""
+
+    @field_validator("opponents")
+    @classmethod
+    def _fixed(cls, opponents: list[str]) -> list[str]:
+        for name in opponents:
+            if name == FIXED:
+                raise ValueError(f"{name!r} names no player; write {FIXED}NAME")
+            if name != MIRROR and not name.startswith(FIXED):
+                raise ValueError(f"{name!r} is no opponent of evaluations: {MIRROR} or {FIXED}NAME")
+        twice = [name for name in opponents if [*map(label, opponents)].count(label(name)) > 1]
+        if twice:
+            raise ValueError(f"{', '.join(twice)}: each becomes eval/{label(twice[0])}/<metric>; leave out all but one")
+        return opponents
+
+
+def label(opponent: str) -> str:
+    """Return the name of an opponent in metrics: without ``fixed:``."""
+    return opponent.removeprefix(FIXED)
+
+
 class SelfPlayConfig(Section):
     """Self-play in environments of several agents. docs/self_play.md."""
 
@@ -58,6 +84,8 @@ class SelfPlayConfig(Section):
     """Snapshots of the policy that play against it."""
     alarm: AlarmConfig = Field(default_factory=AlarmConfig)
     """When a warning is printed that self-play has collapsed."""
+    eval: EvalOpponentsConfig = Field(default_factory=EvalOpponentsConfig)
+    """Who plays in evaluations."""
 
     @field_validator("mix")
     @classmethod

@@ -65,18 +65,21 @@ def run_of(name: str) -> Path | None:
 def jobs_of(eval_set: EvalTasks) -> list[Job]:
     """Return the episodes of a set, those of a task next to each other.
 
-    Seeds depend on set, task and sample alone: two evaluations differ only by the policy and its sampling.
+    Seeds depend on set, task and sample alone: two evaluations differ only by the policy and its sampling. Against all
+    opponents, and in all seats, the policy has the same cards.
     """
-    name = eval_set.name
+    name, lineups = eval_set.name, eval_set.lineups or (None,)
     return [
         Job(
             task,
             episode_seed(0, "eval", name, task.id, sample),
-            f"{eval_set.prefix}{task.id}/{sample}",
+            f"{eval_set.prefix}{task.id}/{sample}" + (f"/{seat}" if len(lineups) > 1 else ""),
             episode_seed(0, "eval", name, task.id) if eval_set.reset_seed == "task" else None,
+            lineup,
         )
         for task in eval_set.tasks
         for sample in range(eval_set.plan.n_samples)
+        for seat, lineup in enumerate(lineups)
     ]
 
 
@@ -99,9 +102,9 @@ async def evaluate(sets: Sequence[EvalTasks], runner: EpisodeRunner, on_done: On
             temperature=plan.temperature, top_p=plan.top_p, top_k=plan.top_k, max_new_tokens=plan.max_new_tokens
         )
         rollouts = await sampling.run_many(jobs_of(eval_set), on_done)
-        return SetResult(
-            eval_set, compute_metrics(rollouts, pass_reward=plan.pass_reward, group_by=plan.group_by), rollouts
-        )
+        games = bool(eval_set.lineups)
+        found = compute_metrics(rollouts, pass_reward=plan.pass_reward, group_by=plan.group_by, games=games)
+        return SetResult(eval_set, found, rollouts)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -128,7 +131,7 @@ async def evaluate_policy(config: Config, console: Console, samples: Path | None
     tasks = open_eval_tasks(config)
     sets = await asyncio.to_thread(check_eval, config, tasks)
     model = resolve_model(config.model.path)
-    episodes = sum(len(eval_set.tasks) * eval_set.plan.n_samples for eval_set in sets)
+    episodes = sum(eval_set.episodes for eval_set in sets)
     file = RolloutFile(samples) if samples is not None else None
     with tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder, EpisodeProgress(console, episodes) as count:
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agentrl.core.types import Rollout
 from agentrl.evaluation.intervals import Estimate, estimate, mean, pass_at_k, pass_ks
+from agentrl.evaluation.opponents import game_metrics
 
 
 def rollout_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -18,7 +19,7 @@ def rollout_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class SetMetrics:
-    """Metrics of the rollouts of one set, or of the part of it with one metadata value."""
+    """Metrics of the rollouts of one set, or of the part of it with one metadata value or seat."""
 
     prompts: int
     """Tasks."""
@@ -35,11 +36,11 @@ class SetMetrics:
     stops: dict[str, float]
     """Share of rollouts by stop reason."""
     groups: dict[str, SetMetrics] = field(default_factory=dict)
-    """Metrics of the rollouts with each value of a metadata key, by names such as ``hops=2``."""
+    """Metrics of the rollouts with each value of a metadata key, by names such as ``hops=2``, and of each seat."""
 
 
 def compute_metrics(
-    rollouts: Sequence[Rollout], *, pass_reward: float = 1.0, group_by: str | None = None
+    rollouts: Sequence[Rollout], *, pass_reward: float = 1.0, group_by: str | None = None, games: bool = False
 ) -> SetMetrics:
     """Return the metrics of the rollouts of one set.
 
@@ -47,12 +48,23 @@ def compute_metrics(
         rollouts: several of a prompt are its samples.
         pass_reward: a rollout passes if its reward is at least this.
         group_by: a key of the tasks' metadata; metrics are reported for each of its values too.
+        games: report results of games (`game_metrics`), and all metrics for each seat too.
 
     """
+    groups = {} if group_by is None else _grouped(rollouts, group_by)
+    if games:
+        for one in sorted(rollouts, key=lambda one: one.seat):
+            groups.setdefault(f"seat={one.seat}", []).append(one)
+    parts = {name: _metrics(some, pass_reward, games) for name, some in groups.items()}
+    return replace(_metrics(rollouts, pass_reward, games), groups=parts)
+
+
+def _metrics(rollouts: Sequence[Rollout], pass_reward: float, games: bool) -> SetMetrics:
     prompts = _by_prompt(rollouts)
     means = {"reward": estimate([[rollout.reward for rollout in some] for some in prompts])}
-    for key in sorted({key for rollout in rollouts for key in rollout.metrics} - {"reward"}):
-        values = [[rollout.metrics[key] for rollout in some if key in rollout.metrics] for some in prompts]
+    found = [[one.metrics | (game_metrics(one) if games else {}) for one in some] for some in prompts]
+    for key in sorted({key for some in found for each in some for key in each} - {"reward"}):
+        values = [[each[key] for each in some if key in each] for some in found]
         means[key] = estimate([some for some in values if some])
     passed = [(len(some), sum(rollout.reward >= pass_reward for rollout in some)) for some in prompts]
     for k in pass_ks(min(samples for samples, _ in passed) if passed else 0):
@@ -66,7 +78,6 @@ def compute_metrics(
         tokens=mean([float(rollout.sampled_tokens) for rollout in rollouts]),
         means=means,
         stops={reason: count / len(rollouts) for reason, count in sorted(stops.items())},
-        groups=_grouped(rollouts, pass_reward, group_by) if group_by is not None else {},
     )
 
 
@@ -77,11 +88,11 @@ def _by_prompt(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     return list(prompts.values())
 
 
-def _grouped(rollouts: Sequence[Rollout], pass_reward: float, key: str) -> dict[str, SetMetrics]:
+def _grouped(rollouts: Sequence[Rollout], key: str) -> dict[str, list[Rollout]]:
     groups: dict[str, list[Rollout]] = {}
     for rollout in sorted(rollouts, key=lambda rollout: _order(rollout.metadata.get(key))):
         groups.setdefault(f"{key}={rollout.metadata.get(key)}", []).append(rollout)
-    return {name: compute_metrics(some, pass_reward=pass_reward) for name, some in groups.items()}
+    return groups
 
 
 def _order(value: object) -> tuple[bool, float, str]:

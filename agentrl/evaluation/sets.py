@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentrl.config.evaluation import EvalSet
 from agentrl.config.rollout import ResetSeed
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
+from agentrl.core.lineup import Lineup
 from agentrl.core.task import Task, TaskSet
 from agentrl.data.tasks import read_tasks
+from agentrl.evaluation.opponents import eval_lineups
 from agentrl.runtime.task_order import read_split
 from agentrl.runtime.task_sources import TaskSources, named, of_source
 
@@ -30,21 +32,41 @@ class EvalTasks:
     """The split or the file of the tasks."""
     reset_seed: ResetSeed = "task"
     """``rollout.reset_seed``."""
+    opponent: str = ""
+    """Name of the opponents in metrics, if ``self_play.eval.opponents`` has some."""
+    lineups: Sequence[Lineup] = ()
+    """Who plays, one episode for each; empty: as in training."""
+
+    @property
+    def full_name(self) -> str:
+        """Name of the set and of its opponents, in metric names; empty without both."""
+        return "/".join(part for part in (self.name, self.opponent) if part)
+
+    @property
+    def episodes(self) -> int:
+        """Number of episodes."""
+        return len(self.tasks) * self.plan.n_samples * max(len(self.lineups), 1)
 
     @property
     def prefix(self) -> str:
         """Prefix of the set's metric names."""
-        return f"eval/{self.name}/" if self.name else "eval/"
+        return f"eval/{self.full_name}/" if self.full_name else "eval/"
 
     @property
     def label(self) -> str:
         """The set's name in output: ``eval`` if it has none."""
-        return self.name or "eval"
+        return self.full_name or "eval"
 
     @property
     def described(self) -> str:
         """One line about the set."""
-        return f"{self.label}: {len(self.tasks)} tasks of {self.source} x {self.plan.n_samples}, {self.decoding}"
+        return f"{self.label}: {len(self.tasks)} tasks of {self.source} x {self.samples}, {self.decoding}"
+
+    @property
+    def samples(self) -> str:
+        """Samples of a task in words, such as ``4 x 2 seats``."""
+        seats = f" x {len(self.lineups)} seats" if len(self.lineups) > 1 else ""
+        return f"{self.plan.n_samples}{seats}"
 
     @property
     def decoding(self) -> str:
@@ -70,6 +92,8 @@ def load_eval_tasks(config: Config, tasks: TaskSources) -> list[EvalTasks]:
         with of_source("" if name in named_by_user else source):
             if name in named_by_user or can_evaluate(sources[source], tasks[source]):
                 found.append(_load(sources[source], tasks[source], name, plan))
+    if by_opponent := eval_lineups(config):
+        return [replace(one, opponent=each, lineups=some) for one in found for each, some in by_opponent.items()]
     return found
 
 
@@ -121,15 +145,15 @@ def check_goals(config: Config, sets: Sequence[EvalTasks]) -> None:
         ConfigError: nothing is evaluated, or a key does not start with the name of a set although there are several.
 
     """
-    names = [eval_set.name for eval_set in sets if eval_set.name]
+    names = [eval_set.full_name for eval_set in sets if eval_set.full_name]
     for goal in config.train.stop_at:
         if not sets:
             raise ConfigError(
                 f"train.stop_at={{{goal}: …}}, but nothing is evaluated: there are no tasks to evaluate on"
             )
-        if names and goal.split("/")[0] not in names:
+        if names and not any(goal.startswith(f"{name}/") for name in names):
             raise ConfigError(
-                f"train.stop_at={{{goal}: …}}: with eval.sets a goal starts with a set's name, such as {names[0]}/{goal}"
+                f"train.stop_at={{{goal}: …}}: with several sets a goal starts with a set's name, such as {names[0]}/{goal}"
             )
 
 

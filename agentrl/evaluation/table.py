@@ -39,7 +39,7 @@ def results_table(results: Sequence[SetResult], title: str) -> Table:
 def _plan_rows(results: Sequence[SetResult]) -> list[tuple[str, list[str]]]:
     return [
         ("tasks from", [result.eval_set.source.removeprefix("the ") for result in results]),
-        ("tasks x samples", [f"{result.metrics.prompts} x {result.eval_set.plan.n_samples}" for result in results]),
+        ("tasks x samples", [f"{result.metrics.prompts} x {result.eval_set.samples}" for result in results]),
         ("sampling", [result.eval_set.decoding for result in results]),
     ]
 
@@ -65,5 +65,6 @@ def results_lines(results: Sequence[SetResult]) -> list[str]:
         cells = [f"{key} {format_estimate(each)}" for key, each in result.metrics.means.items()]
         if result.metrics.failed:
             cells.append(f"failed {result.metrics.failed:.1%}")
-        lines.append("  ".join([result.eval_set.name, *cells] if result.eval_set.name else cells))
+        name = result.eval_set.full_name
+        lines.append("  ".join([name, *cells] if name else cells))
     return lines

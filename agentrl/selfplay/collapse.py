@@ -10,7 +10,7 @@ import numpy as np
 
 from agentrl.config.self_play import MIRROR, AlarmConfig
 from agentrl.core.types import Rollout
-from agentrl.selfplay.games import Game
+from agentrl.selfplay.games import rollout_score
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,7 @@ def step_play(rollouts: Sequence[Rollout]) -> StepPlay:
     rewards: dict[str, list[float]] = {}
     for one in rollouts:
         if one.opponent == MIRROR:
-            others = [reward for seat, reward in enumerate(one.seat_rewards) if seat != one.seat]
-            game = Game(one.episode, (), (one.reward, max(others, default=one.reward)))
-            scores.setdefault(one.role, []).append(game.score(0, 1))
+            scores.setdefault(one.role, []).append(rollout_score(one))
             rewards.setdefault(one.role, []).append(one.reward)
     tokens = float(np.mean([one.sampled_tokens for one in rollouts])) if rollouts else 0.0
     return StepPlay(

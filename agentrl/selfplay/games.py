@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.core.types import Rollout
+
 POLICY = "policy"
 """The name of the policy that is trained, as a player."""
 
@@ -25,6 +27,12 @@ class Game:
         """Return the result of one seat against another: 1 for the larger reward, 0.5 for equal ones, else 0."""
         mine, theirs = self.rewards[seat], self.rewards[other]
         return 1.0 if mine > theirs else 0.5 if mine == theirs else 0.0
+
+
+def rollout_score(rollout: Rollout) -> float:
+    """Return the score of a rollout's seat against the best of the other seats; 0.5 without others."""
+    others = [reward for seat, reward in enumerate(rollout.seat_rewards) if seat != rollout.seat]
+    return Game(rollout.episode, (), (rollout.reward, max(others, default=rollout.reward))).score(0, 1)
 
 
 @dataclass(slots=True)

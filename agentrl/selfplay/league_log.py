@@ -1,8 +1,9 @@
-"""``league.jsonl`` of a run: ratings and results after each step, one JSON object a line."""
+"""``league.jsonl`` of a run: ratings and results after each step, and those of evaluations, one JSON object a line."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +35,33 @@ class LeagueLog:
 
     def write(self, step: int, league: League) -> None:
         """Append a step."""
-        row = {"step": step, "ratings": league.ratings.state(), "results": league.results.state()}
+        self._append({"step": step, "ratings": league.ratings.state(), "results": league.results.state()})
+
+    def write_evaluation(self, step: int, found: Mapping[str, Any]) -> None:
+        """Append an evaluation after a step: its sets with opponents by name."""
+        self._append({"step": step, "evaluation": dict(found)})
+
+    def _append(self, row: Mapping[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
 
 def read_league(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run, in the order of steps.
+    """Return the lines of a run's steps, in their order.
 
     Raises:
         ConfigError: the folder is that of no run with self-play.
 
     """
     path = folder / FILE
-    if not path.is_file() or not (found := _rows(path)):
+    if not (found := [row for row in _rows(path) if "ratings" in row]):
         raise ConfigError(f"{folder} has no {FILE} with a step: name the folder of a run with self_play")
     return found
+
+
+def last_evaluation(folder: Path) -> dict[str, Any] | None:
+    """Return the line of a run's last evaluation with opponents; None if there is none."""
+    return next((row for row in reversed(_rows(folder / FILE)) if "evaluation" in row), None)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

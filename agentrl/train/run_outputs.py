@@ -10,6 +10,7 @@ from rich.console import Console
 
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import redact
+from agentrl.config.self_play import label
 from agentrl.core.extras import install_command, installed
 from agentrl.obs.learning_curve import plot_curve
 from agentrl.obs.metrics import MetricsLog
@@ -40,7 +41,9 @@ def open_metrics(config: Config, folder: Path, note: Callable[[str], None], resu
 
 def curve_keys(config: Config) -> list[str]:
     """Return the metrics that the learning curve shows, including those of each source and each evaluation set."""
-    prefixes = [f"eval/{name}/" for name in config.eval.named_sets(config.sources) if name] or ["eval/"]
+    opponents = [] if config.self_play is None else [label(one) for one in config.self_play.eval.opponents]
+    names = [(name, other) for name in config.eval.named_sets(config.sources) for other in opponents or [""]]
+    prefixes = ["/".join(filter(None, ("eval", *name))) + "/" for name in names]
     sources = [f"train/{name}/reward" for name in config.sources]
     return ["train/reward", *sources, "rollout/exact_match", *(prefix + key for prefix in prefixes for key in CURVE)]
 

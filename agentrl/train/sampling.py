@@ -25,7 +25,6 @@ from agentrl.runtime.jobs import OnDone, step_jobs, watched
 from agentrl.runtime.services import Services
 from agentrl.runtime.task_order import TaskOrder
 from agentrl.runtime.task_sources import MixedOrder
-from agentrl.selfplay.games import POLICY
 from agentrl.train.gpu_time_sharing import GpuTimeSharing
 from agentrl.train.self_play import SelfPlay
 from agentrl.weight_sync.base import WeightSync
@@ -262,11 +261,13 @@ class Sampling:
             results = await evaluate(self.eval_sets, self.services.runner(), done)
         if file is not None:
             await asyncio.to_thread(file.finish)
+        if self.self_play is not None:
+            self.self_play.on_evaluated(self._version, results)
         return results
 
     def standing(self) -> dict[str, float]:
-        """Return ``eval/rating`` if there is self-play: the strength that the policy very likely has, by its ratings."""
-        return {} if self.self_play is None else {"eval/rating": self.self_play.league.ratings.of(POLICY).low}
+        """Return the policy's rating, if there is self-play."""
+        return {} if self.self_play is None else self.self_play.standing()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens."""

@@ -16,6 +16,8 @@ from agentrl.core.lineup import Lineup, PolicySeat, ScriptedSeat, Seat
 from agentrl.core.sampler import Sampler
 from agentrl.core.types import Rollout
 from agentrl.episode.runner import Job
+from agentrl.evaluation.opponents import games_report
+from agentrl.evaluation.result import SetResult
 from agentrl.inference.base import EngineControl
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.learner.base import LearnerGroup
@@ -149,6 +151,16 @@ class SelfPlay:
             _log.warning("step %d: %s", step, text)
         self.log.write(step, self.league)
         self._played, self._seatings = [], {}
+
+    def on_evaluated(self, step: int, results: Sequence[SetResult]) -> None:
+        """Write the results of an evaluation with opponents."""
+        found = {one.eval_set.full_name: games_report(one.rollouts) for one in results if one.eval_set.lineups}
+        if found:
+            self.log.write_evaluation(step, found)
+
+    def standing(self) -> dict[str, float]:
+        """Return ``eval/rating``: the strength that the policy very likely has, by its ratings."""
+        return {"eval/rating": self.league.ratings.of(POLICY).low}
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step that was recorded last."""

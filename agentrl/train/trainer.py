@@ -249,7 +249,7 @@ class Trainer:
         if not sets:
             return
         start, done = time.perf_counter(), 0
-        total = sum(len(choice.tasks) * choice.plan.n_samples for choice in sets)
+        total = sum(choice.episodes for choice in sets)
 
         def count(_: Rollout) -> None:
             nonlocal done

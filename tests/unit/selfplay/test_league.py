@@ -101,7 +101,10 @@ def test_a_resumed_run_has_no_lines_of_steps_that_it_runs_again(tmp_path):
 
 def test_the_command_prints_ratings_wins_by_seat_and_asymmetry(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    trained(4, LeagueLog(tmp_path, None))
+    log = LeagueLog(tmp_path, None)
+    trained(4, log)
+    nash = {"results": [[POLICY, "fixed:nash", 1, 3.0, 1.0, 0.0]], "reward": {"1": 0.5}}
+    log.write_evaluation(4, {"nash": nash})
     assert main(["league", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "after step 4" in out
@@ -112,6 +115,8 @@ def test_the_command_prints_ratings_wins_by_seat_and_asymmetry(tmp_path, capsys,
     assert ["itself", "0.50", "1.00"] in lines
     assert "wins/draws/losses in seat 1" in out
     assert "0/0/4" in out
+    assert "evaluation after step 4" in out
+    assert ["nash", "1", "3/1/0", "0.88", "0.500"] in lines
     assert (tmp_path / "league.png").read_bytes().startswith(b"\x89PNG")
 
 
