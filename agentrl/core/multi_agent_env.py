@@ -12,6 +12,7 @@ from gymnasium.utils import seeding
 from pettingzoo import ParallelEnv
 
 from agentrl.core.env import EnvBase
+from agentrl.core.game_tree import GameTree
 from agentrl.core.player import PlayerFactory, RandomPlayer
 from agentrl.core.spaces import ActionSpace, MessageSpace
 from agentrl.core.types import Info, Message, Rewrite, json_state
@@ -82,6 +83,14 @@ class MultiAgentEnv(EnvBase, ParallelEnv[str, View, Message]):
     def forfeit(self, agent: str) -> dict[str, float]:
         """Return the rewards, by agent, if ``agent`` must act and has no turns or tokens left; the episode is over then."""
         return {}
+
+    def game_tree(self) -> GameTree[Any] | None:
+        """Return the game as a tree, for its exploitability; by default there is none.
+
+        The game has two players, by seat. An information set is the text of the only message that the player reads, and
+        an action the text of a legal move.
+        """
+        return None
 
     def close(self) -> None:
         """Release what the environment holds; by default nothing."""

@@ -3,45 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
+
+from agentrl.core.game_tree import CHANCE, GameTree
 
 S = TypeVar("S", bound=Hashable)
-CHANCE = -1
-"""The player of a state in which a random event follows."""
 Strategy = Mapping[Hashable, Mapping[str, float]]
 """By information set: the probability of each action."""
-
-
-class GameTree(Protocol[S]):
-    """A game with perfect recall. What follows a state depends on the state alone."""
-
-    def root(self) -> S:
-        """Return the first state."""
-        ...
-
-    def player(self, state: S) -> int | None:
-        """Return who moves: 0, 1 or `CHANCE`; None if the game is over."""
-        ...
-
-    def chances(self, state: S) -> Mapping[str, float]:
-        """Return the probability of each random event."""
-        ...
-
-    def actions(self, state: S) -> Sequence[str]:
-        """Return the legal actions."""
-        ...
-
-    def child(self, state: S, action: str) -> S:
-        """Return the state after an action or a random event."""
-        ...
-
-    def information_set(self, state: S) -> Hashable:
-        """Return what the player who moves knows: equal for states that this player cannot tell apart."""
-        ...
-
-    def payoff(self, state: S, player: int) -> float:
-        """Return a player's payoff at the end."""
-        ...
 
 
 def expected_payoff(game: GameTree[S], strategies: Sequence[Strategy], player: int) -> float:
@@ -109,6 +77,60 @@ def exploitability(game: GameTree[S], strategies: Sequence[Strategy]) -> float:
         for player in (0, 1)
     ]
     return sum(gains) / 2
+
+
+def average_strategies(game: GameTree[S], mixed: Sequence[Strategy]) -> tuple[Strategy, Strategy]:
+    """Return, by seat, the strategy that plays like a player who draws one of ``mixed`` before each game, all equally probable.
+
+    At an information set each strategy has the weight with which its player's own actions lead there, which is the same
+    for all states in it (perfect recall). Where none leads, all have the same weight. Source: Kuhn (1953).
+
+    Args:
+        game: of two players.
+        mixed: each for both seats, with the probabilities of all legal actions.
+
+    """
+    found: tuple[dict[Hashable, dict[str, float]], ...] = ({}, {})
+
+    def walk(state: S, reach: tuple[tuple[float, ...], tuple[float, ...]]) -> None:
+        """Go on from a state, with the probability of each strategy's own actions so far, by seat."""
+        mover = game.player(state)
+        if mover is None:
+            return
+        if mover == CHANCE:
+            for event in game.chances(state):
+                walk(game.child(state, event), reach)
+            return
+        where, mine = game.information_set(state), reach[mover]
+        chances = [_chances(game, state, one) for one in mixed]
+        weights = mine if sum(mine) > 0 else (1.0,) * len(mixed)
+        found[mover][where] = {
+            action: sum(weight * one.get(action, 0.0) for weight, one in zip(weights, chances, strict=True))
+            / sum(weights)
+            for action in game.actions(state)
+        }
+        for action in game.actions(state):
+            after = tuple(weight * one.get(action, 0.0) for weight, one in zip(mine, chances, strict=True))
+            walk(game.child(state, action), (after, reach[1]) if mover == 0 else (reach[0], after))
+
+    begin = (1.0,) * len(mixed)
+    walk(game.root(), (begin, begin))
+    return found[0], found[1]
+
+
+def legal_actions(game: GameTree[S]) -> dict[Hashable, tuple[str, ...]]:
+    """Return the legal actions at each information set."""
+    found: dict[Hashable, tuple[str, ...]] = {}
+    left = [game.root()]
+    while left:
+        state = left.pop()
+        mover = game.player(state)
+        if mover is not None:
+            actions = tuple(game.chances(state) if mover == CHANCE else game.actions(state))
+            left += [game.child(state, one) for one in actions]
+            if mover != CHANCE:
+                found[game.information_set(state)] = actions
+    return found
 
 
 def _chances(game: GameTree[S], state: S, strategy: Strategy) -> Mapping[str, float]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.cluster.ray_address import learner_device
 from agentrl.config.schema import Config
+from agentrl.evaluation.exploitability import open_game_scores
 from agentrl.evaluation.sets import load_eval_tasks
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.launch.launcher import EngineSpec, Launcher
@@ -74,6 +75,10 @@ async def open_sampling(
         eval_sets=load_eval_tasks(config, tasks),
         # An offloaded learner has no GPU memory that an engine could open.
         restart_sync=_weight_sync(config, folder, "tensor", dtype) if config.weights.transport == "ipc" else None,
+        # Requests that score tokens name no adapter.
+        game_scores=None
+        if config.weights.adapters == "only"
+        else open_game_scores(config, services.renderer, services.fleet.vocabulary.size),
     )
     await source.open()
     if config.self_play is not None:

@@ -14,6 +14,7 @@ from agentrl.core.errors import EngineError
 from agentrl.core.types import Rollout
 from agentrl.episode.runner import EpisodeRunner
 from agentrl.evaluation.evaluate import evaluate
+from agentrl.evaluation.exploitability import GameScores
 from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.inference.base import EngineControl
@@ -115,6 +116,10 @@ class Sampling:
     """Syncs weights to restarted engines, if ``sync`` cannot while the learner is offloaded."""
     self_play: SelfPlay | None = None
     """Opponents of the policy, if ``self_play`` is set."""
+    game_scores: GameScores | None = None
+    """Reads strategies, in a game with a tree."""
+    _exploitability: dict[str, float] = field(default_factory=dict, init=False)
+    """Of the last evaluation."""
     _gpu_sharing: GpuTimeSharing | None = field(default=None, init=False)
     """None: engines and learner both keep their memory."""
     _runner: EpisodeRunner | None = field(default=None, init=False)
@@ -259,15 +264,24 @@ class Sampling:
 
         async with self._episodes_running(), watched(self.services, self.interrupt):
             results = await evaluate(self.eval_sets, self.services.runner(), done)
+            self._exploitability = await self._read_exploitability()
         if file is not None:
             await asyncio.to_thread(file.finish)
         if self.self_play is not None:
             self.self_play.on_evaluated(self._version, results)
         return results
 
+    async def _read_exploitability(self) -> dict[str, float]:
+        if self.game_scores is None:
+            return {}
+        found = self.game_scores.metrics(await self.game_scores.strategy_of(self.services.fleet))
+        if self.self_play is not None:
+            found |= self.game_scores.pool_metrics(await self.self_play.snapshot_strategies(self.game_scores))
+        return found
+
     def standing(self) -> dict[str, float]:
-        """Return the policy's rating, if there is self-play."""
-        return {} if self.self_play is None else self.self_play.standing()
+        """Return the policy's rating, if there is self-play, and its exploitability, if the game has a tree."""
+        return self._exploitability | ({} if self.self_play is None else self.self_play.standing())
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens."""

@@ -16,6 +16,7 @@ from agentrl.core.lineup import Lineup, PolicySeat, ScriptedSeat, Seat
 from agentrl.core.sampler import Sampler
 from agentrl.core.types import Rollout
 from agentrl.episode.runner import Job
+from agentrl.evaluation.exploitability import GameScores, PlayedStrategy
 from agentrl.evaluation.opponents import games_report
 from agentrl.evaluation.result import SetResult
 from agentrl.inference.base import EngineControl
@@ -87,6 +88,8 @@ class SelfPlay:
     """By episode of the step."""
     _played: list[Rollout] = field(default_factory=list, init=False)
     _metrics: dict[str, float] = field(default_factory=dict, init=False)
+    _strategies: dict[str, PlayedStrategy] = field(default_factory=dict, init=False)
+    """In a game with a tree, of snapshots by name."""
 
     async def on_weights(self, learner: LearnerGroup, step: int) -> None:
         """Take a snapshot of the policy after ``step``, if one is due.
@@ -157,6 +160,22 @@ class SelfPlay:
         found = {one.eval_set.full_name: games_report(one.rollouts) for one in results if one.eval_set.lineups}
         if found:
             self.log.write_evaluation(step, found)
+
+    async def snapshot_strategies(self, scores: GameScores) -> list[PlayedStrategy]:
+        """Return how each snapshot of the pool plays. One that is new here is loaded into an engine first.
+
+        Raises:
+            EngineError: an engine does not load it, or fails.
+
+        """
+        names = self.league.pool.names
+        for name in names if self.engines else ():
+            if name not in self._strategies:
+                engine = next((one for one in self.engines if one.snapshot == name), self.engines[0])
+                await engine.load(name)
+                self._strategies[name] = await scores.strategy_of(engine.fleet)
+        self._strategies = {name: one for name, one in self._strategies.items() if name in names}
+        return list(self._strategies.values())
 
     def standing(self) -> dict[str, float]:
         """Return ``eval/rating``: the strength that the policy very likely has, by its ratings."""

@@ -259,9 +259,11 @@ class Trainer:
         self.view.phase(f"evaluate 0/{total}")
         with waiting(PHASE, f"step {self.step}", "evaluation"):
             results = await self.source.evaluate(count)
-        self.evaluation = flat_metrics(results) | self.source.standing() | {"time/eval_s": time.perf_counter() - start}
+        standing = self.source.standing()
+        self.evaluation = flat_metrics(results) | standing | {"time/eval_s": time.perf_counter() - start}
         self.metrics.write(self.step, self.evaluation)
-        for line in results_lines(results):
+        also = "  ".join(f"{key.removeprefix('eval/')} {value:.3f}" for key, value in standing.items())
+        for line in [*results_lines(results), *([also] if also else [])]:
             self.view.note(f"evaluation after step {self.step}: {line}")
 
     def state(self) -> dict[str, Any]:

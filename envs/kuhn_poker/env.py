@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from agentrl import RandomPlayer, TurnGame
+from agentrl.core.game_tree import GameTree
 from agentrl.core.player import PlayerFactory
 
 from .players import NashPlayer
@@ -49,6 +50,12 @@ class KuhnPokerEnv(TurnGame):
     """Card of each agent: J, Q or K."""
     history: list[str]
     """Moves so far."""
+
+    def game_tree(self) -> GameTree[Any]:
+        """Return the game as a tree."""
+        from .tree import KuhnTree
+
+        return KuhnTree()
 
     def deal(self) -> None:
         """Deal a card to each player."""

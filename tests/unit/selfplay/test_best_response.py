@@ -9,7 +9,13 @@ from agentrl_envs.kuhn_poker.tree import KuhnTree, nash_strategy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.selfplay.best_response import best_response_payoff, expected_payoff, exploitability
+from agentrl.selfplay.best_response import (
+    average_strategies,
+    best_response_payoff,
+    expected_payoff,
+    exploitability,
+    legal_actions,
+)
 
 
 class Pennies:
@@ -84,6 +90,32 @@ def test_a_best_response_is_the_best_of_all_pure_strategies(chances):
 def test_the_scripted_player_of_the_environment_is_an_equilibrium():
     scripted = nash_strategy(NASH)
     assert exploitability(KuhnTree(), (scripted, scripted)) == pytest.approx(0, abs=1e-12)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.floats(0, 1), min_size=36, max_size=36))
+def test_an_average_strategy_gets_the_mean_payoff_against_every_opponent(chances):
+    one, two, other = (
+        strategy(**dict(zip((*FIRST, *SECOND), chances[at : at + 12], strict=True))) for at in (0, 12, 24)
+    )
+    first, second = average_strategies(KuhnTree(), [one, two])
+    for mixed, seats in ((first, lambda mine: (mine, other)), (second, lambda mine: (other, mine))):
+        mean = sum(expected_payoff(KuhnTree(), seats(mine), 0) for mine in (one, two)) / 2
+        assert expected_payoff(KuhnTree(), seats(mixed), 0) == pytest.approx(mean, abs=1e-9)
+
+
+def test_an_average_weights_strategies_by_the_probability_that_they_come_there():
+    always, never = (strategy(**dict.fromkeys((*FIRST, *SECOND), bets)) for bets in (1, 0))
+    first, _ = average_strategies(KuhnTree(), [always, never])
+    moves = {text: chances for text, chances in first.items() if "card: J" in text}
+    after_check = next(chances for text, chances in moves.items() if "check bet" in text)
+    assert after_check == {"fold": 1.0, "call": 0.0}, "only the second checks"
+    assert {"check": 0.5, "bet": 0.5} in moves.values()
+
+
+def test_legal_actions_of_all_information_sets():
+    assert legal_actions(KuhnTree()) == {where: tuple(moves) for where, moves in nash_strategy(NASH).items()}
+    assert legal_actions(Pennies()) == {0: ("h", "t"), 1: ("h", "t")}
 
 
 def test_matching_pennies():

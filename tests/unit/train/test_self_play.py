@@ -11,6 +11,7 @@ from agentrl.core.lineup import PolicySeat, ScriptedSeat
 from agentrl.core.task import Task
 from agentrl.core.types import Failure, FailureKind, Rollout, StopReason
 from agentrl.episode.runner import Job
+from agentrl.evaluation.exploitability import PlayedStrategy
 from agentrl.learner.checkpoints import STATE
 from agentrl.models.weight_files import WeightFiles
 from agentrl.selfplay.league import League
@@ -194,6 +195,29 @@ def test_a_warning_of_the_alarm_is_logged(tmp_path, caplog):
         play.played(rollouts_of(asyncio.run(play.seat(step, jobs(step), 2))))
         play.on_step_trained(step)
     assert "step 5: in mirror play player_0 scored 1.00 and player_1 0.00 for 5 steps" in caplog.text
+
+
+class FakeScores:
+    """Reads how an engine plays: by the name of the snapshot that it holds."""
+
+    async def strategy_of(self, fleet):
+        return PlayedStrategy({"played by": {fleet.live[0].loaded[-1][0]: 1.0}}, 0.0)
+
+
+def test_each_snapshot_of_the_pool_is_scored_once(tmp_path):
+    play, [fleet] = self_play(tmp_path, {"past": 1.0}, engines=1, snapshot_every=1, keep=2)
+    for step in range(3):
+        asyncio.run(play.on_weights(learner(), step))
+        found = asyncio.run(play.snapshot_strategies(FakeScores()))
+        assert [list(one.moves["played by"]) for one in found] == [[name] for name in play.league.pool.names]
+    assert [name for name, _ in fleet.live[0].loaded] == ["step_000000", "step_000001", "step_000002"]
+
+
+def test_without_engines_no_snapshot_is_scored(tmp_path):
+    play, _ = self_play(tmp_path, {"mirror": 1.0})
+    play.league.add_snapshot(0)  # of a run that is resumed with another mix
+    play.engines = []
+    assert asyncio.run(play.snapshot_strategies(FakeScores())) == []
 
 
 def test_more_snapshots_than_engines_wait_for_another_step(tmp_path):
