@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from agentrl.core.errors import ConfigError
 from agentrl.core.file_modes import give_default_mode
+from agentrl.models.hub_tensors import hub_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +90,9 @@ def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
     from_config: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        held = {name: tuple(data.shape) for name, data in from_config(model_config(shape)).named_parameters()}
-    return dict(pair for name, sizes in held.items() for pair in _in_files(name, sizes))
-
-
-def _in_files(name: str, sizes: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Iterate over the weights in files that are one parameter in transformers: those of experts are stacked there."""
-    layer, experts, projection = name.partition(".experts.")
-    if not experts:
-        yield name, sizes
-        return
-    names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
-    for expert, each in product(range(sizes[0]), names):
-        yield f"{layer}{experts}{expert}.{each}.weight", (sizes[1] // len(names), *sizes[2:])
+        model = from_config(model_config(shape))
+    held = {name: tuple(data.shape) for name, data in model.named_parameters()}
+    return {tensor.name: tensor.shape for tensor in hub_tensors(model, held)}
 
 
 def write_random_model(

@@ -119,6 +119,7 @@ def test_weights_that_ranks_cannot_divide_evenly_are_gathered(group):
         from torch.distributed.tensor import Shard, distribute_tensor
 
         from agentrl.learner.fsdp import gather
+        from agentrl.models.hub_tensors import HubTensor
 
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         shapes = ((5, 3), (1, 4), (4, 2), (3,), (2, 2, 2))
@@ -128,11 +129,20 @@ def test_weights_that_ranks_cannot_divide_evenly_are_gathered(group):
         usual, gather._PART_BYTES = gather._PART_BYTES, 40
         try:
             gather.gather_weights(zip([*sharded, whole[-1]], into, strict=True))
+            experts = torch.arange(48).float().view(3, 8, 2)
+            fused = distribute_tensor(experts, mesh, [Shard(0)])
+            # Halves of experts, and rows of all of them.
+            rows = [HubTensor("", "", (4, 2), 4 * half, False) for half in range(6)] + [
+                HubTensor("", "", (20, 2), 3, False)
+            ]
+            into += (halves := [torch.zeros(tensor.shape, dtype=torch.bfloat16) for tensor in rows])
+            whole += [tensor.of(experts) for tensor in rows]
+            gather.gather_rows([(fused, out, tensor) for out, tensor in zip(halves, rows, strict=True)])
         finally:
             gather._PART_BYTES = usual
         return [torch.equal(*pair) for pair in zip(into, [tensor.bfloat16() for tensor in whole], strict=True)]
 
-    assert group._call(gathered, "gather") == [[True] * 5] * 2
+    assert group._call(gathered, "gather") == [[True] * 12] * 2
 
 
 def test_a_critic_has_its_own_ranks(group, local, model, tmp_path):

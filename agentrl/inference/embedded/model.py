@@ -20,6 +20,7 @@ from agentrl.core.errors import ModelError
 from agentrl.inference.embedded.cache import ATTENTION, SlotCache
 from agentrl.inference.embedded.errors import BadRequestError
 from agentrl.inference.embedded.forward_batch import ForwardBatch, Segment
+from agentrl.models.hub_tensors import hub_tensors
 from agentrl.models.load import load_model
 from agentrl.models.routing import REPLAYED
 
@@ -61,6 +62,8 @@ class Model:
         self._threads = 1 if large else threads
         torch.set_num_threads(threads if large else 1)
         self._pool = ThreadPoolExecutor(max(1, self._threads - 1), "forward", torch.set_num_threads, (1,))
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
+        self._tensors = {tensor.name: tensor for tensor in hub_tensors(self._model, shapes)}
         self._layers = _record_experts(self._model, self.cache)
         self._check(dtype)
         self._released: dict[str, torch.Size] = {}
@@ -139,7 +142,9 @@ class Model:
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Return the weights by Hugging Face name; of tied weights only the first."""
-        return self._model.named_parameters()
+        weights = dict(self._model.named_parameters())
+        tensors = self._tensors.values()
+        return ((tensor.name, tensor.of(weights[tensor.weight])) for tensor in tensors if tensor.weight in weights)
 
     def release_weights(self) -> None:
         """Free the memory of the weights."""
@@ -169,12 +174,11 @@ class Model:
             BadRequestError: a name is unknown, a shape differs, or the weights' memory was released.
         """
         self.check_present()
-        state = self._model.state_dict()
         for name, shape in shapes:
-            if name not in state:
+            if name not in self._tensors:
                 raise BadRequestError(f"the model has no weight {name!r}")
-            if state[name].shape != shape:
-                raise BadRequestError(f"weight {name!r} is {list(state[name].shape)}, not {list(shape)}")
+            if (own := self._tensors[name].shape) != shape:
+                raise BadRequestError(f"weight {name!r} is {list(own)}, not {list(shape)}")
 
     def load_weights(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Copy tensors into the weights of the same Hugging Face names: all of them, or none if one does not fit.
@@ -186,7 +190,8 @@ class Model:
         state = self._model.state_dict()
         with torch.no_grad():
             for name, tensor in named:
-                state[name].copy_(tensor)
+                own = self._tensors[name]
+                own.of(state[own.weight]).copy_(tensor)
 
     def load_folder(self, folder: Path) -> None:
         """Load all weights of a Hugging Face folder, or of a folder with only safetensors files.
@@ -206,7 +211,8 @@ class Model:
 
     def _read(self, folder: Path) -> dict[str, Tensor]:
         if (folder / "config.json").exists():
-            return load_model(folder, self._model.dtype).state_dict()
+            state = load_model(folder, self._model.dtype).state_dict()
+            return {name: each.of(state[each.weight]) for name, each in self._tensors.items() if each.weight in state}
         files = sorted(folder.glob("*.safetensors"))
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
 

@@ -1,11 +1,13 @@
-"""Gathering of sharded weights, one collective for many of them, and merging of LoRA adapters."""
+"""Gathering of sharded weights, one collective for many of them, their Hugging Face names, and merging of LoRA adapters."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -13,7 +15,8 @@ from agentrl.config.learner import LoraConfig
 from agentrl.distributed.base import TensorSpec, spec_of
 from agentrl.distributed.flat_bucket import ALIGNMENT
 from agentrl.learner.base import WeightSource
-from agentrl.learner.fsdp.weights import adapter_name, hf_name, is_adapter, local, peft_name
+from agentrl.learner.fsdp.weights import adapter_name, hf_name, hub_tensors_of, is_adapter, local, peft_name
+from agentrl.models.hub_tensors import HubTensor
 
 _PART_BYTES = 256 << 20
 """Weights of one collective, at least one; further memory as large is needed for it."""
@@ -21,6 +24,8 @@ _PART_BYTES = 256 << 20
 _Pair = tuple[torch.Tensor, torch.Tensor]
 """A weight, and the tensor that it is written into."""
 _Shards = tuple[DTensor, torch.Tensor]
+_Rows = tuple[DTensor, torch.Tensor, HubTensor]
+"""A weight, the tensor that some of its rows are written into, and which rows."""
 
 
 def gather_weights(pairs: Iterable[_Pair]) -> None:
@@ -81,8 +86,43 @@ def _all_gather(part: Sequence[_Shards]) -> None:
     copy_all(copies)
 
 
+def gather_rows(rows: Sequence[_Rows]) -> None:
+    """Write rows of sharded weights, cast, into other tensors. Collective, as `gather_weights`.
+
+    Consecutive rows are mostly those of one rank, such as an expert, so each rank broadcasts what it has.
+    """
+    sized = [(weight, out) for weight, out, _ in rows]
+    begin = 0
+    for part in _parts(sized):
+        _broadcast(rows[begin : begin + len(part)])
+        begin += len(part)
+
+
+def _broadcast(part: Sequence[_Rows]) -> None:
+    mesh, device = part[0][0].device_mesh, part[0][1].device
+    found: dict[int, list[tuple[torch.Tensor | None, torch.Tensor]]] = defaultdict(list)
+    for weight, out, tensor in part:
+        assert weight.placements == (Shard(0),), weight.placements
+        share = -(-len(weight) // mesh.size()) * weight[0].shape[:-1].numel()
+        for rank in range(tensor.first // share, (tensor.first + tensor.rows - 1) // share + 1):
+            here, there = tensor.overlap(rank * share, share)
+            own = weight.to_local().flatten(0, -2)[here] if rank == mesh.get_local_rank() else None
+            found[rank].append((own, out.flatten(0, -2)[there]))
+    for rank, pairs in found.items():
+        ends = accumulate(-(-out.nbytes // ALIGNMENT) * ALIGNMENT for _, out in pairs)
+        begins = [0, *ends]
+        flat = torch.empty(begins[-1], dtype=torch.uint8, device=device)
+        copies = [
+            flat[begin : begin + out.nbytes].view(out.dtype).view(out.shape)
+            for begin, (_, out) in zip(begins, pairs, strict=False)
+        ]
+        copy_all([(own, copy) for (own, _), copy in zip(pairs, copies, strict=True) if own is not None])
+        dist.broadcast(flat, group=mesh.get_group(), group_src=rank)
+        copy_all([(copy, out) for copy, (_, out) in zip(copies, pairs, strict=True)])
+
+
 class MergedWeights:
-    """The weights of a model by Hugging Face name, with adapters merged: ``W + scale B A`` in float32.
+    """The weights of a model, with adapters merged, ``W + scale B A`` in float32, and the tensors of its Hugging Face folder.
 
     Args:
         hf: with adapters or without.
@@ -99,15 +139,41 @@ class MergedWeights:
             for name in named
             if not is_adapter(name) and adapter_name(name, "A") in self.adapters
         }
+        self.tensors = {tensor.name: tensor for tensor in hub_tensors_of(hf)}
+        """The tensors of a Hugging Face folder, by name: those of `base`, and buffers."""
         self._scale = config.alpha / config.rank if config is not None else 0.0
         self.exported = {peft_name(name): adapter for name, adapter in self.adapters.items()}
         """The adapters by their names in a PEFT folder."""
+
+    def specs(self) -> list[TensorSpec]:
+        """Return names, dtypes and shapes of the Hugging Face tensors of `base`."""
+        trained = [tensor for tensor in self.tensors.values() if tensor.weight in self.base]
+        return [TensorSpec(each.name, spec_of("", self.base[each.weight]).dtype, each.shape) for each in trained]
+
+    def gather(self, into: Sequence[tuple[str, torch.Tensor]], present: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Write Hugging Face tensors, or some of `exported`, into tensors on their device; see `gather_weights`, and `get`."""
+        whole: list[_Pair] = []
+        rows: list[_Rows] = []
+        weight, found = torch.empty(0), ""
+        for name, out in into:
+            tensor = self.tensors.get(name)
+            wanted = name if tensor is None else tensor.weight
+            if wanted != found:
+                weight, found = self.get(wanted, present), wanted
+            if tensor is None or tensor.is_whole:
+                whole.append((weight, out))
+            elif isinstance(weight, DTensor) and weight.device_mesh.size() > 1:
+                rows.append((weight, out, tensor))
+            else:
+                whole.append((tensor.of(local(weight)), out))
+        gather_weights(whole)
+        gather_rows(rows)
 
     def get(self, name: str, present: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Return a weight, sharded as the model's. Collective if it has an adapter: all ranks get ``A``.
 
         Args:
-            name: of Hugging Face, or of `exported`.
+            name: of `base`, or of `exported`.
             present: returns a tensor of the model in readable memory.
 
         """

@@ -17,11 +17,11 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import LearnerError
-from agentrl.distributed.base import TensorSpec, spec_of
+from agentrl.distributed.base import TensorSpec
 from agentrl.learner.base import Role, RowLogprobs, RowScores
 from agentrl.learner.batch_loss import BatchLoss, SequenceRatios, at_mask, by_row, scored
 from agentrl.learner.device import peak_memory
-from agentrl.learner.fsdp.gather import AdapterWeights, MergedWeights, gather_weights
+from agentrl.learner.fsdp.gather import AdapterWeights, MergedWeights
 from agentrl.learner.fsdp.loading import load_critic, load_policy
 from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import OptimizerStates, make_optimizers
@@ -86,7 +86,6 @@ class FsdpRank:
         self._context = self.model.context
         self.merged = MergedWeights(self.model.hf, self.config.lora)
         self.adapters = AdapterWeights(self, self.merged) if self.config.lora is not None else None
-        self._parameters = self.merged.base
         self.name = "critic" if role == "critic" else "main"
         self.reference: Reference | None = None
         if reference is not None:
@@ -215,13 +214,13 @@ class FsdpRank:
 
     def specs(self) -> Sequence[TensorSpec]:
         """Return names, dtypes and shapes of the weights; see `LearnerRank.specs`."""
-        return [spec_of(name, parameter) for name, parameter in self._parameters.items()]
+        return self.merged.specs()
 
     @torch.no_grad()
     def gather(self, into: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Write weights into tensors on this rank's device, or on the CPU while it sleeps; see `LearnerRank.gather`."""
         present = self.staged if self._offload else torch.Tensor.detach
-        gather_weights((self.merged.get(name, present), out) for name, out in into)
+        self.merged.gather(into, present)
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the copy on the CPU of a tensor of the rank's state, as of the last `save` or `sleep`."""

@@ -38,7 +38,7 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.core.background import in_background
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
-from agentrl.distributed.base import spec_of
+from agentrl.distributed.base import TensorSpec, spec_of
 from agentrl.learner.fsdp.gather import MergedWeights
 from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import OptimizerStates
@@ -46,6 +46,7 @@ from agentrl.learner.fsdp.reference import Reference
 from agentrl.learner.fsdp.weights import LORA_KEY, fill, is_adapted, local, named_tensors, part_of
 from agentrl.learner.random_states import rank_states, restore_rank
 from agentrl.models.export import copy_other_files
+from agentrl.models.hub_tensors import HubTensor
 from agentrl.models.weight_files import WeightFiles
 from agentrl.models.weight_writer import WeightWriter
 
@@ -90,7 +91,9 @@ def saved_tensors(rank: SavedRank) -> Iterator[torch.Tensor]:
 def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
     """Begin to write the copies of `saved_tensors` into ``folder``, and return when this rank's part is there. Collective."""
     weights = named_tensors(rank.model.hf)
-    writer = WeightWriter(folder / "model", [spec_of(*item) for item in weights.items()])
+    tensors = rank.merged.tensors.values()
+    specs = [TensorSpec(each.name, spec_of("", weights[each.weight]).dtype, each.shape) for each in tensors]
+    writer = WeightWriter(folder / "model", specs)
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "random").mkdir(parents=True)
@@ -112,13 +115,26 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
     def write() -> None:
         for name, state in sharded.items():  # first: it fails on all ranks together
             save_sharded(state, checkpoint_id=folder / name, process_group=rank.writers)
-        for name, tensor in staged.items():
-            part, here = part_of(tensor), local(tensor)
-            if here.numel() and (isinstance(tensor, DTensor) or dist.get_rank() == 0):
-                writer.write(name, here, part[0].start if part else 0)
+        for each in tensors:
+            tensor = staged[each.weight]
+            if local(tensor).numel() and (isinstance(tensor, DTensor) or dist.get_rank() == 0):
+                _write(writer, each, tensor)
         torch.save(states, folder / "random" / f"rank_{dist.get_rank():05d}.pt")
 
     return in_background(write, "checkpoint")
+
+
+def _write(writer: WeightWriter, tensor: HubTensor, weight: torch.Tensor) -> None:
+    """Write what this rank has of a tensor, which is made of ``weight``."""
+    part, here = part_of(weight), local(weight)
+    start = part[0].start if part else 0
+    if tensor.is_whole:
+        writer.write(tensor.name, here, start)
+        return
+    lines = here.flatten(0, -2)
+    own, its = tensor.overlap(start * (len(lines) // len(here)), len(lines))
+    if own.start < own.stop:
+        writer.write(tensor.name, lines[own], its.start)
 
 
 def load_state(rank: SavedRank, folder: Path) -> None:

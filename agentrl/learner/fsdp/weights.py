@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from agentrl.learner.attention import IMPLEMENTATION
+from agentrl.models.hub_tensors import HubTensor, hub_tensors
 from agentrl.models.load import load_model, load_value_model, value_head_names
 from agentrl.models.weight_files import WeightFiles
 
@@ -27,15 +29,20 @@ Part = tuple[slice, ...]
 
 
 def named_tensors(hf: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what a Hugging Face folder holds of a model, by name: parameters, tied ones once, and persistent buffers."""
+    """Return what is saved of a model, by its name there: parameters, tied ones once, and persistent buffers."""
     persistent = hf.state_dict().keys()
     buffers = {name: buffer for name, buffer in hf.named_buffers() if name in persistent}
     found = {hf_name(name): each.detach() for name, each in hf.named_parameters() if not is_adapter(name)}
     return found | buffers
 
 
+def hub_tensors_of(hf: nn.Module) -> list[HubTensor]:
+    """Return the tensors of a Hugging Face folder that `named_tensors` are made of; see `hub_tensors`."""
+    return hub_tensors(hf, {name: tuple(tensor.shape) for name, tensor in named_tensors(hf).items()})
+
+
 def hf_name(name: str) -> str:
-    """Return the Hugging Face name of a weight of a model with LoRA adapters."""
+    """Return the name that a weight of a model with LoRA adapters has without them."""
     return name.replace(_BASE, ".")
 
 
@@ -116,8 +123,9 @@ def untie_different(hf: Any, files: WeightFiles) -> None:
 def fill(hf: Any, folder: Path, files: WeightFiles, *, values: bool, key: str) -> None:
     """Read this rank's shards of all weights from a folder. Collective.
 
-    If names or shapes in its files are not the model's own, rank 0 loads the whole model with transformers, which converts
-    them, and the others get one weight after the other. A value head that the files lack becomes zeros.
+    The files have the model's own weights, or the tensors that they are made of; see `hub_tensors`. If names or shapes are
+    others, rank 0 loads the whole model with transformers, which converts them, and the other ranks get one weight after the
+    other. A value head that the files lack becomes zeros.
 
     Args:
         hf: a model with memory (see `allocate`).
@@ -133,14 +141,32 @@ def fill(hf: Any, folder: Path, files: WeightFiles, *, values: bool, key: str) -
     wanted, shapes = named_tensors(hf), files.shapes()
     head = value_head_names(hf) if values else set()
     new = head if not head & shapes.keys() else set()
-    strange = [name for name, tensor in wanted.items() if name not in new and shapes.get(name) != tuple(tensor.shape)]
+    converted = [name for name, tensor in wanted.items() if name not in new and shapes.get(name) != tuple(tensor.shape)]
+    parts: dict[str, list[HubTensor]] = defaultdict(list)
+    for each in hub_tensors_of(hf) if converted else ():
+        parts[each.weight].append(each)
+    strange = [name for name in converted if not all(shapes.get(each.name) == each.shape for each in parts[name])]
     read = _through_transformers(folder, wanted, strange[0], values=values, key=key) if strange else files.read
     for name, tensor in wanted.items():
         here = local(tensor)
         if name in new and not strange:
             here.zero_()
-        elif here.numel() or strange:
+        elif strange or (here.numel() and name not in converted):
             here.copy_(read(name, part_of(tensor)))
+        elif here.numel():
+            _read_parts(parts[name], part_of(tensor), here, files)
+
+
+def _read_parts(parts: Sequence[HubTensor], there: Part, here: torch.Tensor, files: WeightFiles) -> None:
+    """Read this rank's part ``there`` of a weight from the tensors that the weight is made of."""
+    for each in parts:
+        if each.is_whole:
+            here.copy_(files.read(each.name, there))
+            continue
+        lines = here.flatten(0, -2)
+        own, its = each.overlap(there[0].start * (len(lines) // len(here)), len(lines))
+        if own.start < own.stop:
+            lines[own] = files.read(each.name, ()).flatten(0, -2)[its].to(lines.dtype)
 
 
 def _through_transformers(

@@ -8,7 +8,16 @@ from typing import Literal
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
@@ -36,6 +45,9 @@ SIZES = {
 MODELS = {
     "qwen3": lambda sizes: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True)),
     "qwen2": lambda sizes: Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True)),
+    "qwen3_moe": lambda sizes: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**sizes, head_dim=16, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16)
+    ),
     "llama": lambda sizes: LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)),
 }
 

@@ -147,17 +147,20 @@ MOE = {
 }  # fmt: skip
 
 
-def test_weights_that_transformers_converts_are_loaded_with_it(tmp_path, caplog):
+def test_experts_that_transformers_fuses_are_read_by_each_rank(tmp_path, caplog):
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3_moe", **SIZES | MOE)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "moe")
     with caplog.at_level(logging.WARNING):
         policy = load_policy(tmp_path / "moe", LearnerConfig(precision="float32"), CPU, None)
-    assert "rank 0 loads the whole model with transformers" in caplog.text
+    assert not caplog.text
     assert not policy.separates_rows
     found, wanted = named_tensors(policy.hf), named_tensors(load_model(tmp_path / "moe"))
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    with ranks(1, 2):
+        parts = named_tensors(sharded(tmp_path / "moe", 2).hf)
+    assert all(torch.equal(local(tensor), wanted[name].chunk(2)[1]) for name, tensor in parts.items())
 
 
 def test_a_folder_of_bin_files_is_loaded_with_transformers(tmp_path):

@@ -1,0 +1,74 @@
+"""Experts, which transformers fuses into one weight a layer, are exported, saved and loaded as in Hugging Face folders."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from agentrl.core.errors import ModelError
+from agentrl.inference.embedded.model import Model
+from agentrl.models.hub_tensors import hub_tensors
+from agentrl.models.weight_checksum import tensor_checksum
+from agentrl.weight_sync.checksum import Checksums
+from tests.unit.learner.learners import tensors
+from tests.unit.learner.megatron.models import make_model
+
+FILE = Path("model", "model.safetensors")
+EXPERT = "model.layers.2.mlp.experts.3.{}_proj.weight"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
+def test_a_sync_and_a_checkpoint_have_the_tensors_of_the_folder(learners, tmp_path, caplog, family):
+    folder = make_model(tmp_path / family, family)
+    wanted = load_file(folder / FILE.name)
+    assert {EXPERT.format(part) for part in ("gate", "up", "down")} < wanted.keys()
+    with caplog.at_level(logging.WARNING):
+        learner = learners.open(folder=folder)
+        found = tensors(learner)
+        learner.save(tmp_path / "saved")
+        learner.finish_save()
+        learner.load(tmp_path / "saved")
+    assert "loads the whole model" not in caplog.text
+    saved = load_file(tmp_path / "saved" / FILE)
+    buffers = {name for name in wanted if name.endswith("e_score_correction_bias")}
+    assert found.keys() == wanted.keys() - buffers
+    assert saved.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name].float()) for name, tensor in (found | saved).items())
+    assert all(torch.equal(tensor, found[name]) for name, tensor in tensors(learner).items())
+    small = {name: tensor.clone() for each in learner.buckets(1) for name, tensor in each.tensors()}
+    assert all(torch.equal(tensor, found[name]) for name, tensor in small.items())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_the_embedded_engine_takes_experts_one_by_one(learners, tmp_path, family):
+    """From a sync, and from a folder; what it reports is what was sent."""
+    folder = make_model(tmp_path / "model", family)
+    model = Model(folder, torch.float32, 2, 32)
+    old = load_file(folder / FILE.name)
+    new = {name: tensor + 1 for name, tensor in tensors(learners.open(folder=folder)).items()}
+    sums = Checksums(["sha256"])
+    sums.add(list(new.items()))
+    assert sums.difference(checksums(model)) is not None
+    model.load_weights(list(new.items()))
+    assert sums.difference(checksums(model)) is None
+    assert dict(model.parameters()).keys() == new.keys()
+    model.load_folder(folder)
+    assert checksums(model)[EXPERT.format("up")] == tensor_checksum(old[EXPERT.format("up")])
+
+
+def checksums(model: Model) -> dict[str, str]:
+    return {name: tensor_checksum(tensor) for name, tensor in model.parameters()}
+
+
+def test_tensors_that_are_no_rows_of_one_weight_are_refused():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", num_hidden_layers=1, vocab_size=8))
+    model.config.model_type = "hrm_text"  # its folders have gate and up projection in one tensor
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    with pytest.raises(ModelError, match="not made of rows of one weight"):
+        hub_tensors(model, shapes)
