@@ -6,8 +6,9 @@ from importlib.metadata import entry_points
 import pytest
 from agentrl_tools.search import SearchService
 
+from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import env_class
-from agentrl.testing import check_env
+from agentrl.testing import check_env, check_multi_agent_env
 
 CORPUS = [
     {"id": str(i), "contents": f'"Place {i}"\nPlace {i} lies so far from no other place for we.'} for i in range(9)
@@ -16,7 +17,11 @@ CORPUS = [
 
 @pytest.mark.parametrize("name", sorted(point.name for point in entry_points(group="agentrl.envs")))
 def test_environment(name: str) -> None:
-    check_env(env_class(name))
+    cls = env_class(name)
+    if issubclass(cls, MultiAgentEnv):
+        check_multi_agent_env(cls)
+    else:
+        check_env(cls)
 
 
 def test_search_r1_with_a_search_that_answers() -> None:
