@@ -61,7 +61,7 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "rollout_mean", "constant")
 
 def data_of(algo: dict[str, object]) -> Ragged:
     """Return rollouts that the estimator of a case can take; the engine's log-probabilities are near those of the model."""
-    of_turns = algo.get("advantage", {}).get("name") in ("turn_level", "at_grpo")
+    of_turns = algo.get("advantage", {}).get("name") in ("turn_level", "at_grpo", "agent_norm")
     return make_ragged(11, sizes=(3, 2), agents=1 if of_turns else 2, rewards=(0.0, 1.0, 3.0))
 
 
