@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from agentrl.batch.microbatch import MicroBatch
+from agentrl.core.experts import Experts, no_experts, unknown
 
 
-def packed_experts(
-    rows: Sequence[NDArray[np.uint8] | NDArray[np.int16] | None], row_L: torch.Tensor
-) -> torch.Tensor | None:
-    """Return the experts ``[L, layers, K]`` of packed rows, with the dtype's highest number where they are not known.
+def packed_experts(rows: Sequence[Experts | None], row_L: torch.Tensor) -> torch.Tensor | None:
+    """Return the experts ``[L, layers, K]`` of packed rows, also where they are not known.
 
     Args:
         rows: experts of each row, or None.
@@ -27,7 +24,7 @@ def packed_experts(
     like = next((experts for experts in rows if experts is not None), None)
     if like is None:
         return None
-    packed = np.full((len(row_L), *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
+    packed = no_experts(len(row_L), like)
     for number, experts in enumerate(rows):
         if experts is not None:
             packed[row_L.numpy() == number] = experts
@@ -40,6 +37,6 @@ def routing_metrics(micro: Sequence[MicroBatch]) -> dict[str, float]:
     if not with_experts:
         return {}
     tokens = sum(int((batch.row_L >= 0).sum()) for batch in micro)
-    known = sum(int((experts[:, 0, 0] != torch.iinfo(experts.dtype).max).sum()) for _, experts in with_experts)
+    known = sum(int((~unknown(experts.numpy())).sum()) for _, experts in with_experts)
     size = sum(experts.nbytes for _, experts in with_experts)
     return {"batch/replayed_share": known / max(1, tokens), "batch/routing_mib": size / 2**20}

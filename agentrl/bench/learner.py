@@ -25,11 +25,10 @@ from agentrl.core.types import Row
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.device import resolve_device
 from agentrl.learner.in_process import LocalLearnerGroup
-from agentrl.learner.registry import make_backend
+from agentrl.learner.registry import BACKENDS, make_backend
 from agentrl.models.random_models import Shape, find_model_shape, write_random_model
 from agentrl.runtime.training_summary import estimate_memory, with_recompute
 
-_BACKENDS = ("fsdp", "megatron")
 _MATRIX = {"cuda": 8192, "cpu": 256}
 """Rows of the square matrices whose product's rate is the measure, by device."""
 
@@ -99,7 +98,7 @@ def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], N
         yield _of_agentrl("agentrl", config, bench, rows, model, best_s, tell)
         for name in bench.loops:
             _free()
-            if name in _BACKENDS:
+            if name in BACKENDS:
                 learner = config.learner.model_copy(update={"backend": name})
                 other = config.model_copy(update={"learner": learner})
                 yield _of_agentrl(f"agentrl {name}", other, bench, rows, model, best_s, tell)

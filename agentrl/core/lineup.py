@@ -11,7 +11,7 @@ from agentrl.core.types import Message
 
 
 class ChatEndpoint(Protocol):
-    """A model that answers conversations, such as one that speaks the OpenAI protocol."""
+    """A model that answers conversations, for example over the OpenAI protocol."""
 
     async def reply(self, messages: Sequence[Message], *, stop: Sequence[str], seed: int) -> str:
         """Return the next message of a conversation.

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.core.experts import Experts
+
 Role = Literal["system", "user", "assistant", "tool"]
 """Author of a message, as chat templates name it."""
 
@@ -293,7 +295,7 @@ class Generation:
     """Prompt tokens that the engine's prefix cache already held."""
     request_id: str = ""
     """The request that sampled these tokens."""
-    experts: NDArray[np.uint8] | NDArray[np.int16] | None = None
+    experts: Experts | None = None
     """``[n, layers, K]`` experts of the tokens of prompt and output from ``experts_from`` on, but for the last, which the engine
     did not compute."""
     experts_from: int = 0
@@ -366,7 +368,7 @@ class Row:
     """Why it does not continue the previous row; None in a trajectory's first row."""
     temperature: float = 1.0
     """The sampling temperature; ``logprobs`` are those of the distribution at it."""
-    experts: NDArray[np.uint8] | NDArray[np.int16] | None = None
+    experts: Experts | None = None
     """``[T, layers, K]`` experts that the engine's routers chose for each token; the highest number of the dtype where they are
     not known. None: of no token. Not recorded in files."""
 

@@ -7,20 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Experts = NDArray[np.uint8] | NDArray[np.int16]
-
-
-def unknown(experts: Experts) -> NDArray[np.bool_]:
-    """Return of which tokens ``[n]`` the experts are not known."""
-    found: NDArray[np.bool_] = experts[:, 0, 0] == np.iinfo(experts.dtype).max
-    return found
-
-
-def no_experts(size: int, like: Experts) -> Experts:
-    """Return experts of ``size`` tokens of which none are known."""
-    return np.full((size, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
+from agentrl.core.experts import Experts, no_experts, unknown
 
 
 def fill(held: Experts, given: Experts) -> None:

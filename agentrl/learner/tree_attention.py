@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.batch.prefix_tree import PrefixTree, prefix_tree
+from agentrl.core.experts import no_experts, unknown
 from agentrl.learner.device import to_device
 
 FLEX_MULTIPLE = 128
@@ -231,12 +232,10 @@ def tree_input(
 
 def _experts(experts_N: torch.Tensor, tree: PrefixTree, length: int) -> torch.Tensor:
     """Return the experts of the tokens of a padded tree, known ones of tokens that rows share."""
-    missing = torch.iinfo(experts_N.dtype).max
-    experts_L = experts_N.new_full((length, *experts_N.shape[1:]), missing)
-    experts_N, index_N = experts_N[: len(tree.index_N)], torch.from_numpy(tree.index_N)
-    known = experts_N[:, 0, 0] != missing
-    experts_L[index_N[known]] = experts_N[known]
-    return experts_L
+    given_N = experts_N.numpy()[: len(tree.index_N)]
+    experts_L, known = no_experts(length, given_N), ~unknown(given_N)
+    experts_L[tree.index_N[known]] = given_N[known]
+    return torch.from_numpy(experts_L)
 
 
 _FLEX: Any = flex_attention  # one of its overloads returns more

@@ -6,7 +6,8 @@ import base64
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+
+from agentrl.core.experts import Experts, unknown_number
 
 KEY = "algo.routing_replay"
 REPLAYED = ("deepseek_v3", "glm4_moe", "kimi_k2", "qwen3_moe")
@@ -32,10 +33,10 @@ class Routing:
         """The smallest dtype that holds the numbers of experts and a higher one."""
         return "uint8" if self.experts <= 255 else "int16"
 
-    def read(self, text: str, tokens: int) -> NDArray[np.uint8] | NDArray[np.int16]:
+    def read(self, text: str, tokens: int) -> Experts:
         """Return the experts ``[tokens, layers, K]`` in an engine's reply: base64 of int32.
 
-        Tokens with a number that is no expert's have the highest number of the dtype.
+        The experts of tokens with a number that is no expert's are not known.
 
         Raises:
             ValueError: they are of another number of tokens, or of another model.
@@ -50,5 +51,5 @@ class Routing:
         if raw.size and int(raw.max()) >= self.experts:
             raise ValueError(f"name the expert {raw.max()} of {self.experts}: is model.path the engine's model?")
         found = experts.astype(self.dtype)
-        found[(experts < 0).any((1, 2))] = np.iinfo(self.dtype).max
+        found[(experts < 0).any((1, 2))] = unknown_number(self.dtype)
         return found

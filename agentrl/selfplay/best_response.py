@@ -140,8 +140,8 @@ def _chances(game: GameTree[S], state: S, strategy: Strategy) -> Mapping[str, fl
         ValueError: the strategy lacks the information set, or its probabilities of the legal actions do not sum up to 1.
 
     """
-    found, where = strategy.get(game.information_set(state)), game.information_set(state)
-    legal = game.actions(state)
+    where, legal = game.information_set(state), game.actions(state)
+    found = strategy.get(where)
     if found is None or set(found) - set(legal) or abs(sum(found.values()) - 1) > 1e-6 or min(found.values()) < 0:
         raise ValueError(f"the strategy has {found!r} at {where!r}, where the legal actions are {', '.join(legal)}")
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,8 @@ class LeagueLog:
         self._append({"step": step, "evaluation": dict(found)})
 
     def _append(self, row: Mapping[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        with self._path.open("ab") as file:
+            file.write(orjson.dumps(row) + b"\n")
 
 
 def read_league(folder: Path) -> list[dict[str, Any]]:

@@ -75,10 +75,7 @@ async def open_sampling(
         eval_sets=load_eval_tasks(config, tasks),
         # An offloaded learner has no GPU memory that an engine could open.
         restart_sync=_weight_sync(config, folder, "tensor", dtype) if config.weights.transport == "ipc" else None,
-        # Requests that score tokens name no adapter.
-        game_scores=None
-        if config.weights.adapters == "only"
-        else open_game_scores(config, services.renderer, services.fleet.vocabulary.size),
+        game_scores=open_game_scores(config, services.renderer, services.fleet.vocabulary.size),
     )
     await source.open()
     if config.self_play is not None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from agentrl.core.errors import SamplerError
+from agentrl.core.experts import Experts
 from agentrl.core.types import SamplingParams
 from agentrl.inference.client.segments import Segment, Vocabulary
 from agentrl.models.routing import KEY
@@ -26,7 +24,7 @@ def experts_options(params: SamplingParams, sampled: Segment | None) -> dict[str
 
 def read_experts(
     text: str | None, tokens: int, body: Mapping[str, Any], vocabulary: Vocabulary | None, *, aborted: bool
-) -> NDArray[np.uint8] | NDArray[np.int16] | None:
+) -> Experts | None:
     """Return the experts ``[n, layers, K]`` in a reply; None if none were requested, or an aborted request has none.
 
     Args:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.core.errors import SamplerError
+from agentrl.core.experts import Experts
 from agentrl.core.types import FinishReason, Generation
 from agentrl.models.routing import Routing
 
@@ -65,7 +66,7 @@ def join(left: Segment, right: Segment, stops: Sequence[str], vocabulary: Vocabu
     return Segment(generation, left.exact and right.exact)
 
 
-def _joined_experts(before: Generation, after: Generation, count: int) -> NDArray[np.uint8] | NDArray[np.int16] | None:
+def _joined_experts(before: Generation, after: Generation, count: int) -> Experts | None:
     """Return the experts of both, without those of tokens that were dropped. The second continues where the first ends."""
     parts: list[NDArray[Any]] = [part.experts for part in (before, after) if part.experts is not None]
     if not parts:
