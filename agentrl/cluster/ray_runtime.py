@@ -24,7 +24,7 @@ _STORE_BYTES = 256 << 20
 """Minimum size of the object store. Batches and weights pass through it; unwritten pages cost no memory."""
 
 _UNUSED = ("start_api_server", "start_log_monitor", "start_monitor")
-"""Processes that a Ray of one machine does without: its dashboard's, one that forwards logs, and one that adds machines.
+"""Processes that a Ray of one machine does without: its dashboard's, the log monitor, and the autoscaler.
 Each takes a second of a core to start, and 100 MB."""
 
 

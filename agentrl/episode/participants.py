@@ -26,7 +26,7 @@ class Participant(ABC):
 
     Args:
         agent: its name in the environment.
-        state: of its conversation; reward, metrics and turns are kept there whoever plays.
+        state: of its conversation; reward, metrics and turns are kept there for every kind of player.
     """
 
     def __init__(self, agent: str, state: EpisodeState) -> None:

@@ -202,7 +202,7 @@ class Trajectory:
 
     @property
     def routed_tokens(self) -> int:
-        """Tokens from the root on whose experts are known: the first one that an engine has to return."""
+        """Tokens from the root on whose experts are known: the first whose experts an engine has to return."""
         for index in self._graph.path(self._tip):
             node = self._graph.nodes[index]
             if node.experts is None:

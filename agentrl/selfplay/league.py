@@ -17,7 +17,7 @@ from agentrl.selfplay.ratings import Ratings
 from agentrl.selfplay.seating import Seating, step_seatings
 
 POLICY_CHANGE = 0.3
-"""Standard deviation by which the policy's strength may change in a step of training, on the scale of ratings."""
+"""Standard deviation of the change of the policy's strength in a step of training, on the scale of ratings."""
 
 
 def pairs_of_policy(game: Game) -> list[tuple[int, int]]:

@@ -43,7 +43,7 @@ class OpponentEngine:
     folder: Path
     """Of all snapshots."""
     snapshot: str | None = None
-    """Name of the one that it holds."""
+    """Name of the snapshot that it holds."""
 
     def __post_init__(self) -> None:
         """Let the engine load its snapshot again after a restart."""
@@ -58,7 +58,7 @@ class OpponentEngine:
         """
         if name != self.snapshot:
             self.snapshot = name
-            for engine in self.fleet.live:  # one that is restarted loads it then
+            for engine in self.fleet.live:  # a restarted engine loads it then
                 await self._load_into(engine)
 
     async def _load_into(self, engine: EngineControl) -> int:
@@ -162,7 +162,7 @@ class SelfPlay:
             self.log.write_evaluation(step, found)
 
     async def snapshot_strategies(self, scores: GameScores) -> list[PlayedStrategy]:
-        """Return how each snapshot of the pool plays. One that is new here is loaded into an engine first.
+        """Return how each snapshot of the pool plays. A new one is loaded into an engine first.
 
         Raises:
             EngineError: an engine does not load it, or fails.

@@ -243,7 +243,7 @@ def load_weights(weights: ModelWeights, folder: Path, key: str = "model.path") -
 
 
 def _fault_of(found: TensorSpec | None, wanted: TensorSpec) -> str:
-    """Return why a weight in the files is not the one that is needed; empty if it is."""
+    """Return why a weight in the files is not the required one; empty if it is."""
     if found is None:
         return f"{wanted.name} is missing"
     if found.shape != wanted.shape:

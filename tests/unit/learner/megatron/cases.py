@@ -69,7 +69,7 @@ def refused_options(folder: Path) -> dict[str, str]:
 
 
 def resumed(folder: Path) -> dict[str, Any]:
-    """Losses of a run with the distributed optimizer, and of one that loads the state of its middle; errors of a failed one."""
+    """Losses of a run with the distributed optimizer, and of another with the state of its middle; errors of a failed one."""
     Layout().start(0)
     whole = _Training(folder / "qwen3")
     losses = [whole.step() for _ in range(2)]
