@@ -181,6 +181,11 @@ def test_connections_are_accepted_only_while_there_are_slots(echo: int) -> None:
         assert received(await asyncio.wait_for(reader.read(), 10))["path"] == "/late"
         writer.transport.abort()
         await proxy.close()
+        # Closed transports, and the web server's thread, give their descriptors back a moment later.
+        for _ in range(1000):
+            if len(os.listdir("/proc/self/fd")) < before:
+                break
+            await asyncio.sleep(0.01)
         assert len(os.listdir("/proc/self/fd")) < before
 
     asyncio.run(main())
