@@ -11,6 +11,7 @@ from operator import itemgetter
 from string import Formatter
 
 from agentrl.config.algo import ADVANTAGES, LOSSES, CriticConfig, parse_options
+from agentrl.config.role_checks import check_who_plays
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, UserError
 from agentrl.core.imports import is_reference
@@ -41,7 +42,7 @@ def check(config: Config) -> None:
         _batches,
         _weights,
         _adapters,
-        _self_play,
+        check_who_plays,
     )
     faults = [fault for rule in rules for fault in rule(config)]
     for name, source in config.by_source().items() if config.sources else ():
@@ -142,17 +143,6 @@ def _choice(config: Config) -> Iterator[str]:
             f"algo.advantage.name=maxrl with {' and '.join(key for key, used in penalties.items() if used)}: it divides by the "
             "group's mean reward, which penalties can make negative; leave them out, or choose algo.advantage.name=grpo"
         )
-
-
-def _self_play(config: Config) -> Iterator[str]:
-    if config.self_play is None:
-        return
-    if config.env.roles:
-        yield f"self_play with env.roles ({', '.join(config.env.roles)}): self_play says who plays; leave out one"
-    if config.sources:
-        yield f"self_play with sources ({', '.join(config.sources)}): a run with self-play has one environment; leave out one"
-    if config.rollout.generate is not None:
-        yield f"self_play with rollout.generate={config.rollout.generate}, which runs the episodes itself; leave out one"
 
 
 def _algo(config: Config) -> Iterator[str]:

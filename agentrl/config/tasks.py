@@ -38,14 +38,22 @@ class RoleConfig(Section):
     """A model at an endpoint."""
     train: bool = True
     """Whether the policy is trained on what it says in this role; ``false``: it plays and is not trained."""
+    frozen: str | None = None
+    """Weights that play this role and never change: ``initial``, those that the run starts with, or a model, as in
+    ``model.path``. A separate engine serves them."""
 
     @model_validator(mode="after")
     def _one_player(self) -> RoleConfig:
-        if self.player is not None and self.endpoint is not None:
-            raise ValueError(
-                f"player={self.player} and endpoint.url={self.endpoint.url}: a role has one player; leave out one"
-            )
+        endpoint = None if self.endpoint is None else self.endpoint.url
+        players = {"player": self.player, "endpoint.url": endpoint, "frozen": self.frozen}
+        named = [f"{key}={value}" for key, value in players.items() if value is not None]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)}: a role has one player; leave out all but one")
         return self
+
+
+INITIAL = "initial"
+"""The weights that a run starts with, in `RoleConfig.frozen`."""
 
 
 class EnvConfig(Section):

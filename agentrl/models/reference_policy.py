@@ -1,10 +1,11 @@
-"""The reference policy of a run: its folder, and the check that its vocabulary fits the policy."""
+"""Weights that a run does not train: the reference policy and frozen roles; the check that they read the policy's tokens."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from agentrl.config.schema import Config
+from agentrl.config.tasks import INITIAL
 from agentrl.core.errors import ConfigError
 from agentrl.models.load import load_tokenizer, read_vocab_size
 from agentrl.models.resolve import resolve_model
@@ -80,6 +81,57 @@ def check_reference(policy: Path, reference: Path, key: str = KEY) -> None:
             f"{key}={reference}: its tokenizer ({len(others)} tokens) is not the policy's ({len(tokens)} tokens, "
             f"{policy}): they differ from id {odd[1]} on, at {odd[0]!r}; set {key} to a model with the same one"
         )
+
+
+def resolve_frozen(config: Config, *, fetch: bool = True) -> dict[str, Path]:
+    """Return the folders of frozen weights by `RoleConfig.frozen`; ``initial`` are those of ``model.path``.
+
+    Raises:
+        MissingError: ``fetch`` is False and a model would have to be downloaded.
+        ModelError: a model does not exist; the message names the key.
+
+    """
+    found: dict[str, Path] = {}
+    for role, each in config.env.roles.items():
+        if each.frozen == INITIAL:
+            found[INITIAL] = resolve_model(config.model.path, fetch=fetch)
+        elif each.frozen is not None:
+            found[each.frozen] = resolve_model(each.frozen, f"env.roles.{role}.frozen", fetch=fetch)
+    return found
+
+
+def check_frozen(config: Config, policy: Path, *, fetch: bool) -> None:
+    """Check that frozen weights read the tokens of the policy in the folder ``policy``.
+
+    Raises:
+        ConfigError: they do not.
+        MissingError, ModelError: see `resolve_frozen`.
+
+    """
+    for name, folder in resolve_frozen(config, fetch=fetch).items():
+        role = next(role for role, each in config.env.roles.items() if each.frozen == name)
+        check_reference(policy, folder, f"env.roles.{role}.frozen")
+
+
+def pin_frozen(config: Config, start: Path | None) -> Config:
+    """Return ``config`` with the folder in place of ``initial``, as `pin_reference` does.
+
+    Args:
+        config: configuration of the run.
+        start: folder of the run's initial policy; None: that of ``model.path``.
+
+    Raises:
+        ModelError: the model does not exist.
+
+    """
+    if all(role.frozen != INITIAL for role in config.env.roles.values()):
+        return config
+    pinned = str(start or resolve_model(config.model.path))
+    roles = {
+        name: role.model_copy(update={"frozen": pinned}) if role.frozen == INITIAL else role
+        for name, role in config.env.roles.items()
+    }
+    return config.model_copy(update={"env": config.env.model_copy(update={"roles": roles})})
 
 
 def _tokens(folder: Path) -> dict[str, int] | None:

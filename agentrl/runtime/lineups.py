@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from agentrl.config.tasks import EnvConfig, RoleConfig
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat, Seat
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import env_class, make_any_env
+from agentrl.core.sampler import Sampler
 from agentrl.episode.multi_agent_episode import player_factory
 from agentrl.inference.client.openai_endpoint import OpenAiEndpoint
 
 
-def make_lineup(config: EnvConfig) -> Lineup | None:
+def make_lineup(config: EnvConfig, frozen: Mapping[str, Sampler] = MappingProxyType({})) -> Lineup | None:
     """Return who plays in the episodes of a run; None if the environment has one agent.
+
+    Args:
+        config: of the environment.
+        frozen: samplers of weights that never change, by `RoleConfig.frozen`; a check needs none.
 
     Raises:
         ConfigError: ``env.roles`` names a role or a player that does not exist, or no role is trained.
@@ -35,8 +43,10 @@ def make_lineup(config: EnvConfig) -> Lineup | None:
             fixed.append(role.player)
         elif role.endpoint is not None:
             fixed.append(role.endpoint.model)
+        elif role.frozen is not None:
+            fixed.append("frozen")
     lineup = Lineup(
-        {name: _seat(role) for name, role in config.roles.items()},
+        {name: _seat(role, frozen) for name, role in config.roles.items()},
         f"fixed:{'+'.join(dict.fromkeys(fixed))}" if fixed else "mirror",
     )
     seats = (lineup.seat(agent, env.role_of(agent)) for agent in env.possible_agents)
@@ -45,7 +55,9 @@ def make_lineup(config: EnvConfig) -> Lineup | None:
     return lineup
 
 
-def _seat(role: RoleConfig) -> Seat:
+def _seat(role: RoleConfig, frozen: Mapping[str, Sampler]) -> Seat:
     if role.player is not None:
         return ScriptedSeat(role.player)
+    if role.frozen is not None:
+        return PolicySeat(trained=False, sampler=frozen.get(role.frozen))
     return PolicySeat(trained=role.train) if role.endpoint is None else EndpointSeat(OpenAiEndpoint(role.endpoint))

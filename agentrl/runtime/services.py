@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.grader import make_grader
 from agentrl.runtime.lineups import make_lineup
+from agentrl.runtime.reserved_engines import frozen_fleets
 from agentrl.runtime.task_sources import TaskSources
 from agentrl.runtime.tool_servers import ToolServers
 
@@ -41,6 +42,8 @@ class Services:
     tools: ToolServers
     opponents: Sequence[Fleet] = ()
     """Engines of past snapshots in self-play."""
+    frozen: Mapping[str, Fleet] = field(default_factory=dict)
+    """Engines of weights that never change, by `RoleConfig.frozen`."""
 
     def runner(self, *, sampler: Sampler | None = None) -> EpisodeRunner:
         """Return a runner with the sampling parameters of training; `EpisodeRunner.with_sampling` changes them.
@@ -81,12 +84,12 @@ class Services:
             generate=generate,
             grader=make_grader(config.reward),
             served=self.tools.offered[source],
-            lineup=make_lineup(config.env),
+            lineup=make_lineup(config.env, {name: fleet.sampler for name, fleet in self.frozen.items()}),
         )
 
     def check(self) -> None:
         """Raise if no engine is left or a tool server of the run has died, with its last log lines."""
-        for fleet in (self.fleet, *self.opponents):
+        for fleet in (self.fleet, *self.opponents, *self.frozen.values()):
             fleet.check()
         self.tools.check()
 
@@ -128,11 +131,15 @@ async def open_services(
         exits.push_async_callback(fleet.aclose)
         tools = ToolServers(config, tasks, folder, logs)
         exits.push_async_callback(tools.aclose)
-        for started in await asyncio.gather(fleet.start(), tools.start(), return_exceptions=True):
+        frozen = frozen_fleets(config, logs, vocabulary)
+        for each in frozen.values():
+            exits.push_async_callback(each.aclose)
+        starts = [each.start() for each in (fleet, *frozen.values())]
+        for started in await asyncio.gather(tools.start(), *starts, return_exceptions=True):
             if isinstance(started, BaseException):
                 raise started
         # Most objects that exist now stay: scanning them in every garbage collection would delay all episodes.
         gc.collect()
         gc.freeze()
         exits.callback(gc.unfreeze)
-        yield Services(config, fleet, renderer, tools)
+        yield Services(config, fleet, renderer, tools, frozen=frozen)

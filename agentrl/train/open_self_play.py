@@ -10,8 +10,7 @@ from agentrl.config.schema import Config
 from agentrl.config.self_play import PAST, SelfPlayConfig
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import make_any_env
-from agentrl.inference.fleet.fleet import Fleet
-from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLauncher, RunningEngine
+from agentrl.runtime.reserved_engines import reserved_fleet
 from agentrl.runtime.services import Services
 from agentrl.selfplay.league import League
 from agentrl.selfplay.league_log import LeagueLog
@@ -32,23 +31,11 @@ async def open_self_play(
     """Start the engines of snapshots, after those of the policy and of teachers, and return the players of a run."""
     env = make_any_env(config.env.name, config.env.options)
     assert isinstance(env, MultiAgentEnv), "it was checked"
-    sampler = config.sampler.model_copy(update={"engines": 1, "url": None, "port": 0, "router": "builtin"})
-    first = config.sampler.engines + len(config.algo.distillation.teachers)
     fleets = []
     for number in range(given.engines if PAST in given.mix else 0):
         logs = folder / "logs" / f"opponent-{number}"
-        logs.mkdir(parents=True, exist_ok=True)
-        spec = EngineSpec(sampler, model, logs, config.run.seed, config.model.trust_remote_code)
-        vocabulary = services.fleet.vocabulary
-        fleet = Fleet(
-            sampler,
-            _From(LocalLauncher(spec), first + number),
-            logs,
-            vocabulary=vocabulary,
-            max_tokens=config.max_tokens,
-        )
-        exits.push_async_callback(fleet.aclose)
-        fleets.append(fleet)
+        fleets.append(reserved_fleet(config, model, logs, number, services.fleet.vocabulary))
+        exits.push_async_callback(fleets[-1].aclose)
     await asyncio.gather(*(fleet.start() for fleet in fleets))
     services.opponents = fleets
     snapshots = folder / SNAPSHOTS
@@ -62,15 +49,3 @@ async def open_self_play(
         bucket_bytes=bucket_bytes_of("disk", config.weights.bucket_mib),
         dtype=dtype,
     )
-
-
-class _From:
-    """A launcher whose engines have the numbers from ``first`` on: they take the GPUs after those of other engines."""
-
-    def __init__(self, launcher: Launcher, first: int) -> None:
-        self._launcher = launcher
-        self._first = first
-
-    def launch(self, number: int) -> RunningEngine:
-        """Start an engine; see `Launcher.launch`."""
-        return self._launcher.launch(self._first + number)

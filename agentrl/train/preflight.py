@@ -18,7 +18,7 @@ from agentrl.models.critic import KEY as CRITIC_KEY
 from agentrl.models.critic import resolve_critic
 from agentrl.models.learning_rates import count_weights, usual_rates
 from agentrl.models.load import read_max_positions, read_routing
-from agentrl.models.reference_policy import check_reference, resolve_reference
+from agentrl.models.reference_policy import check_frozen, check_reference, resolve_reference
 from agentrl.models.resolve import has_chat_template, resolve_model
 from agentrl.runtime.checks import check_engine, check_episodes, check_packages, open_tasks
 from agentrl.runtime.placement_check import check_placement, describe_placement
@@ -152,6 +152,7 @@ def _check_model(config: Config, missing: list[str], *, fetch: bool) -> Path | N
         reference = resolve_reference(config, fetch=fetch)
         if config.algo.reference is not None and reference is not None:
             check_reference(model, reference)
+        check_frozen(config, model, fetch=fetch)
         critic = resolve_critic(config, model, fetch=fetch)
         if critic is not None:
             check_reference(model, critic, CRITIC_KEY)

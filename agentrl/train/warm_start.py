@@ -23,7 +23,7 @@ from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import ConfigError, LearnerError, UserError
 from agentrl.models.critic import resolve_critic
 from agentrl.models.learning_rates import with_rates
-from agentrl.models.reference_policy import pin_reference
+from agentrl.models.reference_policy import pin_frozen, pin_reference
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.console import print_message
 from agentrl.runtime.interrupt import Interrupt
@@ -82,7 +82,7 @@ async def initial_policy(
         warm = await warmed_model(config, folder, interrupt, console)
     else:
         warm = (folder / FOLDER / "model").resolve() if config.model.warm_start else None
-    config = pin_reference(config, warm)
+    config = pin_frozen(pin_reference(config, warm), warm)
     # With LoRA a checkpoint's model has merged weights, and the learner needs those of the base model.
     resumed = checkpoint / "model" if checkpoint and config.learner.lora is None else None
     model = resumed or warm or resolve_model(config.model.path)

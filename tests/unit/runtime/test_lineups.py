@@ -6,8 +6,9 @@ from pydantic import ValidationError
 from agentrl.config.checks import check
 from agentrl.config.schema import Config
 from agentrl.config.tasks import EnvConfig
-from agentrl.core.errors import ConfigError, UnknownNameError
+from agentrl.core.errors import ConfigError, ModelError, UnknownNameError
 from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat
+from agentrl.models.reference_policy import pin_frozen, resolve_frozen
 from agentrl.runtime.lineups import make_lineup
 
 
@@ -29,6 +30,39 @@ def test_a_role_has_a_scripted_player_an_endpoint_or_the_policy_untrained():
     assert made.opponent == "fixed:big"
     made = lineup("proposer_solver", {"solvers": 2}, proposer={"train": False})
     assert (made.seat("proposer", "proposer"), made.opponent) == (PolicySeat(trained=False), "mirror")
+
+
+def test_a_frozen_role_is_played_by_the_engine_of_its_weights():
+    roles = {"name": "solver_critic", "roles": {"critic": {"frozen": "initial"}}}
+    made = make_lineup(EnvConfig.model_validate(roles), {"initial": (engine := object())})
+    assert made.seat("critic", "critic") == PolicySeat(trained=False, sampler=engine)
+    assert (made.seat("solver", "solver"), made.opponent) == (PolicySeat(), "fixed:frozen")
+
+
+def test_initial_weights_are_those_of_the_start_in_later_runs_too(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    start = tmp_path.parent / "elsewhere"
+    roles = {"critic": {"frozen": "initial"}, "solver": {}}
+    config = Config.model_validate({"env": {"name": "solver_critic", "roles": roles}, "model": {"path": str(tmp_path)}})
+    assert resolve_frozen(config) == {"initial": tmp_path}
+    pinned = pin_frozen(config, start)
+    assert [role.frozen for role in pinned.env.roles.values()] == [str(start), None]
+    assert pin_frozen(pinned, tmp_path) == pinned, "a resumed run"
+    with pytest.raises(ModelError, match=r"env\.roles\.critic\.frozen=.*elsewhere"):
+        resolve_frozen(pinned)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"placement": {"mode": "disaggregate"}}, r"critic\.frozen=initial with placement\.mode=disaggregate"),
+        ({"self_play": {}}, r"self_play with env\.roles \(critic\)"),
+    ],
+)
+def test_frozen_roles_have_an_engine_that_is_not_placed_and_no_league(more, message):
+    env = {"name": "solver_critic", "roles": {"critic": {"frozen": "initial"}}}
+    with pytest.raises(ConfigError, match=message):
+        check(Config.model_validate({"env": env} | more))
 
 
 @pytest.mark.parametrize(

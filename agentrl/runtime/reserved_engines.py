@@ -1,0 +1,56 @@
+"""Engines for other weights than the policy's: snapshots of self-play, and roles that are frozen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agentrl.config.schema import Config
+from agentrl.inference.client.segments import Vocabulary
+from agentrl.inference.fleet.fleet import Fleet
+from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLauncher, RunningEngine
+from agentrl.models.reference_policy import resolve_frozen
+
+
+def reserved_fleet(config: Config, model: Path, logs: Path, number: int, vocabulary: Vocabulary) -> Fleet:
+    """Return a fleet of one engine, not started, whose GPUs come after those of the policy's engines and of teachers.
+
+    Args:
+        config: of the run.
+        model: folder of the weights that the engine starts with.
+        logs: folder of its logs, which is created.
+        number: of the engine among those for other weights, from 0.
+        vocabulary: of the policy.
+
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    sampler = config.sampler.model_copy(update={"engines": 1, "url": None, "port": 0, "router": "builtin"})
+    spec = EngineSpec(sampler, model, logs, config.run.seed, config.model.trust_remote_code)
+    first = config.sampler.engines + len(config.algo.distillation.teachers) + number
+    launcher = _From(LocalLauncher(spec), first)
+    return Fleet(sampler, launcher, logs, vocabulary=vocabulary, max_tokens=config.max_tokens)
+
+
+def frozen_fleets(config: Config, logs: Path, vocabulary: Vocabulary) -> dict[str, Fleet]:
+    """Return the engines of frozen roles, not started, by `RoleConfig.frozen`.
+
+    Raises:
+        ModelError: a model does not exist; the message names the key.
+
+    """
+    found = resolve_frozen(config).items()
+    return {
+        name: reserved_fleet(config, folder, logs / f"frozen-{number}", number, vocabulary)
+        for number, (name, folder) in enumerate(found)
+    }
+
+
+class _From:
+    """A launcher whose engines have the numbers from ``first`` on: they take the GPUs after those of other engines."""
+
+    def __init__(self, launcher: Launcher, first: int) -> None:
+        self._launcher = launcher
+        self._first = first
+
+    def launch(self, number: int) -> RunningEngine:
+        """Start an engine; see `Launcher.launch`."""
+        return self._launcher.launch(self._first + number)
