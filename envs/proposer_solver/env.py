@@ -12,7 +12,11 @@ import numpy as np
 from agentrl import ConfigError, MadeTasks, Message, MultiAgentEnv, MultiReset, MultiStep, Task, View
 from agentrl.core.player import PlayerFactory, RandomPlayer
 
+from .players import CarelessPlayer
+
 PROPOSER = "proposer"
+_HELD_OUT = 6
+"""One of so many pairs of numbers is held out."""
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _PROBLEM = re.compile(r"(\d{1,3}) ?([-+*]) ?(\d{1,3})(?: = \?)?")
 
@@ -24,16 +28,17 @@ class ProposerSolverEnv(MultiAgentEnv):
         solvers: agents that solve the problem at the same time and independently.
         illegal_cost: of a problem that is none, or of an answer without a number.
         largest: the largest number in a problem.
+        operations: that a problem may have, some of ``+``, ``-`` and ``*``.
     """
 
     metadata: dict[str, Any] = {"render_modes": [], "name": "proposer_solver"}  # noqa: RUF012
-    players: ClassVar[Mapping[str, PlayerFactory]] = {"random": RandomPlayer}
+    players: ClassVar[Mapping[str, PlayerFactory]] = {"random": RandomPlayer, "careless": CarelessPlayer}
 
-    def __init__(self, solvers: int = 4, illegal_cost: float = 0.5, largest: int = 20) -> None:
+    def __init__(self, solvers: int = 4, illegal_cost: float = 0.5, largest: int = 20, operations: str = "+-*") -> None:
         """Make an environment.
 
         Raises:
-            ConfigError: there is no solver, the cost is negative, or the numbers have more than three digits.
+            ConfigError: there is no solver, the cost is negative, the numbers have more than three digits, or an operation is unknown.
         """
         if solvers < 1:
             raise ConfigError(f"env.options.solvers={solvers} must be at least 1")
@@ -41,9 +46,12 @@ class ProposerSolverEnv(MultiAgentEnv):
             raise ConfigError(f"env.options.illegal_cost={illegal_cost} must not be negative")
         if not 1 <= largest <= 999:
             raise ConfigError(f"env.options.largest={largest} must be from 1 to 999")
+        if not operations or not set(operations) <= set(_OPERATIONS):
+            raise ConfigError(f"env.options.operations={operations!r} must be some of {''.join(_OPERATIONS)}")
         self.possible_agents = [PROPOSER, *(f"solver_{number}" for number in range(solvers))]
         self.illegal_cost = illegal_cost
         self.largest = largest
+        self.operations = operations
 
     def role_of(self, agent: str) -> str:
         """Return ``proposer``, or ``solver`` for all solvers."""
@@ -51,7 +59,7 @@ class ProposerSolverEnv(MultiAgentEnv):
 
     @classmethod
     def tasks(cls, split: str, seed: int) -> MadeTasks:
-        """Return 1000 tasks; each gives the proposer a number to use, so that its problems differ."""
+        """Return 1000 tasks. Each gives the proposer a number to use; in evaluation, the solvers a held-out problem."""
         return _Numbers(split, seed)
 
     @classmethod
@@ -60,10 +68,15 @@ class ProposerSolverEnv(MultiAgentEnv):
         return Task("proposer_solver/example", (), metadata={"number": 7})
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> MultiReset:
-        """Ask the proposer for a problem."""
+        """Ask the proposer for a problem, or show the solvers a held-out one."""
         super().reset(seed, options)
+        self.problem, self.answer, self.number = "", 0, 0
+        held_out = self.task.metadata.get("held_out")
+        if held_out is not None:
+            problems = self._held_out()
+            self._set(*problems[int(held_out) % len(problems)])
+            return self._show()
         self.acting = (PROPOSER,)
-        self.problem, self.answer = "", 0
         self.number = int(self.task.metadata.get("number", 1)) % (self.largest + 1)
         asked = f"Set a problem with the number {self.number}, such as {self.number} + 3. Numbers up to {self.largest}."
         return self._views({PROPOSER: asked}), self._infos([PROPOSER], self._problems())
@@ -73,13 +86,15 @@ class ProposerSolverEnv(MultiAgentEnv):
         said = {agent: _last_line(actions[agent].content) if agent in actions else "" for agent in self.acting}
         solvers = self.possible_agents[1:]
         if self.acting == (PROPOSER,):
-            if self._read_problem(said[PROPOSER]):
-                self.acting = tuple(solvers)
-                still = dict.fromkeys(self.agents, False)
-                shown = self._views(dict.fromkeys(solvers, f"{self.problem} = ?"))
-                numbers = [str(number) for number in range(-self.largest, 2 * self.largest + 1)]
-                return shown, dict.fromkeys(self.agents, 0.0), still, dict(still), self._infos(solvers, numbers)
-            return self._over(self.forfeit(PROPOSER), {PROPOSER}, 0.0)
+            found = self._read_problem(said[PROPOSER])
+            if found is None:
+                return self._over(self.forfeit(PROPOSER), {PROPOSER})
+            if _is_held_out(found[0], found[2]):
+                return self._over({}, set())
+            self._set(*found)
+            views, infos = self._show()
+            still = dict.fromkeys(self.agents, False)
+            return views, dict.fromkeys(self.agents, 0.0), still, dict(still), infos
         answers = {agent: re.findall(r"-?\d+", said[agent]) for agent in solvers}
         illegal = {agent for agent in solvers if not answers[agent]}
         right = {agent: bool(answers[agent]) and int(answers[agent][-1]) == self.answer for agent in solvers}
@@ -91,23 +106,42 @@ class ProposerSolverEnv(MultiAgentEnv):
         """Return the reward of an illegal turn."""
         return {agent: -self.illegal_cost}
 
-    def _read_problem(self, text: str) -> bool:
-        """Set problem and answer if the text is a problem with the number of the task."""
+    def _read_problem(self, text: str) -> tuple[int, str, int] | None:
+        """Return the problem in a text, with the number of the task; None if it is none."""
         found = _PROBLEM.fullmatch(text.strip())
         if found is None:
-            return False
+            return None
         a, sign, b = int(found[1]), found[2], int(found[3])
-        if max(a, b) > self.largest or self.number not in (a, b):
-            return False
-        self.problem, self.answer = f"{a} {sign} {b}", _OPERATIONS[sign](a, b)
-        return True
+        fits = max(a, b) <= self.largest and self.number in (a, b) and sign in self.operations
+        return (a, sign, b) if fits else None
 
-    def _over(self, rewards: Mapping[str, float], illegal: set[str], share: float) -> MultiStep:
+    def _set(self, a: int, sign: str, b: int) -> None:
+        self.problem, self.answer = f"{a} {sign} {b}", _OPERATIONS[sign](a, b)
+
+    def _show(self) -> MultiReset:
+        """Let the solvers read the problem."""
+        solvers = self.possible_agents[1:]
+        self.acting = tuple(solvers)
+        numbers = [str(number) for number in range(-self.largest, 2 * self.largest + 1)]
+        return self._views(dict.fromkeys(solvers, f"{self.problem} = ?")), self._infos(solvers, numbers)
+
+    def _over(self, rewards: Mapping[str, float], illegal: set[str], share: float | None = None) -> MultiStep:
+        """End the episode; without ``share`` there was no problem to solve."""
         agents, self.agents, self.acting = list(self.agents), [], ()
         views: dict[str, View] = {agent: {"messages": ()} for agent in agents}
-        infos = {agent: {"metrics": {"solved": share, "illegal": float(agent in illegal)}} for agent in agents}
+        solved = {} if share is None else {"solved": share}
+        infos: dict[str, dict[str, Any]] = {
+            agent: {"metrics": {f"{self.role_of(agent)}_illegal": float(agent in illegal), **solved}}
+            for agent in agents
+        }
         all_rewards = {agent: float(rewards.get(agent, 0.0)) for agent in agents}
         return views, all_rewards, dict.fromkeys(agents, True), dict.fromkeys(agents, False), infos
+
+    def _held_out(self) -> list[tuple[int, str, int]]:
+        """Return all held-out problems."""
+        numbers = range(self.largest + 1)
+        pairs = [(a, b) for a in numbers for b in numbers if _is_held_out(a, b)]
+        return [(a, sign, b) for a, b in pairs for sign in self.operations]
 
     def _views(self, texts: Mapping[str, str]) -> dict[str, View]:
         return {
@@ -118,7 +152,7 @@ class ProposerSolverEnv(MultiAgentEnv):
         return {agent: {"legal_moves": moves} if agent in agents else {} for agent in self.agents}
 
     def _problems(self) -> list[str]:
-        return [f"{self.number} {sign} {other}" for sign in _OPERATIONS for other in range(self.largest + 1)]
+        return [f"{self.number} {sign} {other}" for sign in self.operations for other in range(self.largest + 1)]
 
     def get_state(self) -> dict[str, Any]:
         """Return the state of the episode."""
@@ -135,14 +169,20 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
+def _is_held_out(a: int, b: int) -> bool:
+    return (a + 2 * b) % _HELD_OUT == 0
+
+
 class _Numbers(MadeTasks):
-    """Tasks with a number each."""
+    """Tasks with a number each; in evaluation with the place of a held-out problem."""
 
     def __init__(self, split: str, seed: int) -> None:
         super().__init__(split, 1000)
-        self._numbers = np.random.default_rng([seed, split != "train"]).integers(0, 1000, 1000)
+        self._held_out = split != "train"
+        rng = np.random.default_rng([seed, self._held_out])
+        self._numbers = rng.permutation(1000) if self._held_out else rng.integers(0, 1000, 1000)
 
     def make(self, index: int) -> Task:
         """Return a task without a prompt."""
-        number = int(self._numbers[index])
-        return Task(f"proposer_solver/{self.split}/{index}", (), metadata={"number": number})
+        key = "held_out" if self._held_out else "number"
+        return Task(f"proposer_solver/{self.split}/{index}", (), metadata={key: int(self._numbers[index])})

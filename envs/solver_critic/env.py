@@ -11,6 +11,8 @@ import numpy as np
 from agentrl import ConfigError, MadeTasks, Message, MultiAgentEnv, MultiReset, MultiStep, RandomPlayer, Task, View
 from agentrl.core.player import PlayerFactory
 
+from .players import CarelessPlayer
+
 SOLVER, CRITIC = "solver", "critic"
 _LARGEST = 20
 
@@ -25,7 +27,7 @@ class SolverCriticEnv(MultiAgentEnv):
 
     metadata: dict[str, Any] = {"render_modes": [], "name": "solver_critic"}  # noqa: RUF012
     possible_agents: list[str] = [SOLVER, CRITIC]  # noqa: RUF012
-    players: ClassVar[Mapping[str, PlayerFactory]] = {"random": RandomPlayer}
+    players: ClassVar[Mapping[str, PlayerFactory]] = {"random": RandomPlayer, "careless": CarelessPlayer}
 
     def __init__(self, illegal_cost: float = 0.1, verdict_reward: float = 0.5) -> None:
         """Make an environment.
@@ -105,14 +107,10 @@ class SolverCriticEnv(MultiAgentEnv):
         return self.verdict == ("right" if self._right(0) else "wrong")
 
     def _metrics(self, agent: str) -> dict[str, float]:
-        first, last = float(self._right(0)), float(self._right(1))
-        verdict = float(self._judged())
-        return {
-            "first_right": first,
-            "last_right": last,
-            "verdict_right": verdict,
-            "illegal": float(self.illegal[agent]),
-        }
+        if agent == CRITIC:
+            return {"verdict_right": float(self._judged()), "critic_illegal": float(self.illegal[agent])}
+        right = {"first_right": float(self._right(0)), "last_right": float(self._right(1))}
+        return right | {"solver_illegal": float(self.illegal[agent])}
 
     def _views(self, agent: str, text: str) -> dict[str, View]:
         return {one: {"messages": (Message("user", text),) if one == agent else ()} for one in self.agents}

@@ -1,4 +1,4 @@
-"""Positions of games with random legal moves, to teach a small policy the rules."""
+"""Positions of games with the moves of scripted players, to teach a small policy the rules."""
 
 from .data import GamePositions
 

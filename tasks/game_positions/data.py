@@ -1,78 +1,98 @@
-"""The taskset: single positions from random play of a game, each with its legal moves."""
+"""The taskset: single positions of games between scripted players, each with the move that a player made."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from agentrl import ConfigError, MadeTasks, Message, Rewrite, Task, TaskSet, TurnGame, unknown_name
+from agentrl import ConfigError, MadeTasks, Message, MultiAgentEnv, Rewrite, Task, TaskSet, unknown_name
+from agentrl.core.player import PlayerFactory
 from agentrl.core.registry import make_any_env
 
 SPLITS = ("train", "eval")
 
 
 class Positions(MadeTasks):
-    """Positions of one split, each from another random game."""
+    """Positions of one split, each from another game."""
 
-    def __init__(self, split: str, size: int, game: TurnGame, seed: int) -> None:
-        """Draw positions of ``game``, which differ by ``seed`` and split."""
+    def __init__(self, split: str, size: int, game: MultiAgentEnv, player: PlayerFactory, seed: int) -> None:
+        """Draw positions of ``game`` on its tasks of this split, which differ by ``seed`` and split."""
         super().__init__(split, size)
         self._game = game
+        self._player = player
+        self._tasks: Sequence[Task] = type(game).tasks(split, seed)
         self._seed = [seed, zlib.crc32(split.encode())]
 
     def make(self, index: int) -> Task:
-        """Return one position of a random game, each of its positions with the same probability."""
+        """Return one position of a game, each of its positions with the same probability."""
         rng, game = np.random.default_rng([*self._seed, index]), self._game
-        found: list[tuple[tuple[Message, ...], list[str]]] = []
-        views, infos = game.reset(seed=int(rng.integers(2**31)))
-        while game.acting:
-            (agent,) = game.acting
-            messages = views[agent]["messages"]
-            moves = infos[agent]["legal_moves"]
-            found.append((messages.messages if isinstance(messages, Rewrite) else messages, moves))
-            views, _, _, _, infos = game.step({agent: Message("assistant", str(rng.choice(moves)))})
-        prompt, moves = found[int(rng.integers(len(found)))]
-        return Task(f"game_positions/{self.split}/{index}", prompt, answer=moves[0], metadata={"legal_moves": moves})
+        task = self._tasks[int(rng.integers(len(self._tasks)))]
+        views, infos = game.reset(seed=int(rng.integers(2**31)), options={"task": task})
+        read: dict[str, tuple[Message, ...]] = {}
+        """By agent, its conversation."""
+        new: dict[str, tuple[Message, ...]] = {}
+        """By agent, what it has read since its last turn."""
+        players = {agent: self._player(rng) for agent in game.agents}
+        found: list[Task] = []
+        while True:
+            for agent, view in views.items():
+                messages = view["messages"]
+                if isinstance(messages, Rewrite):
+                    read[agent] = new[agent] = messages.messages
+                else:
+                    read[agent], new[agent] = read.get(agent, ()) + messages, new.get(agent, ()) + messages
+            if not game.acting:
+                break
+            actions = {}
+            for agent in game.acting:
+                legal = list(infos[agent].get("legal_moves", ()))
+                move = players[agent].act(new[agent], legal)
+                name = f"game_positions/{self.split}/{index}"
+                found.append(Task(name, read[agent], answer=move, metadata={"legal_moves": legal}))
+                actions[agent] = Message("assistant", move)
+                read[agent], new[agent] = (*read[agent], actions[agent]), ()
+            views, _, _, _, infos = game.step(actions)
+        return found[int(rng.integers(len(found)))]
 
 
-class RandomExpert:
-    """Takes each legal move with the same probability."""
+class _Played:
+    """Makes the move that was made in the position."""
 
-    def __init__(self, task: Task, rng: np.random.Generator) -> None:
-        """Move in the position of ``task``."""
-        self._moves = task.metadata["legal_moves"]
-        self._rng = rng
+    def __init__(self, task: Task) -> None:
+        self._move = str(task.answer)
 
     def act(self, observation: tuple[Message, ...]) -> str:
-        """Return a legal move."""
-        return str(self._moves[int(self._rng.integers(len(self._moves)))])
+        """Return the move."""
+        return self._move
 
 
 class GamePositions(TaskSet):
-    """Positions of a game whose players read one state at a time. Splits: ``train`` and ``eval``."""
+    """Positions of a game and the moves of a scripted player in them. Splits: ``train`` and ``eval``."""
 
     def __init__(
         self,
         game: str,
         options: Mapping[str, Any] | None = None,
+        player: str = "random",
         seed: int = 0,
         train_size: int = 100_000,
         eval_size: int = 384,
     ) -> None:
-        """Take the game's environment by name, with its options.
+        """Take the game's environment by name, with its options, and the scripted player of all its agents.
 
         Raises:
-            ConfigError: it is no `TurnGame`, or its players remember the conversation.
+            ConfigError: it has one agent, or no such player.
         """
         env = make_any_env(game, options, "tasks.options.options")
-        if not isinstance(env, TurnGame) or env.remembers:
-            raise ConfigError(
-                f"tasks.options.game={game}: its players do not read one state at a time (TurnGame.remembers)"
-            )
+        if not isinstance(env, MultiAgentEnv):
+            raise ConfigError(f"tasks.options.game={game} has one agent")
+        if player not in env.players:
+            raise unknown_name(f"player of {game}", player, sorted(env.players), "tasks.options.player")
         self._game = env
+        self._player = env.players[player]
         self._seed = seed
         self._sizes = {"train": train_size, "eval": eval_size}
 
@@ -80,8 +100,8 @@ class GamePositions(TaskSet):
         """Return the positions of a split."""
         if name not in SPLITS:
             raise unknown_name("split of game_positions", name, SPLITS, "tasks.train_split or eval.split")
-        return Positions(name, self._sizes[name], self._game, self._seed)
+        return Positions(name, self._sizes[name], self._game, self._player, self._seed)
 
-    def demonstrator(self, task: Task, rng: np.random.Generator) -> RandomExpert:
-        """Return random legal play."""
-        return RandomExpert(task, rng)
+    def demonstrator(self, task: Task, rng: np.random.Generator) -> _Played:
+        """Return the scripted player's move."""
+        return _Played(task)

@@ -1,5 +1,6 @@
 """Environments of roles that work together."""
 
+import numpy as np
 import pytest
 from agentrl_envs.proposer_solver import ProposerSolverEnv
 from agentrl_envs.solver_critic import SolverCriticEnv
@@ -33,7 +34,8 @@ def test_the_critic_helps_the_solver():
     assert acted(env, "Wrong: too large.")[1] == {"solver": "Wrong: too large. Answer again."}
     rewards, _, infos = acted(env, "<think>7 + 15</think> 22")
     assert rewards == {"solver": 1.0, "critic": 1.5}
-    assert infos["critic"]["metrics"] == {"first_right": 0.0, "last_right": 1.0, "verdict_right": 1.0, "illegal": 0.0}
+    assert infos["solver"]["metrics"] == {"first_right": 0.0, "last_right": 1.0, "solver_illegal": 0.0}
+    assert infos["critic"]["metrics"] == {"verdict_right": 1.0, "critic_illegal": 0.0}
 
 
 def test_a_turn_of_the_wrong_form_costs_and_the_episode_goes_on():
@@ -43,7 +45,7 @@ def test_a_turn_of_the_wrong_form_costs_and_the_episode_goes_on():
     assert acted(env, "hm")[0] == {"solver": 0.0, "critic": -0.25}
     rewards, _, infos = acted(env, "8")
     assert rewards == {"solver": 0.0, "critic": 0.0}
-    assert infos["solver"]["metrics"]["illegal"] == 1.0
+    assert infos["solver"]["metrics"]["solver_illegal"] == infos["critic"]["metrics"]["critic_illegal"] == 1.0
 
 
 def test_sums_to_evaluate_on_are_not_trained_on():
@@ -73,7 +75,53 @@ def test_what_is_no_problem_costs_the_proposer(text):
     env.reset(seed=0)
     rewards, _, infos = acted(env, text)
     assert rewards == {"proposer": -0.5, "solver_0": 0.0}
-    assert (env.agents, infos["proposer"]["metrics"]["illegal"]) == ([], 1.0)
+    assert (env.agents, infos["proposer"]["metrics"]) == ([], {"proposer_illegal": 1.0})
+
+
+def test_a_held_out_problem_is_solved_in_evaluation_alone():
+    env = ProposerSolverEnv(solvers=2, operations="+")
+    problems = set()
+    for task in env.tasks("eval", 0)[:300]:
+        views, _ = env.reset(seed=0, options={"task": task})
+        assert env.acting == ("solver_0", "solver_1")
+        assert not views["proposer"]["messages"]
+        problems.add(env.problem)
+    assert len(problems) == 76
+    for problem in sorted(problems)[:20]:
+        env.reset(seed=0, options={"task": Task("t", (), metadata={"number": int(problem.split()[0])})})
+        rewards, _, infos = acted(env, problem)
+        assert (env.agents, set(rewards.values())) == ([], {0.0})
+        assert "solved" not in infos["solver_0"]["metrics"]
+
+
+def played(env, task, seed):
+    """Let careless players play all agents of an episode; return the last infos."""
+    rng = np.random.default_rng(seed)
+    players = {agent: env.players["careless"](rng) for agent in env.possible_agents}
+    views, infos = env.reset(seed=seed, options={"task": task})
+    while env.acting:
+        actions = {
+            agent: Message("assistant", players[agent].act(views[agent]["messages"], infos[agent]["legal_moves"]))
+            for agent in env.acting
+        }
+        views, _, _, _, infos = env.step(actions)
+    return infos
+
+
+def test_careless_players_are_legal_and_right_in_about_half_of_the_sums():
+    env, tasks = SolverCriticEnv(), SolverCriticEnv.tasks("train", 0)
+    metrics = [
+        {**found["solver"]["metrics"], **found["critic"]["metrics"]}
+        for found in (played(env, tasks[index % len(tasks)], index) for index in range(600))
+    ]
+    mean = {name: np.mean([one[name] for one in metrics]) for name in metrics[0]}
+    assert mean["solver_illegal"] == mean["critic_illegal"] == 0
+    assert 0.45 < mean["first_right"] < 0.65
+    assert 0.6 < mean["verdict_right"] < 0.7
+    env, tasks = ProposerSolverEnv(), ProposerSolverEnv.tasks("train", 0)
+    metrics = [played(env, tasks[index], index)["proposer"]["metrics"] for index in range(200)]
+    assert not any(one["proposer_illegal"] for one in metrics)
+    assert 0.6 < np.mean([one["solved"] for one in metrics if "solved" in one]) < 0.9
 
 
 def test_options_that_do_not_fit_are_refused():
@@ -81,5 +129,7 @@ def test_options_that_do_not_fit_are_refused():
         ProposerSolverEnv(solvers=0)
     with pytest.raises(ConfigError, match=r"env\.options\.largest=1000"):
         ProposerSolverEnv(largest=1000)
+    with pytest.raises(ConfigError, match=r"env\.options\.operations='\+/'"):
+        ProposerSolverEnv(operations="+/")
     with pytest.raises(ConfigError, match=r"env\.options\.illegal_cost=-1"):
         SolverCriticEnv(illegal_cost=-1)

@@ -7,6 +7,7 @@ import pytest
 from agentrl_tasks.game_positions import GamePositions
 
 from agentrl import ConfigError
+from agentrl.core.errors import UnknownNameError
 from agentrl.core.registry import make_any_env
 
 
@@ -33,6 +34,26 @@ def test_all_information_sets_of_kuhn_poker_occur_and_moves_are_random():
     assert moves["bet"] == pytest.approx(moves["check"], rel=0.35)
 
 
-def test_a_game_whose_players_remember_has_no_positions():
-    with pytest.raises(ConfigError, match="negotiation"):
-        GamePositions("negotiation")
+def test_a_named_player_demonstrates_all_turns_of_its_conversations():
+    taskset = GamePositions("solver_critic", player="careless")
+    tasks = taskset.split("train")[:60]
+    roles = Counter(tuple(message.role for message in task.prompt) for task in tasks)
+    assert set(roles) == {("user",), ("user", "assistant", "user")}
+    for task in tasks:
+        if len(task.prompt) == 3:
+            repeats = taskset.demonstrator(task, np.random.default_rng(0)).act(()) == task.prompt[1].content
+            assert repeats == task.prompt[2].content.startswith("right")
+
+
+def test_positions_are_of_the_tasks_of_their_split():
+    taskset = GamePositions("proposer_solver", player="careless", options={"solvers": 1})
+    asked = {split: {task.question.split(" ")[0] for task in taskset.split(split)[:60]} for split in ("train", "eval")}
+    assert "Set" in asked["train"]
+    assert "Set" not in asked["eval"]
+
+
+def test_an_environment_of_one_agent_and_an_unknown_player_are_refused():
+    with pytest.raises(ConfigError, match="single_turn has one agent"):
+        GamePositions("single_turn")
+    with pytest.raises(UnknownNameError, match="tasks.options.player"):
+        GamePositions("solver_critic", player="carless")

@@ -1,0 +1,52 @@
+"""A scripted player of both roles that makes mistakes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from agentrl import Message
+
+_FORGETS_CARRY, _SLIPS, _MISJUDGES = 0.7, 0.2, 0.35
+"""Probabilities of mistakes."""
+
+
+def careless_sum(a: int, b: int, rng: np.random.Generator) -> int:
+    """Return the sum of two numbers with mistakes: mostly without the carry of the last digits, at times off by one."""
+    found = a + b
+    if a % 10 + b % 10 >= 10 and rng.random() < _FORGETS_CARRY:
+        found -= 10
+    if rng.random() < _SLIPS:
+        found += int(rng.choice([-1, 1]))
+    return found
+
+
+class CarelessPlayer:
+    """Adds as `careless_sum` does, misjudges a third of the answers, and believes every verdict.
+
+    After ``right`` it repeats its answer, after ``wrong`` it gives another one. A text that is no sum gets a random legal move.
+    """
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._problem: tuple[int, int] | None = None
+        self._answer = 0
+
+    def act(self, messages: tuple[Message, ...], legal_moves: Sequence[str]) -> str:
+        """Return an answer or a verdict."""
+        text = messages[-1].content
+        if found := re.fullmatch(r"(\d+) \+ (\d+) = \?", text):
+            self._problem = int(found[1]), int(found[2])
+            self._answer = careless_sum(*self._problem, self._rng)
+        elif judged := re.fullmatch(r"(\d+) \+ (\d+) = \? Answer: (.*)\. Right or wrong\?", text):
+            right = (judged[3] == str(int(judged[1]) + int(judged[2]))) != (self._rng.random() < _MISJUDGES)
+            return "right" if right else "wrong"
+        elif self._problem is None:
+            return legal_moves[int(self._rng.integers(len(legal_moves)))]
+        elif text.startswith("wrong"):
+            before = self._answer
+            while self._answer == before:
+                self._answer = careless_sum(*self._problem, self._rng)
+        return str(self._answer)
