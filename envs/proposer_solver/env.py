@@ -38,7 +38,7 @@ class ProposerSolverEnv(MultiAgentEnv):
         """Make an environment.
 
         Raises:
-            ConfigError: there is no solver, the cost is negative, the numbers have more than three digits, or an operation is unknown.
+            ConfigError: there is no solver, the cost is negative, a number has over three digits, or an operation is unknown.
         """
         if solvers < 1:
             raise ConfigError(f"env.options.solvers={solvers} must be at least 1")

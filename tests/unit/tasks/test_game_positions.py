@@ -55,5 +55,5 @@ def test_positions_are_of_the_tasks_of_their_split():
 def test_an_environment_of_one_agent_and_an_unknown_player_are_refused():
     with pytest.raises(ConfigError, match="single_turn has one agent"):
         GamePositions("single_turn")
-    with pytest.raises(UnknownNameError, match="tasks.options.player"):
+    with pytest.raises(UnknownNameError, match=r"tasks\.options\.player"):
         GamePositions("solver_critic", player="carless")
