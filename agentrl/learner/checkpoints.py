@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +27,13 @@ from agentrl.core.background import in_background
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
 from agentrl.learner.base import CriticGroup, LearnerGroup
-from agentrl.learner.random_states import random_states, restore_random, states_from_json, states_to_json
+from agentrl.learner.random_states import (
+    random_states,
+    restore_random,
+    seed_everything,
+    states_from_json,
+    states_to_json,
+)
 
 STATE = "state.json"
 CRITIC = "critic"
@@ -182,3 +188,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((checkpoint / STATE).read_bytes())
         restore_random(states_from_json(state["random"]))
         return state
+
+
+def begin_random(state: Mapping[str, Any], seed: int) -> None:
+    """Set the driver's random generators for the next step: to a checkpoint's ``state``, in a new run from the seed."""
+    if "random" in state:
+        restore_random(states_from_json(state["random"]))
+    else:
+        seed_everything(seed)

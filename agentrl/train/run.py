@@ -16,7 +16,7 @@ from agentrl.config.saved import save_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import AgentrlError, CheckpointError, ConfigError, RunStopped
 from agentrl.learner.base import CriticGroup, LearnerGroup
-from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state, whole_checkpoints
+from agentrl.learner.checkpoints import Checkpoints, begin_random, latest_checkpoint, read_state, whole_checkpoints
 from agentrl.obs.console import print_message
 from agentrl.obs.progress import ProgressView
 from agentrl.obs.waiting import PHASE, waiting
@@ -82,6 +82,7 @@ class TrainingRun:
                 baselines=baselines_from_state(self.state["baselines"]),
                 saved=step if self.checkpoint else -1,
             )
+            begin_random(self.state, config.run.seed)  # starting services has drawn from the generators
             await trainer.run()
             return trainer
 

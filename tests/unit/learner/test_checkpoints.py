@@ -19,7 +19,7 @@ import torch
 
 from agentrl.core.background import in_background
 from agentrl.core.errors import CheckpointError
-from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state, whole_checkpoints
+from agentrl.learner.checkpoints import Checkpoints, begin_random, latest_checkpoint, read_state, whole_checkpoints
 
 
 class FolderLearner:
@@ -97,6 +97,17 @@ def test_random_states_of_the_driver_come_back(tmp_path):
     drawn = (torch.rand(2).tolist(), np.random.rand(), random.random())
     read_state(path)
     assert (torch.rand(2).tolist(), np.random.rand(), random.random()) == drawn
+
+
+def test_the_driver_begins_with_the_states_of_the_checkpoint_or_those_of_the_seed(tmp_path):
+    state = read_state(saved(Checkpoints(tmp_path, keep=1), 1, FolderLearner(), {}))
+    drawn = (torch.rand(2).tolist(), np.random.rand(), random.random())
+    for begun in (state, {}):
+        begin_random(begun, 5)
+        first = (torch.rand(2).tolist(), np.random.rand(), random.random())
+        assert (first == drawn) is (begun == state)
+        begin_random(begun, 5)
+        assert (torch.rand(2).tolist(), np.random.rand(), random.random()) == first
 
 
 def test_a_step_saved_again_replaces_the_older(tmp_path):
