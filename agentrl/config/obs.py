@@ -1,4 +1,4 @@
-"""The ``obs`` section: terminal output, trackers and recorded rollouts."""
+"""The ``obs`` section: terminal output, trackers, traces and recorded rollouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentrl.config.base import Section
 
 
 class ObsConfig(Section):
-    """Terminal output, trackers and recorded rollouts."""
+    """Terminal output, trackers, traces and recorded rollouts."""
 
     tensorboard: bool | Literal["auto"] = "auto"
     """Write TensorBoard event files next to ``metrics.jsonl``; ``auto`` does if the package is installed, and says so if not."""
@@ -29,6 +29,21 @@ class ObsConfig(Section):
     stall_warning_s: float = Field(default=120.0, ge=0)
     """Seconds without progress before the run prints what it waits for; repeated after twice and four times as long. On
     SIGUSR1 it is printed at once. 0: on SIGUSR1 only."""
+
+    trace: bool = False
+    """Write spans of steps, phases, episodes, turns, tool calls and requests to ``traces/`` in the run folder, for Perfetto."""
+    trace_steps: int = Field(default=20, ge=1)
+    """Newest steps whose traces are kept."""
+    otlp: str | None = None
+    """Address of an OpenTelemetry collector that gets the spans over HTTP, such as ``http://127.0.0.1:4318/v1/traces``. Headers
+    are in the environment variable ``OTEL_EXPORTER_OTLP_HEADERS``."""
+
+    @field_validator("otlp")
+    @classmethod
+    def _is_address(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError(f"{value!r} is no address of a collector: it begins with http:// or https://")
+        return value
 
     @field_validator("wandb", mode="before")
     @classmethod

@@ -78,7 +78,7 @@ class Config(Section):
     sft: SftConfig = Field(default_factory=SftConfig)
     """Supervised fine-tuning, for ``agentrl sft``."""
     obs: ObsConfig = Field(default_factory=ObsConfig)
-    """Terminal output, trackers and recorded rollouts."""
+    """Terminal output, trackers, traces and recorded rollouts."""
 
     @field_validator("sources")
     @classmethod

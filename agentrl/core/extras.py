@@ -13,6 +13,7 @@ EXTRAS = {
     "matplotlib": "plots",
     "mcp": "mcp",
     "megatron": "megatron",
+    "opentelemetry": "otlp",
     "peft": "lora",
     "pyarrow": "parquet",
     "renderers": "renderers",

@@ -19,6 +19,7 @@ from agentrl.episode.conversation import Conversation
 from agentrl.episode.limits import EpisodeClock
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.tool_calls import ToolRunner
+from agentrl.obs.waiting import TURN, waiting
 
 _GRACE = 0.1
 """Share of ``rollout.max_seconds`` that a function may take after the time limit, to compute its reward."""
@@ -271,7 +272,7 @@ class Chat:
         if conversation.stop_reason is not None:
             return None
         self._prepare_turn()
-        with clock.stopped():
+        with clock.stopped(), waiting(TURN, str(self.turns + 1)):
             self._reply = await conversation.sample(stop)
         return self._reply
 

@@ -13,7 +13,7 @@ from agentrl.core.task import Task
 from agentrl.core.types import Rollout, StopReason
 from agentrl.episode.chat import Agent
 from agentrl.episode.context import EpisodeContext
-from agentrl.obs.waiting import waiting
+from agentrl.obs.waiting import ROLLOUT, waiting
 
 F = TypeVar("F", bound=Callable[..., Any])
 Generate = Callable[[Task, Agent], Awaitable[Rollout | Sequence[Rollout]]]
@@ -89,7 +89,7 @@ async def run_custom_loop(generate: Generate, context: EpisodeContext, agent: Ag
 
 async def _run(generate: Generate, context: EpisodeContext, agent: Agent) -> object:
     try:
-        with waiting("rollout", agent.episode_id, lambda: f"turn {agent.turns}, {KEY}={_name(generate)}"):
+        with waiting(ROLLOUT, agent.episode_id, lambda: f"turn {agent.turns}, {KEY}={_name(generate)}"):
             return await generate(agent.task, agent)
     except AgentrlError:
         raise

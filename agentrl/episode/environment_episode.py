@@ -16,7 +16,7 @@ from agentrl.episode.env_threads import ThreadedEnv
 from agentrl.episode.limits import EpisodeClock
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.tool_calls import ToolRunner
-from agentrl.obs.waiting import waiting
+from agentrl.obs.waiting import ROLLOUT, TURN, waiting
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Episode:
         """
         self._began = time.monotonic()
         self._clock = self.tools.clock = EpisodeClock(self._context.limits.max_seconds - self.state.counted_seconds)
-        with waiting("rollout", self.state.episode_id, lambda: f"turn {self.state.counters.turns}"):
+        with waiting(ROLLOUT, self.state.episode_id, lambda: f"turn {self.state.counters.turns}"):
             try:
                 async with self._clock:
                     await self._begin()
@@ -101,21 +101,31 @@ class Episode:
         self.conversation.begin(messages, self._task.id)
 
     async def _run_turns(self) -> StopReason:
+        while True:
+            with waiting(TURN, str(self.state.counters.turns + 1)):
+                reason = await self._run_turn()
+            if reason is not None:
+                return reason
+
+    async def _run_turn(self) -> StopReason | None:
+        """Run one turn; return why it ended the episode, or None if the episode goes on."""
         conversation = self.conversation
-        while (action := await self._sample()) is not None:
-            observation, reward, terminated, truncated, _ = await self._step(action)
-            over = terminated or truncated
-            if not over:
-                self._check(observation)
-            if isinstance(observation, Rewrite) and not over:
-                conversation.record(action, observation.messages, reward=reward)
-                conversation.rewrite(observation.messages)
-                continue
-            conversation.answer(action, _messages(observation), reward=reward, over=over)
-            if over:
-                return StopReason.TERMINATED if terminated else StopReason.TRUNCATED
-        assert conversation.stop_reason is not None, "sample sets it when it returns None"
-        return conversation.stop_reason
+        action = await self._sample()
+        if action is None:
+            assert conversation.stop_reason is not None, "sample sets it when it returns None"
+            return conversation.stop_reason
+        observation, reward, terminated, truncated, _ = await self._step(action)
+        over = terminated or truncated
+        if not over:
+            self._check(observation)
+        if isinstance(observation, Rewrite) and not over:
+            conversation.record(action, observation.messages, reward=reward)
+            conversation.rewrite(observation.messages)
+            return None
+        conversation.answer(action, _messages(observation), reward=reward, over=over)
+        if not over:
+            return None
+        return StopReason.TERMINATED if terminated else StopReason.TRUNCATED
 
     async def _sample(self) -> Message | None:
         with self._clock.stopped():

@@ -20,7 +20,7 @@ from agentrl.episode.limits import EpisodeClock
 from agentrl.episode.participants import EndpointParticipant, Participant, PolicyParticipant, ScriptedParticipant
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.tool_calls import ToolRunner
-from agentrl.obs.waiting import waiting
+from agentrl.obs.waiting import ROLLOUT, TURN, waiting
 
 _log = logging.getLogger(__name__)
 
@@ -76,12 +76,11 @@ class MultiAgentEpisode:
         """
         self._began = time.monotonic()
         self._clock = self.tools.clock = EpisodeClock(self._context.limits.max_seconds)
-        with waiting("rollout", self._state.episode_id, lambda: f"turns {self._turns}"):
+        with waiting(ROLLOUT, self._state.episode_id, lambda: f"turns {self._turns}"):
             try:
                 async with self._clock:
                     await self._begin()
-                    while self._env.env.agents and await self._step():
-                        pass
+                    await self._run()
             except TimeoutError:
                 if not self._clock.expired:
                     raise
@@ -142,6 +141,12 @@ class MultiAgentEpisode:
             sampling = replace(context.sampling, experts_from=None)
             context = replace(context, sampler=seat.sampler, sampling=sampling)
         return PolicyParticipant(agent, context, state, self._task, env, self.tools, self._clock)
+
+    async def _run(self) -> None:
+        goes_on = True
+        while goes_on and self._env.env.agents:
+            with waiting(TURN, ", ".join(self._env.env.acting)):
+                goes_on = await self._step()
 
     async def _step(self) -> bool:
         """Let the agents act, and step the environment; return whether the episode goes on."""

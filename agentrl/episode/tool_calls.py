@@ -14,7 +14,7 @@ from agentrl.core.task import Task
 from agentrl.core.tool import SandboxImageClient, Tool, ToolClient, checked_call, unknown_tool
 from agentrl.core.types import CallStatus, ToolCall, ToolResult, ToolStatus
 from agentrl.episode.limits import EpisodeClock
-from agentrl.obs.waiting import waiting
+from agentrl.obs.waiting import TOOL, waiting
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class ToolRunner:
             return ToolResult(call.id, ToolStatus.INVALID, unknown_tool(call.name, tools))
         tool = tools[call.name]
         if not tool.server:
-            with waiting("tool", call.name, f"call {call.id}", "in this process"):
+            with waiting(TOOL, call.name, f"call {call.id}", "in this process"):
                 result = await tool.run(call)
         elif self._closed:
             raise ToolFailure(f"tool {call.name!r}: the sessions of episode {self._episode_id} are closed")
@@ -103,7 +103,7 @@ class ToolRunner:
             image = self._task.sandbox_image
             client = self._sessions[tool.server] = client_of(self._clients, tool.server, call.name)
             stopped = nullcontext() if self.clock is None else self.clock.stopped(counted=tool.timeout_s)
-            with stopped, waiting("tool", call.name, f"call {call.id}", f"server {tool.server}"):
+            with stopped, waiting(TOOL, call.name, f"call {call.id}", f"server {tool.server}"):
                 if image is not None and isinstance(client, SandboxImageClient):
                     await client.open_session(self._episode_id, image=image)
                 result = await client.call(call, episode_id=self._episode_id)

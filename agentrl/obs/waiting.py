@@ -11,17 +11,26 @@ nest by context: a wait in a task or thread (`asyncio.to_thread`) that was start
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from time import monotonic
 from types import TracebackType
+from typing import Protocol
 
 Detail = str | Callable[[], str]
 """A detail of a wait; a function is called when a report is written, in the watchdog's thread."""
 
 PHASE = "phase"
 """The kind of the outermost waits; a report groups the others by them."""
+TURN = "turn"
+"""The kind of the wait around a turn of an episode. Reports omit it: the wait around the episode has the turn's number."""
+REQUEST = "request"
+"""The kind of the wait for an engine's response to a generation."""
+TOOL = "tool"
+"""The kind of the wait for a tool call."""
+ROLLOUT = "rollout"
+"""The kind of the wait around an attempt at an episode."""
 
 _inside: ContextVar[WaitRegistry | waiting | None] = ContextVar("agentrl_waiting", default=None)
 
@@ -58,6 +67,8 @@ class waiting:
         self.parent, self.waits, self.since = outer, waits, monotonic()
         waits.open.add(self)
         _inside.set(self)
+        for listener in waits.listeners:
+            listener.on_begin(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -67,17 +78,40 @@ class waiting:
         if waits is None:
             return
         waits.open.discard(self)
+        now = monotonic()
         if error is None:
-            waits.last_progress = monotonic()
+            waits.last_progress = now
+        for listener in waits.listeners:
+            listener.on_end(self, now, error)
         # A coroutine that is closed before its end may exit in another context.
         if _inside.get() is self:
             _inside.set(self.parent)
 
     @property
+    def details(self) -> str:
+        """What exactly is waited for."""
+        text = ""
+        for detail in self._details:
+            if word := detail if isinstance(detail, str) else detail():
+                text = f"{text}, {word}" if text else word
+        return text
+
+    @property
     def text(self) -> str:
         """The kind and the details of the wait."""
-        words = [detail if isinstance(detail, str) else detail() for detail in self._details]
-        return " ".join((self.kind, ", ".join(word for word in words if word))).strip()
+        return f"{self.kind} {self.details}".strip()
+
+
+class WaitListener(Protocol):
+    """Is called at the begin and the end of each wait, in the thread that waits. It must not raise."""
+
+    def on_begin(self, wait: waiting) -> None:
+        """Take note of a wait that has begun."""
+        ...
+
+    def on_end(self, wait: waiting, now: float, error: BaseException | None) -> None:
+        """Take note of a wait that has ended, at the time ``now`` on `time.monotonic`'s clock; with ``error`` if it raised."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +130,9 @@ class WaitReport:
 class WaitRegistry:
     """All current waits of a run. `waiting` registers waits in contexts that were entered or created after `enter`."""
 
-    def __init__(self) -> None:
+    def __init__(self, listeners: Sequence[WaitListener] = ()) -> None:
+        self.listeners = tuple(listeners)
+        """They are called in this order."""
         self.waits = self
         """The registry itself, so that it can stand in for an outer wait."""
         self.open: set[waiting] = set()
@@ -129,8 +165,8 @@ def _report(innermost: waiting, seconds: float, still_open: set[waiting]) -> Wai
         if wait is not innermost and wait not in still_open:
             pass  # a task that was started inside it outlives it
         elif wait.kind == PHASE:
-            phase = wait.text.removeprefix(PHASE).strip()
-        else:
+            phase = wait.details
+        elif wait.kind != TURN:
             words.insert(0, wait.text)
         wait = wait.parent
     return WaitReport(innermost.kind, ": ".join(words), phase, seconds)

@@ -11,11 +11,11 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from agentrl.obs.waiting import PHASE, WaitRegistry, WaitReport
+from agentrl.obs.waiting import PHASE, WaitListener, WaitRegistry, WaitReport
 
 SHOWN = 8
 """Most waits in a report on the console; the log has all of them."""
@@ -37,14 +37,21 @@ class Watchdog:
         stall_warning_s: seconds; 0 reports on SIGUSR1 only.
         print_report: prints a report; called in the watchdog's thread.
         log: file for full reports, with a traceback of each thread of this process.
+        listeners: called at the begin and the end of each wait.
 
     """
 
-    def __init__(self, stall_warning_s: float, print_report: Callable[[str], None], log: Path | None = None) -> None:
+    def __init__(
+        self,
+        stall_warning_s: float,
+        print_report: Callable[[str], None],
+        log: Path | None = None,
+        listeners: Sequence[WaitListener] = (),
+    ) -> None:
         self._stall_warning_s = stall_warning_s
         self._print_report = print_report
         self._log = log
-        self._waits = WaitRegistry()
+        self._waits = WaitRegistry(listeners)
         self._orders: queue.SimpleQueue[str] = queue.SimpleQueue()  # may be filled by a signal handler
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 

@@ -108,6 +108,7 @@ def check_packages(config: Config) -> None:
         ("peft", config.learner.lora is not None, "learner.lora"),
         ("tensorboard", obs.tensorboard is True, "obs.tensorboard=true"),
         ("wandb", obs.wandb != "off", f"obs.wandb={obs.wandb}"),
+        ("opentelemetry", obs.otlp is not None, f"obs.otlp={obs.otlp}"),
         ("pyarrow", obs.rollout_format == "parquet", "obs.rollout_format=parquet"),
     ):
         if wanted and not installed(package):

@@ -20,12 +20,12 @@ from agentrl.learner.checkpoints import Checkpoints, begin_random, latest_checkp
 from agentrl.obs.console import print_message
 from agentrl.obs.progress import ProgressView
 from agentrl.obs.waiting import PHASE, waiting
-from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_dir import run_folder
 from agentrl.runtime.training_summary import with_recompute
 from agentrl.train.optimizer_steps import baselines_from_state, with_possible_sharing
 from agentrl.train.rollout_sources import open_replay, open_sampling
+from agentrl.train.run_monitor import open_monitor
 from agentrl.train.run_outputs import draw_curve, open_metrics, print_summary
 from agentrl.train.sampling import RolloutSource
 from agentrl.train.teachers import open_teachers
@@ -57,14 +57,15 @@ class TrainingRun:
                 ProgressView(self.console, config.train.steps, config.obs.progress, config.sources)
             )
             view.phase("starting")
-            exits.enter_context(Watchdog(config.obs.stall_warning_s, view.print_text, folder / "logs" / "watchdog.log"))
+            monitor = open_monitor(config, folder, view.print_text, step, exits)
             with waiting(PHASE, "start"):
                 teachers = await open_teachers(config, self.model, folder / "logs", exits)
                 source, learner, critic = await self._open(interrupt, exits)
             models = (learner,) if critic is None else (learner, critic)
             config = await asyncio.to_thread(with_possible_sharing, config, *models)
             view.total = source.steps
-            metrics = open_metrics(config, folder, view.note, resume_after=step if self.checkpoint else None)
+            resume_after = step if self.checkpoint else None
+            metrics = open_metrics(config, folder, view.note, resume_after, monitor.trackers)
             trainer = Trainer(
                 config=config,
                 source=source,
@@ -81,6 +82,7 @@ class TrainingRun:
                 score=self.state.get("score"),
                 baselines=baselines_from_state(self.state["baselines"]),
                 saved=step if self.checkpoint else -1,
+                monitor=monitor.metrics,
             )
             begin_random(self.state, config.run.seed)  # starting services has drawn from the generators
             await trainer.run()

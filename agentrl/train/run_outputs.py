@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +21,13 @@ CURVE = ("reward", "exact_match")
 """Evaluation metrics of the learning curve."""
 
 
-def open_metrics(config: Config, folder: Path, note: Callable[[str], None], resume_after: int | None) -> MetricsLog:
+def open_metrics(
+    config: Config,
+    folder: Path,
+    note: Callable[[str], None],
+    resume_after: int | None,
+    others: Sequence[Tracker] = (),
+) -> MetricsLog:
     """Return the metrics log of a run with its trackers.
 
     Args:
@@ -29,9 +35,10 @@ def open_metrics(config: Config, folder: Path, note: Callable[[str], None], resu
         folder: of the run.
         note: prints a line for the user.
         resume_after: metrics after this step are deleted; None starts a new log.
+        others: more trackers.
 
     """
-    trackers: list[Tracker] = open_tensorboard(folder, config.obs.tensorboard, note, resume_after=resume_after)
+    trackers = [*others, *open_tensorboard(folder, config.obs.tensorboard, note, resume_after=resume_after)]
     if config.obs.wandb != "off":
         settings = redact(config.model_dump(mode="json"))
         wandb = open_wandb(folder, mode=config.obs.wandb, project=config.obs.wandb_project, config=settings, note=note)

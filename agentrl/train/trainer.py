@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -84,6 +84,8 @@ class Trainer:
     """The metric ``train.keep_best`` of this step's evaluation, if there was one."""
     evaluation: dict[str, float] = field(default_factory=dict)
     """Metrics of the newest evaluation."""
+    monitor: Callable[[], dict[str, float]] = dict
+    """Returns metrics of the run's processes since the last call, for the row of a step."""
     baselines: Baselines = field(default_factory=dict)
     """The baselines of ``rae`` for the next step."""
     _ahead: int = field(default=0, init=False)
@@ -164,7 +166,7 @@ class Trainer:
             row |= source_metrics(self.config.sources, rollouts, groups, advantages)
             row |= distillation_metrics(self.config, groups, scores) | baseline_metrics(self.baselines)
             row |= merge_metrics(learned) if learned else {} if values else {"train/skipped": 1.0}
-            self._log(row | times | {"train/version": float(self.step)}, rollouts, groups)
+            self._log(row | times | self.monitor() | {"train/version": float(self.step)}, rollouts, groups)
 
     async def _train_critic(self, groups: RolloutGroups, scores: StepScores) -> dict[str, float]:
         """Take the critic's optimizer steps on the rollouts of a training step, and return its metrics."""

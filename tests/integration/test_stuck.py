@@ -68,7 +68,7 @@ def test_a_stopped_engine_is_named_in_a_rollout_and_in_a_push(tmp_path: Path) ->
             job = Job(Task("t", (Message("user", "hello"),)), 0, "5/1/0")
             with waiting(PHASE, "step 5", "rollout"):
                 episode = asyncio.create_task(runner.run_many([job]))
-                where = f"rollout 5/1/0, turn 2: sampling 5/1/0/1: engine {url}, since "
+                where = f"rollout 5/1/0, turn 2: sampling 5/1/0/1: request to the engine {url}, since "
                 await reported(said, f"step 5, rollout, waiting for\n    {where}")
             with waiting(PHASE, "step 5", "weights"):
                 check = asyncio.create_task(check_version([client], 0))

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from agentrl.core.types import StopReason
 from agentrl.learner.checkpoints import read_state
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.learner.random_states import random_states, states_to_json
+from agentrl.obs.trace import EPISODES, RUN, read_trace, trace_files
 
 TRAIN = [
     "train",
@@ -28,6 +30,7 @@ TRAIN = [
     "rollout.batch_size=8",
     "train.steps=7",
     "train.save_every=2",
+    "obs.trace=true",
 ]
 
 
@@ -137,6 +140,7 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
         "REASON": [reason.value for reason in StopReason],
         "KEY=VALUE": groups,
         "K": ("1",),
+        "KIND": ("learner", "engine", "tool_server", "ray", "other"),
     }
     lines = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text().splitlines()
     described = [line.split("`")[1] for line in lines if line.startswith("| `")]
@@ -173,11 +177,36 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
     assert missing == elsewhere, "on the page, but not written"
 
 
+def test_the_traces_have_each_turn_of_each_episode(killed: Killed, trained: tuple[Path, str]) -> None:
+    files = {path.name: read_trace(path) for path in trace_files(trained[0])}
+    assert [*files] == [f"step_{step:06d}.json" for step in range(1, 9)]
+    for row in metrics(trained[0]):
+        if "rollout/turns" in row and row["step"] > read_state(killed.checkpoint)["step"]:
+            events = files[f"step_{row['step']:06d}.json"]
+            [phase] = [event for event in events if event["name"] == "rollout" and event["pid"] == RUN]
+            inside = [event for event in events if phase["ts"] <= event.get("ts", 0) <= phase["ts"] + phase["dur"]]
+            count = Counter(event["name"] for event in inside if event["pid"] == EPISODES)
+            assert count["rollout"] == row["rollout/episodes"]
+            assert count["turn"] == pytest.approx(row["rollout/turns"] * row["rollout/episodes"])
+            assert count["request"] == count["sampling"] == count["turn"]
+            assert count["tool search"] == pytest.approx(row["rollout/searches"] * row["rollout/episodes"])
+            assert {"train", "weights", f"step {row['step']}"} <= {event["name"] for event in events}
+
+
+def test_idle_time_is_that_of_the_phases(trained: tuple[Path, str]) -> None:
+    rows = [row for row in metrics(trained[0]) if "train/reward" in row]
+    for row in rows:
+        causes = sum(value for key, value in row.items() if key.startswith("engine_idle/")) - row["engine_idle/total"]
+        assert causes == pytest.approx(row["engine_idle/total"])
+        assert 0 < row["engine_idle/learner"] <= 1.001 - row["learner_idle/total"]
+        assert row["host_memory/total_gib"] > row["host_memory/trainer_gib"] > 0.05
+
+
 def _filled(name: str, names: Mapping[str, Sequence[str]]) -> list[str]:
     """Return a name of the page with all that its placeholders stand for."""
     filled = [name]
     for placeholder, values in names.items():
-        pattern = rf"\b{placeholder}\b"
+        pattern = rf"\b{placeholder}(?=\b|_)"
         filled = [
             re.sub(pattern, value, one) for one in filled for value in (values if re.search(pattern, one) else [""])
         ]

@@ -22,7 +22,7 @@ from agentrl.inference.client.adapters import adapter_version
 from agentrl.inference.client.experts import experts_options, read_experts
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
 from agentrl.inference.client.segments import Segment, Vocabulary, join
-from agentrl.obs.waiting import waiting
+from agentrl.obs.waiting import REQUEST, waiting
 
 _KEEPING = ("retract", "in_place")
 """Pause modes in which an engine keeps its requests."""
@@ -59,6 +59,7 @@ class GenerationClient(ABC):
     def __init__(self, http: EngineHttp, vocabulary: Vocabulary | None = None) -> None:
         """Send requests through ``http``; see `read_reply` and `join` for what needs the policy's ``vocabulary``."""
         self._http = http
+        self._to = f"to the engine {http.url}"
         self._vocabulary = vocabulary
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count()
@@ -108,7 +109,7 @@ class GenerationClient(ABC):
                 request.sent_id = f"{request_id}:{next(self._numbers)}"
                 body = generate_body(ids, params, left, request.sent_id, self.adapter)
                 body |= experts_options(params, whole)
-                with waiting("engine", self._http.url):
+                with waiting(REQUEST, self._to):
                     async with self._http.request("POST", "/generate", body, key=session_id) as reply:
                         content = await reply.read()
                 segment = read_reply(content, body, request_id, self._vocabulary)

@@ -1,0 +1,124 @@
+"""Idle time of engines and learner by cause, from the waits of a run."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from time import monotonic
+
+from agentrl.obs.waiting import PHASE, REQUEST, ROLLOUT, waiting
+
+LEARNER_PHASES = frozenset(("train", "scores", "teachers"))
+"""Phases in which the learner computes."""
+SYNC, EVALUATION, START = "weights", "evaluation", "start"
+"""Names of other phases: the weight sync, the evaluation, and the start of the run, which is not counted."""
+ENGINE_CAUSES = ("learner", "weight_sync", "tools", "long_tail", "evaluation", "other")
+"""Why an engine has no request: the learner computes, weights are synced, all episodes that could use it wait for tools,
+environments or rewards, fewer episodes than engines are left, an evaluation does one of these, or none of them."""
+
+
+class IdleTime:
+    """Measures, as a `WaitListener`, how long engines had no request in progress and the learner nothing to compute.
+
+    Engines are seen as the clients see them: with ``sampler.router=sglang`` all count as one.
+
+    Args:
+        engines: number of engines.
+        slots: most requests that the run can have in progress.
+    """
+
+    def __init__(self, engines: int, slots: int) -> None:
+        self._engines = engines
+        self._slots = slots
+        self._lock = threading.Lock()
+        self._phases: Counter[str] = Counter()
+        self._requests: Counter[str] = Counter()
+        """Requests in progress by engine."""
+        self._episodes: Counter[bool] = Counter()
+        """Episodes in progress, by whether they are evaluations."""
+        self._of_evaluations: dict[waiting, bool] = {}
+        self._reset(monotonic())
+
+    def _reset(self, now: float) -> None:
+        self._begin = self._last = now
+        self._idle = dict.fromkeys(ENGINE_CAUSES, 0.0)
+        """Seconds without a request by cause, summed over engines."""
+        self._learner_s = self._episode_s = self._tail_s = self._tools_s = 0.0
+
+    def on_begin(self, wait: waiting) -> None:
+        """Count a phase, an episode or a request that begins."""
+        if wait.kind in (PHASE, ROLLOUT, REQUEST):
+            self._change(wait, wait.since, 1)
+
+    def on_end(self, wait: waiting, now: float, error: BaseException | None) -> None:
+        """Count one that ends."""
+        if wait.kind in (PHASE, ROLLOUT, REQUEST):
+            self._change(wait, now, -1)
+
+    def _change(self, wait: waiting, now: float, by: int) -> None:
+        with self._lock:
+            self._add_until(now)
+            if wait.kind == REQUEST:
+                self._requests[wait.details] += by
+            elif wait.kind == ROLLOUT:
+                if by > 0:
+                    self._of_evaluations[wait] = _phase(wait.parent) == EVALUATION
+                    self._episodes[self._of_evaluations[wait]] += 1
+                else:
+                    self._episodes[self._of_evaluations.pop(wait)] -= 1
+            else:
+                name = wait.details.rpartition(", ")[2]
+                self._phases[name] += by
+                if name == START:
+                    self._reset(now)
+
+    def _add_until(self, now: float) -> None:
+        """Add the seconds since the last change."""
+        seconds = max(0.0, now - self._last)
+        self._last = max(self._last, now)
+        episodes, running = self._episodes[False], sum(self._requests.values())
+        idle = self._engines - sum(count > 0 for count in self._requests.values())
+        if idle > 0:
+            self._idle[self._cause(episodes, running)] += idle * seconds
+        if any(self._phases[name] for name in LEARNER_PHASES):
+            self._learner_s += seconds
+        if episodes:
+            self._episode_s += seconds
+            used = min(episodes, self._slots)
+            self._tail_s += (self._slots - used) * seconds
+            self._tools_s += max(0, used - running) * seconds
+
+    def _cause(self, episodes: int, running: int) -> str:
+        if self._phases[SYNC]:
+            return "weight_sync"
+        if episodes:
+            return "tools" if episodes > running else "long_tail"
+        if self._episodes[True] or self._phases[EVALUATION]:
+            return "evaluation"
+        return "learner" if any(self._phases[name] for name in LEARNER_PHASES) else "other"
+
+    def metrics(self) -> dict[str, float]:
+        """Return the shares since the last call, or since the start of the run."""
+        with self._lock:
+            now = monotonic()
+            self._add_until(now)
+            seconds = now - self._begin
+            if seconds <= 0:
+                return {}
+            shares = {cause: self._idle[cause] / (seconds * self._engines) for cause in ENGINE_CAUSES}
+            found = {"engine_idle/total": sum(shares.values()), "learner_idle/total": 1 - self._learner_s / seconds}
+            found |= {f"engine_idle/{cause}": share for cause, share in shares.items()}
+            if self._episode_s > 0:
+                whole = self._episode_s * self._slots
+                found |= {"slot_idle/tools": self._tools_s / whole, "slot_idle/long_tail": self._tail_s / whole}
+            self._reset(now)
+        return found
+
+
+def _phase(wait: object) -> str:
+    """Return the name of the phase around a wait."""
+    while isinstance(wait, waiting):
+        if wait.kind == PHASE:
+            return wait.details.rpartition(", ")[2]
+        wait = wait.parent
+    return ""
