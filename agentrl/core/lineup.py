@@ -32,6 +32,8 @@ class PolicySeat:
     """Whether its rollouts are returned, to be trained on; a frozen snapshot is not trained."""
     sampler: Sampler | None = None
     """In place of the run's."""
+    name: str = "policy"
+    """For display: that of a snapshot, or of frozen weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,19 @@ class ScriptedSeat:
     player: str = "random"
     """One of the environment's ``players``, or ``path/to/file.py:Class``."""
 
+    @property
+    def name(self) -> str:
+        """Return the player's name, for display."""
+        return self.player
+
 
 @dataclass(frozen=True, slots=True)
 class EndpointSeat:
     """A model behind an endpoint. Its tokens are unknown, so it is not trained."""
 
     endpoint: ChatEndpoint
+    name: str = "endpoint"
+    """For display: that of the model."""
 
 
 Seat = PolicySeat | ScriptedSeat | EndpointSeat

@@ -373,6 +373,24 @@ class Row:
     not known. None: of no token. Not recorded in files."""
 
 
+@dataclass(frozen=True, slots=True)
+class SeatRecord:
+    """Who played an agent of a multi-agent episode, and when."""
+
+    agent: str
+    """Its name in the environment."""
+    role: str
+    """Its role."""
+    player: str
+    """``policy``, or the name of a snapshot, of a scripted player or of a model."""
+    trained: bool
+    """Whether it has a rollout to train on."""
+    steps: tuple[int, ...]
+    """For each of its turns the environment's step, from 0."""
+    moves: tuple[str, ...] = ()
+    """Its turns as text, if it is not trained."""
+
+
 @dataclass(slots=True, eq=False)
 class Rollout:
     """All rows of one episode, with its reward and stop reason."""
@@ -423,6 +441,8 @@ class Rollout:
     """Id of a multi-agent episode, which its agents' rollouts share; empty if the rollout is the whole episode."""
     seat_rewards: tuple[float, ...] = ()
     """Rewards of all agents of a multi-agent episode, by seat."""
+    seats: tuple[SeatRecord, ...] = ()
+    """Who played the agents of a multi-agent episode, and when, by seat."""
 
 
 def json_state(value: Any) -> Any:

@@ -13,7 +13,7 @@ from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.player import PlayerFactory
 from agentrl.core.task import Task
-from agentrl.core.types import Failure, Info, Message, Rollout, StopReason
+from agentrl.core.types import Failure, Info, Message, Rollout, SeatRecord, StopReason
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.env_threads import ThreadedMultiAgentEnv
 from agentrl.episode.limits import EpisodeClock
@@ -65,6 +65,7 @@ class MultiAgentEpisode:
         self._env = ThreadedMultiAgentEnv(context)
         self._participants: dict[str, Participant] = {}
         self._infos: dict[str, Info] = {}
+        self._steps = 0  # of the environment
         self._began = time.monotonic()
         self._clock: EpisodeClock
 
@@ -110,7 +111,14 @@ class MultiAgentEpisode:
         rollout.role, rollout.seat = env.role_of(agent), env.possible_agents.index(agent)
         rollout.opponent, rollout.episode = self._lineup.opponent, self._state.rollout_id
         rollout.seat_rewards = tuple(other.state.reward for other in self._participants.values())
+        rollout.seats = tuple(self._seat_record(other) for other in self._participants.values())
         return rollout
+
+    def _seat_record(self, player: Participant) -> SeatRecord:
+        role = self._env.env.role_of(player.agent)
+        name, trained = self._lineup.seat(player.agent, role).name, self._is_trained(player.agent)
+        moves = () if trained else tuple(turn.action for turn in player.state.turns)
+        return SeatRecord(player.agent, role, name, trained, tuple(player.turn_steps), moves)
 
     def _is_trained(self, agent: str) -> bool:
         seat = self._lineup.seat(agent, self._env.env.role_of(agent))
@@ -151,6 +159,7 @@ class MultiAgentEpisode:
     async def _step(self) -> bool:
         """Let the agents act, and step the environment; return whether the episode goes on."""
         actions = await self._act(self._env.env.acting)
+        self._steps += 1
         missing = [agent for agent, action in actions.items() if action is None]
         if missing:
             await self._forfeit(missing)
@@ -170,11 +179,12 @@ class MultiAgentEpisode:
     async def _act(self, acting: tuple[str, ...]) -> dict[str, Message | None]:
         """Return the messages of agents that act at the same time."""
         if len(acting) == 1:
-            return {acting[0]: await self._participants[acting[0]].act(self._infos.get(acting[0], {}))}
+            [agent] = acting
+            return {agent: await self._participants[agent].act(self._infos.get(agent, {}), self._steps)}
         try:
             async with asyncio.TaskGroup() as group:
                 turns = {
-                    agent: group.create_task(self._participants[agent].act(self._infos.get(agent, {})))
+                    agent: group.create_task(self._participants[agent].act(self._infos.get(agent, {}), self._steps))
                     for agent in acting
                 }
         except BaseExceptionGroup as errors:

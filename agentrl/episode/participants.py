@@ -36,6 +36,9 @@ class Participant(ABC):
         """Why the agent has left the episode."""
         self._new: list[Message] = []  # read in the next turn
         self._rewritten = False  # whether they replace the conversation
+        self.turn_steps: list[int] = []
+        """For each of its turns the environment's step, from 0."""
+        self._step = 0  # of the environment
         self._reply: Message | None = None  # the last turn, until it is recorded
         self._reward = 0.0  # since the last turn
 
@@ -53,9 +56,15 @@ class Participant(ABC):
         if metrics is not None:
             self.state.metrics = dict(metrics)
 
-    async def act(self, info: Info) -> Message | None:
-        """Take a turn: return the agent's message, or None if it has no turns or tokens left (then ``over`` says which)."""
+    async def act(self, info: Info, step: int) -> Message | None:
+        """Take a turn in a step of the environment.
+
+        Return the agent's message, or None if it has no turns or tokens left (then ``over`` says which).
+        """
+        self._step = step
         self._reply = await self._act(info)
+        if self._reply is not None:
+            self.turn_steps.append(step)
         return self._reply
 
     @abstractmethod
@@ -204,6 +213,7 @@ class PolicyParticipant(Participant):
             results = await self._tools.run_policy_calls(reply.tool_calls, self.conversation.tools)
             answers = [Message("tool", result.content, tool_call_id=result.call_id) for result in results]
             self.conversation.answer(reply, answers)
+            self.turn_steps.append(self._step)
             reply = await self._sample()
         if reply is None:
             self.over = self.conversation.stop_reason

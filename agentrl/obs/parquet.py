@@ -80,7 +80,10 @@ def _schema() -> Any:
         ]
     )
     names = [(name, text) for name in ("agent", "role", "opponent", "episode")]
-    player = pa.struct([*names, ("seat", pa.int64()), ("seat_rewards", pa.list_(number))])
+    words = [(name, text) for name in ("agent", "role", "player")]
+    lists = [("steps", pa.list_(pa.int32())), ("moves", pa.list_(text))]
+    seats = pa.list_(pa.struct([*words, ("trained", pa.bool_()), *lists]))
+    player = pa.struct([*names, ("seat", pa.int64()), ("seat_rewards", pa.list_(number)), ("seats", seats)])
     return pa.schema(
         [
             ("prompt_id", text),

@@ -18,6 +18,7 @@ from agentrl.core.types import (
     Rollout,
     Row,
     RowKey,
+    SeatRecord,
     StopReason,
     Turn,
     json_state,
@@ -35,7 +36,9 @@ ARRAYS: dict[str, type[np.generic]] = {
 """The arrays of a `Row`, each ``[T]``, and their dtypes."""
 
 PLAYER = ("agent", "role", "seat", "opponent", "episode", "seat_rewards")
-"""The fields of a `Rollout` that only multi-agent episodes set."""
+"""The fields of a `Rollout` that only multi-agent episodes set; ``seats`` is another."""
+SEAT = ("agent", "role", "player", "trained", "steps", "moves")
+"""The fields of a `SeatRecord`."""
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
 
@@ -102,7 +105,7 @@ def _record(rollout: Rollout) -> dict[str, Any]:
         "tool_seconds": rollout.tool_seconds,
         "sampled_tokens": rollout.sampled_tokens,
         "metadata": json_state(rollout.metadata),
-        **({"player": {name: getattr(rollout, name) for name in PLAYER}} if rollout.episode else {}),
+        **({"player": _player_to_dict(rollout)} if rollout.episode else {}),
     }
 
 
@@ -129,8 +132,18 @@ def rollout_from_dict(data: Mapping[str, Any]) -> Rollout:
     )
 
 
+def _player_to_dict(rollout: Rollout) -> dict[str, Any]:
+    seats = [{name: getattr(seat, name) for name in SEAT} for seat in rollout.seats]
+    return {name: getattr(rollout, name) for name in PLAYER} | {"seats": seats}
+
+
 def _player_from_dict(data: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {} if data is None else {**data, "seat_rewards": tuple(_number(reward) for reward in data["seat_rewards"])}
+    if data is None:
+        return {}
+    rewards = tuple(_number(reward) for reward in data["seat_rewards"])
+    lists = ("steps", "moves")
+    seats = tuple(SeatRecord(**{**seat, **{name: tuple(seat[name]) for name in lists}}) for seat in data["seats"])
+    return {**data, "seat_rewards": rewards, "seats": seats}
 
 
 def row_checksum(row: Row) -> int:

@@ -59,5 +59,7 @@ def _seat(role: RoleConfig, frozen: Mapping[str, Sampler]) -> Seat:
     if role.player is not None:
         return ScriptedSeat(role.player)
     if role.frozen is not None:
-        return PolicySeat(trained=False, sampler=frozen.get(role.frozen))
-    return PolicySeat(trained=role.train) if role.endpoint is None else EndpointSeat(OpenAiEndpoint(role.endpoint))
+        return PolicySeat(trained=False, sampler=frozen.get(role.frozen), name=f"frozen {role.frozen}")
+    if role.endpoint is not None:
+        return EndpointSeat(OpenAiEndpoint(role.endpoint), role.endpoint.model)
+    return PolicySeat(trained=role.train)

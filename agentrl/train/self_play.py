@@ -196,7 +196,7 @@ def _lineup(seating: Seating, agents: Sequence[str], samplers: Mapping[str, Samp
         if player.startswith(FIXED):
             seats[agent] = ScriptedSeat(player.removeprefix(FIXED))
         elif player != POLICY:
-            seats[agent] = PolicySeat(trained=False, sampler=samplers[player])
+            seats[agent] = PolicySeat(trained=False, sampler=samplers[player], name=player)
     return Lineup(seats, opponent=seating.opponent)
 
 

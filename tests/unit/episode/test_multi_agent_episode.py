@@ -84,6 +84,11 @@ def test_each_policy_has_its_own_trajectory(renderer):
     assert (first.rollout_id, second.rollout_id) == ("e0.player_0", "e0.player_1")
     assert (first.reward, second.reward) == (1.0, -1.0)
     assert first.seat_rewards == second.seat_rewards == (1.0, -1.0)
+    assert first.seats == second.seats
+    assert [(one.player, one.trained, one.steps, one.moves) for one in first.seats] == [
+        ("policy", True, (0, 2, 4, 6), ()),
+        ("policy", True, (1, 3, 5), ()),
+    ]
     assert [turn.action for turn in first.turns] == ["1", "3", "5", "7"]
     assert [turn.action for turn in second.turns] == ["2", "4", "6"]
     assert [turn.reward for turn in second.turns] == [0.0, 0.0, -1.0]
@@ -134,6 +139,10 @@ def test_only_trained_agents_have_rollouts(renderer):
     [rollout] = play(runner, TicTacToeEnv, lineup=lineup)
     assert (rollout.agent, rollout.opponent) == ("player_0", "fixed:minimax")
     assert rollout.seat_rewards[0] == rollout.reward
+    _, scripted = rollout.seats
+    assert (scripted.role, scripted.player, scripted.trained) == ("second", "minimax", False)
+    assert scripted.steps == tuple(range(1, 2 * len(scripted.moves), 2))
+    assert all(move in "123456789" for move in scripted.moves)
     frozen = Lineup({"player_0": PolicySeat("snapshot", trained=False)}, opponent="past")
     [rollout] = play(runner, TicTacToeEnv, lineup=frozen)
     assert (rollout.agent, rollout.opponent) == ("player_1", "past")
@@ -244,5 +253,6 @@ def test_an_agents_tool_calls_run_before_its_turn_ends(renderer):
     runner, _ = runner_of(Singers, renderer, {"e0.a": [call, "8", "la"], "e0.b": ["do", "do"]})
     a, b = play(runner, Singers)
     assert [(turn.action, turn.reward) for turn in a.turns] == [(call, 0.0), ("8", 1.0), ("la", 2.0)]
+    assert [one.steps for one in a.seats] == [(0, 0, 1), (0, 1)]
     assert a.turns[0].observation == "8"
     assert b.turns[0].observation == "a: 8 and b: do"

@@ -5,7 +5,7 @@ import pytest
 
 from agentrl.bench.episode_runner import synthetic_rows
 from agentrl.core.errors import ConfigError
-from agentrl.core.types import Failure, FailureKind, FinishReason, Rollout, StopReason, Turn
+from agentrl.core.types import Failure, FailureKind, FinishReason, Rollout, SeatRecord, StopReason, Turn
 from agentrl.obs.parquet import write_parquet
 from agentrl.obs.rollouts import (
     RolloutFile,
@@ -41,7 +41,7 @@ ARRAYS = ("token_ids", "provenance", "mask", "mask_reason", "logprobs", "version
 PLAIN = (
     "prompt_id", "rollout_id", "reward", "stop_reason", "metrics", "turns", "prompt", "label", "failure", "dropped",
     "seconds", "sampled_tokens", "agent", "role", "seat", "opponent", "episode",
-    "seat_rewards",
+    "seat_rewards", "seats",
 )  # fmt: skip
 
 
@@ -64,6 +64,8 @@ def several():
     second = rollout(1, rows=[], turns=[], metrics={}, failure=failure, dropped=True, stop_reason=StopReason.FAILED)
     player = {"agent": "player_1", "role": "second", "seat": 1, "opponent": "fixed:random", "episode": "e3"}
     player["seat_rewards"] = (-1.0, 0.1)
+    fixed = SeatRecord("player_0", "first", "random", trained=False, steps=(0, 2), moves=("bet", "☃"))
+    player["seats"] = (fixed, SeatRecord("player_1", "second", "policy", trained=True, steps=(1,)))
     return [first, second, rollout(2, label=None), rollout(3, **player)]
 
 

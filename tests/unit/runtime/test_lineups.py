@@ -35,7 +35,7 @@ def test_a_role_has_a_scripted_player_an_endpoint_or_the_policy_untrained():
 def test_a_frozen_role_is_played_by_the_engine_of_its_weights():
     roles = {"name": "solver_critic", "roles": {"critic": {"frozen": "initial"}}}
     made = make_lineup(EnvConfig.model_validate(roles), {"initial": (engine := object())})
-    assert made.seat("critic", "critic") == PolicySeat(trained=False, sampler=engine)
+    assert made.seat("critic", "critic") == PolicySeat(trained=False, sampler=engine, name="frozen initial")
     assert (made.seat("solver", "solver"), made.opponent) == (PolicySeat(), "fixed:frozen")
 
 
