@@ -56,7 +56,9 @@ class RecordingLearner(in_process_learner.InProcessLearner):
         """Take one optimizer step."""
         with (self.folder / "batches.jsonl").open("a", encoding="utf-8") as file:
             rows = [[key.rollout_id, key.row] for micro in batch.micro[0] for key in micro.keys]
-            file.write(json.dumps({"step": self.rank.step, "lr_scale": batch.lr_scale, "rows": rows}) + "\n")
+            file.write(
+                json.dumps({"step": sum(self.rank.steps.values()), "lr_scale": batch.lr_scale, "rows": rows}) + "\n"
+            )
         return super().train_step(batch)
 
     def load(self, folder: Path) -> None:

@@ -82,3 +82,5 @@ class GlobalBatch:
     """Whether rows of a sequence are in different micro-batches."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the batch, such as tokens and padding, logged with the step."""
+    policy: str = "main"
+    """Which of several policies the batch trains or scores. All of its rows are this policy's."""

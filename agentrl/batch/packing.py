@@ -54,6 +54,7 @@ def pack(
     values: Mapping[RowKey, NDArray[np.float32]] | None = None,
     returns: Mapping[RowKey, NDArray[np.float32]] | None = None,
     sources: Sequence[str] = (),
+    policy: str = "main",
 ) -> GlobalBatch:
     """Return the batch of one optimizer step. Rows without a token to train on are left out.
 
@@ -79,6 +80,7 @@ def pack(
         values: ``[T]`` by row, of the critic before the first optimizer step of the training step.
         returns: ``[T]`` by row, which the critic learns to predict.
         sources: of a mixed run, whose rows get the numbers of theirs.
+        policy: of the rows, in a run that trains several.
 
     Raises:
         KeyError: a row to train on has no advantage.
@@ -121,7 +123,7 @@ def pack(
     )
     divided = any(count > 1 for count in parts.values())
     by_share = tuple(tuple(micro[share::shares]) for share in range(shares))
-    return GlobalBatch(by_share, kind, temperature, lr_scale, sizes, divided, metrics)
+    return GlobalBatch(by_share, kind, temperature, lr_scale, sizes, divided, metrics, policy)
 
 
 def _tensors(

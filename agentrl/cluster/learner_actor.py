@@ -134,9 +134,9 @@ class LearnerActor:
         self._bucket = next(self._buckets, None)
         return None if self._bucket is None else (tuple(self._bucket.specs), self._bucket.last)
 
-    def adapters(self, dtype: str | None) -> list[tuple[str, torch.Tensor]]:
+    def adapters(self, dtype: str | None, policy: str) -> list[tuple[str, torch.Tensor]]:
         """Return the LoRA adapters on rank 0, nothing on others; see `LearnerGroup.adapters`."""
-        found = self.exporter.adapters(dtype)
+        found = self.exporter.adapters(dtype, policy)
         return found if self._rank == 0 else []
 
     @ray.method(concurrency_group="leaving")

@@ -124,9 +124,9 @@ class RayLearnerGroup(RankActors):
             yield RayBucket(self, self._bucket_number, *head)
             head = self._call(LearnerActor.next_bucket, "next_bucket")[0]
 
-    def adapters(self, dtype: str | None = None) -> list[tuple[str, torch.Tensor]]:
+    def adapters(self, dtype: str | None = None, policy: str = "main") -> list[tuple[str, torch.Tensor]]:
         """Return the LoRA adapters; see `LearnerGroup.adapters`."""
-        return self._call(lambda actor: actor.adapters(dtype), "adapters")[0]
+        return self._call(lambda actor: actor.adapters(dtype, policy), "adapters")[0]
 
     def call_bucket(
         self, number: int, method: str, call: Callable[[RankBucket], T], ranks: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import (
@@ -74,6 +75,12 @@ class OptimizerConfig(Section):
         return self.warmup_steps
 
 
+MAIN = "main"
+"""The policy of a run that trains one."""
+POLICY_NAME = re.compile(r"[A-Za-z]\w*")
+"""Names of policies."""
+
+
 class LoraConfig(Section):
     """Adapters of low rank, in float32, that are trained in place of the weights."""
 
@@ -83,6 +90,16 @@ class LoraConfig(Section):
     """The adapters' product is scaled by ``alpha / rank``."""
     target: Literal["linear"] | list[str] = "linear"
     """Shell patterns of the linear layers that get one, by Hugging Face name; ``linear`` is all but the output head."""
+    policies: list[str] = Field(default_factory=lambda: [MAIN], min_length=1)
+    """Policies, each with separate adapters over the same base model. A run takes them from ``env.roles.ROLE.policy``."""
+
+    @field_validator("policies")
+    @classmethod
+    def _names(cls, policies: list[str]) -> list[str]:
+        for name in policies:
+            if not POLICY_NAME.fullmatch(name) or policies.count(name) > 1:
+                raise ValueError(f"{name!r} becomes part of names of weights: letters, digits and _, each name once")
+        return policies
 
 
 class LearnerConfig(Section):

@@ -91,8 +91,8 @@ class WeightUpdates(Protocol):
         """Load one bucket that rank 0 broadcasts, and return when it has arrived; otherwise like `from_tensors`."""
         ...
 
-    async def from_adapter(self, adapter: LoraAdapter, version: int) -> None:
-        """Load a LoRA adapter, with which ``version`` samples; requests that a pause keeps continue with theirs."""
+    async def from_adapters(self, adapters: Mapping[str, LoraAdapter], version: int) -> None:
+        """Load LoRA adapters by policy, with which ``version`` samples; requests that a pause keeps continue with theirs."""
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -49,8 +49,8 @@ class LearnerRank(WeightSource, Protocol):
     """One rank of a learner. All ranks are called in the same order, with the same arguments, or their share of a batch."""
 
     @property
-    def adapters(self) -> WeightSource | None:
-        """The LoRA adapters that are trained, by their names in a PEFT folder; None without LoRA."""
+    def adapters(self) -> Mapping[str, WeightSource]:
+        """By policy: the LoRA adapters that are trained, by their names in a PEFT folder; empty without LoRA."""
         ...
 
     @property
@@ -286,11 +286,12 @@ class LearnerGroup(Protocol):
         """
         ...
 
-    def adapters(self, dtype: str | None = None) -> list[tuple[str, torch.Tensor]]:
-        """Return copies of the LoRA adapters on the CPU, by their names in a PEFT folder; none without LoRA.
+    def adapters(self, dtype: str | None = None, policy: str = "main") -> list[tuple[str, torch.Tensor]]:
+        """Return copies of a policy's LoRA adapters on the CPU, by their names in a PEFT folder; none without LoRA.
 
         Args:
             dtype: they are cast to it; None keeps the learner's dtype.
+            policy: one of ``learner.lora.policies``.
 
         """
         ...

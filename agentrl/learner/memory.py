@@ -168,7 +168,11 @@ def _adapters(layer: nn.Module, config: LearnerConfig, options: MemoryOptions) -
     if config.lora is None:
         return 0
     linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-    numbers = config.lora.rank * sum(linear.in_features + linear.out_features for linear in linears)
+    numbers = (
+        len(config.lora.policies)
+        * config.lora.rank
+        * sum(linear.in_features + linear.out_features for linear in linears)
+    )
     return _MASTER * math.ceil(numbers / options.ranks)
 
 

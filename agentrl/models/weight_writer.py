@@ -36,14 +36,17 @@ class WeightWriter:
         folder: exists.
         specs: names, dtypes and shapes of all weights.
         file_bytes: of weights in a file.
+        single: name of the file, if there is one.
 
     """
 
-    def __init__(self, folder: Path, specs: Sequence[TensorSpec], file_bytes: int = FILE_BYTES) -> None:
+    def __init__(
+        self, folder: Path, specs: Sequence[TensorSpec], file_bytes: int = FILE_BYTES, *, single: str = SINGLE
+    ) -> None:
         self._folder = folder
         files = _divide(specs, file_bytes)
         names = [f"model-{at + 1:05d}-of-{len(files):05d}.safetensors" for at in range(len(files))]
-        self._files = dict(zip(names if len(files) > 1 else [SINGLE], files, strict=True))
+        self._files = dict(zip(names if len(files) > 1 else [single], files, strict=True))
         self._headers = {name: _header(file) for name, file in self._files.items()}
         self._places: dict[str, _Place] = {}
         for name, file in self._files.items():

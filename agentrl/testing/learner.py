@@ -73,7 +73,7 @@ class FakeLearner:
         """Iterate over the weights in buckets of at most ``bucket_bytes``, with at least one tensor."""
         return self._weights().buckets(bucket_bytes, dtype)
 
-    def adapters(self, dtype: str | None = None) -> list[tuple[str, torch.Tensor]]:
+    def adapters(self, dtype: str | None = None, policy: str = "main") -> list[tuple[str, torch.Tensor]]:
         """Return nothing: there are no LoRA adapters."""
         return []
 

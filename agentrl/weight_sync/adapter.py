@@ -14,17 +14,18 @@ from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError, LearnerError
 from agentrl.inference.base import EngineControl, LoraAdapter
 from agentrl.learner.base import LearnerGroup
+from agentrl.models.peft_folder import last_names, layer_names, peft_config
 from agentrl.models.weight_checksum import raw_bytes
 from agentrl.weight_sync.engines import call_all, check_version
 
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that SGLang computes as one."""
 _SLOTS = 2
-"""Adapters that an engine holds on its device: the policy's, and an earlier one of requests that a pause kept."""
+"""Adapters of a policy that an engine holds on its device: the newest, and an earlier one of requests that a pause kept."""
 
 
 class AdapterSync:
-    """Sends the adapters in the body of a request. Each version is an adapter of the engines, which requests name.
+    """Sends the adapters of all policies in bodies of requests. Each version is an adapter of the engines, which requests name.
 
     Args:
         config: of the adapters.
@@ -51,38 +52,31 @@ class AdapterSync:
             EngineError: an engine refused them, died or did not answer in time, or has another version afterwards.
 
         """
-        adapter = await asyncio.to_thread(self._adapter, learner)
+        adapters = await asyncio.to_thread(self._adapters, learner)
 
         async def send(engine: EngineControl) -> None:
-            await engine.updates.from_adapter(replace(adapter, ranks=await engine.groups.ranks()), version)
+            ranks = await engine.groups.ranks()
+            await engine.updates.from_adapters(
+                {policy: replace(each, ranks=ranks) for policy, each in adapters.items()}, version
+            )
 
         await call_all(engines, f"adapters of version {version}", send)
         if self._check != "none":
             await check_version(engines, version)
 
-    def _adapter(self, learner: LearnerGroup) -> LoraAdapter:
-        tensors = learner.adapters(self._dtype)
+    def _adapters(self, learner: LearnerGroup) -> dict[str, LoraAdapter]:
+        return {policy: self._adapter(learner, policy) for policy in self._config.policies}
+
+    def _adapter(self, learner: LearnerGroup, policy: str) -> LoraAdapter:
+        tensors = learner.adapters(self._dtype, policy)
         if not tensors:
             raise LearnerError("weights.adapters=only: the learner has no adapters; set weights.adapters=merged")
-        layers = {name.partition(".lora_")[0] for name, _ in tensors}
+        layers = layer_names([name for name, _ in tensors])
         _check_joined(layers)
         sums: Mapping[str, str] = {}
         if self._check == "checksum":
             sums = {name: hashlib.sha256(raw_bytes(tensor)).hexdigest() for name, tensor in tensors}
-        return LoraAdapter(peft_config(self._config, _last_names(layers)), tensors, checksums=sums)
-
-
-def peft_config(config: LoraConfig, modules: Sequence[str]) -> dict[str, Any]:
-    """Return the contents of ``adapter_config.json`` of adapters of layers whose names end with ``modules``."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "lora_dropout": 0.0,
-        "target_modules": list(modules),
-        "bias": "none",
-    }
+        return LoraAdapter(peft_config(self._config, last_names(layers)), tensors, checksums=sums)
 
 
 def with_adapters(sampler: SamplerConfig, config: LoraConfig, model: Path) -> SamplerConfig:
@@ -106,17 +100,13 @@ def with_adapters(sampler: SamplerConfig, config: LoraConfig, model: Path) -> Sa
     options: dict[str, Any] = {
         "enable_lora": True,
         "max_lora_rank": config.rank,
-        "lora_target_modules": _last_names(layers),
-        "max_loras_per_batch": _SLOTS,
+        "lora_target_modules": last_names(layers),
+        "max_loras_per_batch": _SLOTS * len(config.policies),
         "lora_strict_loading": True,
     }
     given = {name.replace("-", "_") for name in sampler.sglang}
     options = {name: value for name, value in options.items() if name not in given}
     return sampler.model_copy(update={"sglang": sampler.sglang | options})
-
-
-def _last_names(layers: Collection[str]) -> list[str]:
-    return sorted({layer.rpartition(".")[2] for layer in layers})
 
 
 def _check_joined(layers: Collection[str]) -> None:

@@ -30,7 +30,7 @@ def state(learner: LocalLearnerGroup, checkpoint: Path) -> dict[str, torch.Tenso
     learner.load(checkpoint)
     rank = learner.rank
     found = {name: parameter.detach().clone() for name, parameter in rank.model.hf.named_parameters()}
-    [optimizer] = rank.optimizers
+    [optimizer] = rank.optimizers.values()
     for name, parameter in rank.model.hf.named_parameters():
         found |= {f"{name} {key}": value.clone() for key, value in optimizer.state[parameter].items()}
     return found

@@ -21,7 +21,7 @@ from agentrl.algo.estimate import estimate_advantages
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
 from agentrl.config.algo import ADVANTAGES, LOSSES
-from agentrl.config.learner import LearnerConfig
+from agentrl.config.learner import LearnerConfig, LoraConfig
 from agentrl.config.load import validate
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.train.optimizer_steps import StepScores, optimizer_steps, packing_options, step_correction
@@ -112,6 +112,15 @@ def in_context(shares: int, context_parallel: int) -> tuple[LearnerConfig, Cases
     return learner_of(shares, context_parallel), cases
 
 
+def of_policies(shares: int) -> tuple[LearnerConfig, Cases]:
+    """Return a learner of two policies, and a case of each; adapters of the other one get no gradient."""
+    lora = LoraConfig(rank=4, policies=["first", "second"])
+    names = {"first": "ppo_clip", "second": "kl"}
+    cases = [batch_of(ALGOS[case], "token_mean", shares, SHAPES["packed"]) for case in names.values()]
+    of_each = [(algo, replace(batch, policy=name)) for name, (algo, batch) in zip(names, cases, strict=True)]
+    return learner_of(shares, 1).model_copy(update={"lora": lora}), of_each
+
+
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     folder = tmp_path_factory.mktemp("two_ranks")
@@ -119,7 +128,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     return Work(
         make_model(folder / "policy", initializer_range=0.1),
         make_model(folder / "reference", "llama", initializer_range=0.1),
-        [(learner_of(2, 1), cases), in_context(1, 2)],
+        [(learner_of(2, 1), cases), in_context(1, 2), of_policies(2)],
     )
 
 
@@ -172,6 +181,19 @@ def test_two_ranks_have_the_loss_and_the_gradient_of_one(name, of_two, alone):
     for (one, _, _, shape), found in zip(CASES, of_two[0][0].metrics, strict=True):
         if one == name:
             assert_same(found, wanted, shape)
+
+
+def test_two_ranks_have_the_gradient_of_each_policy_of_one(work, of_two):
+    config, cases = of_policies(1)
+    learner = LocalLearnerGroup(
+        work.model, config, cases[0][0].model_copy(update={"kl_coef": 1.0}), seed=0, reference=work.reference
+    )
+    for number, (algo, whole) in enumerate(cases):
+        wanted = compute(learner.rank, algo, whole)
+        assert wanted["train/grad_norm"] > 1e-4
+        for rank in of_two[2]:
+            assert_same(rank.metrics[number], wanted, whole.policy)
+    learner.close()
 
 
 @pytest.mark.parametrize("context", CONTEXTS)

@@ -80,4 +80,5 @@ def batch_of_share(batch: GlobalBatch, number: int) -> GlobalBatch:
         batch.lr_scale,
         batch.sequence_sizes,
         batch.divided_sequences,
+        policy=batch.policy,
     )

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 
+from agentrl.config.learner import MAIN
 from agentrl.core.errors import EngineLostError, SamplerError
 from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
 from agentrl.inference.client.adapters import adapter_version
@@ -70,9 +71,14 @@ class GenerationClient(ABC):
     def ready(self) -> bool:
         """Whether generations may start now."""
 
-    @property
-    def adapter(self) -> str | None:
-        """Name of the LoRA adapter that generations use; None: the engine's weights alone."""
+    def adapter(self, policy: str) -> str | None:
+        """Return the name of the LoRA adapter that generations of a policy use; None: the engine's weights alone.
+
+        Raises:
+            SamplerError: there is no such policy.
+        """
+        if policy != MAIN:
+            raise SamplerError(f"policy={policy!r}: the engine at {self._http.url} serves one policy, {MAIN!r}")
         return None
 
     @abstractmethod
@@ -89,11 +95,9 @@ class GenerationClient(ABC):
         """Sample one turn; see `agentrl.core.sampler.Sampler`.
 
         Raises:
-            SamplerError: the engine refused (with its message) or failed, or ``policy`` is not ``main``.
+            SamplerError: the engine refused (with its message) or failed, or has no such policy.
             EngineLostError: it could not be reached.
         """
-        if policy != "main":
-            raise SamplerError(f"policy={policy!r}: this engine serves one policy, 'main'")
         if request_id in self._requests:
             raise SamplerError(f"request_id={request_id!r} is already in progress")
         request = self._requests[request_id] = _Request()
@@ -107,7 +111,7 @@ class GenerationClient(ABC):
                 request.pause, request.updated = None, False
                 # SGLang aborts every request whose id starts with the given one: the suffix keeps r1 from aborting r10.
                 request.sent_id = f"{request_id}:{next(self._numbers)}"
-                body = generate_body(ids, params, left, request.sent_id, self.adapter)
+                body = generate_body(ids, params, left, request.sent_id, self.adapter(policy))
                 body |= experts_options(params, whole)
                 with waiting(REQUEST, self._to):
                     async with self._http.request("POST", "/generate", body, key=session_id) as reply:

@@ -77,10 +77,9 @@ class SGLangClient(GenerationClient):
             await self.memory.wait_ready()
             await self.updates.wait_ready()
 
-    @property
-    def adapter(self) -> str | None:
-        """Name of the LoRA adapter that generations use."""
-        return self.updates.adapters.current
+    def adapter(self, policy: str) -> str | None:
+        """Return the name of the LoRA adapter that generations of a policy use."""
+        return self.updates.adapters.of(policy)
 
     async def abort(self, request_id: str) -> None:
         """Abort a request and wait until its `generate` returns; unknown requests are ignored."""

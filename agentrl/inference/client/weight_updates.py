@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,13 +135,13 @@ class SGLangWeightUpdates:
             self._finish()
         self._on_update()
 
-    async def from_adapter(self, adapter: LoraAdapter, version: int) -> None:
-        """Load a LoRA adapter, while no generation starts."""
+    async def from_adapters(self, adapters: Mapping[str, LoraAdapter], version: int) -> None:
+        """Load the LoRA adapters of policies, while no generation starts."""
         self.check_resumed()
         self._close()
         try:
             await self._wait_settled()
-            await self.adapters.load(adapter, version, keep_old=self._keeps_requests())
+            await self.adapters.load(adapters, version, keep_old=self._keeps_requests())
         finally:
             self._finish()
 

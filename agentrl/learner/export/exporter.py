@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from agentrl.distributed.base import WeightGroup
@@ -21,8 +22,8 @@ class WeightExporter:
     Used by every rank of a Ray learner, and a base class of in-process learners and of test and benchmark learners.
     """
 
-    def __init__(self, source: WeightSource, adapters: WeightSource | None = None) -> None:
-        """Export the weights of ``source``, and LoRA adapters."""
+    def __init__(self, source: WeightSource, adapters: Mapping[str, WeightSource] = MappingProxyType({})) -> None:
+        """Export the weights of ``source``, and LoRA adapters by policy."""
         self._source = source
         self._adapters = adapters
         self._broadcaster = WeightBroadcaster()
@@ -31,11 +32,11 @@ class WeightExporter:
         """Iterate over the weights; see `LearnerGroup.buckets`. Collective."""
         return rank_buckets(self._source, bucket_bytes, dtype, self._broadcaster)
 
-    def adapters(self, dtype: str | None = None) -> list[tuple[str, torch.Tensor]]:
-        """Return the LoRA adapters; see `LearnerGroup.adapters`. Collective."""
-        if self._adapters is None:
+    def adapters(self, dtype: str | None = None, policy: str = "main") -> list[tuple[str, torch.Tensor]]:
+        """Return a policy's LoRA adapters; see `LearnerGroup.adapters`. Collective."""
+        if policy not in self._adapters:
             return []
-        buckets = rank_buckets(self._adapters, sys.maxsize, dtype, self._broadcaster)
+        buckets = rank_buckets(self._adapters[policy], sys.maxsize, dtype, self._broadcaster)
         return [(name, tensor.clone()) for bucket in buckets for name, tensor in bucket.tensors()]
 
     def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:

@@ -15,7 +15,8 @@ from agentrl.config.learner import LoraConfig
 from agentrl.distributed.base import TensorSpec, spec_of
 from agentrl.distributed.flat_bucket import ALIGNMENT
 from agentrl.learner.base import WeightSource
-from agentrl.learner.fsdp.weights import adapter_name, hf_name, hub_tensors_of, is_adapter, local, peft_name
+from agentrl.learner.fsdp.lora import activate
+from agentrl.learner.fsdp.weights import adapter_name, hf_name, hub_tensors_of, is_adapter, local, of_policy, peft_name
 from agentrl.models.hub_tensors import HubTensor
 
 _PART_BYTES = 256 << 20
@@ -124,6 +125,8 @@ def _broadcast(part: Sequence[_Rows]) -> None:
 class MergedWeights:
     """The weights of a model, with adapters merged, ``W + scale B A`` in float32, and the tensors of its Hugging Face folder.
 
+    Of several policies none is merged: the weights are those of the base model.
+
     Args:
         hf: with adapters or without.
         config: of the adapters; None for a model without.
@@ -134,16 +137,26 @@ class MergedWeights:
         named = dict(hf.named_parameters())
         self.adapters = {name: parameter for name, parameter in named.items() if is_adapter(name)}
         self.base = {hf_name(name): parameter for name, parameter in named.items() if not is_adapter(name)}
+        policies = config.policies if config is not None else []
         self._pairs = {
-            hf_name(name): (named[adapter_name(name, "A")], named[adapter_name(name, "B")])
+            hf_name(name): (named[adapter_name(name, "A", policies[0])], named[adapter_name(name, "B", policies[0])])
             for name in named
-            if not is_adapter(name) and adapter_name(name, "A") in self.adapters
+            if len(policies) == 1 and not is_adapter(name) and adapter_name(name, "A", policies[0]) in self.adapters
         }
         self.tensors = {tensor.name: tensor for tensor in hub_tensors_of(hf)}
         """The tensors of a Hugging Face folder, by name: those of `base`, and buffers."""
         self._scale = config.alpha / config.rank if config is not None else 0.0
-        self.exported = {peft_name(name): adapter for name, adapter in self.adapters.items()}
-        """The adapters by their names in a PEFT folder."""
+        self.exported = {
+            policy: {peft_name(name, policy): name for name in self.adapters if of_policy(name, policy)}
+            for policy in policies
+        }
+        """By policy: the names of its adapters in the model, by those in a PEFT folder."""
+        self._hf = hf
+
+    def activate(self, policy: str) -> None:
+        """Compute with the adapters of a policy from now on, if the model has adapters; the others' get no gradient."""
+        if self.exported:
+            activate(self._hf, policy)
 
     def specs(self) -> list[TensorSpec]:
         """Return names, dtypes and shapes of the Hugging Face tensors of `base`."""
@@ -151,7 +164,7 @@ class MergedWeights:
         return [TensorSpec(each.name, spec_of("", self.base[each.weight]).dtype, each.shape) for each in trained]
 
     def gather(self, into: Sequence[tuple[str, torch.Tensor]], present: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Write Hugging Face tensors, or some of `exported`, into tensors on their device; see `gather_weights`, and `get`."""
+        """Write Hugging Face tensors, or some of `adapters`, into tensors on their device; see `gather_weights`, and `get`."""
         whole: list[_Pair] = []
         rows: list[_Rows] = []
         weight, found = torch.empty(0), ""
@@ -173,11 +186,11 @@ class MergedWeights:
         """Return a weight, sharded as the model's. Collective if it has an adapter: all ranks get ``A``.
 
         Args:
-            name: of `base`, or of `exported`.
+            name: of `base`, or of `adapters`.
             present: returns a tensor of the model in readable memory.
 
         """
-        weight = present(self.exported[name] if name in self.exported else self.base[name])
+        weight = present(self.adapters[name] if name in self.adapters else self.base[name])
         if name not in self._pairs:
             return weight
         a, b = (present(each) for each in self._pairs[name])
@@ -191,12 +204,13 @@ class MergedWeights:
 
 
 class AdapterWeights:
-    """Implements `agentrl.learner.base.WeightSource` over the adapters of a rank."""
+    """Implements `agentrl.learner.base.WeightSource` over a policy's adapters of a rank."""
 
-    def __init__(self, rank: WeightSource, weights: MergedWeights) -> None:
-        """Gather by ``rank``, which knows the names of `MergedWeights.exported`."""
+    def __init__(self, rank: WeightSource, weights: MergedWeights, policy: str) -> None:
+        """Gather by ``rank``, which knows the names of `MergedWeights.adapters`."""
         self._rank = rank
-        self._adapters = weights.exported
+        self._adapters = weights.adapters
+        self._names = weights.exported[policy]
 
     @property
     def gathers_on(self) -> torch.device:
@@ -205,8 +219,8 @@ class AdapterWeights:
 
     def specs(self) -> Sequence[TensorSpec]:
         """Return names, dtypes and shapes of the adapters."""
-        return [spec_of(*item) for item in self._adapters.items()]
+        return [spec_of(name, self._adapters[inner]) for name, inner in self._names.items()]
 
     def gather(self, into: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Write adapters into tensors; see `WeightSource.gather`."""
-        self._rank.gather(into)
+        self._rank.gather([(self._names[name], out) for name, out in into])

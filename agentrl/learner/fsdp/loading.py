@@ -133,7 +133,8 @@ def _load(
     if mesh is not None:
         shard(model, mesh, config)
     allocate(model, device)
-    fill_adapters(model.hf, seed=0)
+    if config.lora is not None:
+        fill_adapters(model.hf, config.lora, seed=0)
     fill(model.hf, folder, files, values=isinstance(model, ValueModel), key=key)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -14,14 +15,13 @@ from torch import nn
 from agentrl.config.learner import LoraConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.extras import require
-from agentrl.learner.fsdp.weights import LORA_KEY, local, part_of
-
-_ADAPTER = "default"
-_A, _B = f".lora_A.{_ADAPTER}.", f".lora_B.{_ADAPTER}."
+from agentrl.learner.fsdp.weights import LORA_KEY, is_adapter, local, of_policy, part_of, peft_adapter
 
 
 def add_adapters(hf: Any, config: LoraConfig) -> None:
-    """Freeze a model on `meta` and add adapters, without memory, to the linear layers that ``config.target`` names.
+    """Freeze a model on `meta` and add the adapters of each policy, without memory, to the layers that ``config.target`` names.
+
+    The first policy is the active one.
 
     Raises:
         ConfigError: a pattern matches no linear layer, or the output head.
@@ -32,11 +32,16 @@ def add_adapters(hf: Any, config: LoraConfig) -> None:
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
-    options = PeftConfig(
-        r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=adapted_layers(hf, config)
-    )
+    layers = adapted_layers(hf, config)
     hf.requires_grad_(False)
-    inject_adapter_in_model(options, hf, _ADAPTER, low_cpu_mem_usage=True)
+    for policy in config.policies:
+        options = PeftConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=layers)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Already found a `peft_config`")  # of the policy before
+            inject_adapter_in_model(options, hf, peft_adapter(policy), low_cpu_mem_usage=True)
+    for name, parameter in hf.named_parameters():
+        parameter.requires_grad_(is_adapter(name))  # peft trains the active one alone
+    activate(hf, config.policies[0])
 
 
 def adapted_layers(hf: Any, config: LoraConfig) -> list[str]:
@@ -62,24 +67,32 @@ def adapted_layers(hf: Any, config: LoraConfig) -> list[str]:
     return sorted(chosen)
 
 
+def activate(hf: nn.Module, policy: str) -> None:
+    """Compute with the adapters of a policy from now on; the others' get no gradient."""
+    for layer in _adapted(hf):
+        # Not by `set_adapter`, which changes `requires_grad` too; see `disabled_adapters`.
+        layer._active_adapter = [peft_adapter(policy)]
+
+
 @torch.no_grad()
-def fill_adapters(hf: nn.Module, seed: int) -> None:
-    """Draw the initial ``A`` as peft does, and set ``B`` to zeros; the same on any number of ranks."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in hf.named_parameters():
-        if _A in name:
-            whole = nn.init.kaiming_uniform_(torch.empty(parameter.shape), math.sqrt(5), generator=generator)
-            local(parameter).copy_(whole[part_of(parameter)])
-        elif _B in name:
-            local(parameter).zero_()
+def fill_adapters(hf: nn.Module, config: LoraConfig, seed: int) -> None:
+    """Draw the initial ``A`` as peft does, and set ``B`` to zeros; the same for each policy, on any number of ranks."""
+    for policy in config.policies:
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in hf.named_parameters():
+            if not of_policy(name, policy):
+                continue
+            if ".lora_A." in name:
+                whole = nn.init.kaiming_uniform_(torch.empty(parameter.shape), math.sqrt(5), generator=generator)
+                local(parameter).copy_(whole[part_of(parameter)])
+            else:
+                local(parameter).zero_()
 
 
 @contextmanager
 def disabled_adapters(hf: nn.Module) -> Iterator[None]:
     """Compute without adapters in the block."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [module for module in hf.modules() if isinstance(module, BaseTunerLayer)]
+    layers = _adapted(hf)
     try:
         for layer in layers:
             # Not by `enable_adapters`, which changes `requires_grad` too: FSDP's gathered weights would keep the old one.
@@ -88,3 +101,10 @@ def disabled_adapters(hf: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+def _adapted(hf: nn.Module) -> list[Any]:
+    """Return the layers that have adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in hf.modules() if isinstance(module, BaseTunerLayer)]

@@ -18,7 +18,9 @@ CHUNK_BYTES = 1 << 30
 """Offloaded states that are on the device at the same time; those of a larger weight are there alone."""
 
 
-def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) -> list[Optimizer]:
+def make_optimizers(
+    model: nn.Module, head: nn.Module, config: OptimizerConfig, weights: Sequence[nn.Parameter] | None = None
+) -> list[Optimizer]:
     """Return AdamW over what is trained, or Muon over the layers' matrices and AdamW over the rest.
 
     Vectors, such as norms and biases, have no weight decay.
@@ -27,9 +29,10 @@ def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) 
         model: its parameters that require a gradient are trained.
         head: the output head; like the embeddings it is optimized by AdamW.
         config: optimizer and learning rates, without ``auto``.
+        weights: those to train; None are all that require a gradient.
 
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad] if weights is None else [*weights]
     if config.name == "adamw":
         return [_adamw(trained, config)]
     outer = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
@@ -89,9 +92,9 @@ class OptimizerStates:
             optimizer.zero_grad()
             self._by_chunks(optimizer, [*gradients], gradients.pop)
 
-    def create(self) -> None:
-        """Create the states, unless they exist: the device may have no memory for all of them at the same time."""
-        for optimizer in self._optimizers:
+    def create(self, optimizers: Sequence[Optimizer]) -> None:
+        """Create states of optimizers, unless they exist: the device may have no memory for all of them at the same time."""
+        for optimizer in optimizers:
             if optimizer.state:
                 continue
             rates = [group["lr"] for group in optimizer.param_groups]

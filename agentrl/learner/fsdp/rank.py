@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.algo import AlgoConfig
-from agentrl.config.learner import LearnerConfig
+from agentrl.config.learner import MAIN, LearnerConfig
 from agentrl.core.errors import LearnerError
 from agentrl.distributed.base import TensorSpec
 from agentrl.learner.base import Role, RowLogprobs, RowScores
@@ -69,7 +70,6 @@ class FsdpRank:
         self.source = folder
         self.share = dist.get_rank() // config.context_parallel
         """See `LearnerRank.share`."""
-        self.step = 0
         seed_everything(seed + dist.get_rank())
         self.loss = BatchLoss(algo, device)
         ranks = (dist.get_world_size(),)
@@ -85,15 +85,34 @@ class FsdpRank:
         self.model.replays_routing = algo.replays_routing and role == "policy"
         self._context = self.model.context
         self.merged = MergedWeights(self.model.hf, self.config.lora)
-        self.adapters = AdapterWeights(self, self.merged) if self.config.lora is not None else None
+        self.adapters = {name: AdapterWeights(self, self.merged, name) for name in self.merged.exported}
+        """The adapters of each policy, by their names in a PEFT folder."""
+        self.steps = dict.fromkeys(self.merged.exported or (MAIN,), 0)
+        """Finished optimizer steps of each policy."""
+        self._active = next(iter(self.steps))
         self.name = "critic" if role == "critic" else "main"
         self.reference: Reference | None = None
         if reference is not None:
             self.reference = load_reference(
                 reference, self.config, mesh, policy=self.model, source=folder, merged=self.merged
             )
-        self.optimizers = make_optimizers(self.model, self.model.head, config.optimizer)
-        self.optimizer_states = OptimizerStates(self.optimizers, offloaded=config.cpu_offload == "optimizer")
+        self.optimizers = self._make_optimizers()
+        """By policy and number."""
+        self.optimizer_states = OptimizerStates(
+            [*self.optimizers.values()], offloaded=config.cpu_offload == "optimizer"
+        )
+
+    def _make_optimizers(self) -> dict[str, Optimizer]:
+        head, options = self.model.head, self.config.optimizer
+        if not self.merged.exported:
+            return {str(i): each for i, each in enumerate(make_optimizers(self.model, head, options))}
+        adapters = self.merged.adapters
+        by_policy = {name: [adapters[one] for one in names.values()] for name, names in self.merged.exported.items()}
+        return {
+            f"{name}.{i}": each
+            for name, weights in by_policy.items()
+            for i, each in enumerate(make_optimizers(self.model, head, options, weights))
+        }
 
     @property
     def shares_prefixes(self) -> bool:
@@ -103,6 +122,7 @@ class FsdpRank:
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step; see `LearnerRank.train_step`. A batch without a token to train on takes none."""
         self._check_awake()
+        self._activate(batch.policy)
         [micros] = batch.micro
         # Before the policy's first pass, so that the weights of both models are never gathered at the same time.
         references = self._reference_logprobs(batch)
@@ -155,24 +175,33 @@ class FsdpRank:
         known = [self.name] if self.reference is None else [self.name, "reference"]
         raise LearnerError(f"the learner has no policy {name!r}, only {', '.join(known)}{hint}")
 
+    def _activate(self, policy: str) -> None:
+        """Compute with the adapters of a policy; only these get gradients, and are clipped and changed by the next update."""
+        if policy not in self.steps:
+            raise LearnerError(
+                f"the learner has no policy {policy!r}, only {', '.join(self.steps)} (learner.lora.policies)"
+            )
+        self._active = policy
+        self.merged.activate(policy)
+
     def _update(self, lr_scale: float) -> dict[str, float]:
         """Clip the gradient and take an optimizer step, at the learning rate of this step; none if it is not finite."""
         norm_tensor = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
         norm = float(norm_tensor.full_tensor() if isinstance(norm_tensor, DTensor) else norm_tensor)
-        rate = learning_rate(self.config.optimizer, self.step, lr_scale)
+        rate = learning_rate(self.config.optimizer, self.steps[self._active], lr_scale)
         if not math.isfinite(norm):
             return {"train/nonfinite_gradients": 1.0, "train/lr": rate}
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = rate
         if self.optimizer_states.offloaded:
             wait([self._writing])  # it reads them
         self.optimizer_states.step()
-        self.step += 1
+        self.steps[self._active] += 1
         return {"train/nonfinite_gradients": 0.0, "train/grad_norm": norm, "train/lr": rate}
 
     def _zero_grad(self) -> None:
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 
     @torch.no_grad()
@@ -188,6 +217,7 @@ class FsdpRank:
     def _scores(self, batch: GlobalBatch, name: str) -> RowScores:
         """Return the first score of every token by row, 0 for the first token."""
         self._check_awake()
+        self._activate(batch.policy)
         found: RowScores = {}
         [micros] = batch.micro
         with self._model(name) as model:
@@ -260,7 +290,7 @@ class FsdpRank:
         tensors: list[torch.Tensor] = [*self.model.parameters()]
         if self.reference is not None:
             tensors += self.reference.weights().values()
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers.values():
             tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
         return [local(tensor) for tensor in tensors if not self.optimizer_states.holds(tensor)]
 

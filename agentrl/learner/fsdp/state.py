@@ -5,10 +5,11 @@
     folder/
       model/         Hugging Face folder: float32 safetensors, configuration, the tokenizer's files
       optimizer/     torch.distributed.checkpoint; absent before the first step
-      adapters/      LoRA adapters, likewise; model/ then has merged weights
+      adapters/      LoRA adapters, likewise; model/ then has merged weights, of several policies those of the base model
       reference/     the reference policy, likewise; only once it differs from that of the start
       random/        one file per rank: torch, CUDA, NumPy and Python states
-      learner.json   finished steps, optimizer, number of ranks, LoRA's rank and alpha, shapes of weights, frozen ones
+      policies/      with LoRA, a PEFT folder for each policy: adapter_model.safetensors, adapter_config.json
+  learner.json   finished steps by policy, optimizer, number of ranks, LoRA's rank and alpha, shapes of weights, frozen ones
 
 Every rank writes and reads its shards alone. A checkpoint loads on any number of ranks.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +43,7 @@ from agentrl.distributed.base import TensorSpec, spec_of
 from agentrl.learner.fsdp.gather import MergedWeights
 from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import OptimizerStates
+from agentrl.learner.fsdp.policy_folders import PolicyFolders
 from agentrl.learner.fsdp.reference import Reference
 from agentrl.learner.fsdp.weights import LORA_KEY, fill, is_adapted, local, named_tensors, part_of
 from agentrl.learner.random_states import rank_states, restore_rank
@@ -59,11 +61,12 @@ class SavedRank(Protocol):
     source: Path
     """The model folder that the rank was loaded from; its tokenizer files are copied."""
     model: PackedModel
-    optimizers: list[torch.optim.Optimizer]
+    optimizers: dict[str, torch.optim.Optimizer]
+    """By policy and number."""
     optimizer_states: OptimizerStates
     """Of `optimizers`."""
-    step: int
-    """Finished optimizer steps."""
+    steps: dict[str, int]
+    """Finished optimizer steps of each policy."""
     name: str
     """Of the model: ``main`` or ``critic``."""
     reference: Reference | None
@@ -83,7 +86,7 @@ def saved_tensors(rank: SavedRank) -> Iterator[torch.Tensor]:
     """Yield the tensors of a checkpoint."""
     yield from named_tensors(rank.model.hf).values()
     yield from rank.merged.adapters.values()
-    for optimizer in rank.optimizers:
+    for optimizer in rank.optimizers.values():
         yield from (t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
     yield from _reference(rank).values()
 
@@ -101,7 +104,8 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
         _copy_files(rank, folder / "model")
         writer.create()
         (folder / "learner.json").write_text(json.dumps(_description(rank), indent=1), encoding="utf-8")
-    sharded = {"optimizer": _optimizer_states(rank)} if rank.step else {}
+    stepped = [name for name, optimizer in rank.optimizers.items() if optimizer.state]
+    sharded = {"optimizer": _optimizer_states(rank, stepped)} if stepped else {}
     if reference := _reference(rank):
         sharded["reference"] = reference
     if rank.merged.adapters:
@@ -109,6 +113,7 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
     sharded = tree_map_only(torch.Tensor, rank.staged, sharded)
     merged = {name: rank.merged.get(name, rank.staged) for name in rank.merged.base}
     staged = {name: rank.staged(tensor) for name, tensor in weights.items() if name not in merged} | merged
+    adapters = PolicyFolders(rank.merged, rank.config.lora, rank.staged, folder / "policies")
     states = rank_states(rank.device)
     dist.barrier()
 
@@ -119,6 +124,7 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
             tensor = staged[each.weight]
             if local(tensor).numel() and (isinstance(tensor, DTensor) or dist.get_rank() == 0):
                 _write(writer, each, tensor)
+        adapters.write()
         torch.save(states, folder / "random" / f"rank_{dist.get_rank():05d}.pt")
 
     return in_background(write, "checkpoint")
@@ -156,7 +162,7 @@ def load_state(rank: SavedRank, folder: Path) -> None:
             load_sharded(dict(rank.merged.adapters), checkpoint_id=folder / "adapters")
         else:
             fill(rank.model.hf, model, WeightFiles(model, key), values=rank.name == "critic", key=key)
-        states = _load_optimizers(rank, folder / "optimizer") if found["step"] else {}
+        states = _load_optimizers(rank, folder / "optimizer", found["optimizers"]) if found["optimizers"] else {}
         if rank.reference is not None and (folder / "reference").is_dir():
             rank.reference.load(folder / "reference")
     except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
@@ -164,10 +170,12 @@ def load_state(rank: SavedRank, folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {words[-1]}") from error
     if not states:
         rank.optimizer_states.clear()
-    else:
-        for index, optimizer in enumerate(rank.optimizers):
-            _set_moments(rank, optimizer, states[str(index)])
-    rank.step = int(found["step"])
+    for name, optimizer in rank.optimizers.items():
+        if name in states:
+            _set_moments(rank, optimizer, states[name])
+        else:
+            optimizer.state.clear()
+    rank.steps = found["steps"]
     restore_rank(folder / "random" / f"rank_{dist.get_rank():05d}.pt", rank.device)
 
 
@@ -179,17 +187,17 @@ def _copy_files(rank: SavedRank, folder: Path) -> None:
     model.config.save_pretrained(folder)
 
 
-def _optimizer_states(rank: SavedRank) -> dict[str, Any]:
-    """Return each optimizer's state by parameter name, sharded; created here if no step has been taken yet."""
-    return {str(i): get_optimizer_state_dict(rank.model, optimizer) for i, optimizer in enumerate(rank.optimizers)}
+def _optimizer_states(rank: SavedRank, names: Sequence[str]) -> dict[str, Any]:
+    """Return states of optimizers by parameter name, sharded; created here if no step has been taken yet."""
+    return {name: get_optimizer_state_dict(rank.model, rank.optimizers[name]) for name in names}
 
 
-def _load_optimizers(rank: SavedRank, folder: Path) -> dict[str, Any]:
+def _load_optimizers(rank: SavedRank, folder: Path, names: Sequence[str]) -> dict[str, Any]:
     own = rank.optimizer_states
     if own.offloaded:
-        own.create()
+        own.create([rank.optimizers[name] for name in names])
     states: dict[str, Any] = tree_map_only(
-        torch.Tensor, lambda t: rank.staged(t) if own.holds(t) else t, _optimizer_states(rank)
+        torch.Tensor, lambda t: rank.staged(t) if own.holds(t) else t, _optimizer_states(rank, names)
     )
     load_sharded(states, checkpoint_id=folder)
     return states
@@ -216,7 +224,8 @@ def _set_moments(rank: SavedRank, optimizer: torch.optim.Optimizer, state: dict[
 def _description(rank: SavedRank) -> dict[str, Any]:
     lora = rank.config.lora
     return {
-        "step": rank.step,
+        "steps": rank.steps,
+        "optimizers": [name for name, optimizer in rank.optimizers.items() if optimizer.state],
         "optimizer": rank.config.optimizer.name,
         "ranks": dist.get_world_size(),
         "lora": None if lora is None else {"rank": lora.rank, "alpha": lora.alpha},
@@ -231,7 +240,8 @@ def _read_description(folder: Path) -> dict[str, Any]:
         shapes, frozen = dict(found["shapes"]), list(found["frozen"])
         lora = None if found.get("lora") is None else {key: int(found["lora"][key]) for key in ("rank", "alpha")}
         return {
-            "step": int(found["step"]),
+            "steps": {str(name): int(steps) for name, steps in found["steps"].items()},
+            "optimizers": [str(name) for name in found["optimizers"]],
             "optimizer": str(found["optimizer"]),
             "lora": lora,
             "shapes": shapes,

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from agentrl.config.learner import MAIN
 from agentrl.learner.attention import IMPLEMENTATION
 from agentrl.models.hub_tensors import HubTensor, hub_tensors
 from agentrl.models.load import load_model, load_value_model, value_head_names
@@ -56,14 +57,27 @@ def is_adapted(name: str) -> bool:
     return _BASE in name or is_adapter(name)
 
 
-def adapter_name(name: str, matrix: str) -> str:
-    """Return the name of the adapter's matrix, ``A`` or ``B``, of a weight that has one."""
-    return name.replace(_BASE, f".lora_{matrix}.default.")
+def peft_adapter(policy: str) -> str:
+    """Return the name that a policy's adapters have in the model."""
+    return "default" if policy == MAIN else policy
 
 
-def peft_name(name: str) -> str:
-    """Return the name that an adapter's weight has in a PEFT folder."""
-    return f"base_model.model.{name.replace('.default.', '.')}"
+def adapter_name(name: str, matrix: str, policy: str) -> str:
+    """Return the name of the matrix, ``A`` or ``B``, of a policy's adapter of a weight that has one."""
+    return name.replace(_BASE, f".lora_{matrix}.{peft_adapter(policy)}.")
+
+
+def of_policy(name: str, policy: str) -> bool:
+    """Return whether a weight is one of a policy's adapters."""
+    return any(f"{part}{peft_adapter(policy)}." in name for part in _ADAPTERS)
+
+
+def peft_name(name: str, policy: str) -> str:
+    """Return the name that an adapter's weight has in a PEFT folder of its policy."""
+    short = name
+    for part in _ADAPTERS:
+        short = short.replace(f"{part}{peft_adapter(policy)}.", part)
+    return f"base_model.model.{short}"
 
 
 def part_of(tensor: torch.Tensor) -> Part:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,7 +18,7 @@ from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import LearnerError
 from agentrl.distributed.base import TensorSpec
-from agentrl.learner.base import Role, RowLogprobs, RowScores
+from agentrl.learner.base import Role, RowLogprobs, RowScores, WeightSource
 from agentrl.learner.batch_loss import BatchLoss, SequenceRatios, at_mask, by_row, scored
 from agentrl.learner.device import compiles, peak_memory
 from agentrl.learner.megatron.cpu import computing_on
@@ -65,7 +66,7 @@ class MegatronRank:
 
     shares_prefixes = False
     """Every row is computed as a whole; see `LearnerRank.shares_prefixes`."""
-    adapters = None
+    adapters: Mapping[str, WeightSource] = MappingProxyType({})
     """There are none; see `LearnerRank.adapters`."""
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.core.errors import EngineError
+from agentrl.core.errors import EngineError, SamplerError
 from agentrl.inference.base import LoraAdapter
 from agentrl.inference.client.adapters import adapter_version
 from agentrl.inference.client.control import ControlEndpoint
@@ -71,10 +71,10 @@ def test_requests_name_the_newest_adapter_and_the_one_before_is_unloaded() -> No
     updates = engine.updates()
 
     async def play() -> None:
-        assert updates.adapters.current is None
+        assert updates.adapters.of("main") is None
         for version in (7, 7, 8):
-            await updates.from_adapter(ADAPTER, version)
-            assert [*engine.loaded] == [updates.adapters.current]
+            await updates.from_adapters({"main": ADAPTER}, version)
+            assert [*engine.loaded] == [updates.adapters.of("main")]
             assert engine.versions() == [version]
             assert engine.version == str(version)
             assert updates.ready
@@ -98,13 +98,13 @@ def test_requests_that_a_pause_keeps_continue_with_their_adapter() -> None:
     updates = engine.updates()
 
     async def play() -> None:
-        await updates.from_adapter(ADAPTER, 1)
+        await updates.from_adapters({"main": ADAPTER}, 1)
         engine.keeps_requests = True
-        await updates.from_adapter(ADAPTER, 2)
+        await updates.from_adapters({"main": ADAPTER}, 2)
         assert engine.versions() == [1, 2]
-        assert updates.adapters.current == [*engine.loaded][1]
+        assert updates.adapters.of("main") == [*engine.loaded][1]
         engine.keeps_requests = False
-        await updates.from_adapter(ADAPTER, 3)
+        await updates.from_adapters({"main": ADAPTER}, 3)
         assert engine.versions() == [3]
 
     asyncio.run(play())
@@ -117,17 +117,17 @@ def test_after_a_failure_requests_use_the_adapter_that_they_used_before(path: st
     updates = engine.updates()
 
     async def play() -> None:
-        await updates.from_adapter(ADAPTER, 1)
-        before = updates.adapters.current
+        await updates.from_adapters({"main": ADAPTER}, 1)
+        before = updates.adapters.of("main")
         engine.lost, engine.refuse = ({path}, "") if path else (set(), "rank 4 is incompatible")
         with pytest.raises(EngineError, match=path or "rank 4 is incompatible"):
-            await updates.from_adapter(ADAPTER, 2)
-        assert updates.adapters.current == before
+            await updates.from_adapters({"main": ADAPTER}, 2)
+        assert updates.adapters.of("main") == before
         assert before in engine.loaded
         assert updates.ready
         engine.refuse = ""
-        await updates.from_adapter(ADAPTER, 2)
-        assert [*engine.loaded] == [updates.adapters.current]
+        await updates.from_adapters({"main": ADAPTER}, 2)
+        assert [*engine.loaded] == [updates.adapters.of("main")]
 
     asyncio.run(play())
 
@@ -137,13 +137,32 @@ def test_a_whole_update_replaces_the_adapter() -> None:
     updates = engine.updates()
 
     async def play() -> None:
-        await updates.from_adapter(ADAPTER, 1)
+        await updates.from_adapters({"main": ADAPTER}, 1)
         await updates.from_disk(Path("weights"), 2)
-        assert updates.adapters.current is None
-        await updates.from_adapter(ADAPTER, 3)
+        assert updates.adapters.of("main") is None
+        await updates.from_adapters({"main": ADAPTER}, 3)
         await updates.from_tensors([("a", torch.ones(2))], 4, last=True)
-        assert updates.adapters.current is None
-        await updates.from_adapter(ADAPTER, 5)
+        assert updates.adapters.of("main") is None
+        await updates.from_adapters({"main": ADAPTER}, 5)
         assert engine.versions() == [5]
+
+    asyncio.run(play())
+
+
+def test_each_policy_has_an_adapter_and_a_version_replaces_all_of_them() -> None:
+    async def play() -> None:
+        engine = Engine()
+        updates = engine.updates()
+        for version in (1, 2):
+            await updates.from_adapters({"first": ADAPTER, "second": ADAPTER}, version)
+            names = [updates.adapters.of(policy) for policy in ("first", "second")]
+            assert [*engine.loaded] == names
+            assert [adapter_version(name or "") for name in names] == [version, version]
+            assert [(name or "").partition("-")[0] for name in names] == ["first", "second"]
+        with pytest.raises(SamplerError, match="policy='main': the engine at http://e serves first, second"):
+            updates.adapters.of("main")
+        updates.adapters.drop()
+        with pytest.raises(SamplerError, match="policy='first': the engine at http://e serves main"):
+            updates.adapters.of("first")
 
     asyncio.run(play())

@@ -105,7 +105,7 @@ def test_the_state_is_what_a_rank_has(learners: Learners, name: str):
     options = MemoryOptions(ranks=1, tokens=64, bfloat16=False, recompute="none", compiled=False)
     found: LearnerMemory = learner_memory(rank.model.hf, rank.config, options)
     assert found.weights == sum(parameter.nbytes for parameter in rank.model.parameters())
-    moments = [t for one in rank.optimizers for state in one.state.values() for t in state.values() if t.ndim]
+    moments = [t for one in rank.optimizers.values() for state in one.state.values() for t in state.values() if t.ndim]
     assert found.optimizer == sum(tensor.nbytes for tensor in moments)
     assert found.gathered == 0
 

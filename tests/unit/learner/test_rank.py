@@ -101,7 +101,7 @@ def test_the_same_batch_again_lowers_its_loss(learners, name):
 
 
 def test_muon_takes_the_layers_matrices_alone(learners):
-    muon, adamw = learners.open("muon").rank.optimizers
+    muon, adamw = learners.open("muon").rank.optimizers.values()
     shapes = [tuple(p.shape) for group in muon.param_groups for p in group["params"]]
     assert len(shapes) == 14  # 7 matrices a layer
     assert all(len(shape) == 2 and 96 not in shape for shape in shapes)
@@ -165,7 +165,7 @@ def test_a_saved_learner_goes_on_bit_for_bit(learners, tmp_path, name):
     # The run goes on from the checkpoint's own model folder, as a resumed run does.
     learner = learners.open(name, folder=tmp_path / "state" / "model")
     learner.load(tmp_path / "state")
-    assert learner.rank.step == 1
+    assert learner.rank.steps == {"main": 1}
     again = [learner.train_step(batch) for batch in batches[1:]]
     assert again == straight
     assert all(torch.equal(value, wanted[key]) for key, value in tensors(learner).items())
@@ -181,9 +181,9 @@ def test_a_loaded_optimizer_has_the_settings_of_the_configuration(learners, tmp_
     learner.save(tmp_path / "state")
     learner.finish_save()
     learner = learners.open(name, optimizer=CHANGED)
-    before = [options(group) for one in learner.rank.optimizers for group in one.param_groups]
+    before = [options(group) for one in learner.rank.optimizers.values() for group in one.param_groups]
     learner.load(tmp_path / "state")
-    after = [options(group) for one in learner.rank.optimizers for group in one.param_groups]
+    after = [options(group) for one in learner.rank.optimizers.values() for group in one.param_groups]
     assert after == before
     adamw, norms, muon = after[-2], after[-1], after[0] if name == "muon" else {}
     assert norms == adamw | {"weight_decay": 0.0}
@@ -281,7 +281,7 @@ def test_a_batch_that_trains_nothing_takes_no_step(learners):
     before = tensors(learner)
     batch = make_batch([])
     assert learner.train_step(batch)["train/trained_tokens"] == 0
-    assert learner.rank.step == 1
+    assert learner.rank.steps == {"main": 1}
     assert all(torch.equal(value, before[name]) for name, value in tensors(learner).items())
 
 
@@ -313,7 +313,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(learners):
     assert metrics["train/nonfinite_gradients"] == 1
     assert "train/grad_norm" not in metrics
     assert all(torch.equal(value, before[key]) for key, value in tensors(learner).items())
-    assert learner.rank.step == 0
+    assert learner.rank.steps == {"main": 0}
     metrics = learner.train_step(good)
     assert metrics["train/nonfinite_gradients"] == 0
     assert metrics["train/grad_norm"] > 0
@@ -327,7 +327,7 @@ def test_norms_and_biases_do_not_decay(learners, name, tmp_path):
     before = tensors(learner)
     for parameter in learner.rank.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    for optimizer in learner.rank.optimizers:
+    for optimizer in learner.rank.optimizers.values():
         optimizer.step()
     vectors = 0
     for key, value in tensors(learner).items():

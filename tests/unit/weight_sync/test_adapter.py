@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,9 @@ class Learner:
     def __init__(self, *layers: str) -> None:
         self.layers = layers
 
-    def adapters(self, dtype: str | None = None) -> list[tuple[str, torch.Tensor]]:
+    def adapters(self, dtype: str | None = None, policy: str = "main") -> list[tuple[str, torch.Tensor]]:
         names = [f"{LAYER}.{layer}.lora_{matrix}.weight" for layer in self.layers for matrix in "AB"]
-        return [(name, torch.ones(2, 2, dtype=getattr(torch, dtype or "float32"))) for name in names]
+        return [(name, torch.full((2, 2), len(policy), dtype=getattr(torch, dtype or "float32"))) for name in names]
 
 
 class Engine:
@@ -39,16 +40,18 @@ class Engine:
         self.updates = self.groups = self
         self.refuse = refuse
         self.found: LoraAdapter | None = None
+        self.all: Mapping[str, LoraAdapter] = {}
         self.now = 0
 
     async def ranks(self) -> int:
         return 2
 
-    async def from_adapter(self, adapter: LoraAdapter, version: int) -> None:
+    async def from_adapters(self, adapters: Mapping[str, LoraAdapter], version: int) -> None:
         await asyncio.sleep(0)
         if self.refuse:
             raise EngineError("HTTP 400: LoRA is not enabled")
-        self.found, self.now = adapter, version
+        self.all, self.now = adapters, version
+        self.found = next(iter(adapters.values()))
 
     async def version(self) -> int:
         return self.now
@@ -68,6 +71,15 @@ def test_engines_get_the_adapters_as_peft_describes_them(dtype: str | None) -> N
         for name, tensor in engine.found.tensors:
             assert tensor.dtype is getattr(torch, dtype or "float32")
             assert engine.found.checksums[name] == hashlib.sha256(raw_bytes(tensor)).hexdigest()
+
+
+def test_engines_get_the_adapters_of_all_policies(tmp_path: Path) -> None:
+    config, engine = LoraConfig(rank=2, policies=["first", "second"]), Engine()
+    asyncio.run(AdapterSync(config).push(Learner("down_proj"), [engine], 3))
+    assert {name: float(one.tensors[0][1][0, 0]) for name, one in engine.all.items()} == {"first": 5, "second": 6}
+    assert [*engine.all] == ["first", "second"]
+    made = with_adapters(SamplerConfig(), config, make_model(tmp_path / "model"))
+    assert made.sglang["max_loras_per_batch"] == 4
 
 
 def test_an_engine_that_refuses_is_named() -> None:

@@ -1,0 +1,120 @@
+"""Several policies, adapters over one base model: each is trained as if it were alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from agentrl.core.errors import CheckpointError, LearnerError
+from agentrl.models.peft_folder import read_peft
+from tests.unit.learner.learners import make_batch, make_rows, tensors
+
+pytest.importorskip("peft")
+LORA = {"rank": 4, "alpha": 8}
+BOTH = LORA | {"policies": ["first", "second"]}
+LENGTHS = [20, 12, 30]
+
+
+def batch(policy, seed):
+    found = make_batch(LENGTHS, seed=seed)
+    found.policy = policy
+    return found
+
+
+def alone(learners, seeds, **options):
+    """Return gradients and norms of each step, and the adapters after them, of a policy that is trained alone."""
+    learner = learners.open(lora=LORA, max_grad_norm=0.05, **options)
+    steps = [step(learner, "main", seed) for seed in seeds]
+    return steps, dict(learner.adapters())
+
+
+def step(learner, policy, seed):
+    """Take a step; return metrics and clipped gradients by the names in a PEFT folder."""
+    found = {}
+    states = learner.rank.optimizer_states
+    take = type(states).step
+
+    def keep():
+        for name, inner in learner.rank.merged.exported[policy].items():
+            found[name] = learner.rank.merged.adapters[inner].grad.clone()
+        others = set(learner.rank.merged.adapters) - set(learner.rank.merged.exported[policy].values())
+        assert all(learner.rank.merged.adapters[name].grad is None for name in others)
+        take(states)
+
+    states.step = keep
+    metrics = learner.train_step(batch(policy, seed))
+    del states.step
+    return found, {key: metrics[key] for key in ("train/loss", "train/grad_norm", "train/lr")}
+
+
+@pytest.mark.parametrize("options", [{}, {"cpu_offload": "optimizer"}, {"optimizer": {"warmup_steps": 4}}])
+def test_gradients_and_updates_are_those_of_each_policy_trained_alone(learners, options):
+    seeds = {"first": [1, 2, 3], "second": [4, 5]}
+    wanted = {policy: alone(learners, some, **options) for policy, some in seeds.items()}
+    learner = learners.open(lora=BOTH, max_grad_norm=0.05, **options)
+    order = [("first", 1), ("second", 4), ("first", 2), ("first", 3), ("second", 5)]
+    found = {policy: [] for policy in seeds}
+    for policy, seed in order:
+        found[policy].append(step(learner, policy, seed))
+    for policy, (steps, adapters) in wanted.items():
+        for (gradients, metrics), (others, other_metrics) in zip(steps, found[policy], strict=True):
+            assert metrics == other_metrics
+            assert all(torch.equal(gradients[name], others[name]) for name in gradients)
+        mine = dict(learner.adapters(policy=policy))
+        assert mine.keys() == adapters.keys()
+        assert all(torch.equal(adapters[name], mine[name]) for name in adapters)
+    assert any(not torch.equal(dict(learner.adapters(policy="first"))[name], mine[name]) for name in mine)
+
+
+def test_scores_are_those_of_the_batch_policy(learners):
+    learner = learners.open(lora=BOTH)
+    before = learner.logprobs(batch("first", 1))
+    learner.train_step(batch("second", 2))
+    after, other = learner.logprobs(batch("first", 1)), learner.logprobs(batch("second", 1))
+    assert all((after[key] == before[key]).all() for key in before)
+    assert any((other[key] != before[key]).any() for key in before)
+    with pytest.raises(LearnerError, match=r"no policy 'main', only first, second"):
+        learner.train_step(make_batch(LENGTHS))
+
+
+def test_a_checkpoint_has_each_policy_and_goes_on(learners, model, tmp_path):
+    learner = learners.open(lora=BOTH)
+    start = tensors(learner)
+    learner.train_step(batch("first", 1))
+    learner.save(tmp_path / "one")
+    learner.finish_save()
+    kept = {policy: dict(learner.adapters(policy=policy)) for policy in ("first", "second")}
+    for policy, adapters in kept.items():
+        config, found = read_peft(tmp_path / "one" / "policies" / policy)
+        assert (config["r"], config["lora_alpha"], "q_proj" in config["target_modules"]) == (4, 8, True)
+        assert dict(found).keys() == adapters.keys()
+        assert all(torch.equal(tensor, adapters[name]) for name, tensor in found)
+    order = [("second", 2), ("first", 3)]
+    straight = [learner.train_step(batch(*one)) for one in order]
+    last = dict(learner.adapters(policy="second"))
+    learner = learners.open(lora=BOTH)
+    learner.train_step(batch("second", 9))  # whose optimizer the checkpoint lacks
+    learner.load(tmp_path / "one")
+    assert learner.rank.steps == {"first": 1, "second": 0}
+    assert [learner.train_step(batch(*one)) for one in order] == straight
+    assert all(torch.equal(tensor, last[name]) for name, tensor in learner.adapters(policy="second"))
+    assert all(torch.equal(value, start[name]) for name, value in tensors(learner).items()), "none is merged"
+    with pytest.raises(CheckpointError, match=r"another shapes: .*lora_A\.second"):
+        learners.open(lora=LORA | {"policies": ["first"]}).load(tmp_path / "one")
+
+
+def test_a_peft_folder_is_what_peft_loads(learners, model, tmp_path):
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    learner = learners.open(lora=BOTH)
+    learner.train_step(batch("second", 1))
+    learner.save(tmp_path / "one")
+    learner.finish_save()
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "one" / "policies" / "second")
+    [row, *_] = make_rows(LENGTHS, 1)
+    ids = torch.tensor(row.token_ids).long()
+    wanted = theirs(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    found = learner.logprobs(batch("second", 1))[row.key]
+    assert torch.allclose(torch.tensor(found[1:]), wanted, atol=1e-5)
