@@ -105,7 +105,7 @@ def _record(rollout: Rollout) -> dict[str, Any]:
         "tool_seconds": rollout.tool_seconds,
         "sampled_tokens": rollout.sampled_tokens,
         "metadata": json_state(rollout.metadata),
-        **({"player": _player_to_dict(rollout)} if rollout.episode else {}),
+        **({"player": player_to_dict(rollout)} if rollout.episode else {}),
     }
 
 
@@ -132,7 +132,8 @@ def rollout_from_dict(data: Mapping[str, Any]) -> Rollout:
     )
 
 
-def _player_to_dict(rollout: Rollout) -> dict[str, Any]:
+def player_to_dict(rollout: Rollout) -> dict[str, Any]:
+    """Return the fields that only multi-agent episodes set as a JSON-able dictionary."""
     seats = [{name: getattr(seat, name) for name in SEAT} for seat in rollout.seats]
     return {name: getattr(rollout, name) for name in PLAYER} | {"seats": seats}
 

@@ -19,6 +19,7 @@ from agentrl.core.types import (
     Rollout,
     Row,
     RowKey,
+    SeatRecord,
     StopReason,
     Turn,
 )
@@ -52,11 +53,12 @@ def browser():
 
 def rollout(tokenizer, step, number, words, **changes):
     """Prompt, then by turns sampled and observed text; groups of 4, the last token of each is stale."""
-    parts = [tokenizer.encode(text, add_special_tokens=False).ids for text in (f"Question {number // 4}\n", *words)]
+    first = changes.get("prompt", f"Question {number // 4}\n")
+    parts = [tokenizer.encode(text, add_special_tokens=False).ids for text in (first, *words)]
     who = np.concatenate([np.full(len(part), k % 2, np.uint8) for k, part in enumerate(parts)])
     sampled = who == SAMPLED
     why = np.where(sampled, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8)
-    why[-1] = MaskReason.STALE if sampled[-1] else why[-1]
+    why[-1] = MaskReason.STALE if sampled[-1] and len(parts[-1]) > 1 else why[-1]
     identity = f"{step}/{number}"
     row = Row(
         key=RowKey(f"task-{step}-{number // 4}", identity),
@@ -115,8 +117,9 @@ def page(tmp_path_factory, tokenizer):
 
 
 @pytest.fixture
-def opened(browser, page):
-    """Opens the page with a hash, and holds it to no error, no request and no hostile effect in the end."""
+def opened(browser, request):
+    """Opens a page with a hash, and holds it to no error, no request and no hostile effect in the end."""
+    page = request.getfixturevalue(getattr(request, "param", "page"))
     window = browser.new_page(viewport={"width": 1400, "height": 900})
     faults, requests = [], []
     window.on("pageerror", lambda error: faults.append(str(error)))
@@ -241,6 +244,84 @@ def test_groups_side_by_side(opened):
     assert "".join(columns.nth(1).locator(".differs").all_inner_texts()).strip() == "1"
     columns.nth(1).locator(".ids button").first.click()
     window.wait_for_selector("#right[data-rollout='2/5'] #text")
+
+
+def game(tokenizer, episode, seat, turns, **changes):
+    """A rollout of a game, with a row a turn: what the agent reads, then what it says."""
+    agent = f"player_{seat}"
+    one = rollout(tokenizer, 1, 0, ["x"])
+    rows = []
+    for number, (read, said) in enumerate(turns):
+        row = rollout(tokenizer, 1, 0, [said], prompt=read).rows[0]
+        key = RowKey("game", f"{episode}.{agent}", agent, number)
+        rows.append(dataclasses.replace(row, key=key, request_ids=(f"{episode}.{agent}/{number}",)))
+    given = {"agent": agent, "role": ("first", "second")[seat], "seat": seat, "episode": episode, "rows": rows}
+    turns = [Turn(said, "", FinishReason.STOP) for _, said in turns]
+    given |= {"turns": turns, "prompt_id": "game", "rollout_id": f"{episode}.{agent}"}
+    return dataclasses.replace(one, **(given | changes))
+
+
+@pytest.fixture(scope="module")
+def games_page(tmp_path_factory, tokenizer):
+    """A game of the policy against itself, and one against a hostile scripted player."""
+    folder = tmp_path_factory.mktemp("games")
+    mirror = tuple(
+        SeatRecord(f"player_{seat}", role, "policy", trained=True, steps=steps)
+        for seat, (role, steps) in enumerate((("first", (0, 2)), ("second", (1,))))
+    )
+    fixed = (
+        SeatRecord("player_0", "first", f"random {EVIL}", trained=False, steps=(0, 2), moves=(EVIL, "fold")),
+        dataclasses.replace(mirror[1], steps=(1,)),
+    )
+    played = {"opponent": "mirror", "seat_rewards": (1.0, -1.0), "seats": mirror}
+    some = [
+        game(tokenizer, "e1", 0, [("Your card is K.", "check"), ("They bet.", "call")], reward=1.0, **played),
+        game(tokenizer, "e1", 1, [("Your card is Q.", "bet")], reward=-1.0, **played),
+        game(
+            tokenizer, "e2", 1, [("Your card is J.", "check")], reward=-1.0, seats=fixed, seat_rewards=(1.0, -1.0),
+            opponent="fixed:random",
+        ),
+    ]  # fmt: skip
+    recorder = RolloutRecorder(folder / "rollouts")
+    recorder.write(1, some)
+    recorder.finish(1, {"e1.player_0": 0.5})
+    (folder / "config.yaml").write_text(json.dumps({"model": {"path": "multihop-warm"}, "env": {"name": "kuhn_poker"}}))
+    done = here("view", str(folder), "--html", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "view.html"
+
+
+@pytest.mark.parametrize("opened", ["games_page"], indirect=True)
+def test_the_agents_of_an_episode_are_side_by_side_by_steps(opened):
+    window = opened("#r=e1.player_1&view=agents")
+    heads = window.locator(".agents .seat").all_inner_texts()
+    assert [" ".join(text.split()) for text in heads] == [
+        "", "1 +0.500 player_0 first played by policy e1.player_0", "−1 player_1 second played by policy e1.player_1",
+    ]  # fmt: skip
+    cells = window.locator(".agents .cell[data-agent]")
+    said = [" ".join(cell.locator(".by1 .words").all_inner_texts()).strip() for cell in cells.all()]
+    assert said == ["check", "", "", "bet", "call", ""], "by step, then by agent"
+    assert "They bet." in cells.nth(4).locator(".by0").inner_text()
+    cells.nth(0).locator(".t.w1").first.click()
+    assert fact(window, "who") == "sampled in turn 1"
+    assert fact(window, "mask") == "1, trained on"
+    assert fact(window, "advantage") == "+0.500"
+    window.keyboard.press("Escape")
+    window.keyboard.press("a")
+    window.wait_for_selector("#text")
+
+
+@pytest.mark.parametrize("opened", ["games_page"], indirect=True)
+def test_the_moves_of_a_scripted_player_are_shown_as_text(opened):
+    window = opened("#r=e2.player_1")
+    window.get_by_role("tab", name="2 agents").click()
+    window.wait_for_selector(".agents")
+    assert window.locator(".agents .move").all_inner_texts() == [EVIL, "fold"]
+    assert f"played by random {EVIL}" in window.locator(".agents .seat").nth(1).inner_text()
+    assert window.locator("img").count() == 0
+    assert "opponents: fixed:random" in window.locator(".group-line").inner_text()
+    window.keyboard.press("k")
+    window.wait_for_selector("#right[data-rollout='e1.player_1'] .agents")
 
 
 def test_the_rows_of_a_rollout_are_tabs(opened):

@@ -26,7 +26,7 @@ class Index:
         self._metrics: dict[str, list[float | None]] = {}
         self._groups: dict[tuple[int, str], int] = {}
         self._prompts: list[str] = []
-        self._names: dict[str, dict[str, int]] = {"stop": {}, "failure": {}}
+        self._names: dict[str, dict[str, int]] = {"stop": {}, "failure": {}, "episode": {}}
 
     def __len__(self) -> int:
         return len(self._columns["id"])
@@ -58,6 +58,9 @@ class Index:
             "excerpt": _last_words(rollout),
             "bar": _bar(rollout),
             "packed": packed,
+            "episode": self._number("episode", f"{entry.step}/{rollout.episode}") if rollout.seats else -1,
+            "seat": rollout.seat,
+            "opponent": rollout.opponent,
         }
         for name, value in values_of_row.items():
             self._columns[name].append(value)
@@ -81,7 +84,7 @@ class Index:
 
 _COLUMNS = (
     "id", "group", "reward", "advantage", "stop", "failure", "dropped", "tokens", "sampled", "turns", "seconds",
-    "logprob", "excerpt", "bar", "packed",
+    "logprob", "excerpt", "bar", "packed", "episode", "seat", "opponent",
 )  # fmt: skip
 
 

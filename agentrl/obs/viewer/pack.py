@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.core.types import Provenance, Rollout, Row
+from agentrl.obs.rollout_format import player_to_dict
 
 _LEVEL = 6
 
@@ -88,6 +89,7 @@ def _details(rollout: Rollout) -> dict[str, Any]:
         "turns": turns,
         "metadata": rollout.metadata,
         "label": rollout.label,
+        "player": player_to_dict(rollout) if rollout.episode else None,
         "failure": failure and {"kind": failure.kind.value, "error": failure.error, "message": failure.message},
     }
 

@@ -28,7 +28,7 @@ TokenText = str | bytes
 Decode = Callable[[Sequence[int]], list[TokenText]]
 """Returns the text of each id, such that the concatenated texts are the text of all ids."""
 
-SCRIPTS = ("data.js", "select.js", "list.js", "tokens.js", "detail.js", "group.js", "curve.js", "app.js")
+SCRIPTS = ("data.js", "select.js", "list.js", "tokens.js", "detail.js", "group.js", "agents.js", "curve.js", "app.js")
 """Files of the page's script, concatenated in this order."""
 
 CURVE_POINTS = 2000

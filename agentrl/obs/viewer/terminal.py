@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.core.types import MaskReason, Provenance, Rollout, Row
+from agentrl.core.types import MaskReason, Provenance, Rollout, Row, SeatRecord
 from agentrl.obs.console import TitledBlock, printable
 from agentrl.obs.viewer.page import Decode, TokenText
 from agentrl.obs.viewer.run_files import Entry, Filters, RunFiles
@@ -91,6 +91,7 @@ def rollout_view(entry: Entry, decode: Decode | str) -> RenderableType:
             if len(rollout.rows) > 1:
                 parts.append(Text(f"— {row_name(row)} —", "bold"))
             parts.append(_row_text(row, token_texts(row, decode)))
+    parts += [_moves_text(seat) for seat in rollout.seats if not seat.trained]
     parts.append(Text("  ".join(f"{key} {value:g}" for key, value in sorted(rollout.metrics.items())), "yellow"))
     if rollout.label is not None:
         parts.append(Text(f"label {rollout.label}", "yellow"))
@@ -188,6 +189,15 @@ def _turn_text(rollout: Rollout) -> Text:
     for turn in rollout.turns:
         text.append(turn.action, STYLES[Provenance.SAMPLED, True])
         text.append(_abbreviated(turn.observation), STYLES[Provenance.OBSERVED, False])
+    return text
+
+
+def _moves_text(seat: SeatRecord) -> Text:
+    """Return what an agent did that is not trained."""
+    text = Text(f"{seat.agent} ({seat.role}), {seat.player}:", "bold")
+    for number, (step, move) in enumerate(zip(seat.steps, seat.moves, strict=False)):
+        text.append(f"{' ·' if number else ''} step {step + 1} ", "not bold dim")
+        text.append(_abbreviated(move), STYLES[Provenance.OBSERVED, False])
     return text
 
 

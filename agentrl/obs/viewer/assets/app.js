@@ -39,7 +39,8 @@ async function drawRight() {
     return;
   }
   const rollout = await openRollout(i);
-  const body = state.view === 'group' ? await drawGroup(i) : drawRollout(i, rollout);
+  if (state.view === 'agents' && R.episode[i] < 0) state.view = 'rollout';
+  const body = state.view === 'group' ? await drawGroup(i) : state.view === 'agents' ? await drawAgents(i) : drawRollout(i, rollout);
   if (mine !== drawing) return;
   const why = VOCABULARY.why ? [h('div', { class: 'no-text' }, `Tokens are shown as ids: ${VOCABULARY.why}`)] : [];
   right.replaceChildren(head(i, rollout), ...why, body);
@@ -80,6 +81,8 @@ const KEYS = [
   ['j  k', 'next, previous rollout', { j: () => move(1), k: () => move(-1) }],
   [']  [', 'next, previous group', { ']': () => move(1, true), '[': () => move(-1, true) }],
   ['g', 'group side by side, and back', { g: () => state.selected >= 0 && show(state.selected, { view: state.view === 'group' ? 'rollout' : 'group' }) }],
+  ['a', 'agents of an episode side by side, and back', { a: () => state.selected >= 0 && R.episode[state.selected] >= 0
+    && show(state.selected, { view: state.view === 'agents' ? 'rollout' : 'agents' }) }],
   ['1 2 3 4', 'colour by who made it, log-probability, version, advantage',
     Object.fromEntries(MODES.map(({ key }, k) => [String(k + 1), () => setMode(key)]))],
   ['/', 'search', { '/': () => byId('search').focus() }],

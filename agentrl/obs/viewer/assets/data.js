@@ -164,6 +164,7 @@ function tokenTexts(row) {
 function wholeText(rollout) {
   const parts = rollout.rows.map((row) => tokenTexts(row).join(''));
   if (rollout.prompt) parts.push(rollout.prompt);
+  if (rollout.player) for (const seat of rollout.player.seats) parts.push(...seat.moves);
   for (const turn of rollout.turns) if (turn.action !== undefined) parts.push(turn.action, turn.observation);
   return parts.join('\n');
 }

@@ -19,7 +19,8 @@ function head(i, rollout) {
         h('p', { class: 'facts' }, facts.map((fact) => h('span', {}, fact)), h('span', { class: 'prompt-id' }, group.prompt)))),
     siblings(i, group),
     h('div', { class: 'tools' },
-      h('div', { class: 'tabs', role: 'tablist' }, tab('rollout', 'Rollout'), tab('group', `Group of ${group.members.length}`)),
+      h('div', { class: 'tabs', role: 'tablist' }, tab('rollout', 'Rollout'), tab('group', `Group of ${group.members.length}`),
+        rollout.player ? tab('agents', plural(rollout.player.seats.length, 'agent')) : null),
       rollout.rows.length > 1 && state.view === 'rollout' ? rowTabs(i, rollout) : null,
       h('div', { class: 'modes', role: 'radiogroup', 'aria-label': 'Colour of tokens' }, MODES.map(({ key, title }, k) => h('button', {
         type: 'button', role: 'radio', 'aria-checked': state.mode === key ? 'true' : 'false', title: `Key ${k + 1}`, 'data-mode-key': key,

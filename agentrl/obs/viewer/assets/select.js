@@ -128,7 +128,7 @@ function fromHash() {
   state.down = sort.startsWith('-');
   state.sort = sort.replace(/^-/, '');
   if (!SORTS.some(({ key }) => key === state.sort)) state.sort = 'step';
-  state.view = hash.get('view') === 'group' ? 'group' : 'rollout';
+  state.view = ['group', 'agents'].includes(hash.get('view')) ? hash.get('view') : 'rollout';
   state.mode = MODES.some(({ key }) => key === hash.get('color')) ? hash.get('color') : 'who';
   state.row = Number(hash.get('row')) || 0;
   state.selected = hash.has('r') ? R.id.indexOf(hash.get('r')) : -1;

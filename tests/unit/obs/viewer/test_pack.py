@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 
-from agentrl.core.types import Failure, FailureKind, FinishReason, MaskReason, Provenance, Turn
+from agentrl.core.types import Failure, FailureKind, FinishReason, MaskReason, Provenance, SeatRecord, Turn
 from agentrl.obs.viewer.pack import Vocabulary, json_bytes, pack_rollout, runs
 
 
@@ -40,6 +40,16 @@ def test_everything_about_a_token_comes_back(make_rollout, pieces):
     assert row["versions"] == [[0, -1], [2, 3], [5, -1], [6, 3]]
     assert row["requests"] == [[0, -1], [2, 0], [5, -1], [6, 1]]
     assert row["request_ids"] == ["q0", "q1"]
+
+
+def test_who_played_an_episode_comes_back(make_rollout, pieces):
+    fixed = SeatRecord("player_0", "first", "random", trained=False, steps=(0,), moves=("bet",))
+    played = {"episode": "e", "seat": 1, "seat_rewards": (1.0, -1.0), "seats": (fixed,)}
+    player = unpack(pack_rollout(make_rollout(pieces, **played), Vocabulary()))["player"]
+    assert player["seat_rewards"] == [1.0, -1.0]
+    [seat] = player["seats"]
+    assert (seat["player"], seat["trained"], seat["steps"], seat["moves"]) == ("random", False, [0], ["bet"])
+    assert unpack(pack_rollout(make_rollout(pieces), Vocabulary()))["player"] is None
 
 
 def test_a_vocabulary_beyond_16_bits_is_packed_wide(make_rollout):

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from agentrl.core.types import FinishReason, StopReason, Turn
+from agentrl.core.types import FinishReason, SeatRecord, StopReason, Turn
 from agentrl.obs.console import make_console
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.obs.viewer.run_files import Entry, Filters, open_run
@@ -28,6 +28,16 @@ def test_tokens_are_coloured_by_who_made_them(make_rollout, pieces):
     assert "\x1b[36m w70000\x1b[0m" in text
     assert "\x1b[33m w1\x1b[0m" in text
     assert "advantage +0.250" in text
+
+
+def test_the_moves_of_untrained_agents_are_shown(make_rollout, pieces):
+    seats = (
+        SeatRecord("player_0", "first", "minimax", trained=False, steps=(0, 2), moves=("5", "1")),
+        SeatRecord("player_1", "second", "policy", trained=True, steps=(1,)),
+    )
+    text = drawn(rollout_view(Entry(3, make_rollout(pieces, episode="e", seats=seats)), words))
+    assert "player_0 (first), minimax: step 1 5 · step 3 1" in text
+    assert "player_1 (second)" not in text
 
 
 def test_token_table(make_rollout, pieces):
