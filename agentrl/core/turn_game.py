@@ -75,11 +75,20 @@ class TurnGame(MultiAgentEnv):
         return _Games(split, cls.metadata["name"])
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> MultiReset:
-        """Deal; the first seat begins."""
+        """Deal; the first seat begins. Moves in the task's metadata under ``opening`` have been made already.
+
+        Raises:
+            ConfigError: a move of the opening is illegal, or ends the game.
+        """
         super().reset(seed, options)
         self._moves = dict.fromkeys(self.agents, 0)
         self.acting = (self.possible_agents[0],)
         self.deal()
+        for move in self.task.metadata.get("opening", ()):
+            (agent,) = self.acting
+            if move not in self.legal_moves() or self.play(agent, move) is not None:
+                raise ConfigError(f"task {self.task.id!r}: the opening's move {move!r} is illegal or ends the game")
+            self.acting = (self.next_to_move(agent),)
         return self._views(), self._infos()
 
     def step(self, actions: dict[str, Message]) -> MultiStep:
