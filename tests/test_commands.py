@@ -45,7 +45,7 @@ LACKS = MACHINE | {"placement.mode", "tools.search.url", "tools.python.url"}
 """Keys that ask for GPUs, or for a tool server that the reader has started."""
 ADDED = "render.format=plain"
 """The format that the reader of docs/how_to/chat_format.md adds to agentrl itself."""
-RUN_HERE = {"init", "env", "template", "models", "plan"}
+RUN_HERE = {"doctor", "init", "env", "template", "models", "plan"}
 """Commands that only read or write files."""
 
 
@@ -107,7 +107,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     for name in re.findall(r"<!-- example: (\S+) -->", page.read_text()):
         (tmp_path / name).write_text(example(name, page))
     monkeypatch.chdir(tmp_path)
-    if "--resume" in ALL[request.node.callspec.params["line"]].words:
+    words = ALL[request.node.callspec.params["line"]].words
+    if "--resume" in words or words[0] == "doctor":
         add_run("runs/search_r1-20261121-120000")
     if page.name == "checkpoints.md":
         add_run("runs/first")

@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "export": "write the policy of a checkpoint as a Hugging Face folder",
     "audit": "check saved rollouts: ids, masks, forks and provenance",
     "view": "look at a run's rollouts, in the terminal or as an HTML page",
+    "doctor": "explain why a run is dead, hangs or does not learn",
     "league": "show ratings and wins of a run's self-play",
     "env": "list and check environments",
     "tools": "serve a tool",

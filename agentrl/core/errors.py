@@ -23,6 +23,7 @@
     ├── LearnerError               a learner that failed
     │   └── ProvenanceError        a batch that would train on tokens that no engine sampled
     ├── AuditError                 saved rollouts that are not as they were sampled
+    ├── DiagnosisError             problems that `agentrl doctor` found in a run
     ├── CheckpointError            a checkpoint that is not whole
     ├── TemplateError              a chat template that no conversation can be trained with
     └── RunStopped                 the failure policy or Ctrl-C ended the run, which has been saved
@@ -142,6 +143,10 @@ class ProvenanceError(LearnerError):
 
 class AuditError(AgentrlError):
     """Saved rollouts are not as the policy sampled them."""
+
+
+class DiagnosisError(AgentrlError):
+    """A run has a problem that `agentrl doctor` found."""
 
 
 class CheckpointError(AgentrlError):

@@ -11,6 +11,7 @@ from agentrl.config.saved import CONFIG
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.learner.checkpoints import STATE, latest_checkpoint
+from agentrl.runtime.run_end import recorded_end
 from agentrl.runtime.run_lock import locked
 
 RUNS = Path("runs")
@@ -46,7 +47,8 @@ def run_folder(config: Config, resumed: Path | None = None) -> Iterator[Path]:
     with locked(folder):
         if resumed is None:
             check_new(folder)
-        yield folder
+        with recorded_end(folder):
+            yield folder
 
 
 def folder_to_resume(run_dir: str | None, env: str | None) -> Path:

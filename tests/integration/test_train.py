@@ -45,6 +45,8 @@ class Killed:
     left: list[psutil.Process]
     checkpoint: Path
     """A copy of its last one."""
+    diagnosis: str
+    """What ``agentrl doctor`` printed about it."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -65,7 +67,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     finally:
         run.end()
     last = max((cwd / "run" / "checkpoints").glob("step_*/state.json")).parent
-    return Killed(cwd, output, started, left, shutil.copytree(last, cwd / last.name))
+    diagnosis = here("doctor", "run", cwd=cwd)
+    assert diagnosis.returncode == 1
+    return Killed(cwd, output, started, left, shutil.copytree(last, cwd / last.name), diagnosis.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +195,19 @@ def test_the_traces_have_each_turn_of_each_episode(killed: Killed, trained: tupl
             assert count["request"] == count["sampling"] == count["turn"]
             assert count["tool search"] == pytest.approx(row["rollout/searches"] * row["rollout/episodes"])
             assert {"train", "weights", f"step {row['step']}"} <= {event["name"] for event in events}
+
+
+def test_the_doctor_of_the_killed_run(killed: Killed) -> None:
+    assert killed.diagnosis.startswith("problem: the process of the run is gone\n    ")
+    assert killed.diagnosis.count("problem: ") == 1
+    assert killed.diagnosis.count("agentrl train --resume run.dir=run") == 1
+    assert re.search(r"\b[3-7] of 7 steps are finished\n", killed.diagnosis)
+
+
+def test_the_doctor_of_the_finished_run(killed: Killed, trained: tuple[Path, str]) -> None:
+    done = here("doctor", "run", cwd=killed.cwd)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.startswith("state: the run has finished\n    7 of 7 steps are finished\n")
 
 
 def test_idle_time_is_that_of_the_phases(trained: tuple[Path, str]) -> None:

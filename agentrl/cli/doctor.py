@@ -1,0 +1,43 @@
+"""``agentrl doctor``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from agentrl.core.errors import DiagnosisError
+from agentrl.doctor.diagnose import diagnose
+from agentrl.doctor.findings import Finding
+from agentrl.obs.console import make_console
+
+STYLES = {"problem": "bold red", "hint": "yellow", "state": "bold green"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run, alive or dead")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print what is the case with a run, with evidence and advice.
+
+    Raises:
+        DiagnosisError: there is a problem.
+    """
+    console = make_console()
+    found = diagnose(arguments.run_dir)
+    for finding in found:
+        _print(console, finding)
+    problems = sum(one.severity == "problem" for one in found)
+    if problems:
+        raise DiagnosisError(f"{problems} problem(s) in {arguments.run_dir}")
+
+
+def _print(console: Console, finding: Finding) -> None:
+    console.print(f"{finding.severity}: {finding.title}", style=STYLES[finding.severity], markup=False, soft_wrap=True)
+    for line in finding.evidence:
+        console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
+    for line in finding.advice:
+        console.print(f"    → {line}", markup=False, highlight=False, soft_wrap=True)

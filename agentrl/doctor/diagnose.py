@@ -1,0 +1,27 @@
+"""The diagnosis of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agentrl.doctor.findings import Finding
+from agentrl.doctor.learning_checks import learning_findings
+from agentrl.doctor.process_checks import process_findings
+from agentrl.doctor.record import RunRecord, read_record
+
+_ORDER = ("state", "problem", "hint")
+
+
+def diagnose(folder: Path) -> list[Finding]:
+    """Return what is the case with the run in a folder, its state first. Nothing is written.
+
+    Raises:
+        ConfigError: it is no run, or one of its files is damaged.
+    """
+    return findings_of(read_record(folder))
+
+
+def findings_of(run: RunRecord) -> list[Finding]:
+    """Return the findings about what a run has left: that about its process first, then problems, then hints."""
+    first, *others = process_findings(run)
+    return [first, *sorted([*others, *learning_findings(run)], key=lambda one: _ORDER.index(one.severity))]

@@ -1,0 +1,203 @@
+"""Why a run does not learn, from its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import stdev
+
+from agentrl.doctor.findings import Finding, mean
+from agentrl.doctor.record import RunRecord
+
+RECENT = 10
+"""Steps that are judged."""
+FLAT_STEPS = 20
+"""Least steps for a judgement of the reward."""
+SOLVED = 0.95
+"""A constant mean reward from this on is no problem: most rewards are at most 1."""
+FLAT_GROUPS = 0.8
+TRUNCATED = 0.5
+LIMITS = {
+    "max_tokens": "rollout.max_tokens, sampler.max_new_tokens",
+    "max_turns": "rollout.max_turns",
+    "max_time": "rollout.max_seconds",
+    "truncated": "the environment's limit of steps",
+}
+"""The keys of stop reasons that cut an episode."""
+COLLAPSED_NATS, COLLAPSED_SHARE = 0.05, 0.2
+"""Entropy below the first, and below this share of its first values, has collapsed."""
+SAMPLER_KL = 0.01
+"""From this KL divergence on engine and learner disagree on the policy."""
+RATIO = 10.0
+CLIPPED = 0.3
+IDLE = 0.5
+
+
+def learning_findings(run: RunRecord) -> Iterator[Finding]:
+    """Yield what keeps the run from learning, and what makes it slow."""
+    for check in (_variance, _truncated, _reward, _entropy, _mismatch, _ratio, _gradients, _unchanged, _idle):
+        yield from check(run)
+
+
+def _variance(run: RunRecord) -> Iterator[Finding]:
+    flat, rewards = run.recent("train/flat_groups", RECENT), run.recent("train/reward", RECENT)
+    if not flat or mean(flat) < FLAT_GROUPS:
+        return
+    skipped = len(run.recent("train/skipped", RECENT))
+    spread = max(rewards) - min(rewards)
+    evidence = [
+        f"train/flat_groups is {mean(flat):.2f} over the last {len(flat)} steps: groups whose rewards are all equal",
+        f"train/reward is {mean(rewards):.3f}, {min(rewards):.3f} to {max(rewards):.3f}",
+    ]
+    if skipped:
+        evidence.append(f"{skipped} of these steps trained nothing (train/skipped)")
+    advice = [
+        "rollout.n_samples_per_prompt: more samples find a rare success; sampler.temperature: 0 makes all samples alike",
+        "the tasks are too hard or all solved: choose others (tasks.options, data.path), or begin with model.warm_start",
+    ]
+    if spread < 1e-9:
+        advice.insert(0, "all rewards are the same: check the reward function with `agentrl view`")
+    yield Finding(
+        "problem",
+        "almost no group has reward variance, so there is nothing to learn from",
+        tuple(evidence),
+        tuple(advice),
+    )
+
+
+def _truncated(run: RunRecord) -> Iterator[Finding]:
+    shares = {
+        reason: sum(values) / len(run.steps[-RECENT:])
+        for reason in LIMITS
+        if (values := run.recent(f"rollout/stop/{reason}", RECENT))
+    }
+    if sum(shares.values()) < TRUNCATED:
+        return
+    evidence = tuple(f"rollout/stop/{reason} is {share:.2f} over the last steps" for reason, share in shares.items())
+    most = max(shares, key=lambda reason: shares[reason])
+    advice = (f"raise {LIMITS[most]}", "algo.overlong shapes the reward of long answers")
+    yield Finding("problem", "limits cut most episodes", evidence, advice)
+
+
+def _reward(run: RunRecord) -> Iterator[Finding]:
+    rewards = run.values("train/reward")
+    if len(rewards) < FLAT_STEPS:
+        return
+    third = len(rewards) // 3
+    first, last = rewards[:third], rewards[-third:]
+    error = (stdev(first) ** 2 / third + stdev(last) ** 2 / third) ** 0.5
+    change = mean(last) - mean(first)
+    evidence = (
+        f"train/reward: {mean(first):.3f} in the first {third} steps, {mean(last):.3f} in the last {third}; "
+        f"standard error of the difference {error:.3f}",
+        *(f"{key}: {values[0]:.3f} → {values[-1]:.3f}" for key, values in _evaluated(run)),
+    )
+    advice = (
+        "the other findings, if any; otherwise learner.optimizer.lr, rollout.batch_size and rollout.n_samples_per_prompt",
+        "`agentrl view` shows whether good rollouts get the higher rewards",
+    )
+    if change < -2 * error and change < -0.02:
+        yield Finding("problem", "the reward has fallen", evidence, ("a smaller learner.optimizer.lr", *advice))
+    elif abs(change) <= 2 * error:
+        solved = mean(last) >= SOLVED
+        yield Finding("hint" if solved else "problem", "the reward has not changed", evidence, advice)
+
+
+def _evaluated(run: RunRecord) -> Iterator[tuple[str, list[float]]]:
+    values = [row["eval/reward"] for row in run.evaluations if "eval/reward" in row]
+    if len(values) > 1:
+        yield "eval/reward", values
+
+
+def _entropy(run: RunRecord) -> Iterator[Finding]:
+    values = run.values("train/entropy")
+    if len(values) < 4:
+        return
+    first, last = mean(values[: max(1, len(values) // 10)]), mean(values[-min(RECENT, len(values) // 2) :])
+    if last < COLLAPSED_NATS and last < COLLAPSED_SHARE * first:
+        evidence = (f"train/entropy: {first:.3f} → {last:.4f} nats",)
+        advice = (
+            "algo.entropy_coef above 0, a smaller learner.optimizer.lr, or the recipe algo/dapo, which clips higher above",
+        )
+        yield Finding("hint", "the entropy has collapsed: samples of a task are alike", evidence, advice)
+
+
+def _mismatch(run: RunRecord) -> Iterator[Finding]:
+    values = run.recent("train/sampler_kl", RECENT)
+    if not values or mean(values) < SAMPLER_KL:
+        return
+    everything = run.values("train/sampler_kl")
+    gap = run.recent("train/sampler_gap_max", RECENT)
+    evidence = [
+        f"train/sampler_kl: {everything[0]:.4f} in the first step, {mean(values):.4f} over the last {len(values)}"
+    ]
+    if gap:
+        evidence.append(f"train/sampler_gap_max is {max(gap):.2f}")
+    grown = everything[0] < SAMPLER_KL / 5
+    cause = (
+        "it has grown: engines may sample with old weights; weights.check=checksum compares them after each sync"
+        if grown
+        else "it was large from the start: another numerical precision, chat template, or model in the engine"
+    )
+    advice = (
+        cause,
+        "algo.correction weighs or masks tokens on which both differ; algo.routing_replay for mixtures of experts",
+    )
+    yield Finding("problem", "engine and learner disagree on the policy", tuple(evidence), advice)
+
+
+def _ratio(run: RunRecord) -> Iterator[Finding]:
+    ratios, clipped = run.recent("train/ratio_max", RECENT), run.recent("train/clip_fraction", RECENT)
+    evidence = []
+    if ratios and mean(ratios) > RATIO:
+        evidence.append(f"train/ratio_max is {mean(ratios):.1f} over the last {len(ratios)} steps")
+    if clipped and mean(clipped) > CLIPPED:
+        evidence.append(f"train/clip_fraction is {mean(clipped):.2f} over the last {len(clipped)} steps")
+    if evidence:
+        advice = ("a smaller learner.optimizer.lr or train.steps_per_rollout; algo.correction",)
+        yield Finding("hint", "the policy moves far from the one that sampled", tuple(evidence), advice)
+
+
+def _gradients(run: RunRecord) -> Iterator[Finding]:
+    broken = run.recent("train/nonfinite_gradients", RECENT)
+    if sum(broken) > 0:
+        steps = sum(value > 0 for value in broken)
+        evidence = (f"train/nonfinite_gradients: {sum(broken):.0f} in {steps} of the last {len(broken)} steps",)
+        advice = ("a smaller learner.optimizer.lr, or learner.precision=float32",)
+        yield Finding("problem", "gradients are not finite, so optimizer steps are skipped", evidence, advice)
+
+
+def _unchanged(run: RunRecord) -> Iterator[Finding]:
+    norms, rates = run.recent("train/grad_norm", RECENT), run.recent("train/lr", RECENT)
+    evidence = []
+    if norms and max(norms) <= 0:
+        evidence.append(f"train/grad_norm is 0 in the last {len(norms)} steps")
+    if rates and max(rates) <= 0:
+        evidence.append(f"train/lr is 0 in the last {len(rates)} steps")
+    versions = run.recent("train/version", RECENT)
+    if len(versions) == RECENT and versions[0] == versions[-1]:
+        evidence.append(f"train/version is {versions[-1]:.0f} in all of the last {RECENT} steps")
+    if evidence:
+        advice = (
+            "learner.optimizer, with its warm-up and decay; all advantages are 0 if no group has reward variance",
+        )
+        yield Finding(
+            "problem", "optimizer steps change no weight, so a weight sync changes nothing", tuple(evidence), advice
+        )
+
+
+def _idle(run: RunRecord) -> Iterator[Finding]:
+    total = run.recent("engine_idle/total", RECENT)
+    if total and mean(total) > IDLE:
+        prefix = "engine_idle/"
+        causes = {key: mean(run.recent(key, RECENT)) for key in run.steps[-1] if key.startswith(prefix)}
+        causes.pop(f"{prefix}total", None)
+        most = max(causes, key=lambda key: causes[key])
+        evidence = (f"engine_idle/total is {mean(total):.2f}; the most of it: {most} is {causes[most]:.2f}",)
+        yield Finding(
+            "hint", "engines are idle most of the time", evidence, ("docs/diagnosis.md has what helps by cause",)
+        )
+    tail = run.recent("slot_idle/long_tail", RECENT)
+    if tail and mean(tail) > IDLE:
+        evidence = (f"slot_idle/long_tail is {mean(tail):.2f}: a few long episodes end after all others",)
+        advice = ("smaller rollout.max_turns or sampler.max_new_tokens; a larger rollout.batch_size",)
+        yield Finding("hint", "the long tail of the rollouts leaves slots unused", evidence, advice)

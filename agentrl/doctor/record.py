@@ -1,0 +1,171 @@
+"""What the folder of a run says about it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.config.layers import load_layers
+from agentrl.config.saved import CONFIG, saved_layers
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError
+from agentrl.learner.checkpoints import whole_checkpoints
+from agentrl.obs.metrics import read_metrics
+from agentrl.obs.trace import read_trace, trace_files
+from agentrl.runtime.run_end import RunEnd, read_end
+from agentrl.runtime.run_lock import LockHolder, lock_holder
+
+LOG_BYTES = 200_000
+"""What is read of the end of a log."""
+_REPORT = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (.+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class StallReport:
+    """A report of the watchdog."""
+
+    time: float
+    """Seconds since the epoch."""
+    why: str
+    waits: tuple[str, ...]
+    """What the run waited for, by phase; see `agentrl.obs.watchdog`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What a run has left in its folder, and what its process does."""
+
+    folder: Path
+    config: Config
+    steps: Sequence[Mapping[str, float]]
+    """Metrics of training steps, the oldest first."""
+    evaluations: Sequence[Mapping[str, float]]
+    """Metrics of evaluations."""
+    now: float
+    """Time of the diagnosis, seconds since the epoch."""
+    last_write: float
+    """When the run wrote something, seconds since the epoch."""
+    free_bytes: int
+    """Free space of the folder's disk."""
+    holder: LockHolder | None = None
+    """The process that runs or ran."""
+    end: RunEnd | None = None
+    """How it ended; None: it has not, or it was killed."""
+    stalls: Sequence[StallReport] = ()
+    """Reports of the watchdog of the newest process, the oldest first."""
+    open_spans: Sequence[str] = ()
+    """Spans that the newest trace begins and does not end."""
+    logs: Mapping[str, str] = field(default_factory=dict)
+    """Ends of the logs of engines, tool servers and the router, by file name."""
+    checkpoints: Sequence[Path] = ()
+    """Whole checkpoints, the oldest first."""
+
+    @property
+    def step(self) -> int:
+        """The last finished step."""
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+    @property
+    def runs(self) -> bool:
+        """Whether the run's process is alive."""
+        return self.holder is not None and self.holder.alive
+
+    def recent(self, key: str, count: int) -> list[float]:
+        """Return the values of a metric in the last ``count`` steps, those that have it."""
+        return [row[key] for row in self.steps[-count:] if key in row]
+
+    def values(self, key: str) -> list[float]:
+        """Return the values of a metric in all steps that have it."""
+        return [row[key] for row in self.steps if key in row]
+
+
+def read_record(folder: Path) -> RunRecord:
+    """Read the folder of a run.
+
+    Raises:
+        ConfigError: it is not one, or one of its files is damaged.
+    """
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder} is no run, because it has no {CONFIG}")
+    rows = read_metrics(folder / "metrics.jsonl")
+    traces = trace_files(folder)
+    return RunRecord(
+        folder=folder,
+        config=load_layers(saved_layers(folder)),
+        steps=[row for row in rows if "time/step_s" in row],
+        evaluations=[row for row in rows if "time/eval_s" in row],
+        now=time.time(),
+        last_write=max((path.stat().st_mtime for path in _written(folder)), default=0.0),
+        free_bytes=shutil.disk_usage(folder).free,
+        holder=lock_holder(folder),
+        end=read_end(folder),
+        stalls=list(_stalls(folder / "logs" / "watchdog.log", _started(folder))),
+        open_spans=_open_spans(traces[-1]) if traces else (),
+        logs=dict(_logs(folder / "logs")),
+        checkpoints=whole_checkpoints(folder / "checkpoints"),
+    )
+
+
+def _written(folder: Path) -> Iterator[Path]:
+    """Yield the files that show progress; those that a stalled run writes too do not count."""
+    yield folder / CONFIG
+    for pattern in ("metrics.jsonl", "rollouts/*", "checkpoints/*/state.json"):
+        yield from folder.glob(pattern)
+
+
+def _started(folder: Path) -> float:
+    """Return when the newest process of the run started, or 0 if it left no lock."""
+    holder = lock_holder(folder)
+    if holder is None:
+        return 0.0
+    try:
+        return time.mktime(time.strptime(holder.since, "%Y-%m-%d %H:%M:%S"))
+    except ValueError:
+        return 0.0
+
+
+def _stalls(log: Path, since: float) -> Iterator[StallReport]:
+    if not log.is_file():
+        return
+    lines = _tail(log).splitlines()
+    heads = [number for number, line in enumerate(lines) if _REPORT.match(line)]
+    for begin in heads:
+        match = _REPORT.match(lines[begin])
+        assert match is not None, "heads are the lines that match"
+        at = time.mktime(time.strptime(match[1], "%Y-%m-%d %H:%M:%S"))
+        waits = []
+        for line in lines[begin + 1 :]:
+            if not line.startswith("  ") or line.startswith('  File "'):
+                break
+            waits.append(line.strip())
+        if at >= since:
+            yield StallReport(at, match[2], tuple(waits))
+
+
+def _logs(folder: Path) -> Iterator[tuple[str, str]]:
+    for path in sorted(folder.glob("*.log")):
+        if path.name != "watchdog.log":
+            yield path.name, _tail(path)
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
+        return file.read().decode("utf-8", errors="replace")
+
+
+def _open_spans(path: Path) -> tuple[str, ...]:
+    """Return the spans that were open for long when the file ended, the innermost last."""
+    tracks: dict[tuple[int, int], list[str]] = {}
+    for event in read_trace(path):
+        spans = tracks.setdefault((event.get("pid", 0), event.get("tid", 0)), [])
+        if event["ph"] == "B":
+            spans.append(f"{event['name']} {event['args']['of']}")
+        elif event["ph"] == "E" and spans:
+            spans.pop()
+    return tuple(span for spans in tracks.values() for span in spans)

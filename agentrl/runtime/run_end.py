@@ -1,0 +1,65 @@
+"""How a run has ended: a file in its folder, which only a killed process does not write."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from agentrl.core.atomic_files import replacing
+from agentrl.core.reading import reading
+
+END = "end.json"
+"""File in the run's folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """The end of a run."""
+
+    error: str
+    """Class of the exception that ended it; empty if it finished."""
+    message: str
+    """Of the exception."""
+    time: float
+    """Seconds since the epoch."""
+
+
+@contextmanager
+def recorded_end(folder: Path) -> Iterator[None]:
+    """Record how what is inside ends; the record of an earlier end is removed first."""
+    (folder / END).unlink(missing_ok=True)
+    try:
+        yield
+    except BaseException as error:
+        _write(folder, RunEnd(type(error).__name__, str(error), time.time()))
+        raise
+    _write(folder, RunEnd("", "", time.time()))
+
+
+def _write(folder: Path, end: RunEnd) -> None:
+    record = {"error": end.error, "message": end.message, "time": end.time}
+    try:
+        with replacing(folder / END) as partial:
+            partial.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    except OSError:
+        pass  # a full disk, which is the error that is being raised
+
+
+def read_end(folder: Path) -> RunEnd | None:
+    """Return how a run has ended, or None if it has not, or was killed.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    path = folder / END
+    if not path.is_file():
+        return None
+    with reading(path, "record of a run's end"):
+        record = orjson.loads(path.read_bytes())
+        return RunEnd(str(record["error"]), str(record["message"]), float(record["time"]))

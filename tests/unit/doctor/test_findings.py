@@ -1,0 +1,311 @@
+"""What is found in run folders that the tests write."""
+
+import json
+import os
+import re
+import socket
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import agentrl
+from agentrl.cli.main import main
+from agentrl.config.load import validate
+from agentrl.config.saved import save_config
+from agentrl.core.errors import ConfigError, RunStopped
+from agentrl.doctor.diagnose import diagnose
+from agentrl.runtime.run_dir import run_folder
+from agentrl.runtime.run_end import read_end
+from agentrl.runtime.run_lock import locked
+
+GOOD = {
+    "train/reward": 0.5,
+    "train/flat_groups": 0.2,
+    "train/entropy": 1.0,
+    "train/sampler_kl": 1e-4,
+    "train/sampler_gap_max": 0.1,
+    "train/ratio_max": 1.5,
+    "train/clip_fraction": 0.01,
+    "train/grad_norm": 0.3,
+    "train/lr": 1e-5,
+    "train/nonfinite_gradients": 0.0,
+    "rollout/episodes": 64.0,
+    "rollout/dropped": 0.0,
+    "rollout/stop/terminated": 0.9,
+    "rollout/stop/max_tokens": 0.1,
+    "rollout/engine_restarts": 0.0,
+    "engine_idle/total": 0.2,
+    "engine_idle/learner": 0.2,
+    "slot_idle/long_tail": 0.1,
+    "host_memory/engine_gib": 4.0,
+    "host_memory/trainer_gib": 1.0,
+    "host_memory/total_gib": 5.0,
+    "host_memory/used_share": 0.5,
+    "time/step_s": 10.0,
+}
+
+
+class Run:
+    """A run folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        folder.mkdir()
+        save_config(validate({"train": {"steps": 60}}), folder)
+
+    def steps(self, count, **changed):
+        """Write metrics; a value of ``changed`` may be a function of the step. Underscores stand for slashes once."""
+        with (self.folder / "metrics.jsonl").open("w") as file:
+            for step in range(1, count + 1):
+                row = GOOD | {"step": step, "train/version": step, "train/reward": 0.3 + step / 100}
+                for key, value in changed.items():
+                    row[key.replace("__", "/")] = value(step) if callable(value) else value
+                file.write(json.dumps(row) + "\n")
+        return self
+
+    def age(self, seconds):
+        """Make all files older."""
+        for path in self.folder.rglob("*"):
+            os.utime(path, (time.time() - seconds,) * 2)
+        return self
+
+    def log(self, name, text):
+        (self.folder / "logs").mkdir(exist_ok=True)
+        (self.folder / "logs" / name).write_text(text)
+        return self
+
+    def holder(self, pid=2**22 + 1, host=None, since="2026-01-01 10:00:00"):
+        (self.folder / "lock").write_text(f"process {pid} on {host or socket.gethostname()} since {since}\n")
+        return self
+
+    def checkpoint(self, step):
+        place = self.folder / "checkpoints" / f"step_{step:06d}"
+        place.mkdir(parents=True)
+        (place / "state.json").write_text("{}")
+        return self
+
+    def found(self):
+        """Findings by title."""
+        return {one.title: one for one in diagnose(self.folder)}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path / "first")
+
+
+def problems(found):
+    return [title for title, one in found.items() if one.severity != "state"]
+
+
+def test_a_good_run(run):
+    with locked(run.folder):
+        found = run.steps(30).found()
+    assert [*found] == ["the run is going on"]
+    assert "30 of 60 steps are finished" in found["the run is going on"].evidence
+
+
+def test_no_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config\.yaml"):
+        diagnose(tmp_path)
+
+
+# The process
+
+
+def test_a_killed_run(run):
+    run.steps(12).holder(4242).checkpoint(10)
+    [finding] = run.found().values()
+    assert finding.title == "the process of the run is gone"
+    assert f"process 4242 on {socket.gethostname()} since 2026-01-01 10:00:00" in finding.evidence
+    assert "12 of 60 steps are finished" in finding.evidence
+    assert f"resume it from step_000010: agentrl train --resume run.dir={run.folder}" in finding.advice
+
+
+def test_a_run_on_another_machine(run):
+    [finding] = run.steps(3).holder(host="node7").found().values()
+    assert (finding.severity, "node7" in finding.title) == ("state", True)
+
+
+def test_a_folder_that_no_process_used(run):
+    assert [*run.found()] == ["no process has run here yet"]
+
+
+@pytest.mark.parametrize(
+    ("error", "title", "line"),
+    [
+        (None, "the run has finished", "0 of 60"),
+        (RunStopped("a signal. The run is in x"), "the run was stopped", "RunStopped: a signal. The run is in x"),
+        (ValueError("bad\nmore"), "the run has failed", "ValueError: bad"),
+    ],
+)
+def test_how_a_run_ended_is_recorded(run, error, title, line):
+    config = validate({"run": {"dir": str(run.folder)}, "train": {"steps": 60}})
+    try:
+        with run_folder(config):
+            assert read_end(run.folder) is None
+            if error is not None:
+                raise error
+    except (RunStopped, ValueError):
+        pass
+    [finding] = run.found().values()
+    assert finding.title == title
+    assert any(line in one for one in finding.evidence)
+    with run_folder(config):
+        assert read_end(run.folder) is None, "the record is that of the newest process"
+
+
+STALL = """{time} nothing has ended for 2m00s
+  step 13, rollout, waiting for
+    rollout 13/0/6, turn 2: tool python, call 4.0, server python, since 20:41:07 (2m03s)
+
+Thread 0x00007f (most recent call first):
+  File "/x/threading.py", line 5 in wait
+"""
+
+
+def test_a_run_that_hangs(run):
+    with locked(run.folder):
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + 1))
+        run.steps(12).log("watchdog.log", STALL.format(time=stamp)).age(500)
+        [finding] = run.found().values()
+    assert finding.title == "the run hangs"
+    assert any("tool python, call 4.0" in line for line in finding.evidence)
+    assert not any("threading.py" in line for line in finding.evidence)
+    assert finding.advice[0].startswith(f"kill -USR1 {os.getpid()} ")
+    assert any("rollout.max_seconds" in line for line in finding.advice)
+
+
+def test_long_steps_are_no_hang(run):
+    with locked(run.folder):
+        assert [*run.steps(12, time__step_s=200.0).age(500).found()] == ["the run is going on"]
+
+
+def test_reports_of_an_earlier_process_do_not_count(run):
+    run.steps(3).log("watchdog.log", STALL.format(time="2026-01-01 09:00:00")).holder()
+    [finding] = run.found().values()
+    assert not any("tool python" in line for line in finding.evidence)
+
+
+def test_a_dead_run_with_a_trace(run):
+    events = [
+        {"name": "rollout", "ph": "B", "pid": 2, "tid": 1, "args": {"of": "13/0/1"}},
+        {"name": "tool x", "ph": "B", "pid": 2, "tid": 1, "args": {"of": "x, call 1"}},
+        {"name": "turn", "ph": "B", "pid": 2, "tid": 2, "args": {"of": "1"}},
+        {"name": "", "ph": "E", "pid": 2, "tid": 2},
+    ]
+    (run.folder / "traces").mkdir()
+    (run.folder / "traces" / "step_000013.json").write_text("[\n" + "".join(json.dumps(one) + ",\n" for one in events))
+    [finding] = run.steps(12).holder().found().values()
+    assert finding.evidence[-2:] == ("  rollout 13/0/1", "  tool x x, call 1")
+
+
+def test_engines_and_logs(run):
+    run.steps(12, rollout__engine_restarts=lambda step: step // 6).holder()
+    run.log(
+        "engine-0.log",
+        "ready\nTraceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: CUDA out of memory\n",
+    )
+    run.log("search.log", "ready\n")
+    found = run.found()
+    assert "the first was in step 6" in found["engines died or hung and were restarted"].evidence[0]
+    assert "torch.OutOfMemoryError: CUDA out of memory" in found["logs/engine-0.log has an error"].evidence[-1]
+    assert "logs/search.log has an error" not in found
+
+
+def test_disk_memory_and_failures(run, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2**29))
+    run.steps(
+        20, host_memory__used_share=0.97, host_memory__engine_gib=lambda step: 4 + step / 5, rollout__dropped=32.0
+    ).holder()
+    found = run.found()
+    assert found["the disk of the run folder is full"].evidence[0].startswith("0.50 GiB are free")
+    assert "0.97" in found["the machine or its container has little memory left"].evidence[0]
+    assert (
+        "host_memory/engine_gib: 5.00 → 8.00" in found["the memory of the processes of kind engine grows"].evidence[0]
+    )
+    assert "50%" in found["many episodes fail"].evidence[0]
+
+
+# Learning
+
+LEARNING = {
+    "almost no group has reward variance, so there is nothing to learn from": {"train__flat_groups": 0.97},
+    "limits cut most episodes": {"rollout__stop__max_tokens": 0.9},
+    "the reward has not changed": {"train__reward": lambda step: 0.3 + 0.01 * (step % 3)},
+    "the reward has fallen": {"train__reward": lambda step: 0.9 - step / 100},
+    "the entropy has collapsed: samples of a task are alike": {"train__entropy": lambda step: 2.0 / step**2},
+    "engine and learner disagree on the policy": {"train__sampler_kl": lambda step: 1e-4 * step**2},
+    "the policy moves far from the one that sampled": {"train__clip_fraction": 0.5},
+    "gradients are not finite, so optimizer steps are skipped": {"train__nonfinite_gradients": 1.0},
+    "optimizer steps change no weight, so a weight sync changes nothing": {"train__grad_norm": 0.0},
+    "engines are idle most of the time": {"engine_idle__total": 0.8, "engine_idle__learner": 0.7},
+    "the long tail of the rollouts leaves slots unused": {"slot_idle__long_tail": 0.6},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("title", LEARNING)
+def test_what_keeps_a_run_from_learning(run, title):
+    with locked(run.folder):
+        found = run.steps(30, **LEARNING[title]).found()
+    assert problems(found) == [title]
+    finding = found[title]
+    assert re.search(r"\d", " ".join(finding.evidence)), "evidence has figures"
+    assert finding.advice
+
+
+def test_a_few_steps_are_no_evidence(run):
+    with locked(run.folder):
+        assert not problems(run.steps(3, train__reward=0.3, train__entropy=lambda step: 1 / step**9).found())
+        assert not problems(run.steps(0).found())
+
+
+def test_a_solved_task_is_no_problem(run):
+    with locked(run.folder):
+        found = run.steps(30, train__reward=1.0).found()
+    assert found["the reward has not changed"].severity == "hint"
+
+
+def test_the_cause_of_a_disagreement(run):
+    late = run.steps(30, train__sampler_kl=lambda step: 1e-4 * step**2).found()
+    always = run.steps(30, train__sampler_kl=0.05).found()
+    title = "engine and learner disagree on the policy"
+    assert "old weights" in late[title].advice[0]
+    assert "from the start" in always[title].advice[0]
+
+
+# The command, and the keys that it names
+
+
+def test_the_command(run, capsys):
+    run.steps(30, train__flat_groups=1.0)
+    with locked(run.folder):
+        assert main(["doctor", str(run.folder)]) == 1
+    said = capsys.readouterr()
+    assert "problem: almost no group has reward variance" in said.out
+    assert "→ rollout.n_samples_per_prompt" in said.out
+    assert "1 problem(s)" in said.err
+    with locked(run.folder):
+        run.steps(30)
+        assert main(["doctor", str(run.folder)]) == 0
+    assert main(["doctor", str(run.folder / "none")]) == 2
+
+
+def test_every_key_that_advice_names_exists():
+    files = Path(agentrl.__file__).parent.glob("doctor/*_checks.py")
+    sections = "rollout|sampler|learner|algo|train|batch|tasks|data|model|weights|obs|sandbox|placement"
+    tree = validate({"model": {"path": "x"}}).model_dump()
+    named = {
+        key for file in files for key in re.findall(rf"(?<![\w./])((?:{sections})\.[a-z_.]*[a-z_])", file.read_text())
+    }
+    assert len(named) > 20
+    for key in named:
+        if key.startswith("sampler.sglang."):  # options of SGLang
+            continue
+        value = tree
+        for word in key.split("."):
+            assert isinstance(value, dict), key
+            assert word in value, key
+            value = value[word]
