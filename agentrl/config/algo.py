@@ -74,6 +74,8 @@ class RaeAdvantage(Section):
 
     decay: float = Field(default=0.95, ge=0, lt=1)
     """Factor of the older rewards' weights for each further reward."""
+    by_role: bool = True
+    """A baseline for each role and class of opponents; with ``false`` one for all rollouts, to compare with."""
 
 
 class AtGrpoAdvantage(GrpoAdvantage):

@@ -74,7 +74,7 @@ class SelfPlayConfig(Section):
 
     mix: dict[str, float] = Field(default_factory=lambda: {MIRROR: 0.5, PAST: 0.5})
     """Share of the tasks by class of opponents: ``mirror`` (the policy), ``past`` (a snapshot), ``fixed:NAME`` (a scripted
-    player of the environment). Mirror play alone is known to collapse."""
+    player of the environment). Mirror play alone is known to collapse. With ``past: 0`` snapshots are taken and do not play."""
     swap_seats: bool = True
     """Against ``past`` and ``fixed`` opponents, the policy sits in each seat in turn among the episodes of a task; ``false``
     keeps it in the first."""
@@ -95,10 +95,10 @@ class SelfPlayConfig(Section):
                 raise ValueError(f"{name!r} names no player; write {FIXED}NAME")
             if name not in (MIRROR, PAST) and not name.startswith(FIXED):
                 raise ValueError(f"{name!r} is no class of opponents: {MIRROR}, {PAST} or {FIXED}NAME")
-            if not 0 < share < float("inf"):
+            if not 0 <= share < float("inf"):
                 raise ValueError(
-                    f"{name!r} has the share {share:g}; shares are above 0, and count relative to their sum"
+                    f"{name!r} has the share {share:g}; shares are at least 0, and count relative to their sum"
                 )
-        if not mix:
+        if not any(mix.values()):
             raise ValueError(f"no class of opponents; give {MIRROR}, {PAST} or {FIXED}NAME a share")
         return mix

@@ -31,11 +31,11 @@ def task_opponents(mix: Mapping[str, float], tasks: int, seed: int, step: int) -
     (systematic sampling); which tasks it has is random.
     """
     rng = np.random.default_rng([seed, step, _MIX])
-    shares = np.array(list(mix.values()), np.float64)
+    names = [name for name, share in mix.items() if share]
+    shares = np.array([mix[name] for name in names], np.float64)
     ends = np.cumsum(shares / shares.sum())
     ends[-1] = 1.0
     points = (np.arange(tasks) + rng.random()) / max(tasks, 1)
-    names = list(mix)
     return [names[index] for index in rng.permutation(np.searchsorted(ends, points, side="right")).tolist()]
 
 

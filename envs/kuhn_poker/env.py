@@ -13,6 +13,8 @@ from .players import NashPlayer
 
 CARDS = "JQK"
 """From low to high."""
+NAMES = {"J": "jack", "Q": "queen", "K": "king"}
+"""Of the cards, in texts."""
 
 
 def moves_after(history: Sequence[str]) -> list[str]:
@@ -20,10 +22,20 @@ def moves_after(history: Sequence[str]) -> list[str]:
     return ["fold", "call"] if history and history[-1] == "bet" else ["check", "bet"]
 
 
-def state_text(card: str, history: Sequence[str]) -> str:
+def said_moves(card: str, history: Sequence[str], say_card: bool) -> list[str]:
+    """Return the texts of the legal moves; with ``say_card`` they begin with the player's card."""
+    return [f"{NAMES[card]} {move}" if say_card else move for move in moves_after(history)]
+
+
+def move_of(said: str) -> str:
+    """Return the move in the text of one."""
+    return said.rpartition(" ")[2]
+
+
+def state_text(card: str, history: Sequence[str], say_card: bool = False) -> str:
     """Return what a player reads: its card and the moves so far, from which everything else follows."""
-    first, second = moves_after(history)
-    return f"Kuhn poker. Your card: {card}. Moves: {' '.join(history) or 'none'}. Answer {first} or {second}."
+    first, second = said_moves(card, history, say_card)
+    return f"Kuhn poker. Your card: {NAMES[card]}. Moves: {' '.join(history) or 'none'}. Answer {first} or {second}."
 
 
 def payoffs(cards: Sequence[str], history: Sequence[str]) -> tuple[float, float] | None:
@@ -38,7 +50,13 @@ def payoffs(cards: Sequence[str], history: Sequence[str]) -> tuple[float, float]
 
 
 class KuhnPokerEnv(TurnGame):
-    """Kuhn poker: the payoff is what a player wins or loses, 1 or 2 chips."""
+    """Kuhn poker: the payoff is what a player wins or loses, 1 or 2 chips.
+
+    Args:
+        illegal_cost: of an illegal move, on top of the worst payoff.
+        say_card: a move begins with the player's card, such as ``king call``. The other player reads the move alone. A small
+            policy that learns legal moves before self-play learns to read its card then.
+    """
 
     metadata: dict[str, Any] = {"render_modes": [], "name": "kuhn_poker"}  # noqa: RUF012
     possible_agents: list[str] = ["player_0", "player_1"]  # noqa: RUF012
@@ -51,11 +69,20 @@ class KuhnPokerEnv(TurnGame):
     history: list[str]
     """Moves so far."""
 
+    def __init__(self, illegal_cost: float = 0.5, say_card: bool = False) -> None:
+        """Make a game.
+
+        Raises:
+            ConfigError: the cost is negative.
+        """
+        super().__init__(illegal_cost)
+        self.say_card = say_card
+
     def game_tree(self) -> GameTree[Any]:
         """Return the game as a tree."""
         from .tree import KuhnTree
 
-        return KuhnTree()
+        return KuhnTree(self.say_card)
 
     def deal(self) -> None:
         """Deal a card to each player."""
@@ -64,15 +91,16 @@ class KuhnPokerEnv(TurnGame):
         self.history = []
 
     def legal_moves(self) -> list[str]:
-        """Return ``check`` and ``bet``, or after a bet ``fold`` and ``call``."""
-        return moves_after(self.history)
+        """Return ``check`` and ``bet``, or after a bet ``fold`` and ``call``; with `say_card` after the card's name."""
+        (agent,) = self.acting
+        return said_moves(self.cards[agent], self.history, self.say_card)
 
     def state_text(self, agent: str) -> str:
         """Return the player's card and the moves so far."""
-        return state_text(self.cards[agent], self.history)
+        return state_text(self.cards[agent], self.history, self.say_card)
 
     def play(self, agent: str, move: str) -> Mapping[str, float] | None:
         """Make a move; at a showdown the higher card wins."""
-        self.history = [*self.history, move]
+        self.history = [*self.history, move_of(move)]
         found = payoffs([self.cards[one] for one in self.possible_agents], self.history)
         return None if found is None else dict(zip(self.possible_agents, found, strict=True))

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import permutations
 
-from .env import CARDS, moves_after, payoffs, state_text
+from .env import CARDS, move_of, moves_after, payoffs, said_moves, state_text
 
 Deal = tuple[str, ...]
 """The cards by seat, and then the moves; empty before the deal."""
 
 
 class KuhnTree:
-    """Kuhn poker. An information set is the text that the player reads, so a strategy is what a policy does with it."""
+    """Kuhn poker. An information set is the text that the player reads, so a strategy is what a policy does with it.
+
+    Args:
+        say_card: see `KuhnPokerEnv`.
+    """
+
+    def __init__(self, say_card: bool = False) -> None:
+        """Make the tree."""
+        self.say_card = say_card
 
     def root(self) -> Deal:
         """Return the state before the deal."""
@@ -30,15 +38,15 @@ class KuhnTree:
 
     def actions(self, state: Deal) -> Sequence[str]:
         """Return the legal moves."""
-        return moves_after(state[2:])
+        return said_moves(state[len(state) % 2], state[2:], self.say_card)
 
     def child(self, state: Deal, action: str) -> Deal:
         """Return the state after a deal or a move."""
-        return (*state, action) if state else tuple(action)
+        return (*state, move_of(action)) if state else tuple(action)
 
     def information_set(self, state: Deal) -> str:
         """Return what the player who moves reads."""
-        return state_text(state[len(state) % 2], state[2:])
+        return state_text(state[len(state) % 2], state[2:], self.say_card)
 
     def payoff(self, state: Deal, player: int) -> float:
         """Return a seat's payoff."""

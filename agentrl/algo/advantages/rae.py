@@ -16,7 +16,9 @@ def rae(given: AdvantageInput, options: RaeAdvantage) -> Advantages:
     Source: SPIRAL, arXiv:2506.24119, section 3.3. Baselines are those before the training step, so that they do not
     depend on the step's samples; `updated_baselines` returns those of the next one, with ``options``.
     """
-    baselines_N = [given.baselines.get(baseline_key(one), RoleBaseline()).value for one in given.groups.rollouts_N]
+    baselines_N = [
+        given.baselines.get(baseline_key(one, options), RoleBaseline()).value for one in given.groups.rollouts_N
+    ]
     return by_rollout(given, rewards_N(given) - np.array(baselines_N, np.float64))
 
 
@@ -28,7 +30,7 @@ def updated_baselines(given: AdvantageInput, options: RaeAdvantage) -> dict[str,
     """
     rewards: dict[str, list[float]] = {}
     for rollout, reward in zip(given.groups.rollouts_N, rewards_N(given).tolist(), strict=True):
-        rewards.setdefault(baseline_key(rollout), []).append(reward)
+        rewards.setdefault(baseline_key(rollout, options), []).append(reward)
     found: dict[str, RoleBaseline] = dict(given.baselines)
     for key, some in sorted(rewards.items()):
         before, kept = found.get(key, RoleBaseline()), options.decay ** len(some)
@@ -37,6 +39,6 @@ def updated_baselines(given: AdvantageInput, options: RaeAdvantage) -> dict[str,
     return found
 
 
-def baseline_key(rollout: Rollout) -> str:
-    """Return the key of a rollout's baseline: its role and its class of opponents."""
-    return f"{rollout.role}/{rollout.opponent}"
+def baseline_key(rollout: Rollout, options: RaeAdvantage) -> str:
+    """Return the key of a rollout's baseline: its role and its class of opponents; without ``by_role``, ``all``."""
+    return f"{rollout.role}/{rollout.opponent}" if options.by_role else "all"

@@ -43,6 +43,14 @@ def test_roles_and_classes_of_opponents_have_separate_baselines():
     }  # fmt: skip
 
 
+def test_without_roles_there_is_one_baseline():
+    shared = RaeAdvantage(decay=0.9, by_role=False)
+    found = updated_baselines(step([1.0]), shared)
+    found = updated_baselines(step([1.0], found, role="second", opponent="past"), shared)
+    assert {key: round(one.value, 6) for key, one in found.items()} == {"all": 1.0}
+    assert rae(step([-1.0], found, role="second"), shared) == {"0": pytest.approx(-2.0)}
+
+
 @given(
     st.lists(st.lists(st.sampled_from([-1.0, 0.0, 0.3, 1.0]), min_size=1, max_size=6), min_size=1, max_size=5),
     st.data(),

@@ -100,6 +100,18 @@ def test_nash_has_the_value_of_the_game():
     assert sum(value(cards, ()) for cards in deals) / len(deals) == pytest.approx(-1 / 18)
 
 
+def test_with_say_card_a_move_begins_with_the_card_and_the_other_player_does_not_read_it():
+    env = KuhnPokerEnv(say_card=True)
+    env.reset(seed=0)
+    env.cards = {"player_0": "Q", "player_1": "K"}
+    assert env.legal_moves() == ["queen check", "queen bet"]
+    views = env.step({"player_0": Message("assistant", "queen bet")})[0]
+    [read] = views["player_1"]["messages"]
+    assert read.content == "Kuhn poker. Your card: king. Moves: bet. Answer king fold or king call."
+    assert env.step({"player_1": Message("assistant", "king call")})[1] == {"player_0": -2.0, "player_1": 2.0}
+    assert sum(play(KuhnPokerEnv(say_card=True), ("nash", "nash"), 3)[1].values()) == 0
+
+
 def test_scripted_players_of_kuhn_poker_and_negotiation_make_legal_moves():
     for seed in range(30):
         assert sum(play(KuhnPokerEnv(), ("nash", "nash"), seed)[1].values()) == 0

@@ -77,6 +77,13 @@ def test_strategies_of_kuhn_poker_with_known_best_responses():
     assert best_response_payoff(KuhnTree(), always[0], 1) == pytest.approx((-1 + 0 + 2) / 3)
 
 
+def test_in_kuhn_poker_with_cards_in_the_moves_uniform_play_is_as_exploitable():
+    game = KuhnTree(say_card=True)
+    uniform = {where: dict.fromkeys(moves, 0.5) for where, moves in legal_actions(game).items()}
+    assert {move.split()[0] for moves in uniform.values() for move in moves} == {"jack", "queen", "king"}
+    assert exploitability(game, (uniform, uniform)) == pytest.approx(11 / 24)
+
+
 @settings(max_examples=20)
 @given(st.lists(st.floats(0, 1), min_size=12, max_size=12))
 def test_a_best_response_is_the_best_of_all_pure_strategies(chances):
@@ -107,7 +114,7 @@ def test_an_average_strategy_gets_the_mean_payoff_against_every_opponent(chances
 def test_an_average_weights_strategies_by_the_probability_that_they_come_there():
     always, never = (strategy(**dict.fromkeys((*FIRST, *SECOND), bets)) for bets in (1, 0))
     first, _ = average_strategies(KuhnTree(), [always, never])
-    moves = {text: chances for text, chances in first.items() if "card: J" in text}
+    moves = {text: chances for text, chances in first.items() if "card: jack" in text}
     after_check = next(chances for text, chances in moves.items() if "check bet" in text)
     assert after_check == {"fold": 1.0, "call": 0.0}, "only the second checks"
     assert {"check": 0.5, "bet": 0.5} in moves.values()

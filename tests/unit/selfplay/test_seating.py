@@ -27,6 +27,11 @@ def test_shares_are_exact_in_the_mean_and_relative_to_their_sum():
     assert every.count("past") / len(every) == pytest.approx(0.75, abs=0.01)
 
 
+def test_a_class_without_a_share_has_no_task():
+    mix = {"past": 0.0, "mirror": 1.0, "fixed:random": 0.0}
+    assert {name for step in range(50) for name in task_opponents(mix, 7, 5, step)} == {"mirror"}
+
+
 def seatings(mix=MIX, *, seats=2, samples=4, snapshots=("step_000000", "step_000020"), **options):
     config = SelfPlayConfig(mix=mix, **options)
     return step_seatings(config, seats=seats, tasks=20, samples=samples, seed=3, step=4, snapshots=snapshots)
@@ -71,7 +76,8 @@ def test_without_snapshots_past_tasks_are_mirror_play():
         ({}, "no class of opponents"),
         ({"random": 1.0}, "'random' is no class of opponents"),
         ({"fixed:": 1.0}, "names no player"),
-        ({"mirror": 0.0}, "shares are above 0"),
+        ({"mirror": -0.5, "past": 1.0}, "shares are at least 0"),
+        ({"mirror": 0.0, "past": 0.0}, "no class of opponents"),
     ],
 )
 def test_a_mix_that_is_none(mix, message):
