@@ -33,17 +33,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Evaluate a policy and print its metrics."""
-    from agentrl.evaluation.evaluate import evaluate_policy
+    from agentrl.evaluation.evaluate_policy import evaluate_policy
     from agentrl.evaluation.result import flat_metrics, report
     from agentrl.evaluation.table import results_table
 
     console = make_console()
     config = checkpoint_config(arguments, console)
     _check_files(arguments)
-    results = asyncio.run(evaluate_policy(config, console, arguments.rollouts))
+    results, found = asyncio.run(evaluate_policy(config, console, arguments.rollouts))
     console.print(results_table(results, f"{config.label}: {config.model.path}"))
+    if found:
+        console.print("  ".join(f"{key.removeprefix('eval/')} {value:.3f}" for key, value in found.items()))
     if arguments.json:
-        content = {"env": config.label, "model": config.model.path, **flat_metrics(results), "sets": report(results)}
+        content = {
+            "env": config.label,
+            "model": config.model.path,
+            **flat_metrics(results),
+            **found,
+            "sets": report(results),
+        }
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for path in (arguments.json, arguments.rollouts):
         if path is not None:
@@ -52,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def checkpoint_config(arguments: argparse.Namespace, console: Console) -> Config:
     """Return the configuration of the command line, with ``--checkpoint`` that of the run, and the checkpoint as model."""
-    from agentrl.evaluation.evaluate import checkpoint_model, run_of
+    from agentrl.evaluation.checkpoint_model import checkpoint_model, run_of
 
     if not arguments.checkpoint:
         return resolve_config(arguments)

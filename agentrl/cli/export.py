@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from agentrl.core.errors import ConfigError
-from agentrl.evaluation.evaluate import checkpoint_model
+from agentrl.evaluation.checkpoint_model import checkpoint_model
 from agentrl.models.export import export_model
 from agentrl.obs.console import make_console
 

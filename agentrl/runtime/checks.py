@@ -21,7 +21,7 @@ from agentrl.runtime.placement_check import gpus_here
 from agentrl.runtime.run_tools import run_services
 from agentrl.runtime.task_order import EnvTasks
 from agentrl.runtime.task_sources import TaskSources, of_source
-from agentrl.selfplay.check import check_self_play
+from agentrl.selfplay.check import check_roles, check_self_play
 
 
 def open_tasks(config: Config) -> TaskSources:
@@ -79,6 +79,7 @@ def _check_episodes(config: Config) -> None:
     env = _make_env(config)
     cls = type(env)
     check_self_play(config, env)
+    check_roles(config, env)
     if config.rollout.generate is None and (lacks := lacking_step(cls)):
         raise ConfigError(f"env.name={config.env.name}: {cls.__name__} defines no {lacks}")
     make_lineup(config.env)

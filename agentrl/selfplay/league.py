@@ -11,7 +11,7 @@ import numpy as np
 from agentrl.config.self_play import FIXED, PAST, SelfPlayConfig
 from agentrl.core.types import Rollout
 from agentrl.selfplay.collapse import CollapseAlarm, step_play
-from agentrl.selfplay.games import POLICY, Game, WinTable
+from agentrl.selfplay.games import POLICY, Game, WinTable, rollout_score
 from agentrl.selfplay.pool import OpponentPool, snapshot_name, step_of
 from agentrl.selfplay.ratings import Ratings
 from agentrl.selfplay.seating import Seating, step_seatings
@@ -88,6 +88,9 @@ class League:
             found["selfplay/asymmetry"] = max(play.scores.values()) - min(play.scores.values())
         for role, reward in play.rewards.items():
             found[f"selfplay/mirror_reward/{role}"] = reward
+        for role in sorted({one.role for one in rollouts}):
+            by_role = [rollout_score(one) for one in rollouts if one.role == role]
+            found[f"selfplay/score/role={role}"] = float(np.mean(by_role))
         scores: dict[str, list[float]] = {}
         for game in games:
             for seat, other in pairs_of_policy(game):

@@ -215,6 +215,11 @@ def check_replay(config: Config, path: Path) -> list[str]:
     folder = config.run.dir
     if folder is not None and path.resolve().is_relative_to(folder.expanduser().resolve()):
         raise ConfigError(f"run.dir={folder} is the run that --replay reads; set another run.dir")
+    if config.self_play is not None:
+        raise ConfigError(
+            "self_play is set with --replay: recorded rollouts are trained, and nothing is played, so there are no opponents, "
+            "snapshots and ratings; set self_play=null. Advantages and baselines by role are computed as in the recorded run"
+        )
     if config.model.warm_start is not None:
         raise ConfigError(
             f"model.warm_start={config.model.warm_start} with --replay: a new warm start is not the policy that sampled; "

@@ -43,7 +43,22 @@ def rollout_metrics(rollouts: Sequence[Rollout], groups: RolloutGroups, sampled_
     for rollout in rollouts:
         key = f"rollout/stop/{rollout.stop_reason.value}"
         metrics[key] = metrics.get(key, 0.0) + 1 / len(rollouts)
-    return metrics | {f"rollout/{key}": value for key, value in rollout_means(rollouts).items()}
+    metrics |= {f"rollout/{key}": value for key, value in rollout_means(rollouts).items()}
+    return metrics | _role_metrics(rollouts)
+
+
+def _role_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return reward, turns and environment metrics by role; empty with fewer than two roles."""
+    by_role: dict[str, list[Rollout]] = {}
+    for one in rollouts:
+        by_role.setdefault(one.role, []).append(one)
+    metrics: dict[str, float] = {}
+    for role, some in sorted(by_role.items()) if len(by_role) > 1 else ():
+        if kept := [one.reward for one in some if not one.dropped]:
+            metrics[f"train/reward/role={role}"] = mean(kept)
+        metrics[f"rollout/turns/role={role}"] = mean([float(len(one.turns)) for one in some])
+        metrics |= {f"rollout/{key}/role={role}": value for key, value in rollout_means(some).items()}
+    return metrics
 
 
 def source_metrics(

@@ -90,7 +90,20 @@ def test_what_it_writes(resumed: Resumed) -> None:
     *_, last = metrics(resumed.folder)
     for name in ("random/reward", "random/score", "nash/score", "exploitability", "pool_exploitability", "rating"):
         assert f"eval/{name}" in last, name
+    assert {"train/reward/role=first", "rollout/illegal/role=second", "selfplay/score/role=second"} <= set(
+        metrics(resumed.folder)[0]
+    )
     done = here("league", "run", cwd=resumed.folder.parent)
     assert done.returncode == 0, done.stderr
     assert f"after step {STEPS}" in done.stdout
     assert (resumed.folder / "league.png").is_file()
+
+
+def test_an_evaluation_of_its_last_checkpoint_finds_the_same_exploitability(resumed: Resumed) -> None:
+    done = here("eval", "--checkpoint", "run", "--json", "eval.json", cwd=resumed.folder.parent)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((resumed.folder.parent / "eval.json").read_text())
+    *_, last = metrics(resumed.folder)
+    for key in ("eval/exploitability", "eval/other_output"):
+        assert found[key] == pytest.approx(last[key], abs=1e-5)
+    assert "exploitability 0." in done.stdout

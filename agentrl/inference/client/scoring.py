@@ -1,4 +1,4 @@
-"""Client of a server that scores prompts: a teacher behind SGLang's protocol."""
+"""Client of a server that scores tokens by SGLang's protocol: a teacher, or an engine of the policy."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ScoringClient:
     async def _send(self, body: dict[str, Any]) -> NDArray[np.float32]:
         for attempt in itertools.count(1):
             try:
-                with waiting("teacher", self._http.url):
+                with waiting("scores", f"of {self._name}", self._http.url):
                     async with self._http.request("POST", "/generate", body) as reply:
                         content = await reply.read()
                 return np.array(read_scores(content, body, self._vocabulary_size), np.float32)

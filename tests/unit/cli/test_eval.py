@@ -12,7 +12,7 @@ from agentrl.cli.main import main
 from agentrl.config.load import dump, load_config
 from agentrl.config.schema import Config
 from agentrl.config.shipped import find_config
-from agentrl.evaluation.evaluate import checkpoint_model, run_of
+from agentrl.evaluation.checkpoint_model import checkpoint_model, run_of
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The league of a run: what it records, its file, its state, and the command that shows it."""
 
 import json
+import re
 
 import pytest
 
@@ -10,7 +11,7 @@ from agentrl.config.self_play import PoolConfig, SelfPlayConfig
 from agentrl.core.errors import ConfigError, UserError
 from agentrl.core.registry import make_any_env
 from agentrl.core.types import Rollout, StopReason
-from agentrl.selfplay.check import check_self_play
+from agentrl.selfplay.check import check_roles, check_self_play
 from agentrl.selfplay.games import POLICY, Game
 from agentrl.selfplay.league import League
 from agentrl.selfplay.league_log import LeagueLog, read_league
@@ -60,6 +61,8 @@ def test_a_step_has_ratings_scores_and_asymmetry_as_metrics():
     assert found["selfplay/score/random"] == 1.0
     assert found["selfplay/score/past"] == 0.0
     assert found["selfplay/asymmetry"] == 1.0
+    assert found["selfplay/score/role=first"] == pytest.approx(2 / 3), "two wins and a loss"
+    assert found["selfplay/score/role=second"] == 0.5
     assert (found["selfplay/mirror_reward/first"], found["selfplay/mirror_reward/second"]) == (1.0, -1.0)
     assert league.ratings.ranking() == ["step_000000", POLICY, "fixed:random"]
 
@@ -136,6 +139,28 @@ def test_self_play_must_fit_the_environment(env, mix, message):
     config = load_config(None, [f"env.name={env}", f"self_play.mix={json.dumps(mix)}"])
     with pytest.raises(UserError, match=message):
         check_self_play(config, make_any_env(env))
+
+
+@pytest.mark.parametrize(
+    ("env", "options", "message"),
+    [
+        ("proposer_solver", {"within_episode": ["solvr"]}, "Did you mean 'solver'?"),
+        ("kuhn_poker", {}, "algo.advantage.options.within_episode"),
+        ("single_turn", {}, "env.name=single_turn has one agent, without roles"),
+    ],
+)
+def test_roles_of_the_estimator_are_those_of_the_environment(env, options, message):
+    advantage = {"name": "hierarchical_grpo", "options": options}
+    config = load_config(None, [f"env.name={env}", f"algo.advantage={json.dumps(advantage)}"])
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_roles(config, make_any_env(env))
+
+
+@pytest.mark.parametrize("settings", [["env.name=kuhn_poker"], ["env.name=proposer_solver"]])
+def test_roles_that_exist_are_accepted(settings):
+    name = "hierarchical_grpo" if settings == ["env.name=proposer_solver"] else "rae"
+    config = load_config(None, [*settings, f"algo.advantage.name={name}"])
+    check_roles(config, make_any_env(config.env.name))
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,19 @@ def test_only_rollouts_with_an_advantage_are_trained_on() -> None:
     assert metrics["rollout/stop/terminated"] == 1.0
 
 
+def test_metrics_are_by_role_too_if_there_are_several() -> None:
+    rollouts = [rollout("a", sample, float(sample)) for sample in range(4)]
+    for number, one in enumerate(rollouts):
+        one.role, one.metrics = ("first", "second")[number % 2], {"illegal": float(number == 1)}
+    rollouts[3].dropped = True
+    metrics = rollout_metrics(rollouts, group_rollouts(rollouts), None)
+    assert (metrics["train/reward/role=first"], metrics["train/reward/role=second"]) == (1.0, 1.0)
+    assert (metrics["rollout/illegal/role=first"], metrics["rollout/illegal/role=second"]) == (0.0, 0.5)
+    assert metrics["rollout/turns/role=first"] == metrics["rollout/turns"]
+    metrics = rollout_metrics(rollouts[::2], group_rollouts(rollouts[::2]), None)
+    assert not any("role=" in key for key in metrics)
+
+
 def test_seconds_in_tools_are_added_up_and_shared() -> None:
     rollouts = [rollout("a", sample, float(sample)) for sample in range(2)]
     rollouts[0].seconds, rollouts[0].tool_seconds = 3.0, 2.0

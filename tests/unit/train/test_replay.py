@@ -206,6 +206,8 @@ def test_a_replay_is_checked_before_anything_starts(tmp_path: Path) -> None:
     path = samples_file(tmp_path / "run", [rollout("a", 0, 1.0)])
     with pytest.raises(ConfigError, match=r"run\.dir"):
         check_replay(config(f"run.dir={tmp_path / 'run'}"), path)
+    with pytest.raises(ConfigError, match="self_play=null"):
+        check_replay(config("env.name=kuhn_poker", "self_play.engines=1"), path)
     equal = [rollout("a", sample, 1.0) for sample in range(2)]
     for each in equal:
         each.prompt = ""

@@ -1,0 +1,97 @@
+"""Evaluation of a policy with engines and tool servers of the evaluation: ``agentrl eval``."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError
+from agentrl.core.types import Rollout
+from agentrl.evaluation.evaluate import evaluate
+from agentrl.evaluation.exploitability import open_game_scores
+from agentrl.evaluation.result import SetResult
+from agentrl.evaluation.sets import EvalTasks, load_eval_tasks
+from agentrl.models.resolve import resolve_model
+from agentrl.obs.episode_progress import EpisodeProgress
+from agentrl.obs.rollouts import RolloutFile
+from agentrl.obs.watchdog import Watchdog
+from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
+from agentrl.runtime.interrupt import Interrupt
+from agentrl.runtime.jobs import watched
+from agentrl.runtime.run_tools import check_tools
+from agentrl.runtime.services import Services, open_services
+from agentrl.runtime.task_order import NoTasks
+from agentrl.runtime.task_sources import TaskSources
+
+
+async def evaluate_policy(
+    config: Config, console: Console, samples: Path | None = None
+) -> tuple[list[SetResult], dict[str, float]]:
+    """Start engines and tool servers, evaluate, and return the results by set, and the exploitability in a game with a tree.
+
+    Args:
+        config: of the evaluation.
+        console: progress is printed to it.
+        samples: a ``.jsonl`` or ``.parquet`` file for the rollouts. Each is written when it ends, so that an interrupted
+            evaluation leaves the finished ones, as JSON lines.
+
+    Raises:
+        ConfigError: there is nothing to evaluate on, or the configuration does not fit.
+        EngineError: an engine failed.
+        RunStopped: Ctrl-C or the failure policy ended it.
+
+    """
+    tasks = open_eval_tasks(config)
+    sets = await asyncio.to_thread(check_eval, config, tasks)
+    model = resolve_model(config.model.path)
+    episodes = sum(eval_set.episodes for eval_set in sets)
+    file = RolloutFile(samples) if samples is not None else None
+    with tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder, EpisodeProgress(console, episodes) as count:
+
+        def done(rollout: Rollout) -> None:
+            count.add()
+            if file is not None:
+                file.write(rollout)
+
+        async with open_services(config, tasks, model, Path(folder), config.run.seed) as services:
+            count.begin()
+            with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
+                async with watched(services, interrupt):
+                    results = await evaluate(sets, services.runner(), done)
+                    found = await _exploitability(services)
+    if file is not None:
+        file.finish()
+    return results, found
+
+
+async def _exploitability(services: Services) -> dict[str, float]:
+    scores = open_game_scores(services.config, services.renderer, services.fleet.vocabulary.size)
+    return {} if scores is None else scores.metrics(await scores.strategy_of(services.fleet))
+
+
+def open_eval_tasks(config: Config) -> TaskSources:
+    """Return the configured tasksets, or an empty one if every set has a file and the configuration names no taskset."""
+    files = all(plan.path is not None for plan in config.eval.named_sets(config.sources).values())
+    if files and not config.sources and config.tasks.name is None and config.data.path is None:
+        return {"": NoTasks()}
+    return open_tasks(config)
+
+
+def check_eval(config: Config, tasks: TaskSources) -> list[EvalTasks]:
+    """Check everything about an evaluation that needs no server, and return its sets.
+
+    Raises:
+        UserError: with the value and the key to change.
+
+    """
+    check_episodes(config)
+    check_tools(config)
+    check_engine(config)
+    sets = load_eval_tasks(config, tasks)
+    if not sets:
+        raise ConfigError("there is nothing to evaluate on: set data.eval_path, eval.path, eval.split or eval.sets")
+    return sets
