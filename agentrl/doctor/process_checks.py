@@ -21,7 +21,7 @@ MEMORY_ADVICE = {
     "learner": "a checkpoint is copied to host memory first (train.save_every); on a CPU lower batch.tokens_per_micro",
     "engine": "lower sampler.max_running or sampler.sglang.mem_fraction_static",
     "tool_server": "lower the server's max_sessions, or restart it",
-    "sandbox": "lower sandbox.memory_mb",
+    "sandbox": "lower sandbox.limits.memory_mb",
 }
 """By kind of process."""
 _FAULTS = re.compile(
