@@ -13,7 +13,12 @@ from agentrl.core.extras import EXTRAS
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISTRIBUTIONS = {"faiss": "faiss-cpu", "megatron": "megatron-core", "sglang_router": "sglang-router"}
+DISTRIBUTIONS = {
+    "faiss": "faiss-cpu",
+    "megatron": "megatron-core",
+    "opentelemetry": "opentelemetry-sdk",
+    "sglang_router": "sglang-router",
+}
 """Names of packages at the index, where they are not those of the import."""
 
 COMMANDS = {
@@ -21,6 +26,7 @@ COMMANDS = {
     "search_r1": ["train", "--env", "search_r1", "--dry-run"],
     "tensorboard": ["train", "--env", "search_r1", "obs.tensorboard=true"],
     "wandb": ["train", "--env", "search_r1", "obs.wandb=offline"],
+    "otlp": ["train", "--env", "search_r1", "obs.otlp=http://127.0.0.1:1/v1/traces"],
     "parquet rollouts": ["train", "--env", "search_r1", "obs.rollout_format=parquet"],
     "parquet prompts": ["train", "--env", "single_turn", "data.path=prompts.parquet", "data.label_key=a", "reward=f1"],
     "docker": ["train", "--env", "python_math", "sandbox.backend=docker"],
@@ -75,6 +81,7 @@ def test_help_and_the_first_command_need_no_extra(played: dict[str, tuple[int, s
     [
         ("tensorboard", "obs.tensorboard=true needs the package tensorboard: pip install 'agentrl[tensorboard]'"),
         ("wandb", "obs.wandb=offline needs the package wandb: pip install 'agentrl[wandb]'"),
+        ("otlp", "obs.otlp=http://127.0.0.1:1/v1/traces needs the package opentelemetry: pip install 'agentrl[otlp]'"),
         ("parquet rollouts", "obs.rollout_format=parquet needs the package pyarrow: pip install 'agentrl[parquet]'"),
         ("parquet prompts", "data.path=prompts.parquet needs the package pyarrow: pip install 'agentrl[parquet]'"),
         ("docker", "sandbox.backend=docker needs the package docker: pip install 'agentrl[docker]'"),
