@@ -41,6 +41,7 @@ def check(config: Config) -> None:
         _distillation,
         _batches,
         _weights,
+        _asynchronous,
         _adapters,
         check_who_plays,
     )
@@ -308,6 +309,22 @@ def _weights(config: Config) -> Iterator[str]:
         yield f"weights.transport={kind} reaches SGLang's tensor parallel ranks only; set weights.transport=disk"
 
 
+def _asynchronous(config: Config) -> Iterator[str]:
+    """What cannot go on while the learner trains, and whether old tokens are corrected for."""
+    key = f"async.max_staleness={config.asynchronous.max_staleness}"
+    if not config.asynchronous.max_staleness:
+        return
+    if config.weights.sync_every > 1:
+        yield f"{key} with weights.sync_every={config.weights.sync_every}: every version is sent; leave out weights.sync_every"
+    if config.self_play is not None:
+        yield f"{key} with self_play: the opponents of a step are chosen before it; leave out one"
+    if config.algo.old_logprobs == "learner" and config.algo.correction.rollout_is == "none":
+        yield (
+            f"algo.old_logprobs=learner with {key}: tokens are older than the learner's weights, and nothing corrects for it; "
+            "set algo.correction.rollout_is=token, or algo.old_logprobs=sampler"
+        )
+
+
 def _adapters(config: Config) -> Iterator[str]:
     """Whether the engines can hold the base model and take adapters."""
     sampler, key = config.sampler, "weights.adapters=only"
@@ -405,6 +422,11 @@ def check_placement(config: Config, learner_device: str) -> None:
         raise ConfigError(
             f"placement.mode=colocate with weights.sync_every={config.weights.sync_every}: engines that have released their "
             "memory need new weights after each step; leave out weights.sync_every"
+        )
+    if config.asynchronous.max_staleness:
+        raise ConfigError(
+            f"placement.mode=colocate with async.max_staleness={config.asynchronous.max_staleness}: engines cannot sample while "
+            "the learner has their GPUs; set placement.mode=disaggregate, or leave out async.max_staleness"
         )
     if learner_device == "cuda" and sampler.sglang_options.get("enable_memory_saver") is False:
         raise ConfigError(

@@ -59,7 +59,8 @@ _SOURCE = "sources.NAME"
 
 
 def _walk(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    for name, info in model.model_fields.items():
+    for field, info in model.model_fields.items():
+        name = info.alias or field
         for section in subsections(info.annotation):
             many = "" if info.annotation is section else (".NAME" if "dict" in str(info.annotation) else "")
             title = f"{prefix}{name}{many}"

@@ -25,7 +25,7 @@ from agentrl.config.sft import SftConfig
 from agentrl.config.sources import SourceConfig, put_source_on
 from agentrl.config.tasks import DataConfig, EnvConfig, TasksConfig
 from agentrl.config.tools import ToolConfig
-from agentrl.config.train import RunConfig, TrainConfig
+from agentrl.config.train import AsyncConfig, RunConfig, TrainConfig
 from agentrl.config.weights import WeightsConfig
 
 _OF_SOURCES = ("env", "tasks", "data", "reward", "rollout", "algo")
@@ -71,6 +71,8 @@ class Config(Section):
     """GPUs of the learner and the engines."""
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     """Weight sync."""
+    asynchronous: AsyncConfig = Field(default_factory=AsyncConfig, alias="async")
+    """Sampling while the learner trains."""
     train: TrainConfig = Field(default_factory=TrainConfig)
     """Length, evaluation and checkpoints."""
     eval: EvalConfig = Field(default_factory=EvalConfig)

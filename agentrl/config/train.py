@@ -1,4 +1,4 @@
-"""The ``run`` section, with folder and seed, and the ``train`` section: length, evaluation and checkpoints."""
+"""The ``run`` section, with folder and seed, the ``train`` section: length, evaluation and checkpoints; and ``async``."""
 
 from __future__ import annotations
 
@@ -45,3 +45,11 @@ class TrainConfig(Section):
     ``train/provenance_faults``."""
     stop_at: dict[str, float] = Field(default_factory=dict)
     """End the run once an evaluation reaches all of these, such as ``{exact_match: 0.98}``."""
+
+
+class AsyncConfig(Section):
+    """Sampling while the learner trains."""
+
+    max_staleness: int = Field(default=0, ge=0)
+    """Most policy versions by which a trained token may be older than the policy that it trains. 0 is the synchronous loop; 1
+    samples one step ahead; more let long episodes take several steps. docs/async.md."""

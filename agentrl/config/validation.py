@@ -47,7 +47,8 @@ def _describe(fault: Mapping[str, Any], prefix: str, keys: Sequence[str]) -> str
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield every dotted key of a section and its subsections, the subsections' own included."""
-    for name, info in model.model_fields.items():
+    for field, info in model.model_fields.items():
+        name = info.alias or field
         yield prefix + name
         for section in subsections(info.annotation):
             inner = "NAME." if info.annotation is not section and _is_mapping(info.annotation) else ""

@@ -148,8 +148,21 @@ class EpisodeRunner:
         """
         return await self._run_job(Job(task, seed, rollout_id))
 
-    async def run_many(self, jobs: Sequence[Job], on_done: Callable[[Rollout], None] | None = None) -> list[Rollout]:
-        """Run all jobs and return their rollouts in the jobs' order; ``on_done`` gets each once it has its reward.
+    async def run_many(
+        self,
+        jobs: Sequence[Job],
+        on_done: Callable[[Rollout], None] | None = None,
+        *,
+        on_ended: Callable[[], None] = lambda: None,
+        check_dropped: bool = True,
+    ) -> list[Rollout]:
+        """Run all jobs and return their rollouts in the jobs' order.
+
+        Args:
+            jobs: the episodes.
+            on_done: gets each rollout once it has its reward.
+            on_ended: called when an episode has ended, before it is graded.
+            check_dropped: see `check_dropped`, which is called with the rollouts.
 
         A grader of single rollouts is called as each episode ends, one of groups when all episodes of a task have ended;
         until then the tool sessions of these episodes stay open. So with a grader of groups a tool server holds up to
@@ -164,6 +177,8 @@ class EpisodeRunner:
         try:
             async with asyncio.TaskGroup() as group:
                 episodes = [(job, group.create_task(self._run_job(job, tools))) for job in jobs]
+                for _, episode in episodes:
+                    episode.add_done_callback(lambda _: on_ended())
                 for together in self._graded_together(episodes):
                     group.create_task(self._grade(together, tools, on_done))
         except BaseExceptionGroup as errors:
@@ -171,7 +186,8 @@ class EpisodeRunner:
         finally:
             await asyncio.gather(*(runner.close() for runner in tools.values()))
         rollouts = [rollout for _, episode in episodes for rollout in episode.result()]
-        self._check_dropped(rollouts)
+        if check_dropped:
+            self.check_dropped(rollouts)
         return rollouts
 
     async def _run_job(self, job: Job, open_tools: dict[str, ToolRunner] | None = None) -> list[Rollout]:
@@ -260,7 +276,12 @@ class EpisodeRunner:
             ours = [tools.pop(job.rollout_id) for job, _ in episodes if job.rollout_id in tools]
             await asyncio.gather(*(runner.close() for runner in ours))
 
-    def _check_dropped(self, rollouts: Sequence[Rollout]) -> None:
+    def check_dropped(self, rollouts: Sequence[Rollout]) -> None:
+        """Check the number of dropped episodes.
+
+        Raises:
+            RunStopped: it is more than ``rollout.failure.max_failed_share`` of them.
+        """
         failures = [rollout.failure for rollout in rollouts if rollout.dropped and rollout.failure is not None]
         if self._failure.too_many(len(failures), len(rollouts)):
             common, times = Counter(_describe(failure) for failure in failures).most_common(1)[0]

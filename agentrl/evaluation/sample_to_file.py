@@ -27,7 +27,7 @@ from agentrl.obs.rollouts import RolloutFile, sampled_with
 from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.jobs import step_jobs, watched
+from agentrl.runtime.jobs import TaskJobs, watched
 from agentrl.runtime.run_tools import check_tools
 from agentrl.runtime.services import open_services
 from agentrl.runtime.task_order import TaskOrder
@@ -89,7 +89,7 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
     """
     model = resolve_model(config.model.path)
     tasks = open_tasks(config)
-    order = order_of(config, read_splits(config, tasks, plan.split))
+    episodes = TaskJobs(config, order_of(config, read_splits(config, tasks, plan.split)))
     size = config.rollout.batch_size
     steps = [(start, min(size, plan.tasks - start)) for start in range(0, plan.tasks, size)]
     file = RolloutFile(plan.out)
@@ -108,7 +108,7 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
                 runner = services.runner()
                 with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
                     for number, (start, some) in enumerate(steps, 1):
-                        jobs = step_jobs(config, order, number, start, some)
+                        jobs = episodes.step(number, range(start, start + some))
                         async with watched(services, interrupt):
                             await runner.run_many(jobs, write)
     except RunStopped as stop:

@@ -1,8 +1,8 @@
-"""The episodes of a training step, and the checks of services while they run."""
+"""The episodes of training, and the checks of services while they run."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
 from agentrl.config.schema import Config
@@ -18,22 +18,28 @@ from agentrl.runtime.task_sources import MixedOrder
 OnDone = Callable[[Rollout], None]
 
 
-def step_jobs(config: Config, order: TaskOrder | MixedOrder, step: int, position: int, tasks: int) -> list[Job]:
-    """Return the episodes of a step: one group for each of ``tasks`` tasks from ``position`` on."""
-    seed, rollout = config.run.seed, config.rollout
-    resets = {name: each.rollout.reset_seed for name, each in config.by_source().items()}
-    return [
-        Job(
-            task,
-            episode_seed(seed, position + offset, sample),
-            f"{step}/{offset}/{sample}",
-            episode_seed(seed, "reset", task.id)
-            if resets[source_of(task.id) if config.sources else ""] == "task"
-            else None,
-        )
-        for offset, task in enumerate(order.take(position, tasks))
-        for sample in range(rollout.n_samples_per_prompt)
-    ]
+class TaskJobs:
+    """The episodes of the tasks of a run."""
+
+    def __init__(self, config: Config, order: TaskOrder | MixedOrder) -> None:
+        self._order = order
+        self._seed = config.run.seed
+        self._samples = config.rollout.n_samples_per_prompt
+        self._resets = {name: each.rollout.reset_seed for name, each in config.by_source().items()}
+
+    def group(self, position: int, name: str) -> list[Job]:
+        """Return the episodes of the task at a position of the order; their ids are ``name`` and the number of the sample."""
+        seed, task = self._seed, self._order[position]
+        by_task = self._resets["" if "" in self._resets else source_of(task.id)] == "task"
+        reset = episode_seed(seed, "reset", task.id) if by_task else None
+        return [
+            Job(task, episode_seed(seed, position, sample), f"{name}/{sample}", reset)
+            for sample in range(self._samples)
+        ]
+
+    def step(self, step: int, positions: Iterable[int]) -> list[Job]:
+        """Return the episodes of a step: one group for each of ``positions``."""
+        return [job for offset, position in enumerate(positions) for job in self.group(position, f"{step}/{offset}")]
 
 
 @asynccontextmanager

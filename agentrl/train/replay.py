@@ -25,6 +25,7 @@ from agentrl.render.registry import make_renderer
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import OnDone
 from agentrl.train.optimizer_steps import compares_groups
+from agentrl.train.rollout_source import StepRollouts, TaskPosition
 
 CHECKED_PROMPTS = 8
 """Rollouts of a step whose prompts are decoded with this model's tokenizer; at least one must match its recorded text."""
@@ -77,7 +78,7 @@ def _by_groups(rollouts: Sequence[Rollout], batch_size: int) -> list[list[Rollou
 
 @dataclass(slots=True)
 class Replay:
-    """Implements `agentrl.train.sampling.RolloutSource` with recorded rollouts."""
+    """Implements `agentrl.train.rollout_source.RolloutSource` with recorded rollouts."""
 
     config: Config
     recorded: RecordedRollouts
@@ -110,12 +111,12 @@ class Replay:
     async def release_gpus_for_training(self, learner: LearnerGroup, watch: Stopwatch) -> None:
         """Do nothing: there is no engine."""
 
-    async def get_rollouts(self, step: int, position: int) -> list[Rollout]:
+    async def get_rollouts(self, step: int, position: TaskPosition) -> StepRollouts:
         """Read the rollouts of a step."""
         self.interrupt.check()
         rollouts = await asyncio.to_thread(self.recorded.__getitem__, step - 1)
         self.check(rollouts, self.recorded.name(step - 1))
-        return rollouts
+        return StepRollouts(rollouts, TaskPosition(position.first + self.config.rollout.batch_size))
 
     async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:
         """Do nothing: the rollouts are already recorded."""

@@ -17,11 +17,13 @@ from agentrl.inference.launch.launcher import EngineSpec, Launcher
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.runtime.checks import open_tasks
 from agentrl.runtime.interrupt import Interrupt
+from agentrl.runtime.jobs import TaskJobs
 from agentrl.runtime.services import open_services
 from agentrl.runtime.task_sources import order_of, read_splits
 from agentrl.train.open_self_play import open_self_play
 from agentrl.train.replay import RecordedRollouts, Replay, sample_check
-from agentrl.train.sampling import RolloutSource, Sampling
+from agentrl.train.rollout_source import RolloutSource
+from agentrl.train.sampling import Sampling
 from agentrl.weight_sync.adapter import AdapterSync, with_adapters
 from agentrl.weight_sync.base import WeightSync
 from agentrl.weight_sync.registry import bucket_bytes_of, make_sync
@@ -68,7 +70,7 @@ async def open_sampling(
     source = Sampling(
         config=config,
         services=services,
-        order=order_of(config, read_splits(config, tasks)),
+        tasks=TaskJobs(config, order_of(config, read_splits(config, tasks))),
         sync=sync,
         recorder=recorder,
         interrupt=interrupt,
@@ -78,6 +80,7 @@ async def open_sampling(
         game_scores=open_game_scores(config, services.renderer, services.fleet.vocabulary.size),
     )
     await source.open()
+    exits.push_async_callback(source.aclose)
     if config.self_play is not None:
         source.self_play = await open_self_play(
             config, config.self_play, folder, model, services, exits, dtype, resume_after

@@ -24,10 +24,10 @@ from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_dir import run_folder
 from agentrl.runtime.training_summary import with_recompute
 from agentrl.train.optimizer_steps import baselines_from_state, with_possible_sharing
+from agentrl.train.rollout_source import RolloutSource, TaskPosition
 from agentrl.train.rollout_sources import open_replay, open_sampling
 from agentrl.train.run_monitor import open_monitor
 from agentrl.train.run_outputs import draw_curve, open_metrics, print_summary
-from agentrl.train.sampling import RolloutSource
 from agentrl.train.teachers import open_teachers
 from agentrl.train.trainer import Trainer
 from agentrl.train.warm_start import initial_policy
@@ -76,7 +76,7 @@ class TrainingRun:
                 view=view,
                 teachers=teachers,
                 step=step,
-                position=self.state["position"],
+                position=TaskPosition(self.state["position"], tuple(self.state.get("trained_ahead", ()))),
                 spent_s=self.state["spent_s"],
                 evaluated=self.state["evaluated"],
                 score=self.state.get("score"),

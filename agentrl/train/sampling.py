@@ -1,4 +1,4 @@
-"""The rollouts of a training step: sampled with the current policy here, or read from disk (`agentrl.train.replay`)."""
+"""Rollouts that are sampled with the policy, for each training step or in the background."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any
 
 from agentrl.config.schema import Config
 from agentrl.core.errors import EngineError
 from agentrl.core.types import Rollout
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.evaluation.evaluate import evaluate
 from agentrl.evaluation.exploitability import GameScores
 from agentrl.evaluation.result import SetResult
@@ -22,78 +23,13 @@ from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.obs.progress import Stopwatch
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.jobs import OnDone, step_jobs, watched
+from agentrl.runtime.jobs import OnDone, TaskJobs, watched
 from agentrl.runtime.services import Services
-from agentrl.runtime.task_order import TaskOrder
-from agentrl.runtime.task_sources import MixedOrder
 from agentrl.train.gpu_time_sharing import GpuTimeSharing
+from agentrl.train.pipeline.background import BackgroundEpisodes
+from agentrl.train.rollout_source import StepRollouts, TaskPosition
 from agentrl.train.self_play import SelfPlay
 from agentrl.weight_sync.base import WeightSync
-
-
-class RolloutSource(Protocol):
-    """Supplies the trainer with rollouts, and receives the weights that the learner trains on them."""
-
-    @property
-    def steps(self) -> int:
-        """Steps to train."""
-        ...
-
-    @property
-    def samples(self) -> bool:
-        """Whether `get_rollouts` samples them, so that its duration is a sampling time."""
-        ...
-
-    @property
-    def pad_token_id(self) -> int:
-        """The token that fills batches."""
-        ...
-
-    @property
-    def eval_sets(self) -> Sequence[EvalTasks]:
-        """The evaluation sets; without any nothing is evaluated."""
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special tokens included."""
-        ...
-
-    async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
-        """Sync the learner's weights, as policy ``version``, to the engines; ``watch`` gets the seconds."""
-        ...
-
-    async def get_rollouts(self, step: int, position: int) -> list[Rollout]:
-        """Return the rollouts of ``step`` (from 1), of the tasks from ``position`` in the task order.
-
-        Raises:
-            AgentrlError: sampling or reading failed; `RunStopped` if Ctrl-C or the failure policy ends the run.
-
-        """
-        ...
-
-    async def release_gpus_for_training(self, learner: LearnerGroup, watch: Stopwatch) -> None:
-        """Release GPU memory that the learner needs to train, until `sync_weights`; ``watch`` gets the seconds."""
-        ...
-
-    async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:
-        """Record that ``step`` was trained, with the advantages of its rollouts by ``rollout_id``."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs of the source, JSON-able."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Return sampling metrics for the row of a step, collected since the last call."""
-        ...
-
-    async def evaluate(self, on_done: OnDone) -> list[SetResult]:
-        """Evaluate on `eval_sets`; ``on_done`` is called with every rollout."""
-        ...
-
-    def standing(self) -> dict[str, float]:
-        """Return metrics of an evaluation that are known without one, such as a rating."""
-        ...
 
 
 @dataclass(slots=True)
@@ -106,7 +42,8 @@ class Sampling:
 
     config: Config
     services: Services
-    order: TaskOrder | MixedOrder
+    tasks: TaskJobs
+    """The episodes of the run's tasks."""
     sync: WeightSync
     recorder: RolloutRecorder
     interrupt: Interrupt
@@ -123,6 +60,8 @@ class Sampling:
     _gpu_sharing: GpuTimeSharing | None = field(default=None, init=False)
     """None: engines and learner both keep their memory."""
     _runner: EpisodeRunner | None = field(default=None, init=False)
+    _background: BackgroundEpisodes | None = field(default=None, init=False)
+    """Episodes that run while the learner trains, with ``async.max_staleness``, from the first step on."""
     _learner: LearnerGroup | None = field(default=None, init=False)
     _version: int = field(default=0, init=False)
     """Policy version of the learner's weights."""
@@ -204,6 +143,8 @@ class Sampling:
                     raise
                 # One engine is lost. It gets the weights after its restart; the others get them from the beginning.
         self._synced = self._version
+        if self._background is not None:
+            self._background.note_version(self._version)
 
     async def _sync_restarted(self, engine: EngineControl) -> int:
         """Sync the weights to a restarted engine and return their version."""
@@ -222,28 +163,62 @@ class Sampling:
         finally:
             await self._learner_lock.acquire()
 
-    async def get_rollouts(self, step: int, position: int) -> list[Rollout]:
-        """Run a step's episodes; each rollout is written to disk as soon as it has its reward."""
-        jobs = step_jobs(self.config, self.order, step, position, self.config.rollout.batch_size)
+    async def get_rollouts(self, step: int, position: TaskPosition) -> StepRollouts:
+        """Return a step's rollouts: all of its episodes run now, or with ``async.max_staleness`` in the background."""
+        self._runner = self._runner or self.services.runner()
+        if self.config.asynchronous.max_staleness:
+            return await self._from_background(self._runner, step, position)
+        positions = list(islice(position.untrained(), self.config.rollout.batch_size))
+        jobs = self.tasks.step(step, positions)
         if self.self_play is not None:
             jobs = await self.self_play.seat(step, jobs, self.config.rollout.n_samples_per_prompt)
         self.recorder.begin(step, jobs[0].task.id)
-        self._runner = self._runner or self.services.runner()
         write = partial(self.recorder.write, step)
         self.services.fleet.metrics()  # drops what was measured before the step, such as in an evaluation
         async with self._episodes_running(), watched(self.services, self.interrupt):
             rollouts = await self._runner.run_many(jobs, write)
         if self.self_play is not None:
             self.self_play.played(rollouts)
-        return rollouts
+        return StepRollouts(rollouts, position.after(positions))
+
+    async def _from_background(self, runner: EpisodeRunner, step: int, position: TaskPosition) -> StepRollouts:
+        """Return the next groups of the episodes in the background, which the first call starts.
+
+        Their rollouts are written to the file of the step that trains them.
+        """
+        if self._background is None:
+            self._background = BackgroundEpisodes.of_run(
+                self.config,
+                position,
+                step - 1,
+                runner,
+                self._group_jobs,
+                partial(watched, self.services, self.interrupt),
+            )
+        async with self._episodes_running():
+            taken = await self._background.take()
+        runner.check_dropped(taken.rollouts)
+        await asyncio.to_thread(self.recorder.write, step, taken.rollouts)
+        return StepRollouts(taken.rollouts, position.after(taken.positions))
+
+    def _group_jobs(self, position: int) -> list[Job]:
+        """Return the episodes of a group, named as if each step took the next tasks."""
+        step, offset = divmod(position, self.config.rollout.batch_size)
+        return self.tasks.group(position, f"{step + 1}/{offset}")
+
+    async def aclose(self) -> None:
+        """Cancel the episodes in the background."""
+        if self._background is not None:
+            await self._background.aclose()
 
     def state(self) -> dict[str, Any]:
         """Return the league's state, if there is self-play."""
         return {} if self.self_play is None else {"self_play": self.self_play.league.state()}
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the fleet, and those of self-play."""
-        return self.services.fleet.metrics() | ({} if self.self_play is None else self.self_play.metrics())
+        """Return the metrics of the fleet, of self-play, and of the episodes in the background."""
+        found = self.services.fleet.metrics() | ({} if self.self_play is None else self.self_play.metrics())
+        return found | ({} if self._background is None else self._background.metrics())
 
     async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:
         """Record the games of self-play, and write the advantages next to the step's rollouts."""

@@ -41,7 +41,7 @@ from agentrl.train.optimizer_steps import (
     step_baselines,
     step_correction,
 )
-from agentrl.train.sampling import RolloutSource
+from agentrl.train.rollout_source import RolloutSource, TaskPosition
 from agentrl.train.step_metrics import merge_metrics, rollout_metrics, source_metrics
 from agentrl.train.teachers import Teachers
 
@@ -70,8 +70,8 @@ class Trainer:
     """The teachers of on-policy distillation."""
     step: int = 0
     """Finished steps, each of one batch of rollouts; also the policy version."""
-    position: int = 0
-    """Tasks taken from the task order since the start of the run."""
+    position: TaskPosition = field(default_factory=TaskPosition)
+    """The trained tasks of the task order."""
     saved: int = -1
     """The step of the newest checkpoint."""
     critic: CriticGroup | None = None
@@ -118,7 +118,8 @@ class Trainer:
         watch, start, name = Stopwatch(), time.perf_counter(), f"step {self.step + 1}"
         self.view.phase("rollout")
         with watch("rollout"), waiting(PHASE, name, "rollout"):
-            rollouts = await self.source.get_rollouts(self.step + 1, self.position)
+            given = await self.source.get_rollouts(self.step + 1, self.position)
+        rollouts = given.rollouts
         self._show_best(rollouts)
 
         self.view.phase("learn")
@@ -148,9 +149,8 @@ class Trainer:
                 for batch in batches:
                     learned.append(batch.metrics | await asyncio.to_thread(self.learner.train_step, batch))
                     self._ahead += 1
-        self.step, self._ahead, self.score = self.step + 1, 0, None
+        self.step, self.position, self._ahead, self.score = self.step + 1, given.position, 0, None
         self.baselines = step_baselines(self.config, groups, scores, self.baselines)
-        self.position += self.config.rollout.batch_size
         if self.config.algo.reference_steps and self.step % self.config.algo.reference_steps == 0:
             await self.source.release_gpus_for_training(self.learner, watch)
             await asyncio.to_thread(self.learner.update_reference)
@@ -272,7 +272,8 @@ class Trainer:
         """Return what a resumed run needs in addition to the learner's state."""
         return {
             "step": self.step,
-            "position": self.position,
+            "position": self.position.first,
+            "trained_ahead": self.position.ahead,
             "spent_s": self.spent_s,
             "evaluated": self.evaluated,
             "seed": self.config.run.seed,

@@ -10,6 +10,7 @@ import hashlib
 import json
 import random
 import signal
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,31 @@ def test_a_run_that_is_resumed_equals_the_one_that_was_not_ended(
         f"{number.name} after step {ended} of {STEPS}, {len(OVERRIDES)} overrides: 0 keys differ, tasks of "
         f"{len(resumed.tasks)} rollouts and {len(resumed.rates)} learning rates equal"
     )
+
+
+def test_a_killed_asynchronous_run_trains_every_task_once(services: Services, tmp_path: Path) -> None:
+    cwd = tmp_path / "cwd"
+    run = start(cwd, services, "async.max_staleness=2", "train.eval_every=2")
+    try:
+        run.wait_for(lambda: any(cwd.glob("runs/*/checkpoints/step_000002")))
+        run.send(signal.SIGKILL)
+        assert run.finish() != 0
+    finally:
+        run.end()
+    services.engine()  # has no request of the killed run any more
+    run = Running("train", "--resume", cwd=cwd, target=IN_PROCESS_LEARNER)
+    try:
+        assert run.finish() == 0, run.output()
+    finally:
+        run.end()
+    [folder] = (cwd / "runs").iterdir()
+    tasks = outcome(folder).tasks
+    assert Counter(Counter(tasks.values()).values()) == {2: 2 * STEPS}, "2 tasks a step, 2 episodes a task"
+    rows = metrics(folder)
+    steps = [row for row in rows if "train/reward" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert max(row["async/staleness_max"] for row in steps) in (1, 2)
+    assert [row["step"] for row in rows if "eval/exact_match" in row] == [2, 4]
 
 
 REPLAYED = [*OVERRIDES, *ONE_THREAD, "train.save_every=1", "train.keep=9", "train.steps_per_rollout=2", "run.dir=run"]

@@ -13,7 +13,7 @@ from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.core.task import MadeTasks, TaskSet, source_of
 from agentrl.runtime.checks import open_tasks
-from agentrl.runtime.jobs import step_jobs
+from agentrl.runtime.jobs import TaskJobs
 from agentrl.runtime.task_order import TaskOrder
 from agentrl.runtime.task_sources import MixedOrder, named, of_source, order_of, read_splits
 from agentrl.runtime.tool_servers import JoinedCorpora
@@ -86,7 +86,7 @@ def test_each_source_resets_by_its_own_rule() -> None:
     config = load_config(
         None, ["rollout.n_samples_per_prompt=2", "sources.s0={}", "sources.s1.rollout.reset_seed=episode"]
     )
-    jobs = step_jobs(config, make_order([1, 1]), 1, 0, 4)
+    jobs = TaskJobs(config, make_order([1, 1])).step(1, range(4))
     resets = {source_of(job.task.id): job.reset_seed for job in jobs}
     assert resets["s0"] is not None
     assert resets["s1"] is None

@@ -22,6 +22,7 @@ from agentrl.learner.checkpoints import CRITIC, Checkpoints
 from agentrl.learner.in_process import LocalCritic, LocalLearnerGroup
 from agentrl.train.critic import returns_of, value_batches, value_metrics
 from agentrl.train.optimizer_steps import StepScores, needs_scores, step_advantages
+from agentrl.train.rollout_source import TaskPosition
 from agentrl.train.trainer import Trainer
 from tests.unit.learner.learners import make_model, make_rows, tensors
 from tests.unit.train.test_trainer import steps, trainer
@@ -119,6 +120,7 @@ def test_a_run_that_goes_on_equals_one_that_was_not_ended(model: Path, tmp_path:
     async def step_and_save(run: Trainer) -> None:
         await run._step()
         await run._save()
+        await run._finish_save()
 
     with opened(tmp_path / "straight", given, model) as run:
         asyncio.run(step_and_save(run))
@@ -127,7 +129,7 @@ def test_a_run_that_goes_on_equals_one_that_was_not_ended(model: Path, tmp_path:
         wanted, critics = tensors(run.learner), values_of(run)
     checkpoint = tmp_path / "straight" / "run" / "checkpoints" / "step_000001"
     with opened(tmp_path / "again", given, model, checkpoint) as run:
-        run.step, run.position = 1, 2
+        run.step, run.position = 1, TaskPosition(2)
         asyncio.run(run._step())
         assert isinstance(run.learner, LocalLearnerGroup)
         again = tensors(run.learner)

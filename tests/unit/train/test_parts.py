@@ -19,7 +19,7 @@ from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError
 from agentrl.core.task import MadeTasks, TaskSet
 from agentrl.core.types import Rollout, StopReason
-from agentrl.runtime.jobs import step_jobs
+from agentrl.runtime.jobs import TaskJobs
 from agentrl.runtime.task_order import EnvTasks, TaskOrder, episode_seed, read_split
 from agentrl.train.optimizer_steps import StepScores, live_share, optimizer_steps, packing_options, step_advantages
 from agentrl.train.step_metrics import merge_metrics, rollout_metrics
@@ -49,7 +49,7 @@ def test_episode_seeds_differ_and_stay() -> None:
 def test_a_task_has_one_reset_seed_and_each_episode_its_own_samples() -> None:
     config = load_config(None, ["rollout.batch_size=7", "rollout.n_samples_per_prompt=3"])
     order = TaskOrder(TASKS, 3)
-    jobs = [job for step in (1, 2) for job in step_jobs(config, order, step, (step - 1) * 7, 7)]
+    jobs = [job for step in (1, 2) for job in TaskJobs(config, order).step(step, range(7 * step - 7, 7 * step))]
     resets: dict[str, set[int | None]] = {}
     for job in jobs:
         resets.setdefault(job.task.id, set()).add(job.reset_seed)
@@ -57,7 +57,7 @@ def test_a_task_has_one_reset_seed_and_each_episode_its_own_samples() -> None:
     assert len(set.union(*resets.values())) == len(TASKS)
     assert len({job.seed for job in jobs}) == len(jobs) == 42
     config = load_config(None, ["rollout.n_samples_per_prompt=3", "rollout.reset_seed=episode"])
-    jobs = step_jobs(config, order, 1, 0, 7)
+    jobs = TaskJobs(config, order).step(1, range(7))
     assert {job.reset_seed for job in jobs} == {None}, "each has that of its samples"
 
 

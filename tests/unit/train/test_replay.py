@@ -21,6 +21,7 @@ from agentrl.obs.rollouts import RolloutFile, RolloutRecorder
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.testing import FakeLearner
 from agentrl.train.replay import RecordedRollouts, Replay, SampleCheck, check_replay
+from agentrl.train.rollout_source import TaskPosition
 from agentrl.train.trainer import Trainer
 
 VOCABULARY = 1000
@@ -76,7 +77,7 @@ async def train(
         )
         trainer = Trainer(given, source, learner, Checkpoints(folder / "checkpoints", keep=3), metrics, view)
         if state:
-            trainer.step, trainer.position = int(state["step"]), int(state["position"])
+            trainer.step, trainer.position = int(state["step"]), TaskPosition(int(state["position"]))
         await trainer.run()
     return trainer
 

@@ -33,6 +33,7 @@ from agentrl.runtime.jobs import OnDone
 from agentrl.testing import FakeLearner
 from agentrl.train.optimizer_steps import baselines_from_state
 from agentrl.train.replay import RecordedRollouts, Replay
+from agentrl.train.rollout_source import TaskPosition
 from agentrl.train.trainer import Trainer
 from tests.unit.train.test_replay import Letters, config, groups, rollout, samples_file
 
@@ -100,7 +101,7 @@ def resumed(folder: Path, given: Config) -> Trainer:
     state = saved_state(folder)
     run = trainer(folder, given, FakeLearner(), resume_after=state["step"])
     run.step = run.saved = state["step"]
-    run.position, run.evaluated = state["position"], state["evaluated"]
+    run.position, run.evaluated = TaskPosition(state["position"]), state["evaluated"]
     run.baselines = baselines_from_state(state["baselines"])
     return run
 

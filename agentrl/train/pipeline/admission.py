@@ -1,0 +1,93 @@
+"""The admission rule of asynchronous training: which groups may begin, and which are trained next.
+
+A group that begins while the engines have version ``v`` must be trained by step ``v + max_staleness``, which trains that
+version. The groups that must be trained by step ``d`` always fit into the batches from the next step ``t`` to ``d``, which are
+``(d - t + 1) * batch_size`` groups. Admission keeps this for new groups, and a batch is taken only if it keeps this for those
+that stay. So the bound holds without discarding a group: a step waits for an old group rather than take a newer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class AdmittedGroup:
+    """A group that was admitted and not taken for a step."""
+
+    position: int
+    """Of its task in the order of the run."""
+    version: int
+    """The engines' policy version at its admission: its tokens are not older."""
+    finished: bool = False
+    """All of its episodes have ended."""
+
+
+class Admission:
+    """Admits groups in the order of tasks, and forms batches of them.
+
+    Args:
+        positions: of the tasks in their order, without those that were trained before.
+        step: finished training steps.
+        steps: of the run; groups of later ones are not admitted.
+        batch_size: groups of a step.
+        max_staleness: most versions between a group's admission and the step that trains it.
+
+    """
+
+    def __init__(self, positions: Iterator[int], *, step: int, steps: int, batch_size: int, max_staleness: int) -> None:
+        self.step = step
+        """The policy version that the next batch trains: the number of steps whose batch was taken."""
+        self._positions = positions
+        self._left = (steps - step) * batch_size
+        self._batch_size = batch_size
+        self._max_staleness = max_staleness
+        self._waiting: dict[int, AdmittedGroup] = {}
+        """By position, in the order of admission."""
+
+    def admit(self, version: int) -> int | None:
+        """Admit the next group while the engines have ``version``; return its position, or None if none may begin."""
+        room = (version + self._max_staleness + 1 - self.step) * self._batch_size
+        if not self._left or len(self._waiting) >= room:
+            return None
+        self._left -= 1
+        position = next(self._positions)
+        self._waiting[position] = AdmittedGroup(position, version)
+        return position
+
+    def finish(self, position: int) -> None:
+        """Record that all episodes of a group have ended."""
+        self._waiting[position].finished = True
+
+    def take(self) -> list[int] | None:
+        """Return the positions of the next step's groups, ascending; None if the step must wait.
+
+        Of the finished groups those that were admitted first are taken, which also leaves most room to those that stay.
+        """
+        batch = [group for group in self._waiting.values() if group.finished][: self._batch_size]
+        taken = {group.position for group in batch}
+        staying = [group.version for group in self._waiting.values() if group.position not in taken]
+        if len(batch) < self._batch_size or not self._in_time(staying):
+            return None
+        self.step += 1
+        for position in taken:
+            del self._waiting[position]
+        return sorted(taken)
+
+    def _in_time(self, versions: Sequence[int]) -> bool:
+        """Return whether groups of these versions, ascending, can be trained in time by the steps after the next."""
+        return all(
+            index < (version + self._max_staleness - self.step) * self._batch_size
+            for index, version in enumerate(versions)
+        )
+
+    @property
+    def finished(self) -> int:
+        """Finished groups that were not taken."""
+        return sum(group.finished for group in self._waiting.values())
+
+    @property
+    def missing(self) -> Sequence[int]:
+        """Positions of the groups that are not finished, the first admitted first."""
+        return [group.position for group in self._waiting.values() if not group.finished]

@@ -1,0 +1,114 @@
+"""Where a trainer's rollouts come from: `agentrl.train.sampling` or `agentrl.train.replay`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
+
+from agentrl.core.types import Rollout
+from agentrl.evaluation.result import SetResult
+from agentrl.evaluation.sets import EvalTasks
+from agentrl.learner.base import LearnerGroup
+from agentrl.obs.progress import Stopwatch
+from agentrl.runtime.jobs import OnDone
+
+
+@dataclass(frozen=True, slots=True)
+class TaskPosition:
+    """Which tasks of an order were trained."""
+
+    first: int = 0
+    """All before it were."""
+    ahead: tuple[int, ...] = ()
+    """Those from ``first`` on that were, ascending. Empty without ``async.max_staleness``."""
+
+    def untrained(self) -> Iterator[int]:
+        """Return all positions that were not trained, from ``first`` on, without end."""
+        trained = frozenset(self.ahead)
+        return (position for position in count(self.first) if position not in trained)
+
+    def after(self, trained: Collection[int]) -> TaskPosition:
+        """Return the position after the tasks at ``trained`` were trained."""
+        assert min(trained, default=self.first) >= self.first, "a task is trained once"
+        assert not set(trained) & set(self.ahead), "a task is trained once"
+        ahead, first = {*self.ahead, *trained}, self.first
+        while first in ahead:
+            first += 1
+        return TaskPosition(first, tuple(sorted(position for position in ahead if position > first)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepRollouts:
+    """What a training step trains on."""
+
+    rollouts: list[Rollout]
+    """Grouped by task."""
+    position: TaskPosition
+    """In the task order, once they are trained."""
+
+
+class RolloutSource(Protocol):
+    """Supplies the trainer with rollouts, and receives the weights that the learner trains on them."""
+
+    @property
+    def steps(self) -> int:
+        """Steps to train."""
+        ...
+
+    @property
+    def samples(self) -> bool:
+        """Whether `get_rollouts` samples them, so that its duration is a sampling time."""
+        ...
+
+    @property
+    def pad_token_id(self) -> int:
+        """The token that fills batches."""
+        ...
+
+    @property
+    def eval_sets(self) -> Sequence[EvalTasks]:
+        """The evaluation sets; without any nothing is evaluated."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included."""
+        ...
+
+    async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
+        """Sync the learner's weights, as policy ``version``, to the engines; ``watch`` gets the seconds."""
+        ...
+
+    async def get_rollouts(self, step: int, position: TaskPosition) -> StepRollouts:
+        """Return the rollouts of ``step`` (from 1), of tasks that were not trained at ``position``.
+
+        Raises:
+            AgentrlError: sampling or reading failed; `RunStopped` if Ctrl-C or the failure policy ends the run.
+
+        """
+        ...
+
+    async def release_gpus_for_training(self, learner: LearnerGroup, watch: Stopwatch) -> None:
+        """Release GPU memory that the learner needs to train, until `sync_weights`; ``watch`` gets the seconds."""
+        ...
+
+    async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:
+        """Record that ``step`` was trained, with the advantages of its rollouts by ``rollout_id``."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs of the source, JSON-able."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Return sampling metrics for the row of a step, collected since the last call."""
+        ...
+
+    async def evaluate(self, on_done: OnDone) -> list[SetResult]:
+        """Evaluate on `eval_sets`; ``on_done`` is called with every rollout."""
+        ...
+
+    def standing(self) -> dict[str, float]:
+        """Return metrics of an evaluation that are known without one, such as a rating."""
+        ...

@@ -1,0 +1,151 @@
+"""A training run in virtual time: scripted engines with random latencies, a learner that takes seconds, all else real."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rich.console import Console
+
+from agentrl.bench.virtual_time import run_virtual
+from agentrl.config.evaluation import EvalSet
+from agentrl.config.load import load_config
+from agentrl.config.schema import Config
+from agentrl.core.env import Env
+from agentrl.core.task import Task
+from agentrl.core.types import Generation, Message, Prompt, SamplingParams
+from agentrl.episode.failure_policy import FailurePolicy
+from agentrl.episode.limits import Limits
+from agentrl.episode.runner import EpisodeRunner
+from agentrl.evaluation.sets import EvalTasks
+from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state
+from agentrl.obs.metrics import MetricsLog, read_metrics
+from agentrl.obs.progress import ProgressView, Stopwatch
+from agentrl.obs.rollouts import RolloutRecorder
+from agentrl.runtime.interrupt import Interrupt
+from agentrl.runtime.jobs import TaskJobs
+from agentrl.runtime.task_order import TaskOrder
+from agentrl.testing import FakeLearner, ScriptedSampler
+from agentrl.train.rollout_source import StepRollouts, TaskPosition
+from agentrl.train.sampling import Sampling
+from agentrl.train.trainer import Trainer
+from tests.unit.episode.conftest import CHATML, renderer_of
+
+TASKS = [Task(f"t{number}", (Message("user", f"task {number}"),)) for number in range(50)]
+RENDERER = renderer_of(CHATML)
+TRAIN_S = 0.5
+"""Of an optimizer step."""
+
+
+class Turns(Env):
+    """Takes as many turns as the first letter of the policy's answer says."""
+
+    def step(self, action: Message) -> Any:
+        ends = "." in action.content
+        return (() if ends else (Message("user", "on"),)), float(len(action.content) % 3), ends, False, {}
+
+
+def answer(request: Any) -> str:
+    """An answer that depends on the session and the turn alone; some episodes have many turns."""
+    value = zlib.crc32(f"{request.session_id} {request.turn}".encode())
+    return "x" * (1 + value % 5) + ("." if value % 4 else "")
+
+
+class Engines(ScriptedSampler):
+    """A sampler with latencies from 0.1 to 60 s. A weight sync waits for no request: tokens have the older version."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(answer, encode=RENDERER.encode, end_token_id=RENDERER.end_token_id)
+        self.latency = random.Random(seed)
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, **names: Any) -> Generation:
+        """Return the script's answer after a while, with the version that the request began with."""
+        version = self.version
+        await asyncio.sleep(min(60.0, self.latency.lognormvariate(0.0, 1.5)))
+        generation = await super().generate(prompt, params, **names)
+        return Generation(
+            generation.token_ids, generation.logprobs, generation.finish_reason, ((0, version),), 0, names["request_id"]
+        )
+
+
+class World(Sampling):
+    """The rollout source of a run; training takes `TRAIN_S`."""
+
+    async def release_gpus_for_training(self, learner: Any, watch: Stopwatch) -> None:
+        await asyncio.sleep(TRAIN_S)
+
+
+class Forced(World):
+    """Takes all rollouts from the background, also with staleness 0."""
+
+    async def get_rollouts(self, step: int, position: TaskPosition) -> StepRollouts:
+        self._runner = self._runner or self.services.runner()
+        return await self._from_background(self._runner, step, position)
+
+
+def make_config(*overrides: str) -> Config:
+    fixed = ["rollout.batch_size=4", "rollout.n_samples_per_prompt=2", "rollout.concurrency=12", "train.save_every=1"]
+    return load_config(None, [*fixed, "train.eval_first=false", "train.eval_every=0", *overrides])
+
+
+def make_source(config: Config, folder: Path, engines: Engines, kind: type[Sampling], after: int | None) -> Sampling:
+    def runner() -> EpisodeRunner:
+        return EpisodeRunner(
+            env_factory=Turns,
+            renderer=RENDERER,
+            sampler=engines,
+            tool_clients={},
+            limits=Limits(max_turns=6, max_tokens=1000, max_seconds=1e9, max_new_tokens=50),
+            sampling=SamplingParams(max_new_tokens=50, seed=0),
+            failure=FailurePolicy(config.rollout.failure),
+            max_concurrency=config.rollout.concurrency,
+        )
+
+    async def push(learner: Any, some: Sequence[Any], version: int) -> None:
+        await asyncio.sleep(0.5)
+        engines.version = version
+
+    fleet = SimpleNamespace(live=(engines,), metrics=dict, set_weight_sync=lambda sync: None)
+    services: Any = SimpleNamespace(fleet=fleet, runner=runner, check=lambda: None, renderer=RENDERER)
+    sync: Any = SimpleNamespace(push=push)
+    recorder = RolloutRecorder(folder / "rollouts", after=after)
+    tasks = TaskJobs(config, TaskOrder(TASKS, config.run.seed))
+    evaluated = [EvalTasks("", EvalSet(n_samples=1), TASKS[:3], "tasks")]
+    return kind(config, services, tasks, sync, recorder, Interrupt(print), evaluated)
+
+
+def train(
+    folder: Path, config: Config, *, kind: type[Sampling] = World, seed: int = 0, learner: FakeLearner | None = None
+) -> Trainer:
+    """Train, from the newest checkpoint in ``folder`` on if there is one, and return the trainer."""
+    checkpoint = latest_checkpoint(folder / "checkpoints") if folder.exists() else None
+    state = read_state(checkpoint) if checkpoint else {"step": 0, "position": 0}
+    after = state["step"] if checkpoint else None
+
+    async def main() -> Trainer:
+        source = make_source(config, folder, Engines(seed), kind, after)
+        await source.open()
+        view = ProgressView(Console(quiet=True), config.train.steps, "plain")
+        log = MetricsLog(folder, resume_after=after)
+        checkpoints = Checkpoints(folder / "checkpoints", keep=2)
+        run = Trainer(config, source, learner or FakeLearner(), checkpoints, log, view)
+        run.step, run.position = state["step"], TaskPosition(state["position"], tuple(state.get("trained_ahead", ())))
+        run.saved = state["step"] if checkpoint else -1
+        try:
+            async with asyncio.timeout(1e6):
+                await run.run()
+        finally:
+            await source.aclose()
+        return run
+
+    return run_virtual(main())
+
+
+def steps(folder: Path) -> list[dict[str, float]]:
+    """The rows of training steps."""
+    return [row for row in read_metrics(folder / "metrics.jsonl") if "train/reward" in row]

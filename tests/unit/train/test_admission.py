@@ -1,0 +1,115 @@
+"""The admission rule: its bound under any timing, its order, and what a resumed run goes on with."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.train.pipeline.admission import Admission
+from agentrl.train.rollout_source import TaskPosition
+
+
+@dataclass
+class Simulation:
+    """A run whose groups take random times. Engines get a version some time after the step, or not at all for a while."""
+
+    rng: random.Random
+    steps: int
+    batch_size: int
+    max_staleness: int
+    concurrency: int
+    position: TaskPosition = field(default_factory=TaskPosition)
+    done: int = 0
+    trained: list[tuple[int, int, int]] = field(default_factory=list)
+    """Step, position, and version at admission of each trained group."""
+
+    def run(self, end: int) -> None:
+        """Train until ``end`` steps are done; then what is in progress is lost."""
+        rule = Admission(
+            self.position.untrained(),
+            step=self.done,
+            steps=self.steps,
+            batch_size=self.batch_size,
+            max_staleness=self.max_staleness,
+        )
+        engines, began, running, admitted = self.done, {}, [], []
+        while self.done < end:
+            while len(running) < self.concurrency and (position := rule.admit(engines)) is not None:
+                began[position] = engines
+                running.append(position)
+                admitted.append(position)
+            batch = rule.take()
+            if batch is not None:
+                self.trained += [(self.done, position, began[position]) for position in batch]
+                self.position, self.done = self.position.after(batch), self.done + 1
+            elif engines < self.done and (not running or self.rng.random() < 0.5):
+                engines += 1
+            else:
+                assert running, "a group is in progress"
+                rule.finish(running.pop(self.rng.randrange(len(running))))
+        assert admitted == sorted(admitted), "groups begin in the order of tasks"
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    steps=st.integers(1, 12),
+    batch_size=st.integers(1, 5),
+    max_staleness=st.integers(0, 5),
+    concurrency=st.integers(1, 24),
+    killed=st.lists(st.integers(0, 12), max_size=3),
+)
+def test_every_group_is_trained_once_and_in_time(
+    seed: int, steps: int, batch_size: int, max_staleness: int, concurrency: int, killed: list[int]
+) -> None:
+    run = Simulation(random.Random(seed), steps, batch_size, max_staleness, concurrency)
+    for end in [*sorted(min(moment, steps) for moment in killed), steps]:
+        run.run(end)
+    assert all(0 <= step - version <= max_staleness for step, _, version in run.trained)
+    assert sorted(position for _, position, _ in run.trained) == list(range(steps * batch_size)), (
+        "none lost, none twice"
+    )
+    assert run.position == TaskPosition(steps * batch_size)
+    assert [step for step, _, _ in run.trained] == [step for step in range(steps) for _ in range(batch_size)]
+    if max_staleness == 0:
+        assert [position for _, position, _ in run.trained] == list(range(steps * batch_size)), "the synchronous order"
+
+
+def test_a_step_waits_for_an_old_group_rather_than_take_a_newer_one() -> None:
+    rule = Admission(count(), step=0, steps=9, batch_size=1, max_staleness=2)
+    assert [rule.admit(0) for _ in range(4)] == [0, 1, 2, None]
+    rule.finish(2)
+    assert rule.take() == [2], "steps 1 and 2 have room for groups 0 and 1"
+    assert [rule.admit(1) for _ in range(2)] == [3, None]
+    rule.finish(3)
+    assert rule.take() is None, "step 2 alone would be left for groups 0 and 1"
+    assert rule.missing == [0, 1]
+    rule.finish(1)
+    assert rule.take() == [1], "either of the two will do, the oldest finished one first"
+    rule.finish(0)
+    assert rule.take() == [0]
+    assert rule.take() == [3]
+
+
+def test_the_last_steps_get_no_groups_that_no_step_trains() -> None:
+    rule = Admission(count(3), step=3, steps=5, batch_size=1, max_staleness=4)
+    assert [rule.admit(3) for _ in range(3)] == [3, 4, None]
+
+
+def test_a_position_after_some_tasks_were_trained_ahead() -> None:
+    position = TaskPosition(4).after([4, 6, 9])
+    assert position == TaskPosition(5, (6, 9))
+    assert position.after([5, 7]) == TaskPosition(8, (9,))
+    assert position.after([5, 7, 8]) == TaskPosition(10)
+    untrained = position.untrained()
+    assert [next(untrained) for _ in range(4)] == [5, 7, 8, 10]
+
+
+@pytest.mark.parametrize("again", [3, 6])
+def test_no_task_is_trained_twice(again: int) -> None:
+    with pytest.raises(AssertionError, match="once"):
+        TaskPosition(4, (6,)).after([again])

@@ -1,0 +1,127 @@
+"""Asynchronous training in virtual time: the bound on the age of tokens, equality at staleness 0, resume, failures."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl.batch.microbatch import GlobalBatch
+from agentrl.core.errors import LearnerError, RunStopped
+from agentrl.core.types import Rollout
+from agentrl.obs.rollouts import read_advantages, read_rollouts, rollout_files
+from agentrl.testing import FakeLearner
+from tests.unit.train.async_world import Forced, World, make_config, steps, train
+
+
+def written(folder: Path) -> dict[int, list[Rollout]]:
+    return {step: read_rollouts(path) for step, path in rollout_files(folder).items()}
+
+
+def ages(folder: Path) -> list[int]:
+    """The age of the oldest token of each step."""
+    oldest = {
+        step: min(int(row.versions[row.mask == 1].min()) for one in some for row in one.rows)
+        for step, some in written(folder).items()
+    }
+    return [step - 1 - version for step, version in oldest.items()]
+
+
+def counted(folder: Path) -> Counter[str]:
+    """How often each rollout was trained."""
+    return Counter(one.rollout_id for some in written(folder).values() for one in some)
+
+
+ALL = Counter(f"{step}/{offset}/{sample}" for step in range(1, 13) for offset in range(4) for sample in range(2))
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 5])
+def test_no_token_is_older_than_the_bound(tmp_path: Path, staleness: int) -> None:
+    train(tmp_path, make_config("train.steps=12", f"async.max_staleness={staleness}"), seed=staleness)
+    found = ages(tmp_path)
+    assert len(found) == 12
+    assert max(found) == staleness, "the bound is used, and kept"
+    assert counted(tmp_path) == ALL
+    rows = steps(tmp_path)
+    assert [row["async/staleness_max"] for row in rows] == found
+    assert all(row["async/staleness_mean"] <= row["async/staleness_p95"] <= row["async/staleness_max"] for row in rows)
+    assert {"async/running_episodes", "async/finished_groups"} <= rows[0].keys()
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor | np.ndarray):
+        return bool((one == other).all())
+    return bool(one == other)
+
+
+def fields(batch: GlobalBatch) -> list[Any]:
+    return [getattr(micro, name) for share in batch.micro for micro in share for name in micro.__slots__]
+
+
+def test_staleness_0_is_the_synchronous_loop_bit_for_bit(tmp_path: Path) -> None:
+    config = make_config("train.steps=4")
+    learners = {"plain": FakeLearner(), "background": FakeLearner()}
+    for kind, name in ((World, "plain"), (Forced, "background")):
+        train(tmp_path / name, config, kind=kind, learner=learners[name])
+    batches = [[fields(batch) for batch in learner.batches] for learner in learners.values()]
+    assert len(batches[0]) == len(batches[1]) == 4
+    for one, other in zip(*batches, strict=True):
+        assert len(one) == len(other) > 0
+        assert all(map(same, one, other))
+    rows = [
+        [{key: value for key, value in row.items() if not key.startswith(("time/", "async/"))} for row in steps(folder)]
+        for folder in (tmp_path / "plain", tmp_path / "background")
+    ]
+    assert rows[0] == rows[1]
+    for step, some in written(tmp_path / "plain").items():
+        other = written(tmp_path / "background")[step]
+        assert sorted(one.rollout_id for one in some) == sorted(one.rollout_id for one in other)
+        assert read_advantages(tmp_path / "plain" / "rollouts", step) == read_advantages(
+            tmp_path / "background" / "rollouts", step
+        )
+    states = [json.loads((tmp_path / name / "checkpoints/step_000004/state.json").read_text()) for name in learners]
+    assert all(states[0][key] == states[1][key] for key in states[0] if key not in ("spent_s", "random"))
+
+
+@pytest.mark.parametrize("resumed_with", [0, 2])
+def test_a_resumed_run_trains_every_group_once(tmp_path: Path, resumed_with: int) -> None:
+    config = make_config("train.steps=12", "async.max_staleness=5")
+    for done, end in ((0, 3), (3, 7)):
+        with pytest.raises(LearnerError):
+            train(tmp_path, config, seed=end, learner=FakeLearner(fail_at=end - done))
+    ahead = json.loads((tmp_path / "checkpoints/step_000007/state.json").read_text())["trained_ahead"]
+    assert ahead, "some groups were trained before others that began earlier"
+    run = train(tmp_path, make_config("train.steps=12", f"async.max_staleness={resumed_with}"), seed=9)
+    assert run.step == 12
+    tasks = Counter(one.prompt_id for some in written(tmp_path).values() for one in some)
+    assert set(tasks.values()) == {2}, "48 of the 50 tasks, each with its two samples"
+    assert len(tasks) == 48
+    assert (run.position.first, run.position.ahead) == (48, ())
+
+
+def test_an_evaluation_has_the_newest_weights(tmp_path: Path) -> None:
+    given = make_config("train.steps=3", "async.max_staleness=3", "train.eval_every=1", "eval.save_rollouts=true")
+    train(tmp_path, given)
+    for step in (1, 2, 3):
+        rollouts = read_rollouts(tmp_path / "rollouts" / f"eval_{step:06d}.jsonl")
+        assert len(rollouts) == 3
+        assert {int(v) for one in rollouts for row in one.rows for v in row.versions[row.versions >= 0]} == {step}
+    assert max(ages(tmp_path)) <= 3
+
+
+def test_a_failure_in_the_background_reaches_the_trainer(tmp_path: Path) -> None:
+    class Stops(World):
+        def _group_jobs(self, position: int) -> Any:
+            if position == 13:
+                raise RunStopped("the task stream has ended")
+            return World._group_jobs(self, position)
+
+    with pytest.raises(RunStopped, match="has ended"):
+        train(tmp_path, make_config("train.steps=12", "async.max_staleness=2"), kind=Stops)
+    assert 0 < len(steps(tmp_path)) < 12
+    assert (tmp_path / "checkpoints" / f"step_{len(steps(tmp_path)):06d}").exists()
