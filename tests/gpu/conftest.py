@@ -28,6 +28,7 @@ from agentrl.inference.launch.launcher import visible_gpus
 from agentrl.inference.launch.processes import EngineProcess, launch_sglang
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.models.load import load_tokenizer
+from agentrl.models.random_models import Shape, write_random_model
 from agentrl.models.resolve import resolve_model
 from agentrl.weight_sync.adapter import with_adapters
 from tests.algo_config import make_algo
@@ -45,6 +46,7 @@ OPTIONS: dict[str, Any] = {
     "disable_piecewise_cuda_graph": True,
     "enable_memory_saver": True,
 }
+EXPERTS = Shape(256, 768, 2, 4, 2, 64, 49152, True, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
 LORA = LoraConfig(rank=16, alpha=32)
 START_S = 280.0
 THINGS = ("a bridge", "yeast", "a compass", "a sonnet", "insulin", "a prime number", "a violin", "chalk", "gravity",
@@ -86,10 +88,11 @@ def begun(
         "struck_run": lambda: struck(root / "run"),
         "near_engine": lambda: serving(root / "near.log", 0),
         "adapter_engine": lambda: serving(root / "adapters.log", 0, adapters=True),
+        "moe_engine": lambda: experts(root),
     }
     if torch.cuda.device_count() > 1:
         starts["far_engine"] = lambda: serving(root / "far.log", 1)
-    if {"struck_run", "near_engine", "far_engine", "adapter_engine"} & wanted:
+    if {"struck_run", "near_engine", "far_engine", "adapter_engine", "moe_engine"} & wanted:
         with contextlib.suppress(ModelError):  # said by the fixture
             resolve_model("smollm2-135m")  # once: it may have to be made
     with ExitStack() as exits, ThreadPoolExecutor() as pool:
@@ -112,6 +115,20 @@ def serving(log: Path, number: int, *, adapters: bool = False) -> Iterator[Engin
     engine = launch_sglang(model, log=log, options=options, gpus=[visible_gpus()[number]], timeout_s=START_S)
     try:
         yield engine
+        engine.check()
+    finally:
+        engine.stop()
+
+
+@contextmanager
+def experts(root: Path) -> Iterator[tuple[Path, EngineProcess]]:
+    """A random model with experts, its folder and SGLang with it on the learner's GPU."""
+    folder = root / "experts"
+    write_random_model(folder, EXPERTS, tokenizer=resolve_model("smollm2-135m"), weights=True)
+    log = root / "experts.log"
+    engine = launch_sglang(folder, log=log, options=OPTIONS, gpus=visible_gpus()[:1], timeout_s=START_S)
+    try:
+        yield folder, engine
         engine.check()
     finally:
         engine.stop()
@@ -189,6 +206,13 @@ def near_engine(begun: dict[str, Future[Any]], smollm2: Path) -> EngineProcess:
     """SGLang with SmolLM2 on the learner's GPU."""
     engine: EngineProcess = begun["near_engine"].result()
     return engine
+
+
+@pytest.fixture(scope="session")
+def moe_engine(begun: dict[str, Future[Any]], smollm2: Path) -> tuple[Path, EngineProcess]:
+    """See `experts`."""
+    found: tuple[Path, EngineProcess] = begun["moe_engine"].result()
+    return found
 
 
 @pytest.fixture(scope="session")
