@@ -29,10 +29,10 @@ FLUSH_S = 1.0
 """Seconds between writes: a killed run loses no more."""
 LONG_S = 10.0
 """A span that is open for this long has an event of its begin in the file, so that the file of a run that hangs shows it."""
-SHORT_S = 1e-3
-"""Shorter spans are written only if their kind is in `KINDS`: they cost the CPU time that the others do."""
 KINDS = frozenset((PHASE, ROLLOUT, TURN, TOOL, REQUEST))
-"""Kinds of which every span is written."""
+"""Kinds of which every span is written. Others are left out inside episodes: each span costs the runner CPU time."""
+SHORT_S = 1e-3
+"""Shorter spans of other kinds are left out everywhere."""
 FILE_MIB = 256
 """Largest trace of a step; later spans of the step are counted instead."""
 COUNTERS = ("train/reward", "engine_idle", "learner_idle", "host_memory/")
@@ -127,25 +127,38 @@ class TraceFiles:
 
     def on_begin(self, wait: waiting) -> None:
         """Give a span its track: that of the span around it, if no other one is open there."""
+        kind, parent = wait.kind, self._around(wait)
+        if kind not in KINDS and parent is not None and parent.track.group == EPISODES:
+            return
+        group = EPISODES if kind == ROLLOUT else RUN if parent is None else parent.track.group
         with self._lock:
-            parent = self._open.get(wait.parent) if isinstance(wait.parent, waiting) else None
-            group = EPISODES if wait.kind == ROLLOUT else RUN if parent is None else parent.track.group
             shared = parent is not None and parent.track.top is parent and parent.track.group == group
             track = parent.track if parent is not None and shared else self._tracks[group].take()
             track.top = self._open[wait] = _Span(wait, track, track.top)
 
+    def _around(self, wait: waiting) -> _Span | None:
+        """Return the innermost span around a wait."""
+        outer = wait.parent
+        while isinstance(outer, waiting):
+            if (span := self._open.get(outer)) is not None:
+                return span
+            outer = outer.parent
+        return None
+
     def on_end(self, wait: waiting, now: float, error: BaseException | None) -> None:
         """Write a span."""
+        span = self._open.pop(wait, None)
+        if span is None:
+            return
         with self._lock:
-            span = self._open.pop(wait)
             span.ended, track = True, span.track
             while track.top is not None and track.top.ended:
                 track.top = track.top.below
             if track.top is None:
                 heapq.heappush(self._tracks[track.group].free, track.number)
-            if self._closed or (now - wait.since < SHORT_S and wait.kind not in KINDS):
-                return
-            self._ended.append((span, wait.details, now, "" if error is None else type(error).__name__))
+        if self._closed or (now - wait.since < SHORT_S and wait.kind not in KINDS):
+            return
+        self._ended.append((span, wait.details, now, "" if error is None else type(error).__name__))
 
     # Steps
 
@@ -215,7 +228,7 @@ class TraceFiles:
     def _write_long(self, now: float) -> None:
         """Write the begin of spans that are open for long."""
         with self._lock:
-            spans = [one for one in self._open.values() if one.begun_in < 0 and now - one.wait.since > LONG_S]
+            spans = [one for one in list(self._open.values()) if one.begun_in < 0 and now - one.wait.since > LONG_S]
             for span in spans:
                 span.begun_in = self._step
         for span in spans:

@@ -66,15 +66,21 @@ def test_an_error_is_named(tmp_path):
     assert (span["name"], span["args"]) == ("tool search", {"of": "search, call 1.0", "error": "TimeoutError"})
 
 
-def test_short_spans_of_minor_kinds_are_omitted(tmp_path):
+def test_other_kinds_are_left_out_in_episodes_and_if_they_are_short(tmp_path):
     def play(files):
         with waiting("environment", "reset"):
             pass
         with waiting("environment", "step"):
             time.sleep(trace.SHORT_S)
 
+        with waiting(ROLLOUT, "1/0/0"), waiting("environment", "inside"):
+            with waiting(TOOL, "search"):
+                pass
+            time.sleep(trace.SHORT_S)
+
     [events], _ = write(tmp_path, play)
-    assert [span["args"]["of"] for span in spans(events)] == ["step"]
+    assert [span["args"]["of"] for span in spans(events)] == ["step", "search", "1/0/0"]
+    assert [span["tid"] for span in spans(events)[1:]] == [1, 1]
 
 
 async def _tree(plan):
