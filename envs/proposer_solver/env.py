@@ -100,7 +100,9 @@ class ProposerSolverEnv(MultiAgentEnv):
         right = {agent: bool(answers[agent]) and int(answers[agent][-1]) == self.answer for agent in solvers}
         share = float(np.mean([right[agent] for agent in solvers]))
         rewards = {agent: float(right[agent]) - self.illegal_cost * (agent in illegal) for agent in solvers}
-        return self._over({PROPOSER: 4 * share * (1 - share)} | rewards, illegal, share)
+        if "held_out" not in self.task.metadata:
+            rewards[PROPOSER] = 4 * share * (1 - share)
+        return self._over(rewards, illegal, share)
 
     def forfeit(self, agent: str) -> dict[str, float]:
         """Return the reward of an illegal turn."""
@@ -138,10 +140,11 @@ class ProposerSolverEnv(MultiAgentEnv):
         return views, all_rewards, dict.fromkeys(agents, True), dict.fromkeys(agents, False), infos
 
     def _held_out(self) -> list[tuple[int, str, int]]:
-        """Return all held-out problems."""
+        """Return all held-out problems, in random order."""
         numbers = range(self.largest + 1)
         pairs = [(a, b) for a in numbers for b in numbers if _is_held_out(a, b)]
-        return [(a, sign, b) for a, b in pairs for sign in self.operations]
+        problems = [(a, sign, b) for a, b in pairs for sign in self.operations]
+        return [problems[place] for place in np.random.default_rng(0).permutation(len(problems))]
 
     def _views(self, texts: Mapping[str, str]) -> dict[str, View]:
         return {
@@ -170,7 +173,7 @@ def _last_line(text: str) -> str:
 
 
 def _is_held_out(a: int, b: int) -> bool:
-    return (a + 2 * b) % _HELD_OUT == 0
+    return (min(a, b) + 2 * max(a, b)) % _HELD_OUT == 0
 
 
 class _Numbers(MadeTasks):
@@ -179,8 +182,8 @@ class _Numbers(MadeTasks):
     def __init__(self, split: str, seed: int) -> None:
         super().__init__(split, 1000)
         self._held_out = split != "train"
-        rng = np.random.default_rng([seed, self._held_out])
-        self._numbers = rng.permutation(1000) if self._held_out else rng.integers(0, 1000, 1000)
+        rng = np.random.default_rng([seed, 0])
+        self._numbers = range(1000) if self._held_out else rng.integers(0, 1000, 1000)
 
     def make(self, index: int) -> Task:
         """Return a task without a prompt."""

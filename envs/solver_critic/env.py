@@ -23,13 +23,14 @@ class SolverCriticEnv(MultiAgentEnv):
     Args:
         illegal_cost: of a turn without a number (solver), or that begins with neither ``right`` nor ``wrong`` (critic).
         verdict_reward: what the critic gets for a right verdict, next to the reward that both get for a right last answer.
+        first_reward: what the solver gets for a right first answer, when it gives it.
     """
 
     metadata: dict[str, Any] = {"render_modes": [], "name": "solver_critic"}  # noqa: RUF012
     possible_agents: list[str] = [SOLVER, CRITIC]  # noqa: RUF012
     players: ClassVar[Mapping[str, PlayerFactory]] = {"random": RandomPlayer, "careless": CarelessPlayer}
 
-    def __init__(self, illegal_cost: float = 0.1, verdict_reward: float = 0.5) -> None:
+    def __init__(self, illegal_cost: float = 0.1, verdict_reward: float = 0.5, first_reward: float = 0.0) -> None:
         """Make an environment.
 
         Raises:
@@ -39,6 +40,7 @@ class SolverCriticEnv(MultiAgentEnv):
             raise ConfigError(f"env.options.illegal_cost={illegal_cost} must not be negative")
         self.illegal_cost = illegal_cost
         self.verdict_reward = verdict_reward
+        self.first_reward = first_reward
 
     @classmethod
     def tasks(cls, split: str, seed: int) -> Sequence[Task]:
@@ -68,6 +70,8 @@ class SolverCriticEnv(MultiAgentEnv):
         if not legal:
             self.illegal[agent] += 1
             rewards[agent] -= self.illegal_cost
+        if agent == SOLVER and len(self.answers) == 1:
+            rewards[SOLVER] += self.first_reward * self._right(0)
         over = len(self.answers) == 2
         if over:
             for one, reward in self._final().items():
@@ -107,10 +111,12 @@ class SolverCriticEnv(MultiAgentEnv):
         return self.verdict == ("right" if self._right(0) else "wrong")
 
     def _metrics(self, agent: str) -> dict[str, float]:
-        if agent == CRITIC:
-            return {"verdict_right": float(self._judged()), "critic_illegal": float(self.illegal[agent])}
-        right = {"first_right": float(self._right(0)), "last_right": float(self._right(1))}
-        return right | {"solver_illegal": float(self.illegal[agent])}
+        return {
+            "first_right": float(self._right(0)),
+            "last_right": float(self._right(1)),
+            "verdict_right": float(self._judged()),
+            f"{agent}_illegal": float(self.illegal[agent]),
+        }
 
     def _views(self, agent: str, text: str) -> dict[str, View]:
         return {one: {"messages": (Message("user", text),) if one == agent else ()} for one in self.agents}
@@ -132,12 +138,12 @@ class SolverCriticEnv(MultiAgentEnv):
 
 
 class _Sums(MadeTasks):
-    """Sums of two numbers from 0 to 20; every fourth pair is for evaluation."""
+    """Sums of two numbers from 0 to 20; every fourth pair is for evaluation, in both orders."""
 
     def __init__(self, split: str, seed: int) -> None:
         pairs = [(a, b) for a in range(_LARGEST + 1) for b in range(_LARGEST + 1)]
         held_out = split != "train"
-        self._pairs = [pair for pair in pairs if ((pair[0] + 2 * pair[1]) % 4 == 0) is held_out]
+        self._pairs = [(a, b) for a, b in pairs if ((min(a, b) + 2 * max(a, b)) % 4 == 0) is held_out]
         self._order = np.random.default_rng(seed).permutation(len(self._pairs))
         super().__init__(split, len(self._pairs))
 

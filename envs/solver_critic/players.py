@@ -1,4 +1,4 @@
-"""A scripted player of both roles that makes mistakes."""
+"""A scripted player of both roles, which makes mistakes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import numpy as np
 
 from agentrl import Message
 
-_FORGETS_CARRY, _SLIPS, _MISJUDGES = 0.7, 0.2, 0.35
+
+_FORGETS_CARRY, _SLIPS, _MISJUDGES = 0.4, 0.3, 0.35
 """Probabilities of mistakes."""
 
 
 def careless_sum(a: int, b: int, rng: np.random.Generator) -> int:
-    """Return the sum of two numbers with mistakes: mostly without the carry of the last digits, at times off by one."""
-    found = a + b
-    if a % 10 + b % 10 >= 10 and rng.random() < _FORGETS_CARRY:
-        found -= 10
-    if rng.random() < _SLIPS:
-        found += int(rng.choice([-1, 1]))
-    return found
+    """Return the sum of two numbers with mistakes: at times without the carry of the last digits, or off by one."""
+    forgets = a % 10 + b % 10 >= 10 and rng.random() < _FORGETS_CARRY
+    return slipped(a + b - 10 * forgets, rng)
+
+
+def slipped(result: int, rng: np.random.Generator) -> int:
+    """Return a result, at times off by one."""
+    return result + (int(rng.choice([-1, 1])) if rng.random() < _SLIPS else 0)
 
 
 class CarelessPlayer:
@@ -41,8 +43,8 @@ class CarelessPlayer:
             self._problem = int(found[1]), int(found[2])
             self._answer = careless_sum(*self._problem, self._rng)
         elif judged := re.fullmatch(r"(\d+) \+ (\d+) = \? Answer: (.*)\. Right or wrong\?", text):
-            right = (judged[3] == str(int(judged[1]) + int(judged[2]))) != (self._rng.random() < _MISJUDGES)
-            return "right" if right else "wrong"
+            is_right = judged[3] == str(int(judged[1]) + int(judged[2]))
+            return "right" if is_right != (self._rng.random() < _MISJUDGES) else "wrong"
         elif self._problem is None:
             return legal_moves[int(self._rng.integers(len(legal_moves)))]
         elif text.startswith("wrong"):

@@ -34,8 +34,9 @@ def test_the_critic_helps_the_solver():
     assert acted(env, "Wrong: too large.")[1] == {"solver": "Wrong: too large. Answer again."}
     rewards, _, infos = acted(env, "<think>7 + 15</think> 22")
     assert rewards == {"solver": 1.0, "critic": 1.5}
-    assert infos["solver"]["metrics"] == {"first_right": 0.0, "last_right": 1.0, "solver_illegal": 0.0}
-    assert infos["critic"]["metrics"] == {"verdict_right": 1.0, "critic_illegal": 0.0}
+    episode = {"first_right": 0.0, "last_right": 1.0, "verdict_right": 1.0}
+    assert infos["solver"]["metrics"] == {**episode, "solver_illegal": 0.0}
+    assert infos["critic"]["metrics"] == {**episode, "critic_illegal": 0.0}
 
 
 def test_a_turn_of_the_wrong_form_costs_and_the_episode_goes_on():
@@ -48,9 +49,19 @@ def test_a_turn_of_the_wrong_form_costs_and_the_episode_goes_on():
     assert infos["solver"]["metrics"]["solver_illegal"] == infos["critic"]["metrics"]["critic_illegal"] == 1.0
 
 
+def test_a_right_first_answer_is_rewarded_when_it_is_given():
+    env = SolverCriticEnv(first_reward=0.25)
+    env.reset(seed=0)
+    assert acted(env, "7")[0] == {"solver": 0.25, "critic": 0.0}
+    acted(env, "right")
+    assert acted(env, "7")[0]["solver"] == 1.0
+
+
 def test_sums_to_evaluate_on_are_not_trained_on():
     questions = [{task.question for task in SolverCriticEnv.tasks(split, 0)} for split in ("train", "eval")]
     assert not questions[0] & questions[1]
+    swapped = {" ".join([b, "+", a, "= ?"]) for a, _, b, *_ in map(str.split, questions[1])}
+    assert swapped == questions[1]
     assert [len(one) for one in questions] == [441 - len(questions[1]), len(questions[1])]
 
 
@@ -81,12 +92,12 @@ def test_what_is_no_problem_costs_the_proposer(text):
 def test_a_held_out_problem_is_solved_in_evaluation_alone():
     env = ProposerSolverEnv(solvers=2, operations="+")
     problems = set()
-    for task in env.tasks("eval", 0)[:300]:
+    for task in env.tasks("eval", 0)[:77]:
         views, _ = env.reset(seed=0, options={"task": task})
         assert env.acting == ("solver_0", "solver_1")
         assert not views["proposer"]["messages"]
         problems.add(env.problem)
-    assert len(problems) == 76
+    assert len(problems) == 77
     for problem in sorted(problems)[:20]:
         env.reset(seed=0, options={"task": Task("t", (), metadata={"number": int(problem.split()[0])})})
         rewards, _, infos = acted(env, problem)
@@ -116,7 +127,7 @@ def test_careless_players_are_legal_and_right_in_about_half_of_the_sums():
     ]
     mean = {name: np.mean([one[name] for one in metrics]) for name in metrics[0]}
     assert mean["solver_illegal"] == mean["critic_illegal"] == 0
-    assert 0.45 < mean["first_right"] < 0.65
+    assert 0.4 < mean["first_right"] < 0.65
     assert 0.6 < mean["verdict_right"] < 0.7
     env, tasks = ProposerSolverEnv(), ProposerSolverEnv.tasks("train", 0)
     metrics = [played(env, tasks[index], index)["proposer"]["metrics"] for index in range(200)]
