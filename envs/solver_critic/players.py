@@ -9,7 +9,6 @@ import numpy as np
 
 from agentrl import Message
 
-
 _FORGETS_CARRY, _SLIPS, _MISJUDGES = 0.4, 0.3, 0.35
 """Probabilities of mistakes."""
 
