@@ -10,13 +10,13 @@ from agentrl_envs.solver_critic.players import careless_sum, slipped
 
 from agentrl import Message
 
-_EASY = 0.8
+_EASY = 0.5
 """Share of problems with a number up to `_SMALL`, on top of those that chance gives."""
 _SMALL = 3
 
 
 class CarelessPlayer:
-    """Sets mostly problems with a small number, solves sums as `careless_sum` does, and other problems at times off by one."""
+    """Sets many problems with a small number, solves sums as `careless_sum` does, and other problems at times off by one."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng

@@ -132,7 +132,7 @@ def test_careless_players_are_legal_and_right_in_about_half_of_the_sums():
     env, tasks = ProposerSolverEnv(), ProposerSolverEnv.tasks("train", 0)
     metrics = [played(env, tasks[index], index)["proposer"]["metrics"] for index in range(200)]
     assert not any(one["proposer_illegal"] for one in metrics)
-    assert 0.6 < np.mean([one["solved"] for one in metrics if "solved" in one]) < 0.9
+    assert 0.4 < np.mean([one["solved"] for one in metrics if "solved" in one]) < 0.9
 
 
 def test_options_that_do_not_fit_are_refused():
