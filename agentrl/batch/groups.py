@@ -60,6 +60,14 @@ def group_rollouts(rollouts: Iterable[Rollout]) -> RolloutGroups:
     return RolloutGroups(kept, np.array(numbers, np.int64), tuple(groups), dropped)
 
 
+def groups_by_policy(groups: RolloutGroups) -> dict[str, RolloutGroups]:
+    """Return the groups of each policy in a run with several, in the order of their names."""
+    names = sorted({rollout.policy for rollout in groups.rollouts_N})
+    if len(names) == 1:
+        return {names[0]: groups}
+    return {name: group_rollouts(one for one in groups.rollouts_N if one.policy == name) for name in names}
+
+
 def groups_by_source(groups: RolloutGroups, sources: Collection[str]) -> dict[str, RolloutGroups]:
     """Return the groups of each source of a mixed run that has some; all as ``""`` if there are no sources.
 

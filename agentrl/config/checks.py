@@ -332,8 +332,6 @@ def _adapters(config: Config) -> Iterator[str]:
         return
     if config.learner.lora is None:
         yield f"{key} without learner.lora: no adapters are trained; set learner.lora={{}}, or leave out weights.adapters"
-    if sampler.backend != "sglang":
-        yield f"{key} with sampler.backend={sampler.backend}: it takes no adapters; set weights.adapters=merged"
     if sampler.router == "sglang":
         yield (
             f"{key} with sampler.router=sglang: requests name the adapter of an engine, and the router chooses the engine; set "

@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from agentrl.config.base import Section
+from agentrl.core.lineup import MAIN
 
 Recompute = Literal["none", "selective", "full"]
 """What is computed again in the backward pass; see `LearnerConfig.recompute`."""
@@ -75,8 +76,6 @@ class OptimizerConfig(Section):
         return self.warmup_steps
 
 
-MAIN = "main"
-"""The policy of a run that trains one."""
 POLICY_NAME = re.compile(r"[A-Za-z]\w*")
 """Names of policies."""
 

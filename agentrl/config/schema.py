@@ -131,6 +131,20 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _resolve_policies(self) -> Config:
+        """Give the names of ``env.roles.ROLE.policy`` to ``learner.lora``, which learner ranks get."""
+        lora, names = self.learner.lora, [*self.env.policies]
+        if lora is None or not names or lora.policies == names:
+            return self
+        if "policies" in lora.model_fields_set:
+            raise ValueError(
+                f"learner.lora.policies={lora.policies}, and env.roles names the policies {names}; leave out "
+                "learner.lora.policies"
+            )
+        lora.policies = names
+        return self
+
+    @model_validator(mode="after")
     def _resolve_sources(self) -> Config:
         """Give the algorithm of every source to the section ``algo``, which learner ranks get."""
         algorithms = {name: each.algo for name, each in self.by_source().items()} if self.sources else {}

@@ -38,6 +38,9 @@ class RoleConfig(Section):
     """A model at an endpoint."""
     train: bool = True
     """Whether the policy is trained on what it says in this role; ``false``: it plays and is not trained."""
+    policy: str | None = None
+    """Name of the policy that plays this role. Roles with one name share it. Each name is an adapter over the same base model
+    (``learner.lora``), and with names every role that a policy plays has one."""
     frozen: str | None = None
     """Weights that play this role and never change: ``initial``, those that the run starts with, or a model, as in
     ``model.path``. A separate engine serves them."""
@@ -45,7 +48,7 @@ class RoleConfig(Section):
     @model_validator(mode="after")
     def _one_player(self) -> RoleConfig:
         endpoint = None if self.endpoint is None else self.endpoint.url
-        players = {"player": self.player, "endpoint.url": endpoint, "frozen": self.frozen}
+        players = {"player": self.player, "endpoint.url": endpoint, "frozen": self.frozen, "policy": self.policy}
         named = [f"{key}={value}" for key, value in players.items() if value is not None]
         if len(named) > 1:
             raise ValueError(f"{' and '.join(named)}: a role has one player; leave out all but one")
@@ -65,6 +68,16 @@ class EnvConfig(Section):
     """Keyword arguments of the environment's constructor."""
     roles: dict[str, RoleConfig] = Field(default_factory=dict)
     """Who plays, by role or agent, in an environment of several agents. The policy plays all others and is trained on them."""
+
+    @property
+    def policy_of(self) -> dict[str, str]:
+        """The policy of each role, or agent, that has one by name; empty if the run has one policy."""
+        return {name: role.policy for name, role in self.roles.items() if role.policy is not None}
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Names of the policies of `roles`; empty if the run has one policy."""
+        return tuple(dict.fromkeys(self.policy_of.values()))
 
 
 class TasksConfig(Section):

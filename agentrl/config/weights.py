@@ -17,8 +17,8 @@ class WeightsConfig(Section):
     learner's rank 0 in a ``torch.distributed`` group with the engines, NCCL on separate GPUs or gloo on a CPU; ``ipc``: CUDA
     IPC on the GPUs that engines share with the learner (``placement.mode=colocate``)."""
     adapters: Literal["merged", "only"] = "merged"
-    """With ``learner.lora``: ``merged`` sends all weights, with the adapters merged; ``only`` sends the adapters to SGLang, in
-    the HTTP request, and the engines keep the base model's weights. Not with ``placement.mode=colocate``."""
+    """With ``learner.lora``: ``merged`` sends all weights, with the adapters merged; ``only`` sends the adapters, in the HTTP
+    request, and the engines keep the base model's weights; several policies need it. Not with ``placement.mode=colocate``."""
     bucket_mib: PositiveInt | None = None
     """Size of one bucket, MiB; by default 4096 for ``ipc`` and ``distributed``, and 512 for ``tensor`` and ``disk``. A
     smaller model is one bucket. Each learner rank needs this memory on its device for a sync in addition to its weights, and

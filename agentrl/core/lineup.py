@@ -22,11 +22,15 @@ class ChatEndpoint(Protocol):
         ...
 
 
+MAIN = "main"
+"""The policy of a run that trains one."""
+
+
 @dataclass(frozen=True, slots=True)
 class PolicySeat:
     """A policy, sampled token by token by the run's engines or by others."""
 
-    policy: str = "main"
+    policy: str = MAIN
     """Its name at the sampler."""
     trained: bool = True
     """Whether its rollouts are returned, to be trained on; a frozen snapshot is not trained."""
@@ -75,7 +79,13 @@ class Lineup:
     """By agent, or by role for all its agents; the trained policy plays the others."""
     opponent: str = "mirror"
     """Class of opponents, for `Rollout.opponent`: ``mirror``, ``past`` or ``fixed:NAME``."""
+    policies: Mapping[str, str] = field(default_factory=dict)
+    """In a run of several policies, the one that plays where `seats` names no player: by agent, or by role."""
+
+    def policy(self, agent: str, role: str) -> str:
+        """Return the policy of an agent: ``main`` in a run of one."""
+        return self.policies.get(agent) or self.policies.get(role) or MAIN
 
     def seat(self, agent: str, role: str) -> Seat:
         """Return who plays an agent."""
-        return self.seats.get(agent) or self.seats.get(role) or PolicySeat()
+        return self.seats.get(agent) or self.seats.get(role) or PolicySeat(self.policy(agent, role))

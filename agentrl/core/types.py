@@ -435,6 +435,8 @@ class Rollout:
     """The agent's role in a multi-agent environment; empty in an environment of one agent."""
     seat: int = 0
     """The agent's place in the order of the environment's agents, from 0."""
+    policy: str = "main"
+    """Name of the policy that played, in a run with several."""
     opponent: str = ""
     """Class of the other players in self-play: ``mirror``, ``past`` or ``fixed:NAME``; empty if there are none."""
     episode: str = ""

@@ -109,6 +109,9 @@ class MultiAgentEpisode:
         seconds = time.monotonic() - self._began
         rollout = player.rollout(self._task, seconds=seconds, tool_seconds=self.tools.seconds, failure=failure)
         rollout.role, rollout.seat = env.role_of(agent), env.possible_agents.index(agent)
+        seat = self._lineup.seat(agent, rollout.role)
+        if isinstance(seat, PolicySeat):
+            rollout.policy = seat.policy
         rollout.opponent, rollout.episode = self._lineup.opponent, self._state.rollout_id
         rollout.seat_rewards = tuple(other.state.reward for other in self._participants.values())
         rollout.seats = tuple(self._seat_record(other) for other in self._participants.values())

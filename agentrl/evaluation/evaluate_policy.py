@@ -23,7 +23,8 @@ from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import watched
 from agentrl.runtime.run_tools import check_tools
-from agentrl.runtime.services import Services, open_services
+from agentrl.runtime.saved_policies import open_saved
+from agentrl.runtime.services import Services
 from agentrl.runtime.task_order import NoTasks
 from agentrl.runtime.task_sources import TaskSources
 
@@ -57,7 +58,7 @@ async def evaluate_policy(
             if file is not None:
                 file.write(rollout)
 
-        async with open_services(config, tasks, model, Path(folder), config.run.seed) as services:
+        async with open_saved(config, tasks, model, Path(folder)) as services:
             count.begin()
             with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
                 async with watched(services, interrupt):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.config.schema import Config
@@ -24,14 +24,15 @@ def eval_lineups(config: Config) -> dict[str, tuple[Lineup, ...]]:
         return {}
     env = make_any_env(config.env.name, config.env.options)
     assert isinstance(env, MultiAgentEnv), "check_self_play comes first"
-    return {label(one): _lineups(one, env.possible_agents) for one in config.self_play.eval.opponents}
+    policies = config.env.policy_of
+    return {label(one): _lineups(one, env.possible_agents, policies) for one in config.self_play.eval.opponents}
 
 
-def _lineups(opponent: str, agents: Sequence[str]) -> tuple[Lineup, ...]:
+def _lineups(opponent: str, agents: Sequence[str], policies: Mapping[str, str]) -> tuple[Lineup, ...]:
     if opponent == MIRROR:
-        return (Lineup(opponent=MIRROR),)
+        return (Lineup(opponent=MIRROR, policies=policies),)
     scripted = ScriptedSeat(opponent.removeprefix(FIXED))
-    return tuple(Lineup({other: scripted for other in agents if other != mine}, opponent) for mine in agents)
+    return tuple(Lineup({other: scripted for other in agents if other != mine}, opponent, policies) for mine in agents)
 
 
 def game_metrics(rollout: Rollout) -> dict[str, float]:

@@ -29,7 +29,7 @@ from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import TaskJobs, watched
 from agentrl.runtime.run_tools import check_tools
-from agentrl.runtime.services import open_services
+from agentrl.runtime.saved_policies import open_saved
 from agentrl.runtime.task_order import TaskOrder
 from agentrl.runtime.task_sources import MixedOrder, order_of, read_splits
 
@@ -103,7 +103,7 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
                 done.append(rollout)
                 count.add()
 
-            async with open_services(config, tasks, model, Path(folder), config.run.seed) as services:
+            async with open_saved(config, tasks, model, Path(folder)) as services:
                 count.begin()
                 runner = services.runner()
                 with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):

@@ -79,7 +79,7 @@ def _schema() -> Any:
             *arrays,
         ]
     )
-    names = [(name, text) for name in ("agent", "role", "opponent", "episode")]
+    names = [(name, text) for name in ("agent", "role", "policy", "opponent", "episode")]
     words = [(name, text) for name in ("agent", "role", "player")]
     lists = [("steps", pa.list_(pa.int32())), ("moves", pa.list_(text))]
     seats = pa.list_(pa.struct([*words, ("trained", pa.bool_()), *lists]))

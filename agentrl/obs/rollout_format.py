@@ -35,7 +35,7 @@ ARRAYS: dict[str, type[np.generic]] = {
 }
 """The arrays of a `Row`, each ``[T]``, and their dtypes."""
 
-PLAYER = ("agent", "role", "seat", "opponent", "episode", "seat_rewards")
+PLAYER = ("agent", "role", "seat", "policy", "opponent", "episode", "seat_rewards")
 """The fields of a `Rollout` that only multi-agent episodes set; ``seats`` is another."""
 SEAT = ("agent", "role", "player", "trained", "steps", "moves")
 """The fields of a `SeatRecord`."""

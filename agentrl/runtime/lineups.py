@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from agentrl.config.tasks import EnvConfig, RoleConfig
 from agentrl.core.errors import ConfigError, unknown_name
-from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat, Seat
+from agentrl.core.lineup import MAIN, EndpointSeat, Lineup, PolicySeat, ScriptedSeat, Seat
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import env_class, make_any_env
 from agentrl.core.sampler import Sampler
@@ -49,10 +49,27 @@ def make_lineup(config: EnvConfig, frozen: Mapping[str, Sampler] = MappingProxyT
         {name: _seat(role, frozen) for name, role in config.roles.items()},
         f"fixed:{'+'.join(dict.fromkeys(fixed))}" if fixed else "mirror",
     )
-    seats = (lineup.seat(agent, env.role_of(agent)) for agent in env.possible_agents)
-    if not any(isinstance(seat, PolicySeat) and seat.trained for seat in seats):
-        raise ConfigError(f"env.roles: the policy is trained in no role of {config.name} ({', '.join(sorted(known))})")
+    _check_trained(config, env, lineup)
     return lineup
+
+
+def _check_trained(config: EnvConfig, env: MultiAgentEnv, lineup: Lineup) -> None:
+    """Check that each policy is trained in a role, and that policies with names leave no role to one without."""
+    seats = {agent: lineup.seat(agent, env.role_of(agent)) for agent in env.possible_agents}
+    trained = {seat.policy for seat in seats.values() if isinstance(seat, PolicySeat) and seat.trained}
+    names = config.policies
+    for agent, seat in seats.items():
+        given = config.roles.get(agent) or config.roles.get(env.role_of(agent)) or RoleConfig()
+        if names and isinstance(seat, PolicySeat) and given.policy is None and given.frozen is None:
+            raise ConfigError(
+                f"env.roles: policies have the names {', '.join(names)}, and none plays the role {env.role_of(agent)}; set "
+                f"env.roles.{env.role_of(agent)}.policy"
+            )
+    for name in names or (MAIN,):
+        if name not in trained:
+            which = f"the policy {name}" if names else "the policy"
+            roles = ", ".join(sorted({env.role_of(agent) for agent in env.possible_agents}))
+            raise ConfigError(f"env.roles: {which} is trained in no role of {config.name} ({roles})")
 
 
 def _seat(role: RoleConfig, frozen: Mapping[str, Sampler]) -> Seat:
@@ -62,4 +79,4 @@ def _seat(role: RoleConfig, frozen: Mapping[str, Sampler]) -> Seat:
         return PolicySeat(trained=False, sampler=frozen.get(role.frozen), name=f"frozen {role.frozen}")
     if role.endpoint is not None:
         return EndpointSeat(OpenAiEndpoint(role.endpoint), role.endpoint.model)
-    return PolicySeat(trained=role.train)
+    return PolicySeat(role.policy or MAIN, trained=role.train, name=role.policy or "policy")

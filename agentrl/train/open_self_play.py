@@ -8,6 +8,7 @@ from pathlib import Path
 
 from agentrl.config.schema import Config
 from agentrl.config.self_play import PAST, SelfPlayConfig
+from agentrl.core.lineup import Lineup
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import make_any_env
 from agentrl.runtime.reserved_engines import reserved_fleet
@@ -38,14 +39,16 @@ async def open_self_play(
         exits.push_async_callback(fleets[-1].aclose)
     await asyncio.gather(*(fleet.start() for fleet in fleets))
     services.opponents = fleets
-    snapshots = folder / SNAPSHOTS
+    snapshots, who = folder / SNAPSHOTS, Lineup(policies=config.env.policy_of)
     return SelfPlay(
         config=given,
         league=League(given, config.run.seed),
         agents=list(env.possible_agents),
         folder=folder,
-        engines=[OpponentEngine(fleet, snapshots) for fleet in fleets],
+        engines=[OpponentEngine(fleet, snapshots, policies=config.env.policies) for fleet in fleets],
         log=LeagueLog(folder, resume_after),
         bucket_bytes=bucket_bytes_of("disk", config.weights.bucket_mib),
         dtype=dtype,
+        lora=config.learner.lora if config.env.policies else None,
+        policies={agent: who.policy(agent, env.role_of(agent)) for agent in env.possible_agents},
     )

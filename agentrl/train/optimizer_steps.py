@@ -17,7 +17,7 @@ from agentrl.algo.correction import importance_weights
 from agentrl.algo.distillation import teacher_gaps, teacher_metrics
 from agentrl.algo.estimate import RowAdvantages, estimate_advantages, next_baselines
 from agentrl.algo.kl import kl_estimate
-from agentrl.batch.groups import RolloutGroups, groups_by_source
+from agentrl.batch.groups import RolloutGroups, groups_by_policy, groups_by_source
 from agentrl.batch.lr_schedule import lr_scale
 from agentrl.batch.packing import pack
 from agentrl.batch.sequences import SampledSequence, sequences_of
@@ -67,12 +67,13 @@ def score_rollouts(
         LearnerError: a rank failed.
 
     """
-    batch = pack(groups.rows, **packing_options(config, pad_id))
-    return StepScores(
-        learner=learner.logprobs(batch) if _needs_learner(config) else {},
-        reference=learner.logprobs(batch, "reference") if _kl_in_reward(config) else {},
-        values=_values(config, groups, critic, pad_id) if critic is not None else {},
-    )
+    own, reference = dict[RowKey, Any](), dict[RowKey, Any]()
+    for policy, part in groups_by_policy(groups).items():
+        batch = pack(part.rows, policy=policy, **packing_options(config, pad_id))
+        own |= learner.logprobs(batch) if _needs_learner(config) else {}
+        reference |= learner.logprobs(batch, "reference") if _kl_in_reward(config) else {}
+    values = _values(config, groups, critic, pad_id) if critic is not None else {}
+    return StepScores(own, reference, values)
 
 
 def _values(config: Config, groups: RolloutGroups, critic: CriticGroup, pad_id: int) -> RowValues:
@@ -96,7 +97,7 @@ def _kl_in_reward(config: Config) -> bool:
 def step_advantages(
     config: Config, groups: RolloutGroups, scores: StepScores, baselines: Baselines = MappingProxyType({})
 ) -> RowAdvantages:
-    """Return the advantage of every trained token, by the estimator of its source.
+    """Return the advantage of every trained token, by the estimator of its source. Policies are not compared with each other.
 
     Args:
         config: of the run.
@@ -111,8 +112,9 @@ def step_advantages(
     gaps = _gaps(config, groups, scores) if scores.teachers else None
     found: RowAdvantages = {}
     for name, part in groups_by_source(groups, config.sources).items():
-        given = advantage_input(config, part, scores, baselines.get(name, {}))
-        found |= estimate_advantages(config.algo.by_source[name], given, gaps)
+        for of_policy in groups_by_policy(part).values():
+            given = advantage_input(config, of_policy, scores, baselines.get(name, {}))
+            found |= estimate_advantages(config.algo.by_source[name], given, gaps)
     return found
 
 
@@ -120,8 +122,9 @@ def step_baselines(config: Config, groups: RolloutGroups, scores: StepScores, be
     """Return the baselines of ``rae`` after the step."""
     found = dict(before)
     for name, part in groups_by_source(groups, config.sources).items():
-        given = advantage_input(config, part, scores, before.get(name, {}))
-        found[name] = next_baselines(config.algo.by_source[name], given)
+        for of_policy in groups_by_policy(part).values():
+            given = advantage_input(config, of_policy, scores, found.get(name, {}))
+            found[name] = next_baselines(config.algo.by_source[name], given)
     return {name: some for name, some in found.items() if some}
 
 
@@ -183,6 +186,11 @@ def step_correction(config: Config, groups: RolloutGroups, scores: StepScores) -
     """
     if not config.algo.correction.needs_all_tokens:
         return None
+    parts = groups_by_policy(groups).values()
+    return {key: row for part in parts for key, row in _correction(config, part, scores).items()}
+
+
+def _correction(config: Config, groups: RolloutGroups, scores: StepScores) -> RowValues:
     sequences = [sequence for sequence in sequences_of(groups.rows) if sequence.size]
     gaps = [_log_ratio(sequence, scores.learner) for sequence in sequences]
     numbers = np.repeat(np.arange(len(gaps)), [len(gap) for gap in gaps])
@@ -204,6 +212,10 @@ class OptimizerStep:
     """Rows that count in the denominators of the loss."""
     trained: set[str]
     """Ids of the rollouts whose rows are trained; not empty."""
+    policy: str = "main"
+    """Which of several policies is trained; all rows are of this one."""
+    index: int = 0
+    """Of the optimizer steps of this policy in the training step."""
 
 
 def optimizer_steps(config: Config, groups: RolloutGroups, advantages: RowAdvantages) -> list[OptimizerStep]:
@@ -213,15 +225,18 @@ def optimizer_steps(config: Config, groups: RolloutGroups, advantages: RowAdvant
     such as those of groups whose rewards are all equal, add nothing to the gradient and are left out; whether they count
     in the denominators is ``batch.denominator`` (``live`` is DAPO's filter, arXiv:2503.14476, without sampling
     replacements). They stay if the loss has a KL term or an entropy bonus, to which they contribute. Rollouts without a
-    token to train on are left out.
+    token to train on are left out. Each policy of several has separate optimizer steps.
     """
     live = {key.rollout_id for key, values in advantages.items() if config.algo.trains_everything or values.any()}
     steps = []
-    for rollouts in divided(config, groups):
-        trained = {one.rollout_id for one in rollouts if any(row.mask.any() for row in one.rows)} & live
-        counted = [one for one in rollouts if config.batch.denominator == "all" or one.rollout_id in trained]
-        if trained:
-            steps.append(OptimizerStep([row for one in counted for row in one.rows], trained))
+    for policy, part in groups_by_policy(groups).items():
+        index = 0
+        for rollouts in divided(config, part):
+            trained = {one.rollout_id for one in rollouts if any(row.mask.any() for row in one.rows)} & live
+            counted = [one for one in rollouts if config.batch.denominator == "all" or one.rollout_id in trained]
+            if trained:
+                steps.append(OptimizerStep([row for one in counted for row in one.rows], trained, policy, index))
+                index += 1
     return steps
 
 

@@ -24,7 +24,7 @@ from agentrl.train.open_self_play import open_self_play
 from agentrl.train.replay import RecordedRollouts, Replay, sample_check
 from agentrl.train.rollout_source import RolloutSource
 from agentrl.train.sampling import Sampling
-from agentrl.weight_sync.adapter import AdapterSync, with_adapters
+from agentrl.weight_sync.adapter import AdapterSync, for_adapters
 from agentrl.weight_sync.base import WeightSync
 from agentrl.weight_sync.registry import bucket_bytes_of, make_sync
 
@@ -54,9 +54,7 @@ async def open_sampling(
 
     """
     tasks = open_tasks(config)
-    lora, sampler = config.learner.lora, config.sampler
-    if lora is not None and config.weights.adapters == "only" and not sampler.urls:
-        config = config.model_copy(update={"sampler": await asyncio.to_thread(with_adapters, sampler, lora, model)})
+    config = await asyncio.to_thread(for_adapters, config, model)
     opening = open_services(config, tasks, model, folder, config.run.seed, launcher=launcher)
     services = await exits.enter_async_context(opening)
     dtype = await _sent_dtype(config, services.fleet)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.learner import LoraConfig
 from agentrl.config.self_play import FIXED, PAST, SelfPlayConfig
 from agentrl.core.lineup import Lineup, PolicySeat, ScriptedSeat, Seat
 from agentrl.core.sampler import Sampler
@@ -28,6 +29,7 @@ from agentrl.selfplay.league import League
 from agentrl.selfplay.league_log import LeagueLog
 from agentrl.selfplay.pool import snapshot_name, step_of
 from agentrl.selfplay.seating import Seating
+from agentrl.weight_sync.adapter import load_policies, write_policies
 from agentrl.weight_sync.disk import write_weights
 
 _log = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ class OpponentEngine:
     """Of all snapshots."""
     snapshot: str | None = None
     """Name of the snapshot that it holds."""
+    policies: Sequence[str] = ()
+    """Of a run with several: a snapshot has adapters of each."""
 
     def __post_init__(self) -> None:
         """Let the engine load its snapshot again after a restart."""
@@ -64,7 +68,10 @@ class OpponentEngine:
     async def _load_into(self, engine: EngineControl) -> int:
         assert self.snapshot is not None, "load comes before the first request"
         version = step_of(self.snapshot)
-        await engine.updates.from_disk(self.folder / self.snapshot, version)
+        if self.policies:
+            await load_policies(engine, self.folder / self.snapshot, self.policies, version)
+        else:
+            await engine.updates.from_disk(self.folder / self.snapshot, version)
         return version
 
 
@@ -84,6 +91,10 @@ class SelfPlay:
     """Size of a file of weights."""
     dtype: str | None
     """Of the written weights."""
+    lora: LoraConfig | None = None
+    """Of a run with several policies."""
+    policies: Mapping[str, str] = field(default_factory=dict)
+    """The policy of each agent, in such a run."""
     _seatings: dict[str, Seating] = field(default_factory=dict, init=False)
     """By episode of the step."""
     _played: list[Rollout] = field(default_factory=list, init=False)
@@ -101,8 +112,11 @@ class SelfPlay:
         if PAST not in self.config.mix or not self.league.pool.due(step):
             return
         self.league.add_snapshot(step)
-        name = self.league.pool.names[-1]
-        await write_weights(learner, self.folder / SNAPSHOTS / name, bucket_bytes=self.bucket_bytes, dtype=self.dtype)
+        folder = self.folder / SNAPSHOTS / self.league.pool.names[-1]
+        if self.lora is None:
+            await write_weights(learner, folder, bucket_bytes=self.bucket_bytes, dtype=self.dtype)
+        else:
+            await asyncio.to_thread(write_policies, learner, folder, self.lora, self.dtype)
         await asyncio.to_thread(self._remove_others)
 
     def _remove_others(self) -> None:
@@ -130,9 +144,19 @@ class SelfPlay:
         seatings = [one for of_task in by_task for one in of_task]
         samplers = await self._load(sorted({name for one in seatings for name in one.players if _is_snapshot(name)}))
         self._seatings = {job.rollout_id: one for job, one in zip(jobs, seatings, strict=True)}
-        return [
-            replace(job, lineup=_lineup(one, self.agents, samplers)) for job, one in zip(jobs, seatings, strict=True)
-        ]
+        return [replace(job, lineup=self._lineup(one, samplers)) for job, one in zip(jobs, seatings, strict=True)]
+
+    def _lineup(self, seating: Seating, samplers: Mapping[str, Sampler]) -> Lineup:
+        seats: dict[str, Seat] = {}
+        lineup = Lineup(seats, seating.opponent, self.policies)
+        for agent, player in zip(self.agents, seating.players, strict=True):
+            if player.startswith(FIXED):
+                seats[agent] = ScriptedSeat(player.removeprefix(FIXED))
+            elif player != POLICY:
+                seats[agent] = PolicySeat(
+                    lineup.policy(agent, ""), trained=False, sampler=samplers[player], name=player
+                )
+        return lineup
 
     async def _load(self, names: Sequence[str]) -> dict[str, Sampler]:
         held = {one.snapshot: one for one in self.engines if one.snapshot in names}
@@ -188,16 +212,6 @@ class SelfPlay:
 
 def _is_snapshot(name: str) -> bool:
     return name != POLICY and not name.startswith(FIXED)
-
-
-def _lineup(seating: Seating, agents: Sequence[str], samplers: Mapping[str, Sampler]) -> Lineup:
-    seats: dict[str, Seat] = {}
-    for agent, player in zip(agents, seating.players, strict=True):
-        if player.startswith(FIXED):
-            seats[agent] = ScriptedSeat(player.removeprefix(FIXED))
-        elif player != POLICY:
-            seats[agent] = PolicySeat(trained=False, sampler=samplers[player], name=player)
-    return Lineup(seats, opponent=seating.opponent)
 
 
 def snapshots_of(state: Mapping[str, Any]) -> set[str]:

@@ -61,6 +61,22 @@ def _role_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return metrics
 
 
+def policy_metrics(policies: Sequence[str], steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the learner's metrics of each policy of several, such as ``train/grad_norm/policy=first``.
+
+    Args:
+        policies: that each optimizer step trained.
+        steps: metrics of the optimizer steps.
+
+    """
+    metrics: dict[str, float] = {}
+    names = sorted(set(policies))
+    for name in names if len(names) > 1 else ():
+        own = merge_metrics([step for policy, step in zip(policies, steps, strict=True) if policy == name])
+        metrics |= {f"{key}/policy={name}": value for key, value in own.items() if key.startswith("train/")}
+    return metrics
+
+
 def source_metrics(
     sources: Collection[str], rollouts: Sequence[Rollout], groups: RolloutGroups, advantages: RowAdvantages
 ) -> dict[str, float]:

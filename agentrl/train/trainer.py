@@ -42,7 +42,7 @@ from agentrl.train.optimizer_steps import (
     step_correction,
 )
 from agentrl.train.rollout_source import RolloutSource, TaskPosition
-from agentrl.train.step_metrics import merge_metrics, rollout_metrics, source_metrics
+from agentrl.train.step_metrics import merge_metrics, policy_metrics, rollout_metrics, source_metrics
 from agentrl.train.teachers import Teachers
 
 NONFINITE = {
@@ -134,10 +134,11 @@ class Trainer:
                 trained=part.trained,
                 learner_logprobs=scores.learner or None,
                 correction=correction,
-                lr_scale=policy_lr_scale(self.config, self.step, index),
+                lr_scale=policy_lr_scale(self.config, self.step, part.index),
+                policy=part.policy,
                 **packing_options(self.config, self.source.pad_token_id),
             )
-            for index, part in enumerate(optimizer_steps(self.config, groups, advantages))
+            for part in optimizer_steps(self.config, groups, advantages)
             if not warming_up(self.config, self.step)
         ]
         learned: list[Mapping[str, float]] = []
@@ -166,6 +167,7 @@ class Trainer:
             row |= source_metrics(self.config.sources, rollouts, groups, advantages)
             row |= distillation_metrics(self.config, groups, scores) | baseline_metrics(self.baselines)
             row |= merge_metrics(learned) if learned else {} if values else {"train/skipped": 1.0}
+            row |= policy_metrics([batch.policy for batch in batches], learned)
             self._log(row | times | self.monitor() | {"train/version": float(self.step)}, rollouts, groups)
 
     async def _train_critic(self, groups: RolloutGroups, scores: StepScores) -> dict[str, float]:

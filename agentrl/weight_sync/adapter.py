@@ -11,10 +11,11 @@ from typing import Any
 
 from agentrl.config.learner import LoraConfig
 from agentrl.config.sampler import SamplerConfig
+from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, LearnerError
 from agentrl.inference.base import EngineControl, LoraAdapter
 from agentrl.learner.base import LearnerGroup
-from agentrl.models.peft_folder import last_names, layer_names, peft_config
+from agentrl.models.peft_folder import last_names, layer_names, peft_config, read_peft, write_peft
 from agentrl.models.weight_checksum import raw_bytes
 from agentrl.weight_sync.engines import call_all, check_version
 
@@ -77,6 +78,35 @@ class AdapterSync:
         if self._check == "checksum":
             sums = {name: hashlib.sha256(raw_bytes(tensor)).hexdigest() for name, tensor in tensors}
         return LoraAdapter(peft_config(self._config, last_names(layers)), tensors, checksums=sums)
+
+
+def write_policies(learner: LearnerGroup, folder: Path, config: LoraConfig, dtype: str | None) -> None:
+    """Write a PEFT folder for each policy into ``folder``; see `load_policies`."""
+    for policy in config.policies:
+        write_peft(folder / policy, config, learner.adapters(dtype, policy))
+
+
+async def load_policies(engine: EngineControl, folder: Path, policies: Collection[str], version: int) -> None:
+    """Load the adapters of policies, whose PEFT folders are in ``folder``, into an engine.
+
+    Raises:
+        ModelError: a folder is incomplete or damaged.
+        EngineError: the engine refuses them.
+
+    """
+    ranks, found = await engine.groups.ranks(), {}
+    for policy in policies:
+        config, tensors = await asyncio.to_thread(read_peft, folder / policy)
+        found[policy] = LoraAdapter(config, tensors, ranks)
+    await engine.updates.from_adapters(found, version)
+
+
+def for_adapters(config: Config, model: Path) -> Config:
+    """Return the configuration of a run whose engines hold adapters, if ``weights.adapters=only``; see `with_adapters`."""
+    lora, sampler = config.learner.lora, config.sampler
+    if lora is None or config.weights.adapters != "only" or sampler.backend != "sglang" or sampler.urls:
+        return config
+    return config.model_copy(update={"sampler": with_adapters(sampler, lora, model)})
 
 
 def with_adapters(sampler: SamplerConfig, config: LoraConfig, model: Path) -> SamplerConfig:

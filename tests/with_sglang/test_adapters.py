@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conformance.adapters import TWO, Adapters, Policies, two_policies
 from conformance.engine import GREEDY, prompt, sample
 from engine_tiny import reference_logprobs, save_model
 from transformers import PreTrainedModel
@@ -64,12 +65,22 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
 
 
 @pytest.fixture(scope="module")
+def policies(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policies]:
+    with two_policies(tmp_path_factory.mktemp("policies")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
 def url(policy: Policy, sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    options = with_adapters(SamplerConfig(sglang={"device": "cpu"}), LORA, policy.folder).sglang
+    options = with_adapters(SamplerConfig(sglang={"device": "cpu"}), TWO, policy.folder).sglang
     log = tmp_path_factory.mktemp("engine") / "engine.log"
     process = launch_sglang(policy.folder, log=log, options=options, python=sglang_python, timeout_s=200)
     yield process.url
     process.stop()
+
+
+class TestPolicies(Adapters):
+    pass
 
 
 def distance(

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from agentrl.config.learner import MAIN
 from agentrl.core.errors import SamplerError
+from agentrl.core.lineup import MAIN
 from agentrl.distributed.base import LOAD_FORMAT
 from agentrl.inference.base import LoraAdapter
 from agentrl.inference.client.control import ControlEndpoint, ControlRefused

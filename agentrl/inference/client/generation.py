@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 
-from agentrl.config.learner import MAIN
 from agentrl.core.errors import EngineLostError, SamplerError
+from agentrl.core.lineup import MAIN
 from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
 from agentrl.inference.client.adapters import adapter_version
 from agentrl.inference.client.experts import experts_options, read_experts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl.core.errors import ModelError
+from agentrl.inference.embedded.adapters import Adapter, WeightSwitch, merged_weights
 from agentrl.inference.embedded.cache import ATTENTION, SlotCache
 from agentrl.inference.embedded.errors import BadRequestError
 from agentrl.inference.embedded.forward_batch import ForwardBatch, Segment
@@ -66,6 +67,7 @@ class Model:
         self._tensors = {tensor.name: tensor for tensor in hub_tensors(self._model, shapes)}
         self._layers = _record_experts(self._model, self.cache)
         self._check(dtype)
+        self._switch = WeightSwitch(self._model)
         self._released: dict[str, torch.Size] = {}
         """Shapes of the weights whose memory was released."""
 
@@ -83,12 +85,13 @@ class Model:
             found.update([ids] if isinstance(ids, int) else ids or ())
         return frozenset(found)
 
-    def compute(self, segments: Sequence[Segment]) -> tuple[Tensor, list[int]]:
-        """Compute the new tokens of all requests, partitioned among the threads.
+    def compute(self, segments: Sequence[Segment], adapter: Adapter | None = None) -> tuple[Tensor, list[int]]:
+        """Compute the new tokens of requests of one adapter, partitioned among the threads.
 
         Returns:
             float32 logits ``[K, V]`` of the tokens that are kept, segment by segment, and the order of the segments.
         """
+        self._switch.use(adapter)
         partitions = _partition(segments, self._threads)
         batches = [ForwardBatch([segments[index] for index in partition]) for partition in partitions]
         others = [self._pool.submit(self.forward, batch) for batch in batches[1:]]
@@ -142,12 +145,20 @@ class Model:
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Return the weights by Hugging Face name; of tied weights only the first."""
+        self._switch.use(None)
         weights = dict(self._model.named_parameters())
         tensors = self._tensors.values()
         return ((tensor.name, tensor.of(weights[tensor.weight])) for tensor in tensors if tensor.weight in weights)
 
+    def merged(self, config: Mapping[str, Any], named: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the weights that a LoRA adapter changes; see `merged_weights`."""
+        self.check_present()
+        self._switch.use(None)
+        return merged_weights(dict(self._model.named_parameters()), config, named)
+
     def release_weights(self) -> None:
         """Free the memory of the weights."""
+        self._switch.use(None)
         for name, parameter in self._model.named_parameters():
             self._released[name] = parameter.shape
             parameter.data = parameter.new_empty(0)
@@ -187,6 +198,7 @@ class Model:
             BadRequestError: a name is unknown, or a shape differs.
         """
         self.check_weights([(name, tensor.shape) for name, tensor in named])
+        self._switch.use(None)
         state = self._model.state_dict()
         with torch.no_grad():
             for name, tensor in named:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.inference.embedded.adapters import Adapter
 from agentrl.inference.embedded.errors import BadRequestError
 
 # Options of SGLang that this engine lacks, with the values that change nothing.
@@ -111,6 +112,8 @@ class Request:
     """uint64; together with a token's position in prompt and output it determines the random number, see `uniforms`."""
     score_from: int | None = None
     """With a number, the log-probabilities of the prompt's tokens after this one are computed, and nothing is sampled."""
+    adapter: Adapter | None = None
+    """The LoRA adapter that computes it; None: the model's weights alone."""
     experts_from: int | None = None
     """The first token whose experts are returned; None: none are."""
     experts: NDArray[np.int32] | None = None
@@ -153,6 +156,8 @@ class GenerateInput:
     """``logprob_start_len`` of a prompt that is scored."""
     experts_from: int | None = None
     """``routed_experts_start_len``, with ``return_routed_experts``."""
+    adapter: str | None = None
+    """``lora_path``: name of a loaded adapter."""
 
 
 def parse_generate(body: Mapping[str, Any]) -> tuple[list[GenerateInput], bool]:
@@ -177,7 +182,10 @@ def parse_generate(body: Mapping[str, Any]) -> tuple[list[GenerateInput], bool]:
     given = zip(prompts, params, rids, logprobs, starts, strict=True)
     experts_from = int(body.get("routed_experts_start_len") or 0) if body.get("return_routed_experts") else None
     inputs = [_input(prompt, param, rid, wanted, start) for prompt, param, rid, wanted, start in given]
-    return [replace(each, experts_from=experts_from) for each in inputs], batch
+    adapter = body.get("lora_path")
+    if adapter is not None and not isinstance(adapter, str):
+        raise BadRequestError(f"lora_path={adapter!r}: the embedded engine takes one name for all prompts")
+    return [replace(each, experts_from=experts_from, adapter=adapter) for each in inputs], batch
 
 
 def _input(prompt: Any, params: Any, rid: Any, logprobs: Any, start: Any) -> GenerateInput:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.inference.embedded.adapters import Adapter, AdapterTable
 from agentrl.inference.embedded.counter_rng import as_uint64
 from agentrl.inference.embedded.errors import BadRequestError
 from agentrl.inference.embedded.forward_batch import Segment
@@ -43,6 +44,8 @@ class Scheduler:
         """Create a scheduler without requests; ``version`` is the version of the weights that the model has."""
         self.model = model
         self.version = version
+        self.adapters = AdapterTable()
+        """LoRA adapters that requests may name."""
         self._stops = stops
         self._table = SlotTable(slots, model.context)
         self._seeds = np.random.default_rng(seed)  # of requests without sampling_seed
@@ -103,6 +106,7 @@ class Scheduler:
             seed=as_uint64(self._new_seed() if options.sampling_seed is None else options.sampling_seed),
             score_from=given.score_from,
             experts_from=given.experts_from,
+            adapter=None if given.adapter is None else self.adapters.get(given.adapter),
         )
         self._waiting.append(request)
         self._wake.set()
@@ -178,7 +182,7 @@ class Scheduler:
             segments += self._admit()
         if not segments:
             return False
-        logits, order = self.model.compute(segments)
+        logits, order = self._compute(segments)
         self._table.mark_computed()
         requests = [self._running[index] for index in order]
         if any(request.score_from is not None for request in requests):
@@ -189,6 +193,18 @@ class Scheduler:
                 self._append(request, token, logprob)
         self._remove_finished()
         return True
+
+    def _compute(self, segments: list[Segment]) -> tuple[Tensor, list[int]]:
+        """Compute the segments of the running requests, those of each adapter together; see `Model.compute`."""
+        by_adapter: dict[Adapter | None, list[int]] = {}
+        for index, request in enumerate(self._running):
+            by_adapter.setdefault(request.adapter, []).append(index)
+        parts, order = [], list[int]()
+        for adapter, indices in by_adapter.items():
+            logits, inner = self.model.compute([segments[index] for index in indices], adapter)
+            parts.append(logits)
+            order += [indices[at] for at in inner]
+        return parts[0] if len(parts) == 1 else torch.cat(parts), order
 
     def _score(self, logits: Tensor, requests: list[Request], kept: list[int]) -> tuple[Tensor, list[Request]]:
         """End the requests that are scored; return the logits of the others' next tokens, and the others."""
@@ -210,7 +226,8 @@ class Scheduler:
         while self._waiting and budget > 0 and logits > 0:
             request = self._waiting[0]
             tokens = request.tokens()
-            assigned = self._table.assign(tokens, request.score_from)
+            adapter = 0 if request.adapter is None else request.adapter.number
+            assigned = self._table.assign(tokens, request.score_from, adapter)
             if assigned is NoSlot.FULL:
                 break
             self._waiting.popleft()
@@ -373,6 +390,7 @@ class Scheduler:
         async with self._no_forward():
             yield
             self._table.flush()
+            self.adapters.clear()
             if version is not None:
                 self.version = version
 

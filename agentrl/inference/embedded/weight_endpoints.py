@@ -8,6 +8,7 @@ from pathlib import Path
 from starlette.responses import Response
 from starlette.routing import Route
 
+from agentrl.inference.embedded.adapters import check_sums
 from agentrl.inference.embedded.errors import BadRequestError
 from agentrl.inference.embedded.replies import Body, json_reply, with_body
 from agentrl.inference.embedded.scheduler import Scheduler
@@ -16,7 +17,7 @@ from agentrl.inference.embedded.weights import check_load_format, read_bucket
 
 
 class WeightEndpoints:
-    """Weight updates from disk, from tensors in the body and from a broadcast, and checksums."""
+    """Weight updates from disk, from tensors in the body and from a broadcast, LoRA adapters, and checksums."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         """Serve weight updates of the model of ``scheduler``."""
@@ -34,6 +35,9 @@ class WeightEndpoints:
             "/update_weights_from_distributed": self.update_from_distributed,
             "/destroy_weights_update_group": self.destroy_group,
             "/weights_checker": self.check_weights,
+            "/load_lora_adapter_from_tensors": self.load_adapter,
+            "/unload_lora_adapter": self.unload_adapter,
+            "/update_weight_version": self.update_version,
         }
         return [Route(path, with_body(handler), methods=["POST"]) for path, handler in handlers.items()]
 
@@ -80,6 +84,27 @@ class WeightEndpoints:
     async def destroy_group(self, body: Body) -> Response:
         """Leave a process group."""
         await self._staging.leave_group(body.get("group_name"))
+        return _updated()
+
+    async def load_adapter(self, body: Body) -> Response:
+        """Load a LoRA adapter, which requests name as ``lora_path``."""
+        check_load_format(body)
+        name, config = body.get("lora_name"), body.get("config_dict")
+        if not isinstance(name, str) or not name or not isinstance(config, dict):
+            raise BadRequestError("load_lora_adapter_from_tensors needs lora_name and config_dict")
+        named = read_bucket(body.get("serialized_named_tensors") or [])
+        check_sums(named, body.get("expected_checksums") or {})
+        self._scheduler.adapters.add(name, self._scheduler.model.merged(config, named))
+        return _updated()
+
+    async def unload_adapter(self, body: Body) -> Response:
+        """Unload a LoRA adapter; requests in progress keep it."""
+        self._scheduler.adapters.remove(body.get("lora_name"))
+        return _updated()
+
+    async def update_version(self, body: Body) -> Response:
+        """Set the version that the engine reports; weights stay."""
+        self._scheduler.version = str(body.get("new_version"))
         return _updated()
 
     async def check_weights(self, body: Body) -> Response:

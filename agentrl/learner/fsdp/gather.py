@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from agentrl.config.learner import LoraConfig
+from agentrl.core.lineup import MAIN
 from agentrl.distributed.base import TensorSpec, spec_of
 from agentrl.distributed.flat_bucket import ALIGNMENT
 from agentrl.learner.base import WeightSource
@@ -138,6 +139,8 @@ class MergedWeights:
         self.adapters = {name: parameter for name, parameter in named.items() if is_adapter(name)}
         self.base = {hf_name(name): parameter for name, parameter in named.items() if not is_adapter(name)}
         policies = config.policies if config is not None else []
+        self.policies = policies or [MAIN]
+        """Names of the policies."""
         self._pairs = {
             hf_name(name): (named[adapter_name(name, "A", policies[0])], named[adapter_name(name, "B", policies[0])])
             for name in named

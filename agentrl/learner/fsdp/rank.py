@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.algo import AlgoConfig
-from agentrl.config.learner import MAIN, LearnerConfig
+from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import LearnerError
 from agentrl.distributed.base import TensorSpec
 from agentrl.learner.base import Role, RowLogprobs, RowScores
@@ -87,7 +87,7 @@ class FsdpRank:
         self.merged = MergedWeights(self.model.hf, self.config.lora)
         self.adapters = {name: AdapterWeights(self, self.merged, name) for name in self.merged.exported}
         """The adapters of each policy, by their names in a PEFT folder."""
-        self.steps = dict.fromkeys(self.merged.exported or (MAIN,), 0)
+        self.steps = dict.fromkeys(self.merged.policies, 0)
         """Finished optimizer steps of each policy."""
         self._active = next(iter(self.steps))
         self.name = "critic" if role == "critic" else "main"

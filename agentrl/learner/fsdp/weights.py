@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from agentrl.config.learner import MAIN
+from agentrl.core.lineup import MAIN
 from agentrl.learner.attention import IMPLEMENTATION
 from agentrl.models.hub_tensors import HubTensor, hub_tensors
 from agentrl.models.load import load_model, load_value_model, value_head_names

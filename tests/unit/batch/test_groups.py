@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from agentrl.batch.groups import group_rollouts
+from agentrl.batch.groups import group_rollouts, groups_by_policy
 from agentrl.core.types import Rollout, StopReason
 
 
@@ -27,3 +27,17 @@ def test_no_rollouts():
     assert groups.rollouts_N == ()
     assert groups.rows == []
     assert groups.flat_share == 0
+
+
+def test_policies_have_separate_groups_of_the_same_tasks():
+    some = [rollout("a", 1), rollout("a", 0), rollout("b", 2), rollout("a", 4)]
+    for number in (1, 3):
+        some[number].policy = "second"
+    groups = group_rollouts(some)
+    found = groups_by_policy(groups)
+    assert {name: (each.prompt_ids_G, each.rewards_N.tolist()) for name, each in found.items()} == {
+        "main": (("a", "b"), [1, 2]),
+        "second": (("a",), [0, 4]),
+    }
+    alone = group_rollouts([one for one in some if one.policy == "main"])
+    assert groups_by_policy(alone) == {"main": alone}

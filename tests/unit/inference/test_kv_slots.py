@@ -87,3 +87,15 @@ def test_after_a_flush_nothing_old_is_found() -> None:
     assert isinstance(assigned, SlotAssignment)
     # The slot that was active keeps nothing either; at most the copy just placed above, of new weights, is found.
     assert table.held[active] == 0 or assigned.slot == active
+
+
+def test_a_prefix_of_another_adapter_is_not_reused() -> None:
+    table = SlotTable(4, 100)
+    table.release(run(table, np.arange(50)))
+    of_adapter = table.assign(np.arange(60), adapter=1)
+    assert isinstance(of_adapter, SlotAssignment)
+    assert of_adapter.cached == 0
+    table.mark_computed()
+    table.release(of_adapter.slot)
+    again = [table.assign(np.arange(70), adapter=number) for number in (2, 1, 0)]
+    assert [one.cached for one in again if isinstance(one, SlotAssignment)] == [0, 60, 50]

@@ -79,6 +79,64 @@ def test_roles_that_do_not_fit_are_refused(name, roles, error, message):
         lineup(name, **roles)
 
 
+def test_roles_with_one_policy_share_it_and_each_policy_is_an_adapter():
+    roles = {"first": {"policy": "a"}, "second": {"frozen": "initial"}, "player_1": {"policy": "a"}}
+    made = lineup("tictactoe", **roles)
+    assert made.seat("player_0", "first") == PolicySeat("a", name="a")
+    assert made.seat("player_1", "") == PolicySeat("a", name="a"), "by agent before by role"
+    assert (
+        lineup("solver_critic", solver={"policy": "a"}, critic={"frozen": "initial"}).seat("critic", "").policy
+        == "main"
+    )
+    config = policies("a", "b")
+    check(config)
+    assert config.learner.lora.policies == ["a", "b"]
+    assert Config.model_validate(config.model_dump()).learner.lora.policies == ["a", "b"], "as a resumed run reads it"
+    assert policies("a", "a").learner.lora.policies == ["a"]
+
+
+def policies(first, second, **more):
+    roles = {"first": {"policy": first}, "second": {"policy": second}}
+    run = {"learner": {"lora": {}}, "weights": {"adapters": "only"}, "env": {"name": "tictactoe", "roles": roles}}
+    return Config.model_validate(run | more)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"learner": {}}, r"the policies a, b, which are adapters .*: set learner\.lora=\{\}"),
+        ({"weights": {}}, r"the policies a, b, and weights\.adapters=merged: .*; set weights\.adapters=only"),
+        ({"rollout": {"generate": "m:f"}}, r"the policies a, b with rollout\.generate=m:f"),
+    ],
+)
+def test_several_policies_need_adapters(more, message):
+    with pytest.raises(ConfigError, match=message):
+        check(policies("a", "b", **more))
+
+
+def test_names_of_policies_and_of_adapters_agree():
+    with pytest.raises(
+        ValidationError, match=r"learner\.lora\.policies=\['c'\], and env\.roles names the policies \['a', 'b'\]"
+    ):
+        policies("a", "b", learner={"lora": {"policies": ["c"]}})
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        ({"solver": {"policy": "a"}, "critic": {}}, r"none plays the role critic; set env\.roles\.critic\.policy"),
+        ({"solver": {"policy": "a"}, "critic": {"policy": "b", "train": False}}, "the policy b is trained in no role"),
+    ],
+)
+def test_each_role_has_a_policy_and_each_policy_a_role_that_trains_it(roles, message):
+    with pytest.raises(ConfigError, match=message):
+        lineup("solver_critic", **roles)
+
+
+def test_self_play_takes_the_policy_of_each_role_and_nothing_else_from_roles():
+    check(policies("a", "b", self_play={}))
+
+
 def test_self_play_and_roles_both_say_who_plays():
     config = {"env": {"name": "tictactoe", "roles": {"second": {"player": "random"}}}, "self_play": {}}
     with pytest.raises(ConfigError, match=r"self_play with env\.roles \(second\)"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from agentrl.config.learner import LoraConfig
 from agentrl.config.self_play import PoolConfig, SelfPlayConfig
 from agentrl.core.lineup import PolicySeat, ScriptedSeat
 from agentrl.core.task import Task
@@ -29,6 +30,7 @@ class FakeEngine:
     """An engine that records what it loads."""
 
     loaded: list[tuple[str, int]] = field(default_factory=list)
+    adapters: list[dict] = field(default_factory=list)
 
     @property
     def updates(self):
@@ -37,6 +39,16 @@ class FakeEngine:
     async def from_disk(self, folder, version):
         assert list(folder.glob("*.safetensors"))
         self.loaded.append((folder.name, version))
+
+    @property
+    def groups(self):
+        return self
+
+    async def ranks(self):
+        return 1
+
+    async def from_adapters(self, adapters, version):
+        self.adapters.append(adapters)
 
 
 @dataclass
@@ -227,3 +239,25 @@ def test_more_snapshots_than_engines_wait_for_another_step(tmp_path):
     for step in range(1, 30):
         asyncio.run(play.seat(step, jobs(step), 2))
     assert {name for name, _ in fleet.live[0].loaded} == {f"step_00000{number}" for number in range(4)}
+
+
+def test_a_snapshot_of_several_policies_has_the_adapters_of_each_and_its_agents_play_them(tmp_path):
+    lora = LoraConfig(rank=2, policies=["a", "b"])
+    play, fleets = self_play(tmp_path, {"past": 1}, engines=1, snapshot_every=1)
+    play.lora, play.policies = lora, {"player_0": "a", "player_1": "b"}
+    play.engines[0].policies = lora.policies
+    asyncio.run(play.on_weights(AdapterLearner(), 0))
+    seated = asyncio.run(play.seat(1, jobs(1), 2))
+    [adapters] = fleets[0].live[0].adapters
+    assert {name: float(one.tensors[0][1][0, 0]) for name, one in adapters.items()} == {"a": 97, "b": 98}
+    for job in seated:
+        seats = {agent: job.lineup.seat(agent, "") for agent in play.agents}
+        assert {agent: seat.policy for agent, seat in seats.items()} == play.policies
+        assert sorted((seat.trained, seat.sampler) for seat in seats.values()) == [(False, "sampler 0"), (True, None)]
+
+
+class AdapterLearner:
+    """Has an adapter, which differs by policy."""
+
+    def adapters(self, dtype=None, policy="main"):
+        return [("base_model.model.q.lora_A.weight", torch.full((2, 3), float(ord(policy))))]

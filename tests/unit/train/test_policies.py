@@ -1,0 +1,85 @@
+"""Several policies in a run: advantages, denominators and optimizer steps of each are those of a run with it alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl.batch.groups import group_rollouts
+from agentrl.config.load import validate
+from agentrl.testing import FakeLearner
+from agentrl.train.optimizer_steps import (
+    StepScores,
+    optimizer_steps,
+    score_rollouts,
+    step_advantages,
+    step_baselines,
+)
+from agentrl.train.step_metrics import policy_metrics
+from tests.unit.algo.ragged import make_ragged
+
+
+def rollouts():
+    """Return rollouts of two policies, alternately, in groups of both."""
+    found = list(make_ragged(5, sizes=(6, 4), rewards=(0.0, 1.0, 3.0)).groups.rollouts_N)
+    for number, one in enumerate(found):
+        one.policy = one.role = ("first", "second")[number % 2]
+    return found
+
+
+@pytest.mark.parametrize("name", ["grpo", "rae", "reinforce_plus_plus"])
+@pytest.mark.parametrize("denominator", ["all", "live"])
+def test_each_policy_is_trained_as_if_it_were_alone(name, denominator):
+    config = validate(
+        {
+            "algo": {"advantage": {"name": name}},
+            "batch": {"denominator": denominator},
+            "rollout": {"batch_size": 2},
+            "train": {"steps_per_rollout": 2},
+        }
+    )
+    together = group_rollouts(rollouts())
+    advantages = step_advantages(config, together, StepScores())
+    steps = optimizer_steps(config, together, advantages)
+    baselines = step_baselines(config, together, StepScores(), {})
+    assert {step.policy for step in steps} == {"first", "second"}
+    for policy in ("first", "second"):
+        alone = group_rollouts([one for one in rollouts() if one.policy == policy])
+        wanted = step_advantages(config, alone, StepScores())
+        assert all(np.array_equal(advantages[key], value) for key, value in wanted.items())
+        mine = [step for step in steps if step.policy == policy]
+        others = optimizer_steps(config, alone, wanted)
+        assert [(one.index, one.trained) for one in mine] == [(one.index, one.trained) for one in others]
+        assert [[row.key for row in one.rows] for one in mine] == [[row.key for row in one.rows] for one in others]
+        for key, value in step_baselines(config, alone, StepScores(), {}).get("", {}).items():
+            assert baselines[""][key] == value
+
+
+def test_scores_take_a_batch_of_each_policy():
+    config = validate(
+        {"algo": {"old_logprobs": "learner"}, "train": {"steps_per_rollout": 2}, "rollout": {"batch_size": 2}}
+    )
+    groups, asked = group_rollouts(rollouts()), []
+
+    class Learner(FakeLearner):
+        def logprobs(self, batch, policy="main"):
+            asked.append((batch.policy, {key.rollout_id for micros in batch.micro for m in micros for key in m.keys}))
+            return super().logprobs(batch, policy)
+
+    found = score_rollouts(config, groups, Learner({"w": torch.ones(1)}), None, 0)
+    assert [policy for policy, _ in asked] == ["first", "second"]
+    for policy, ids in asked:
+        assert ids == {one.rollout_id for one in groups.rollouts_N if one.policy == policy}
+    assert found.learner.keys() == {row.key for row in groups.rows if row.mask[1:].any()}
+
+
+def test_metrics_are_by_policy():
+    steps = [{"train/loss": 1.0, "batch/rows": 2.0}, {"train/loss": 3.0, "batch/rows": 2.0}]
+    assert policy_metrics(["main", "main"], steps) == {}
+    assert policy_metrics(["first", "second"], steps) == {
+        "train/optimizer_steps/policy=first": 1,
+        "train/loss/policy=first": 1,
+        "train/optimizer_steps/policy=second": 1,
+        "train/loss/policy=second": 3,
+    }
