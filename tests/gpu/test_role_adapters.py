@@ -1,0 +1,41 @@
+"""Tic-tac-toe with SmolLM2 and an adapter for each role, through the command line: legal moves and results before and after."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentrl.models.peft_folder import read_peft
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+CONFIG = "self_play/tictactoe_smollm2"
+SHOWN = ("illegal", "win", "draw", "loss", "reward")
+
+
+def test_both_roles_learn_legal_moves(smollm2: Path, tmp_path: Path, figures: list[str]) -> None:
+    command = [sys.executable, "-m", "agentrl.cli.main", "train", "--config", CONFIG]
+    words = ["run.dir=run", f"model.path={smollm2}", "obs.progress=plain", "obs.tensorboard=false"]
+    done = subprocess.run([*command, *words], cwd=tmp_path, timeout=590, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    before, *_, after = [row for row in rows if "eval/random/reward" in row]
+    steps = [row for row in rows if "train/loss" in row]
+    for seat, role in enumerate(("first", "second")):
+        for when, row in (("before", before), ("after", after)):
+            found = {name: round(row[f"eval/random/{name}/seat={seat}"], 3) for name in SHOWN}
+            figures.append(f"tictactoe, role {role} against random, {when} {steps[-1]['step']:g} steps: {found}")
+        key = f"eval/random/illegal/seat={seat}"
+        assert after[key] < before[key], "fewer games end by an illegal move"
+    gaps = [row["train/sampler_gap_max"] for row in steps]
+    figures.append(f"tictactoe, largest difference of a log-probability between engine and learner: {max(gaps):.3g}")
+    checkpoints = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    first, second = (dict(read_peft(checkpoints[-1] / "policies" / role)[1]) for role in ("first", "second"))
+    assert first.keys() == second.keys()
+    assert all(bool(tensor.any()) for name, tensor in (first | second).items() if ".lora_B." in name)
+    assert any(not torch.equal(first[name], second[name]) for name in first)
