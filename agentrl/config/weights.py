@@ -29,6 +29,11 @@ class WeightsConfig(Section):
     sync_every: PositiveInt = 1
     """Steps between weight syncs; an evaluation always has the newest weights. Tokens have the version that sampled them,
     and the ratio to its log-probabilities (``algo.old_logprobs=sampler``) corrects for its age."""
+    pause: Literal["finish", "abort", "retract", "in_place"] = "abort"
+    """What becomes of generations in progress at a sync, with ``async.max_staleness``. ``finish``: engines end them first, with
+    the old weights. With the others they go on from the same tokens with the new weights: ``abort`` sends the tokens again,
+    ``retract`` lets the engine compute their keys and values again, ``in_place`` keeps those of the old weights. SGLang before
+    0.5.23 has only the first two."""
     check: Literal["none", "version", "checksum"] = "version"
     """Check of every engine after a sync: none, its policy version, or also checksums of its weights (for engines of one
     rank; the driver reads all weights for it)."""

@@ -144,12 +144,12 @@ class ProgressView:
 
 
 class Stopwatch:
-    """Adds up seconds by phase: ``with watch("rollout"): …`` adds to ``time/rollout_s``."""
+    """Adds up seconds by phase: ``with watch("rollout"): …`` adds to ``time/rollout_s``. A phase may have parts."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._name = ""
-        self._start = 0.0
+        self._open: list[tuple[str, float]] = []
 
     def __call__(self, name: str) -> Stopwatch:
         """Set the phase that the next ``with`` measures."""
@@ -158,14 +158,14 @@ class Stopwatch:
 
     def __enter__(self) -> None:
         """Start the measurement."""
-        self._start = time.perf_counter()
+        self._open.append((self._name, time.perf_counter()))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Add the elapsed seconds to the phase."""
-        spent = time.perf_counter() - self._start
-        self.seconds[self._name] = self.seconds.get(self._name, 0.0) + spent
+        name, start = self._open.pop()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
         """Return ``time/PHASE_s`` for each phase."""

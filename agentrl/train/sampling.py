@@ -114,7 +114,7 @@ class Sampling:
             await self._gpu_sharing.switch_to_engines(learner, self._push, watch)
         elif self._synced is None or version - self._synced >= self.config.weights.sync_every:
             with watch("sync"):
-                await self._push()
+                await self._push(watch)
         if self.self_play is not None:
             with watch("snapshot"):
                 await self.self_play.on_weights(learner, version)
@@ -130,12 +130,13 @@ class Sampling:
         if self._gpu_sharing is not None:
             await self._gpu_sharing.switch_to_learner(learner, watch)
 
-    async def _push(self) -> None:
+    async def _push(self, watch: Stopwatch | None = None) -> None:
         assert self._learner is not None, "sync_weights comes first"
-        fleet = self.services.fleet
+        fleet, background = self.services.fleet, self._background
         while engines := fleet.live:
             try:
-                await self.sync.push(self._learner, engines, self._version)
+                async with nullcontext() if background is None else background.paused(engines, watch or Stopwatch()):
+                    await self.sync.push(self._learner, engines, self._version)
                 break
             except EngineError:
                 await fleet.check_now()
@@ -143,8 +144,8 @@ class Sampling:
                     raise
                 # One engine is lost. It gets the weights after its restart; the others get them from the beginning.
         self._synced = self._version
-        if self._background is not None:
-            self._background.note_version(self._version)
+        if background is not None:
+            background.note_version(self._version)
 
     async def _sync_restarted(self, engine: EngineControl) -> int:
         """Sync the weights to a restarted engine and return their version."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 
 from agentrl.core.errors import EngineError
 from agentrl.inference.base import EngineControl
@@ -93,6 +94,21 @@ async def check_version(engines: Sequence[EngineControl], version: int) -> None:
             raise EngineError(f"it samples with version {found}, but {version} was sent")
 
     await call_all(engines, "check of the policy version", check)
+
+
+@asynccontextmanager
+async def paused(engines: Sequence[EngineControl], mode: str) -> AsyncIterator[None]:
+    """Pause the generations in progress on all engines in the block; see `EngineControl.pause`.
+
+    Raises:
+        EngineError: an engine does not pause or does not go on. All others go on.
+
+    """
+    try:
+        await call_all(engines, "pause of generations", lambda engine: engine.pause(mode))
+        yield
+    finally:
+        await call_all(engines, "end of the pause", lambda engine: engine.resume())
 
 
 async def begin_updates(engines: Sequence[EngineControl], version: int) -> None:

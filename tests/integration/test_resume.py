@@ -141,6 +141,7 @@ def test_a_killed_asynchronous_run_trains_every_task_once(services: Services, tm
     steps = [row for row in rows if "train/reward" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert max(row["async/staleness_max"] for row in steps) in (1, 2)
+    assert all(0 < row["time/pause_s"] < row["time/sync_s"] for row in steps)
     assert [row["step"] for row in rows if "eval/exact_match" in row] == [2, 4]
 
 

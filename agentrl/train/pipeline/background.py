@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
 from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.inference.base import EngineControl
+from agentrl.obs.progress import Stopwatch
 from agentrl.obs.waiting import waiting
 from agentrl.train.pipeline.admission import Admission
 from agentrl.train.pipeline.staleness import staleness_metrics
 from agentrl.train.rollout_source import TaskPosition
+from agentrl.weight_sync.engines import paused
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ class BackgroundEpisodes:
     """The context in which episodes run; a signal or a dead server ends it."""
     version: int
     """Of the engines' policy."""
+    pause: str
+    """``weights.pause``."""
     _running: RunningEpisodes = field(default_factory=RunningEpisodes, init=False)
     _results: dict[int, list[Rollout]] = field(default_factory=dict, init=False)
     """Of finished groups by position."""
@@ -96,7 +101,7 @@ class BackgroundEpisodes:
             batch_size=config.rollout.batch_size,
             max_staleness=config.asynchronous.max_staleness,
         )
-        return cls(admission, runner, jobs_of, config.rollout.concurrency, watched, step)
+        return cls(admission, runner, jobs_of, config.rollout.concurrency, watched, step, config.weights.pause)
 
     async def take(self) -> Taken:
         """Wait for the groups of the next step, and return them. The first call starts the episodes.
@@ -127,6 +132,21 @@ class BackgroundEpisodes:
         rate = sum(rollout.sampled_tokens for rollout in rollouts) / max(now - before, 1e-6)
         self._taken, self._metrics = now, {"time/tokens_per_s": rate}
         self._metrics |= staleness_metrics(rollouts, self.admission.step - 1)
+
+    @asynccontextmanager
+    async def paused(self, engines: Sequence[EngineControl], watch: Stopwatch) -> AsyncIterator[None]:
+        """Pause the generations in progress for a weight sync, unless they are to end before; ``watch`` gets the seconds.
+
+        Raises:
+            EngineError: see `agentrl.weight_sync.engines.paused`.
+
+        """
+        if self.pause == "finish":
+            yield
+            return
+        with watch("pause"):
+            async with paused(engines, self.pause):
+                yield
 
     def note_version(self, version: int) -> None:
         """Record that all engines have the policy ``version``."""

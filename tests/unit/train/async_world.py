@@ -17,6 +17,7 @@ from agentrl.config.evaluation import EvalSet
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.env import Env
+from agentrl.core.errors import EngineError
 from agentrl.core.task import Task
 from agentrl.core.types import Generation, Message, Prompt, SamplingParams
 from agentrl.episode.failure_policy import FailurePolicy
@@ -60,8 +61,21 @@ class Engines(ScriptedSampler):
     """A sampler with latencies from 0.1 to 60 s. A weight sync waits for no request: tokens have the older version."""
 
     def __init__(self, seed: int) -> None:
+        """Draw latencies with ``seed``."""
         super().__init__(answer, encode=RENDERER.encode, end_token_id=RENDERER.end_token_id)
         self.latency = random.Random(seed)
+        self.paused: list[str] = []
+        """Pauses, updates and ends of pauses."""
+        self.refused: int | None = None
+        """The version that they do not take."""
+
+    async def pause(self, mode: str) -> None:
+        """Record the pause; no request is cut."""
+        self.paused.append(mode)
+
+    async def resume(self) -> None:
+        """Record the end of the pause."""
+        self.paused.append("resume")
 
     async def generate(self, prompt: Prompt, params: SamplingParams, **names: Any) -> Generation:
         """Return the script's answer after a while, with the version that the request began with."""
@@ -107,10 +121,16 @@ def make_source(config: Config, folder: Path, engines: Engines, kind: type[Sampl
         )
 
     async def push(learner: Any, some: Sequence[Any], version: int) -> None:
+        engines.paused.append(f"push {version}")
         await asyncio.sleep(0.5)
         engines.version = version
+        if version == engines.refused:
+            raise EngineError("no memory")
 
-    fleet = SimpleNamespace(live=(engines,), metrics=dict, set_weight_sync=lambda sync: None)
+    async def check_now() -> None:
+        """All engines live."""
+
+    fleet = SimpleNamespace(live=(engines,), metrics=dict, set_weight_sync=lambda sync: None, check_now=check_now)
     services: Any = SimpleNamespace(fleet=fleet, runner=runner, check=lambda: None, renderer=RENDERER)
     sync: Any = SimpleNamespace(push=push)
     recorder = RolloutRecorder(folder / "rollouts", after=after)
@@ -120,7 +140,13 @@ def make_source(config: Config, folder: Path, engines: Engines, kind: type[Sampl
 
 
 def train(
-    folder: Path, config: Config, *, kind: type[Sampling] = World, seed: int = 0, learner: FakeLearner | None = None
+    folder: Path,
+    config: Config,
+    *,
+    kind: type[Sampling] = World,
+    seed: int = 0,
+    learner: FakeLearner | None = None,
+    engines: Engines | None = None,
 ) -> Trainer:
     """Train, from the newest checkpoint in ``folder`` on if there is one, and return the trainer."""
     checkpoint = latest_checkpoint(folder / "checkpoints") if folder.exists() else None
@@ -128,7 +154,7 @@ def train(
     after = state["step"] if checkpoint else None
 
     async def main() -> Trainer:
-        source = make_source(config, folder, Engines(seed), kind, after)
+        source = make_source(config, folder, engines or Engines(seed), kind, after)
         await source.open()
         view = ProgressView(Console(quiet=True), config.train.steps, "plain")
         log = MetricsLog(folder, resume_after=after)

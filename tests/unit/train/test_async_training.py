@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.core.errors import LearnerError, RunStopped
+from agentrl.core.errors import EngineError, LearnerError, RunStopped
 from agentrl.core.types import Rollout
 from agentrl.obs.rollouts import read_advantages, read_rollouts, rollout_files
 from agentrl.testing import FakeLearner
-from tests.unit.train.async_world import Forced, World, make_config, steps, train
+from tests.unit.train.async_world import Engines, Forced, World, make_config, steps, train
 
 
 def written(folder: Path) -> dict[int, list[Rollout]]:
@@ -125,3 +125,26 @@ def test_a_failure_in_the_background_reaches_the_trainer(tmp_path: Path) -> None
         train(tmp_path, make_config("train.steps=12", "async.max_staleness=2"), kind=Stops)
     assert 0 < len(steps(tmp_path)) < 12
     assert (tmp_path / "checkpoints" / f"step_{len(steps(tmp_path)):06d}").exists()
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place", "finish"])
+def test_engines_pause_for_a_sync_while_episodes_run(tmp_path: Path, mode: str) -> None:
+    engines = Engines(0)
+    engines.refused = 2
+    with pytest.raises(EngineError, match="no memory"):
+        train(tmp_path, make_config("async.max_staleness=1", f"weights.pause={mode}"), engines=engines)
+    if mode == "finish":
+        assert engines.paused == ["push 0", "push 1", "push 2"]
+    else:
+        assert engines.paused == ["push 0", mode, "push 1", "resume", mode, "push 2", "resume"], (
+            "they go on after a failure"
+        )
+    assert {"time/pause_s", "time/sync_s"} & steps(tmp_path)[0].keys() == (
+        {"time/sync_s"} if mode == "finish" else {"time/pause_s", "time/sync_s"}
+    )
+
+
+def test_a_synchronous_run_pauses_nothing(tmp_path: Path) -> None:
+    engines = Engines(0)
+    train(tmp_path, make_config("train.steps=1"), engines=engines)
+    assert engines.paused == ["push 0", "push 1"]
