@@ -36,7 +36,8 @@ def describe_training(config: Config, folder: Path, critic: Path | None, use: Us
     if critic is not None:
         lines.append(f"{'critic':<13}{describe_optimizer(config.algo.critic.optimizer, critic, 'critic')}")
     if (lora := config.learner.lora) is not None:
-        lines.append(f"{'trained':<13}LoRA adapters of rank {lora.rank} (learner.lora)")
+        each = f", each of the policies {', '.join(lora.policies)}" if len(lora.policies) > 1 else ""
+        lines.append(f"{'trained':<13}LoRA adapters of rank {lora.rank}{each} (learner.lora)")
     if config.learner.freeze:
         trained, total = count_trained(folder, config.learner.freeze)
         lines.append(f"{'trained':<13}{trained:,} of {total:,} weights (learner.freeze)")

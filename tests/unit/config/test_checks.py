@@ -27,7 +27,6 @@ ADAPTERS = ["weights.adapters=only", "learner.lora={}"]
         ([*IPC, *GPU, "sampler.sglang={dp_size: 2}"], "tensor parallel ranks only"),
         (["weights.check=checksum", *GPU, "sampler.sglang={device: cpu, tp: 2}"], "set weights.check=version"),
         (["weights.adapters=only", *GPU], r"set learner\.lora="),
-        ([*ADAPTERS], r"sampler\.backend=embedded: it takes no adapters"),
         ([*ADAPTERS, *GPU, "sampler.router=sglang"], r"set sampler\.router=builtin"),
         ([*ADAPTERS, *GPU, "placement.mode=colocate"], r"lose the base model; set weights\.adapters=merged"),
         ([*ADAPTERS, *GPU, "sampler.sglang={load-format: dummy}"], r"load_format=dummy: engines keep the weights"),
