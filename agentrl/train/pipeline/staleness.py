@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
-from agentrl.core.types import Rollout
+from agentrl.core.types import Rollout, Row
 
 
 def staleness_metrics(rollouts: Iterable[Rollout], version: int) -> dict[str, float]:
-    """Return mean, 95th percentile and maximum of the age of the trained tokens, in policy versions.
+    """Return mean, 95th percentile and maximum of the age of the trained tokens, in policy versions, and that of long rollouts.
 
     Args:
         rollouts: of a step; dropped ones do not count.
         version: the policy that the step trains.
 
     """
-    rows = [row for rollout in rollouts if not rollout.dropped for row in rollout.rows]
-    ages = [version - row.versions[row.mask == 1] for row in rows]
-    age_N = np.concatenate(ages) if ages else np.zeros(0)
+    kept = [rollout for rollout in rollouts if not rollout.dropped]
+    rows = [row for rollout in kept for row in rollout.rows]
+    age_N = _ages(rows, version)
     if not len(age_N):
         return {}
+    longest = sorted(kept, key=lambda rollout: rollout.sampled_tokens)[-math.ceil(len(kept) / 4) :]
     several = np.mean([len(np.unique(row.versions[row.mask == 1])) > 1 for row in rows])
     return {
         "async/staleness_mean": float(age_N.mean()),
         "async/staleness_p95": float(np.percentile(age_N, 95)),
         "async/staleness_max": float(age_N.max()),
+        "async/staleness_longest": float(_ages([row for one in longest for row in one.rows], version).mean()),
         "async/mixed_rows": float(several),
     }
+
+
+def _ages(rows: Iterable[Row], version: int) -> NDArray[np.int32]:
+    """Return the age of each trained token."""
+    ages = [version - row.versions[row.mask == 1] for row in rows]
+    return np.concatenate(ages) if ages else np.zeros(0, np.int32)

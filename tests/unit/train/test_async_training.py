@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_no_token_is_older_than_the_bound(tmp_path: Path, staleness: int) -> Non
     rows = steps(tmp_path)
     assert [row["async/staleness_max"] for row in rows] == found
     assert all(row["async/staleness_mean"] <= row["async/staleness_p95"] <= row["async/staleness_max"] for row in rows)
-    assert {"async/running_episodes", "async/finished_groups"} <= rows[0].keys()
+    assert {"async/running_episodes", "async/finished_groups", "async/staleness_longest"} <= rows[0].keys()
 
 
 def same(one: Any, other: Any) -> bool:
@@ -148,3 +149,21 @@ def test_a_synchronous_run_pauses_nothing(tmp_path: Path) -> None:
     engines = Engines(0)
     train(tmp_path, make_config("train.steps=1"), engines=engines)
     assert engines.paused == ["push 0", "push 1"]
+
+
+def test_the_same_samples_are_trained_in_less_time(tmp_path: Path) -> None:
+    """Latencies have a long tail; a batch has 8 episodes."""
+
+    class Timed(World):
+        async def sync_weights(self, learner: Any, version: int, watch: Any) -> None:
+            await World.sync_weights(self, learner, version, watch)
+            ends[version] = asyncio.get_running_loop().time()
+
+    seconds = {}
+    for staleness in (0, 1, 4):
+        ends: dict[int, float] = {}
+        config = make_config("train.steps=8", f"async.max_staleness={staleness}", "rollout.concurrency=40")
+        train(tmp_path / str(staleness), config, kind=Timed)
+        seconds[staleness] = ends[8] - ends[0]
+    assert seconds[0] / seconds[1] > 1.3
+    assert seconds[0] / seconds[4] > 2.2
