@@ -2,11 +2,15 @@
 
 import asyncio
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from agentrl_envs.kuhn_poker import KuhnPokerEnv
 from agentrl_envs.negotiation import NegotiationEnv
+from agentrl_envs.proposer_solver import ProposerSolverEnv
+from agentrl_envs.solver_critic import SolverCriticEnv
+from agentrl_envs.textarena import TextArenaEnv
 from agentrl_envs.tictactoe import TicTacToeEnv
 
 from agentrl import Message, MultiAgentEnv, tool
@@ -19,8 +23,6 @@ from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.testing import ScriptedSampler
-
-BOTH = Lineup({"first": ScriptedSeat(), "second": ScriptedSeat()}, opponent="fixed:random")
 
 
 class Chorus(MultiAgentEnv):
@@ -114,23 +116,39 @@ def test_a_remembered_conversation_is_one_row(renderer):
     assert sorted(sampler.closed) == ["e0.player_0", "e0.player_1"]
 
 
+GAMES = {
+    "tictactoe": (TicTacToeEnv, 250, ("random", "minimax")),
+    "kuhn_poker": (KuhnPokerEnv, 250, ("nash", "random")),
+    "negotiation": (NegotiationEnv, 100, ("random", "greedy")),
+    "solver_critic": (SolverCriticEnv, 100, ("careless", "careless")),
+    "proposer_solver": (ProposerSolverEnv, 100, ("careless",) * 5),
+    "textarena": (TextArenaEnv, 200, ("random", "random")),
+}
+"""Environment, number of episodes, and scripted players by seat."""
+
+
 def test_a_thousand_concurrent_episodes_of_scripted_players_replay(renderer):
+    """All games at the same time in one runner; and some of the episodes again, a few at a time."""
+
     def played(concurrency, every):
-        found = {}
-        for env, count in ((TicTacToeEnv, 400), (KuhnPokerEnv, 500), (NegotiationEnv, 100)):
-            runner, _ = runner_of(env, renderer, lineup=BOTH, concurrency=min(concurrency, count))
-            jobs = [Job(env.example_task(), seed, f"e{seed}") for seed in range(0, count, every)]
-            rollouts = asyncio.run(runner.run_many(jobs))
-            assert [one.episode for one in rollouts[::2]] == [job.rollout_id for job in jobs]
-            assert {one.opponent for one in rollouts} == {"fixed:random"}
-            for one in rollouts:
-                found[env, one.rollout_id] = (one.prompt, one.turns, one.seat_rewards, one.metrics)
-        return found
+        runners, jobs = {}, []
+        for name, (env, count, players) in GAMES.items():
+            runners[name], _ = runner_of(env, renderer, concurrency=concurrency)
+            seats = {agent: ScriptedSeat(player) for agent, player in zip(env().possible_agents, players, strict=True)}
+            task = replace(env.example_task(), id=f"{name}/example")
+            lineup = Lineup(seats, opponent="fixed")
+            jobs += [Job(task, seed, f"{name}/{seed}", lineup=lineup) for seed in range(0, count, every)]
+        rollouts = asyncio.run(EpisodeRunner.of_sources(runners).run_many(jobs))
+        assert list(dict.fromkeys(one.episode for one in rollouts)) == [job.rollout_id for job in jobs]
+        assert {(one.opponent, one.failure) for one in rollouts} == {("fixed", None)}
+        return {one.rollout_id: (one.prompt, one.turns, one.seat_rewards, one.metrics, one.seats) for one in rollouts}
 
     together = played(1000, every=1)
     again = played(5, every=8)
     assert {key: together[key] for key in again} == again
     assert len({str(one[1]) for one in together.values()}) > 500
+    for name in GAMES:
+        assert len({str(one[1]) for key, one in together.items() if key.startswith(f"{name}/")}) > 10, name
 
 
 def test_only_trained_agents_have_rollouts(renderer):
