@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from agentrl.config.base import Section
+from agentrl.config.tasks import EndpointConfig
 
-MIRROR, PAST, FIXED = "mirror", "past", "fixed:"
-"""Classes of opponents: the policy itself, a snapshot of it, and a scripted player of the environment by name."""
+MIRROR, PAST, FIXED, ENDPOINT = "mirror", "past", "fixed:", "endpoint:"
+"""Classes of opponents: the policy itself, a snapshot of it, a scripted player of the environment and a model at an
+endpoint, both by name."""
 
 
 class PoolConfig(Section):
@@ -48,25 +50,35 @@ class EvalOpponentsConfig(Section):
 
     opponents: list[str] = Field(default_factory=list)
     """Each evaluation set is played against each of these: ``mirror`` (the policy), ``fixed:NAME`` (a scripted player of the
-    environment), with the policy in each seat on the same seeds. Without any, the policy plays all seats."""
+    environment), ``endpoint:NAME`` (one of ``self_play.endpoints``), with the policy in each seat on the same seeds. Without
+    any, the policy plays all seats."""
 
     @field_validator("opponents")
     @classmethod
     def _fixed(cls, opponents: list[str]) -> list[str]:
         for name in opponents:
-            if name == FIXED:
-                raise ValueError(f"{name!r} names no player; write {FIXED}NAME")
-            if name != MIRROR and not name.startswith(FIXED):
-                raise ValueError(f"{name!r} is no opponent of evaluations: {MIRROR} or {FIXED}NAME")
+            _check_name(name)
+            if name != MIRROR and not is_fixed(name):
+                raise ValueError(f"{name!r} is no opponent of evaluations: {MIRROR}, {FIXED}NAME or {ENDPOINT}NAME")
         twice = [name for name in opponents if [*map(label, opponents)].count(label(name)) > 1]
         if twice:
             raise ValueError(f"{', '.join(twice)}: each becomes eval/{label(twice[0])}/<metric>; leave out all but one")
         return opponents
 
 
+def is_fixed(opponent: str) -> bool:
+    """Return whether an opponent does not learn: ``fixed:NAME`` or ``endpoint:NAME``."""
+    return opponent.startswith((FIXED, ENDPOINT))
+
+
 def label(opponent: str) -> str:
-    """Return the name of an opponent in metrics: without ``fixed:``."""
-    return opponent.removeprefix(FIXED)
+    """Return the name of an opponent in metrics: without ``fixed:`` and ``endpoint:``."""
+    return opponent.removeprefix(FIXED).removeprefix(ENDPOINT)
+
+
+def _check_name(opponent: str) -> None:
+    if opponent in (FIXED, ENDPOINT):
+        raise ValueError(f"{opponent!r} names no player; write {opponent}NAME")
 
 
 class SelfPlayConfig(Section):
@@ -74,7 +86,8 @@ class SelfPlayConfig(Section):
 
     mix: dict[str, float] = Field(default_factory=lambda: {MIRROR: 0.5, PAST: 0.5})
     """Share of the tasks by class of opponents: ``mirror`` (the policy), ``past`` (a snapshot), ``fixed:NAME`` (a scripted
-    player of the environment). Mirror play alone is known to collapse. With ``past: 0`` snapshots are taken and do not play."""
+    player of the environment), ``endpoint:NAME`` (one of ``endpoints``). Mirror play alone is known to collapse. With
+    ``past: 0`` snapshots are taken and do not play."""
     swap_seats: bool = True
     """Against ``past`` and ``fixed`` opponents, the policy sits in each seat in turn among the episodes of a task; ``false``
     keeps it in the first."""
@@ -86,19 +99,28 @@ class SelfPlayConfig(Section):
     """When a warning is printed that self-play has collapsed."""
     eval: EvalOpponentsConfig = Field(default_factory=EvalOpponentsConfig)
     """Who plays in evaluations."""
+    endpoints: dict[str, EndpointConfig] = Field(default_factory=dict)
+    """Models that speak the OpenAI protocol, by the name in ``endpoint:NAME``."""
 
     @field_validator("mix")
     @classmethod
     def _classes(cls, mix: dict[str, float]) -> dict[str, float]:
         for name, share in mix.items():
-            if name == FIXED:
-                raise ValueError(f"{name!r} names no player; write {FIXED}NAME")
-            if name not in (MIRROR, PAST) and not name.startswith(FIXED):
-                raise ValueError(f"{name!r} is no class of opponents: {MIRROR}, {PAST} or {FIXED}NAME")
+            _check_name(name)
+            if name not in (MIRROR, PAST) and not is_fixed(name):
+                raise ValueError(f"{name!r} is no class of opponents: {MIRROR}, {PAST}, {FIXED}NAME or {ENDPOINT}NAME")
             if not 0 <= share < float("inf"):
                 raise ValueError(
                     f"{name!r} has the share {share:g}; shares are at least 0, and count relative to their sum"
                 )
         if not any(mix.values()):
-            raise ValueError(f"no class of opponents; give {MIRROR}, {PAST} or {FIXED}NAME a share")
+            raise ValueError(f"no class of opponents; give {MIRROR}, {PAST}, {FIXED}NAME or {ENDPOINT}NAME a share")
         return mix
+
+    @model_validator(mode="after")
+    def _endpoints(self) -> SelfPlayConfig:
+        for opponent in (*self.mix, *self.eval.opponents):
+            name = opponent.removeprefix(ENDPOINT)
+            if opponent.startswith(ENDPOINT) and name not in self.endpoints:
+                raise ValueError(f"{opponent} is no endpoint: set self_play.endpoints.{name}.url and .model")
+        return self

@@ -438,7 +438,8 @@ class Rollout:
     policy: str = "main"
     """Name of the policy that played, in a run with several."""
     opponent: str = ""
-    """Class of the other players in self-play: ``mirror``, ``past`` or ``fixed:NAME``; empty if there are none."""
+    """Class of the other players in self-play: ``mirror``, ``past``, ``fixed:NAME`` or ``endpoint:NAME``; empty if there are
+    none."""
     episode: str = ""
     """Id of a multi-agent episode, which its agents' rollouts share; empty if the rollout is the whole episode."""
     seat_rewards: tuple[float, ...] = ()

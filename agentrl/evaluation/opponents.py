@@ -1,4 +1,4 @@
-"""Evaluation of self-play: opponents with the policy in each seat, and results of games."""
+"""Opponents of self-play in training and in evaluations, with the policy in each seat, and results of games."""
 
 from __future__ import annotations
 
@@ -6,33 +6,45 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.config.schema import Config
-from agentrl.config.self_play import FIXED, MIRROR, label
-from agentrl.core.lineup import Lineup, ScriptedSeat
+from agentrl.config.self_play import ENDPOINT, FIXED, MIRROR, SelfPlayConfig, label
+from agentrl.core.lineup import EndpointSeat, Lineup, ScriptedSeat, Seat
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import make_any_env
 from agentrl.core.types import Rollout
 from agentrl.evaluation.intervals import mean
+from agentrl.inference.client.openai_endpoint import OpenAiEndpoint
 from agentrl.selfplay.games import POLICY, Game, WinTable, rollout_score
 
 
 def eval_lineups(config: Config) -> dict[str, tuple[Lineup, ...]]:
     """Return who plays the episodes of each task, by the name of the opponent in metrics.
 
-    Against a scripted player each seat of the policy has a lineup. Without ``self_play.eval.opponents`` there is none.
+    Against a scripted player or an endpoint each seat of the policy has a lineup. There is none
+    without ``self_play.eval.opponents``.
     """
     if config.self_play is None or not config.self_play.eval.opponents:
         return {}
     env = make_any_env(config.env.name, config.env.options)
     assert isinstance(env, MultiAgentEnv), "check_self_play comes first"
-    policies = config.env.policy_of
-    return {label(one): _lineups(one, env.possible_agents, policies) for one in config.self_play.eval.opponents}
+    given, agents, policies = config.self_play, env.possible_agents, config.env.policy_of
+    return {label(one): _lineups(given, one, agents, policies) for one in given.eval.opponents}
 
 
-def _lineups(opponent: str, agents: Sequence[str], policies: Mapping[str, str]) -> tuple[Lineup, ...]:
+def _lineups(
+    config: SelfPlayConfig, opponent: str, agents: Sequence[str], policies: Mapping[str, str]
+) -> tuple[Lineup, ...]:
     if opponent == MIRROR:
         return (Lineup(opponent=MIRROR, policies=policies),)
-    scripted = ScriptedSeat(opponent.removeprefix(FIXED))
-    return tuple(Lineup({other: scripted for other in agents if other != mine}, opponent, policies) for mine in agents)
+    seat = fixed_seat(opponent, config)
+    return tuple(Lineup({other: seat for other in agents if other != mine}, opponent, policies) for mine in agents)
+
+
+def fixed_seat(opponent: str, config: SelfPlayConfig) -> Seat:
+    """Return who plays the seats of an opponent that does not learn: ``fixed:NAME`` or ``endpoint:NAME``."""
+    if opponent.startswith(ENDPOINT):
+        name = opponent.removeprefix(ENDPOINT)
+        return EndpointSeat(OpenAiEndpoint(config.endpoints[name]), name)
+    return ScriptedSeat(opponent.removeprefix(FIXED))
 
 
 def game_metrics(rollout: Rollout) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.config.self_play import FIXED, PAST, SelfPlayConfig
+from agentrl.config.self_play import PAST, SelfPlayConfig, is_fixed, label
 from agentrl.core.types import Rollout
 from agentrl.selfplay.collapse import CollapseAlarm, step_play
 from agentrl.selfplay.games import POLICY, Game, WinTable, rollout_score
@@ -95,7 +95,7 @@ class League:
         for game in games:
             for seat, other in pairs_of_policy(game):
                 opponent = game.players[other]
-                kind = opponent.removeprefix(FIXED) if opponent.startswith(FIXED) else PAST
+                kind = label(opponent) if is_fixed(opponent) else PAST
                 scores.setdefault(kind, []).append(game.score(seat, other))
         found |= {f"selfplay/score/{kind}": float(np.mean(some)) for kind, some in sorted(scores.items())}
         return found, self.alarm.update(play)

@@ -19,9 +19,9 @@ class Seating:
     """Who plays in an episode."""
 
     opponent: str
-    """Class of opponents: ``mirror``, ``past`` or ``fixed:NAME``."""
+    """Class of opponents: ``mirror``, ``past``, ``fixed:NAME`` or ``endpoint:NAME``."""
     players: tuple[str, ...]
-    """By seat: `POLICY`, the name of a snapshot, or ``fixed:NAME``."""
+    """By seat: `POLICY`, the name of a snapshot, ``fixed:NAME`` or ``endpoint:NAME``."""
 
 
 def task_opponents(mix: Mapping[str, float], tasks: int, seed: int, step: int) -> list[str]:

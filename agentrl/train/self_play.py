@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.learner import LoraConfig
-from agentrl.config.self_play import FIXED, PAST, SelfPlayConfig
-from agentrl.core.lineup import Lineup, PolicySeat, ScriptedSeat, Seat
+from agentrl.config.self_play import PAST, SelfPlayConfig, is_fixed
+from agentrl.core.lineup import Lineup, PolicySeat, Seat
 from agentrl.core.sampler import Sampler
 from agentrl.core.types import Rollout
 from agentrl.episode.runner import Job
 from agentrl.evaluation.exploitability import GameScores, PlayedStrategy
-from agentrl.evaluation.opponents import games_report
+from agentrl.evaluation.opponents import fixed_seat, games_report
 from agentrl.evaluation.result import SetResult
 from agentrl.inference.base import EngineControl
 from agentrl.inference.fleet.fleet import Fleet
@@ -150,8 +150,8 @@ class SelfPlay:
         seats: dict[str, Seat] = {}
         lineup = Lineup(seats, seating.opponent, self.policies)
         for agent, player in zip(self.agents, seating.players, strict=True):
-            if player.startswith(FIXED):
-                seats[agent] = ScriptedSeat(player.removeprefix(FIXED))
+            if is_fixed(player):
+                seats[agent] = fixed_seat(player, self.config)
             elif player != POLICY:
                 seats[agent] = PolicySeat(
                     lineup.policy(agent, ""), trained=False, sampler=samplers[player], name=player
@@ -211,7 +211,7 @@ class SelfPlay:
 
 
 def _is_snapshot(name: str) -> bool:
-    return name != POLICY and not name.startswith(FIXED)
+    return name != POLICY and not is_fixed(name)
 
 
 def snapshots_of(state: Mapping[str, Any]) -> set[str]:

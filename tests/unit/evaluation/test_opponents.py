@@ -168,8 +168,9 @@ def test_the_table_counts_seats():
 @pytest.mark.parametrize(
     ("opponents", "message"),
     [
-        (["past"], "'past' is no opponent of evaluations: mirror or fixed:NAME"),
+        (["past"], "'past' is no opponent of evaluations: mirror, fixed:NAME or endpoint:NAME"),
         (["fixed:"], "names no player"),
+        (["endpoint:big"], r"set self_play\.endpoints\.big\.url"),
         (["fixed:nash", "fixed:nash"], "each becomes eval/nash/<metric>"),
     ],
 )

@@ -76,6 +76,7 @@ def test_without_snapshots_past_tasks_are_mirror_play():
         ({}, "no class of opponents"),
         ({"random": 1.0}, "'random' is no class of opponents"),
         ({"fixed:": 1.0}, "names no player"),
+        ({"endpoint:big": 1.0}, r"endpoint:big is no endpoint: set self_play\.endpoints\.big\.url"),
         ({"mirror": -0.5, "past": 1.0}, "shares are at least 0"),
         ({"mirror": 0.0, "past": 0.0}, "no class of opponents"),
     ],

@@ -8,7 +8,7 @@ import torch
 
 from agentrl.config.learner import LoraConfig
 from agentrl.config.self_play import PoolConfig, SelfPlayConfig
-from agentrl.core.lineup import PolicySeat, ScriptedSeat
+from agentrl.core.lineup import EndpointSeat, PolicySeat, ScriptedSeat
 from agentrl.core.task import Task
 from agentrl.core.types import Failure, FailureKind, Rollout, StopReason
 from agentrl.episode.runner import Job
@@ -63,10 +63,11 @@ class FakeFleet:
         self.restarted = sync
 
 
-def self_play(folder, mix=None, *, engines=2, **pool):
+def self_play(folder, mix=None, *, engines=2, endpoints=None, **pool):
     given = SelfPlayConfig(
-        mix=mix or {"mirror": 1, "past": 2, "fixed:random": 1}, engines=engines, pool=PoolConfig(**pool)
-    )
+        mix=mix or {"mirror": 1, "past": 2, "fixed:random": 1}, engines=engines, pool=PoolConfig(**pool),
+        endpoints=endpoints or {},
+    )  # fmt: skip
     fleets = [FakeFleet(f"sampler {number}") for number in range(engines)]
     found = SelfPlay(
         config=given, league=League(given, 5), agents=["player_0", "player_1"], folder=folder,
@@ -146,6 +147,19 @@ def test_every_episode_has_its_players_and_engines_load_a_snapshot_once(tmp_path
     assert kinds == {"mirror", "past", "fixed:random"}
     swapped = [{agent for job in seated[at : at + 2] for agent in job.lineup.seats} for at in range(0, len(seated), 2)]
     assert set(map(frozenset, swapped)) == {frozenset(), frozenset(play.agents)}, "both seats in every task"
+
+
+def test_a_model_at_an_endpoint_is_an_opponent_that_is_rated(tmp_path):
+    endpoints = {"big": {"url": "http://127.0.0.1:1/v1", "model": "big-model"}}
+    play, _ = self_play(tmp_path, {"endpoint:big": 1.0}, endpoints=endpoints)
+    seated = asyncio.run(play.seat(1, jobs(1, tasks=2), 2))
+    assert {job.lineup.opponent for job in seated} == {"endpoint:big"}
+    assert {seat.name for job in seated for seat in job.lineup.seats.values()} == {"big"}
+    assert all(isinstance(seat, EndpointSeat) for job in seated for seat in job.lineup.seats.values())
+    play.played(rollouts_of(seated))
+    play.on_step_trained(1)
+    assert "selfplay/score/big" in play.metrics()
+    assert "endpoint:big" in play.league.ratings.table
 
 
 def test_a_restarted_engine_loads_its_snapshot_again(tmp_path):
