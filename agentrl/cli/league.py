@@ -14,14 +14,19 @@ from agentrl.core.extras import install_command, installed
 from agentrl.obs.console import make_console
 from agentrl.selfplay.games import POLICY, WinTable
 from agentrl.selfplay.league_log import last_evaluation, read_league
-from agentrl.selfplay.league_plot import plot_ratings
+from agentrl.selfplay.league_plot import plot_league, shown_players
 from agentrl.selfplay.ratings import Ratings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run with self_play")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="the plot of ratings (RUN_DIR/league.png)")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="the plot of ratings, win matrices and role asymmetry (RUN_DIR/league.png)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -39,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not installed("matplotlib"):
         console.print(f"no plot: {install_command('matplotlib')}", markup=False, soft_wrap=True)
         return
-    out = plot_ratings(rows, arguments.plot or arguments.run_dir / "league.png")
+    out = plot_league(rows, arguments.plot or arguments.run_dir / "league.png")
     console.print(f"plot        {out}", markup=False, soft_wrap=True)
 
 
@@ -54,8 +59,8 @@ def _rating_table(ratings: Ratings, rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _win_matrix(results: WinTable, ratings: Ratings, seat: int) -> Table:
-    """Return wins/draws/losses of each player (row) in a seat against each other one (column)."""
-    players = [*ratings.ranking(), *sorted({name for name, _, _ in results.records} - set(ratings.table))]
+    """Return wins/draws/losses of each player (row) in a seat against each other one (column), for the most active ones."""
+    players = shown_players(ratings, results)
     table = Table(f"seat {seat} against", *players, title=f"wins/draws/losses in seat {seat}")
     for player in players:
         records = [results.record(player, other, seat) for other in players]

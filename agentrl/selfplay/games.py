@@ -66,6 +66,10 @@ class Record:
         """Return both together."""
         return Record(self.wins + other.wins, self.draws + other.draws, self.losses + other.losses)
 
+    def minus(self, other: Record) -> Record:
+        """Return what was added since ``other``."""
+        return Record(self.wins - other.wins, self.draws - other.draws, self.losses - other.losses)
+
 
 @dataclass(slots=True)
 class WinTable:

@@ -1,4 +1,4 @@
-"""Plot of ratings over the steps of a run."""
+"""Plot of a league: ratings over the steps of a run, the win matrix of each seat, and role asymmetry."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.selfplay.games import POLICY
+import numpy as np
+
+from agentrl.selfplay.games import POLICY, Record, WinTable
+from agentrl.selfplay.ratings import Ratings
+
+MOST_PLAYERS = 12
+"""Most players in a legend and in a win matrix: the policy, and those with the most games."""
+MOST_SEATS = 3
+"""Most seats with a win matrix."""
+WINDOW = 10
+"""Steps over which the score of a seat is averaged."""
 
 
-def plot_ratings(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
-    """Plot the rating of each player with its standard deviation over steps, to the PNG ``out``; return its path.
+def plot_league(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
+    """Plot the league of a run to the PNG ``out``; return its path.
 
     Args:
         rows: of `read_league`.
@@ -20,20 +30,78 @@ def plot_ratings(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    results, ratings = WinTable.from_state(rows[-1]["results"]), Ratings.from_state(rows[-1]["ratings"])
+    players = shown_players(ratings, results)
+    seats = sorted({seat for _, _, seat in results.records})
+    figure = Figure(figsize=(4.6 * (len(seats[:MOST_SEATS]) + 1), 8.5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    grid = figure.add_gridspec(2, len(seats[:MOST_SEATS]) + 1)
+    _plot_ratings(figure.add_subplot(grid[0, :]), rows, players)
+    for column, seat in enumerate(seats[:MOST_SEATS]):
+        _plot_matrix(figure.add_subplot(grid[1, column]), results, players, seat)
+    _plot_asymmetry(figure.add_subplot(grid[1, -1]), rows, seats)
+    figure.savefig(out)
+    return out
+
+
+def shown_players(ratings: Ratings, results: WinTable) -> list[str]:
+    """Return the policy and the players with the most games, at most `MOST_PLAYERS`: the best rating first, unrated ones last."""
+    games: dict[str, float] = {}
+    for (player, _, _), one in results.records.items():
+        games[player] = games.get(player, 0.0) + one.games
+    known = [*ratings.ranking(), *sorted(set(games) - set(ratings.table))]
+    chosen = sorted(known, key=lambda player: (player != POLICY, -games.get(player, 0.0), player))[:MOST_PLAYERS]
+    return [player for player in known if player in chosen]
+
+
+def _plot_ratings(axes: Any, rows: Sequence[Mapping[str, Any]], labelled: Sequence[str]) -> None:
+    """Plot the rating of each player with its standard deviation over steps."""
     players = sorted({player for row in rows for player in row["ratings"]}, key=lambda name: (name != POLICY, name))
     for player in players:
         points = [(row["step"], *row["ratings"][player]) for row in rows if player in row["ratings"]]
         steps, means, spreads = zip(*points, strict=True)
         lows = [mean - spread for mean, spread in zip(means, spreads, strict=True)]
         highs = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
-        [line] = axes.plot(steps, means, label=player, linewidth=2.0 if player == POLICY else 1.0)
+        name, width = player if player in labelled else None, 2.0 if player == POLICY else 1.0
+        [line] = axes.plot(steps, means, label=name, linewidth=width)
         axes.fill_between(steps, lows, highs, color=line.get_color(), alpha=0.15, linewidth=0)
-    axes.set_xlabel("step")
-    axes.set_ylabel("rating")
+    axes.set(xlabel="step", ylabel="rating ± standard deviation")
     axes.grid(alpha=0.3)
-    axes.legend(loc="best", fontsize=8)
-    figure.savefig(out)
-    return out
+    if players:
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+
+
+def _plot_matrix(axes: Any, results: WinTable, players: Sequence[str], seat: int) -> None:
+    """Plot the score of each player (row) in a seat against each other one (column)."""
+    records = [[results.record(player, other, seat) for other in players] for player in players]
+    axes.imshow([[one.score if one.games else np.nan for one in row] for row in records], cmap="RdYlGn", vmin=0, vmax=1)
+    for y, row in enumerate(records):
+        for x, one in enumerate(row):
+            if one.games:
+                axes.text(x, y, f"{one.score:.2f}", ha="center", va="center", fontsize=7)
+    axes.set_title(f"score in seat {seat} (row) against (column)", fontsize=9)
+    axes.set_xticks(range(len(players)), players, rotation=90, fontsize=7)
+    axes.set_yticks(range(len(players)), players, fontsize=7)
+
+
+def _plot_asymmetry(axes: Any, rows: Sequence[Mapping[str, Any]], seats: Sequence[int]) -> None:
+    """Plot the policy's score in each seat over steps: of mirror play, or against all if there is none."""
+    tables = [WinTable.from_state(row["results"]) for row in rows]
+    mirror = tables[-1].record(POLICY, POLICY).games > 0
+    for seat in seats:
+        sums = [_policy_record(table, seat, mirror=mirror) for table in tables]
+        recent = [after.minus(before) for before, after in zip([Record()] * WINDOW + sums, sums, strict=False)]
+        points = [(row["step"], one.score) for row, one in zip(rows, recent, strict=True) if one.games]
+        axes.plot(*zip(*points, strict=True), label=f"seat {seat}")
+    axes.set(xlabel="step", ylim=(-0.05, 1.05))
+    axes.set_title(f"policy's score {'in mirror play' if mirror else 'against all'}, last {WINDOW} steps", fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def _policy_record(table: WinTable, seat: int, *, mirror: bool) -> Record:
+    found = Record()
+    for (player, opponent, at), one in table.records.items():
+        if (player, at) == (POLICY, seat) and (opponent == POLICY or not mirror):
+            found = found.plus(one)
+    return found

@@ -12,9 +12,11 @@ from agentrl.core.errors import ConfigError, UserError
 from agentrl.core.registry import make_any_env
 from agentrl.core.types import Rollout, StopReason
 from agentrl.selfplay.check import check_roles, check_self_play
-from agentrl.selfplay.games import POLICY, Game
+from agentrl.selfplay.games import POLICY, Game, WinTable
 from agentrl.selfplay.league import League
 from agentrl.selfplay.league_log import LeagueLog, read_league
+from agentrl.selfplay.league_plot import MOST_PLAYERS, plot_league, shown_players
+from agentrl.selfplay.ratings import Ratings
 
 CONFIG = SelfPlayConfig(mix={"mirror": 1, "past": 1, "fixed:random": 1}, pool=PoolConfig(snapshot_every=2, keep=3))
 
@@ -121,6 +123,29 @@ def test_the_command_prints_ratings_wins_by_seat_and_asymmetry(tmp_path, capsys,
     assert "evaluation after step 4" in out
     assert ["nash", "1", "3/1/0", "0.88", "0.500"] in lines
     assert (tmp_path / "league.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_league_of_mirror_play_alone_is_plotted(tmp_path):
+    games = [Game(f"{number}", (POLICY, POLICY), (1.0, -1.0)) for number in range(3)]
+    results = WinTable()
+    results.add(games)
+    rows = [{"step": step, "ratings": {}, "results": results.state()} for step in (1, 2)]
+    assert plot_league(rows, tmp_path / "league.png").read_bytes().startswith(b"\x89PNG")
+    assert shown_players(Ratings(), results) == [POLICY]
+
+
+def test_the_most_active_players_are_shown_by_rating():
+    results = WinTable()
+    for number in range(30):
+        results.add([Game("g", (POLICY, f"step_{number:06d}"), (1.0, 0.0))] * (number + 1))
+    ratings = Ratings()
+    for player in ("step_000029", "step_000028"):
+        ratings.copy(POLICY, player)
+    found = shown_players(ratings, results)
+    assert len(found) == MOST_PLAYERS
+    assert POLICY in found
+    assert set(found[:2]) == {"step_000028", "step_000029"}
+    assert "step_000000" not in found
 
 
 def test_a_folder_without_a_league(tmp_path, capsys):
