@@ -80,6 +80,8 @@ def _sampling(config: Config) -> Iterator[str]:
             "renormalised, so the policy gradient would be wrong; set sampler.top_p=1 sampler.top_k=-1, or accept it with "
             "sampler.allow_unnormalised=true"
         )
+    if sampler.max_running == "auto" and sampler.router == "sglang":
+        yield "sampler.max_running=auto with sampler.router=sglang: that router chooses the engine; set sampler.router=builtin"
 
 
 def _task_source(config: Config) -> Iterator[str]:

@@ -54,8 +54,9 @@ class SamplerConfig(Section):
     """Seconds until a generation counts as lost."""
     start_timeout_s: PositiveFloat = 300.0
     """Seconds until a started engine must be healthy."""
-    max_running: PositiveInt | None = None
-    """Maximum concurrent requests per engine; further ones wait in the run. Without a number there is no limit."""
+    max_running: PositiveInt | Literal["auto"] | None = None
+    """Maximum concurrent requests per engine; further ones wait in the run. Without a number there is no limit. ``auto``: the
+    limit of each engine follows the pressure on its KV cache."""
     router: Literal["builtin", "sglang"] = "builtin"
     """Which router distributes requests to the engines: ``builtin`` is part of the run; ``sglang`` is the program
     ``sglang-router`` (``pip install 'agentrl[router]'``), with which ``max_running`` is a mean over engines. With both, all

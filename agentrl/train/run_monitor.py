@@ -68,6 +68,6 @@ def engines_and_slots(config: Config) -> tuple[int, int]:
     engines = len(sampler.urls) or sampler.engines
     batches = config.asynchronous.max_staleness + 1
     slots = min(rollout.concurrency, batches * rollout.batch_size * rollout.n_samples_per_prompt)
-    if sampler.max_running is not None:
+    if isinstance(sampler.max_running, int):
         slots = min(slots, engines * sampler.max_running)
     return 1 if sampler.router == "sglang" else engines, slots

@@ -9,6 +9,7 @@ from conformance.engine import GREEDY, Engine, prompt, sample
 
 from agentrl.core.errors import SamplerError
 from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
+from agentrl.inference.client.load import EngineLoad
 from agentrl.inference.client.sglang_client import SGLangClient
 
 
@@ -47,6 +48,19 @@ class Control:
             assert (await sample(client, prompt(12), GREEDY)).versions == ((0, 1),)
 
         engine.drive(play)
+
+    def test_requests_in_progress_are_in_its_load(self, engine: Engine) -> None:
+        async def play(client: SGLangClient) -> EngineLoad:
+            params = SamplingParams(max_new_tokens=480)
+            tasks = [asyncio.create_task(sample(client, prompt(30 + index), params, f"r{index}")) for index in range(3)]
+            while (load := await client.control.load()) is None or load.running < 3:  # noqa: ASYNC110 - an engine sends no event
+                await asyncio.sleep(0.02)
+            await asyncio.gather(*(client.abort(f"r{index}") for index in range(3)), *tasks)
+            return load
+
+        load = engine.drive(play)
+        assert (load.running, load.waiting, load.retracted) == (3, 0, 0)
+        assert 0 < load.used_share < 1
 
     @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
     def test_paused_requests_end_as_if_nothing_had_been(self, engine: Engine, mode: str) -> None:

@@ -173,6 +173,7 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
         ),
         *("train/value_loss", "train/value_mean", "train/value_explained_variance", "train/value_clip_fraction"),
         "train/value_grad_norm",
+        "rollout/max_running",
         *("batch/replayed_share", "batch/routing_mib"),
         *(name for name in described if name.startswith("selfplay/")),
         *("eval/rating", "eval/score", "eval/NAME/seat=SEAT", "eval/exploitability", "eval/other_output"),

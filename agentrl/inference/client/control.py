@@ -8,6 +8,7 @@ import orjson
 
 from agentrl.core.errors import EngineError
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply, json_of
+from agentrl.inference.client.load import EngineLoad, read_load
 from agentrl.obs.waiting import waiting
 
 
@@ -56,3 +57,18 @@ class ControlEndpoint:
         if isinstance(reply, dict) and reply.get("success") is False:
             raise ControlRefused(self.url, path, reply.get("message"), 200)
         return reply
+
+    async def load(self) -> EngineLoad | None:
+        """Return the load that the engine reports at ``/v1/loads``, or None if it does not answer.
+
+        Raises:
+            EngineError: it reports none.
+        """
+        try:
+            # Without `waiting`: a wait that ends is progress, which would hide a stall from the watchdog.
+            async with self._http.request("GET", "/v1/loads", once=True) as reply:
+                return read_load(await json_of(reply))
+        except (ErrorReply, orjson.JSONDecodeError, ValueError) as error:
+            raise EngineError(f"the engine at {self.url} reports no load at /v1/loads: {error}") from error
+        except CONNECTION_ERRORS:
+            return None

@@ -49,7 +49,7 @@ class SGLangClient(GenerationClient):
         self._generations: GenerationClient = routed or self
         self._resumed: asyncio.Event | None = None
         """Cleared while the engine is paused; None: it was not so far."""
-        self._control = control = ControlEndpoint(http)
+        self.control = control = ControlEndpoint(http)
         self.updates = SGLangWeightUpdates(
             control,
             paused=self._paused,
@@ -114,14 +114,14 @@ class SGLangClient(GenerationClient):
         self._resume_event().clear()
         self._generations.note_pause(mode)
         try:
-            await self._control.call("/pause_generation", {"mode": mode})
+            await self.control.call("/pause_generation", {"mode": mode})
         except EngineError:
             self._resume_event().set()
             raise
 
     async def resume(self) -> None:
         """Continue sampling."""
-        await self._control.call("/continue_generation", {})
+        await self.control.call("/continue_generation", {})
         self._resume_event().set()
 
     async def flush(self) -> None:
@@ -134,7 +134,7 @@ class SGLangClient(GenerationClient):
 
     async def version(self) -> int:
         """Return the policy version that samples now."""
-        info = await self._control.call("/model_info", None)
+        info = await self.control.call("/model_info", None)
         try:
             return version_number(info["weight_version"])
         except (KeyError, TypeError, SamplerError) as error:
@@ -148,7 +148,7 @@ class SGLangClient(GenerationClient):
         Raises:
             EngineError: the engine does not report it.
         """
-        info = await self._control.call("/server_info", None)
+        info = await self.control.call("/server_info", None)
         found = info.get("max_req_input_len") if isinstance(info, dict) else None
         if not isinstance(found, int):
             raise EngineError(
@@ -158,7 +158,7 @@ class SGLangClient(GenerationClient):
 
     async def dtype(self) -> str | None:
         """Return the dtype of the weights; None if the engine does not report it, as SGLang with ``--dtype auto``."""
-        info = await self._control.call("/server_info", None)
+        info = await self.control.call("/server_info", None)
         return _DTYPES.get(str(info.get("dtype"))) if isinstance(info, dict) else None
 
     async def checksums(self) -> dict[str, str]:
@@ -169,7 +169,7 @@ class SGLangClient(GenerationClient):
         """
         self.updates.check_resumed()
         try:
-            reply = await self._control.call("/weights_checker", {"action": "checksum"})
+            reply = await self.control.call("/weights_checker", {"action": "checksum"})
         except ControlRefused as error:
             if error.status == 404:
                 reply = None
@@ -185,7 +185,7 @@ class SGLangClient(GenerationClient):
 
     async def checksum_kind(self) -> Literal["sha256", "words"]:
         """Return the kind of `checksums`."""
-        info = await self._control.call("/server_info", None)
+        info = await self.control.call("/server_info", None)
         device = info.get("device") if isinstance(info, dict) else None
         return "sha256" if device in (None, "cpu") else "words"
 

@@ -32,6 +32,7 @@ class ControlEndpoints:
             Route("/health", self.health),
             Route("/model_info", self.model_info),
             Route("/server_info", self.server_info),
+            Route("/v1/loads", self.loads),
             Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
             *(Route(path, with_body(handler), methods=["POST"]) for path, handler in posts.items()),
         ]
@@ -68,6 +69,12 @@ class ControlEndpoints:
         model = self._scheduler.model
         found = {"tp_size": 1, "device": "cpu", "dtype": model.dtype, "whole_updates": True}
         return json_reply(found | {"max_req_input_len": model.context})
+
+    async def loads(self, http: HttpRequest) -> Response:
+        """Return the requests in progress, those that wait for a slot, and the share of slots in use."""
+        running, waiting, slots = self._scheduler.load()
+        load = {"num_running_reqs": running, "num_waiting_reqs": waiting, "token_usage": running / slots}
+        return json_reply({"loads": [load]})
 
     async def flush_cache(self, http: HttpRequest) -> Response:
         """Drop the prefix cache."""

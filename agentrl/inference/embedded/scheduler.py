@@ -285,6 +285,10 @@ class Scheduler:
 
     # Pauses, memory and weight updates
 
+    def load(self) -> tuple[int, int, int]:
+        """Return the number of requests that have a slot, of those that wait, and of slots."""
+        return len(self._running), len(self._waiting), len(self._table.active)
+
     def pause(self, mode: str) -> None:
         """Stop computing steps. ``abort`` ends all requests; ``retract`` frees their slots, and their tokens are computed
         again after `resume`; ``in_place`` keeps their keys and values.

@@ -10,6 +10,7 @@ from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
+from agentrl.inference.fleet.concurrency import FIRST, ConcurrencyMonitor
 from agentrl.inference.fleet.health import Engine, HealthMonitor, SyncWeights
 from agentrl.inference.fleet.router import EngineRouter, RoutedSampler
 from agentrl.inference.fleet.sglang_router import SGLangRouter
@@ -35,7 +36,7 @@ class Fleet:
             max_tokens: ``rollout.max_tokens``; every engine must hold as many.
 
         """
-        self.sampler = RoutedSampler(config.max_running)
+        self.sampler = RoutedSampler(FIRST if config.max_running == "auto" else config.max_running)
         self._sglang_router = (
             SGLangRouter(self.sampler, config, logs / "router.log", vocabulary) if config.router == "sglang" else None
         )
@@ -48,6 +49,7 @@ class Fleet:
         """Clients of engines before their restart: requests may still use them."""
         self._engines: list[Engine] = []
         self._health = HealthMonitor(self._engines, self._router, config, self._restart)
+        self._concurrency = ConcurrencyMonitor(self._live_by_name, self.sampler.limit_engine)
         self._reported_tokens = (0, 0)
         """Prompt and cached tokens at the last call of `metrics`."""
 
@@ -75,9 +77,12 @@ class Fleet:
         for engine in self._engines:
             self._router.add(engine.name, engine.client)
         self._health.start()
+        if self._config.max_running == "auto":
+            await self._concurrency.start()
 
     async def aclose(self) -> None:
         """Stop all engines that were started, and close all connections."""
+        await self._concurrency.aclose()
         await self._health.aclose()
         if self._sglang_router is not None:
             await self._sglang_router.aclose()
@@ -90,6 +95,9 @@ class Fleet:
     def live(self) -> tuple[SGLangClient, ...]:
         """Clients of the engines that serve requests now, without those that are being restarted."""
         return tuple(engine.client for engine in self._engines if engine.live)
+
+    def _live_by_name(self) -> dict[str, SGLangClient]:
+        return {engine.name: engine.client for engine in self._engines if engine.live}
 
     def set_weight_sync(
         self, sync_weights: SyncWeights, *, launch_in: AbstractAsyncContextManager[None] | None = None
@@ -130,7 +138,7 @@ class Fleet:
         before, total = self._reported_tokens, (self.sampler.prompt_tokens, self.sampler.cached_tokens)
         self._reported_tokens = total
         prompt, cached = total[0] - before[0], total[1] - before[1]
-        metrics = {"rollout/engine_restarts": float(self._health.restarts)}
+        metrics = {"rollout/engine_restarts": float(self._health.restarts)} | self._concurrency.metrics()
         return metrics | ({"rollout/cache_hit": cached / prompt} if prompt else {})
 
     # Engines

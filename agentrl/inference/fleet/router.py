@@ -37,6 +37,8 @@ class EngineSlot:
     """Heap, by arrival, of requests whose session is bound to this engine."""
     timeouts: set[asyncio.Timeout] = field(default_factory=set)
     """Timeouts around its requests, to end them when it is removed."""
+    max_running: int | None = None
+    """Most requests at the engine; None: that of all engines."""
     removed: bool = False
     """It gets no more requests; its current ones move to other engines."""
 
@@ -120,6 +122,12 @@ class RoutedSampler:
             heapq.heappush(self._waiting, entry)
         for other in self._slots.values():
             self._fill(other)
+
+    def limit_engine(self, name: str, max_running: int) -> None:
+        """Change the limit of concurrent requests of one engine; unknown names are ignored."""
+        if (slot := self._slots.get(name)) is not None:
+            slot.max_running = max_running
+            self._fill(slot)
 
     def set_max_running(self, max_running: int | None) -> None:
         """Change the limit of concurrent requests per engine; None: no limit."""
@@ -252,7 +260,8 @@ class RoutedSampler:
         return min(free, key=lambda slot: (slot.running, slot.sessions), default=None)
 
     def _has_capacity(self, slot: EngineSlot) -> bool:
-        return self._max_running is None or slot.running < self._max_running
+        most = self._max_running if slot.max_running is None else slot.max_running
+        return most is None or slot.running < most
 
     def _assign(self, slot: EngineSlot, request: _Request) -> None:
         slot.running += 1

@@ -215,7 +215,7 @@ class SGLangRouter(GenerationClient):
         return {engine.url.rstrip("/") for engine in self._engines.values()}
 
     def _open_for_requests(self, engines: int) -> None:
-        if self._config.max_running is not None:
+        if isinstance(self._config.max_running, int):
             self._sampler.set_max_running(self._config.max_running * engines)
         if engines and not self._open:
             self._open = True

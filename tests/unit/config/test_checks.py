@@ -28,6 +28,7 @@ ADAPTERS = ["weights.adapters=only", "learner.lora={}"]
         (["weights.check=checksum", *GPU, "sampler.sglang={device: cpu, tp: 2}"], "set weights.check=version"),
         (["weights.adapters=only", *GPU], r"set learner\.lora="),
         ([*ADAPTERS, *GPU, "sampler.router=sglang"], r"set sampler\.router=builtin"),
+        (["sampler.max_running=auto", "sampler.router=sglang"], r"set sampler\.router=builtin"),
         ([*ADAPTERS, *GPU, "placement.mode=colocate"], r"lose the base model; set weights\.adapters=merged"),
         ([*ADAPTERS, *GPU, "sampler.sglang={load-format: dummy}"], r"load_format=dummy: engines keep the weights"),
         ([*ADAPTERS, *GPU, "weights.transport=disk"], r"leave out weights\.transport"),
