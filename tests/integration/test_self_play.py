@@ -18,6 +18,7 @@ EPISODES = 8
 WORDS = [
     "--config", "self_play/kuhn_poker", "model.warm_start=null", "rollout.batch_size=4", "rollout.n_samples_per_prompt=2",
     f"train.steps={STEPS}", "train.save_every=1", "train.keep=9", "train.eval_every=0", "train.eval_first=false",
+    "self_play.mix={mirror: 2, past: 1, 'fixed:random': 1}",
     "self_play.pool.snapshot_every=1", "self_play.pool.keep=3", "eval.size=2", "obs.tensorboard=false",
     "sampler.embedded.slots=16", *ONE_THREAD,
 ]  # fmt: skip
