@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import multiprocessing.connection
 import os
 import resource
 import signal
@@ -106,6 +107,21 @@ def _end_on_close(descriptor: int) -> None:
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exit_with_main_process() -> None:
+    """End this worker of `multiprocessing` as soon as the process that started the workers is gone.
+
+    Its own end can wait forever: for its results to be read by the process that is gone.
+    """
+    main = multiprocessing.parent_process()
+    assert main is not None, "this is no worker"
+
+    def wait_and_end() -> None:
+        multiprocessing.connection.wait([main.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait_and_end, name="exit-with-main-process", daemon=True).start()
 
 
 class ChildProcess:

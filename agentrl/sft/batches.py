@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
 from agentrl.config.schema import Config
+from agentrl.core.child_process import exit_with_main_process
 from agentrl.learner.registry import make_backend
 from agentrl.runtime.interrupt import SIGNALS
 from agentrl.sft.demonstrations import Demonstrated, Demonstrations
@@ -30,15 +31,17 @@ def batches(config: Config, data: Demonstrations) -> Iterator[GlobalBatch]:
         collate_fn=Packer(config, data.renderer.pad_token_id),
         num_workers=workers,
         multiprocessing_context=processes if workers else None,
-        worker_init_fn=_leave_interrupts_to_the_driver if workers else None,
+        worker_init_fn=_follow_the_driver if workers else None,
     )
     for packed in loader:
         yield from pickle.loads(packed)
 
 
-def _leave_interrupts_to_the_driver(worker: int) -> None:
+def _follow_the_driver(worker: int) -> None:
+    """Leave signals to the driver, and end with it: a worker that is interrupted in a batch could outlive it."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    exit_with_main_process()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,23 @@ from agentrl.core.errors import PortInUseError, ToolServerError
 
 SLEEPER = "from agentrl.core.child_process import exit_with_parent; exit_with_parent(); import time; time.sleep(60)"
 
+MAIN_OF_WORKERS = """
+import multiprocessing, os
+from agentrl.core.child_process import exit_with_main_process
+
+def work(results):
+    exit_with_main_process()
+    results.put(bytes(2**20))  # more than a pipe takes: at its end the worker waits for a reader
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("forkserver")
+    results = context.Queue()
+    worker = context.Process(target=work, args=(results,))
+    worker.start()
+    print(worker.pid, flush=True)
+    os._exit(0)
+"""
+
 
 def start(code: str, folder: Path) -> ChildProcess:
     return ChildProcess.start([sys.executable, "-c", code], log=folder / "log.txt", name="child", error=ToolServerError)
@@ -135,3 +152,14 @@ for soft, expected in ((100, most), (hard, hard)):
 def test_the_file_limit_is_raised_and_never_lowered() -> None:
     said = subprocess.run([sys.executable, "-c", LIMITS], capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["True", "True"]
+
+
+def test_a_worker_whose_result_is_never_read_ends_with_the_main_process(tmp_path: Path) -> None:
+    script = tmp_path / "main.py"
+    script.write_text(MAIN_OF_WORKERS)
+    worker = int(subprocess.run([sys.executable, script], stdout=subprocess.PIPE, check=True, timeout=30).stdout)
+    try:
+        assert gone(worker)
+    finally:
+        if not gone(worker, 0.1):
+            os.kill(worker, signal.SIGKILL)
