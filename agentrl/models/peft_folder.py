@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.config.learner import LoraConfig
 from agentrl.core.errors import ModelError
+from agentrl.core.file_modes import give_default_mode
 from agentrl.core.reading import reading
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def write_peft(folder: Path, config: LoraConfig, tensors: Sequence[tuple[str, to
 
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), folder / ADAPTERS, metadata={"format": "pt"})
+    give_default_mode(folder / ADAPTERS)
     write_peft_config(folder, config, [name for name, _ in tensors])
 
 

@@ -175,7 +175,9 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
         "train/value_grad_norm",
         "rollout/max_running",
         *("batch/replayed_share", "batch/routing_mib"),
-        *(name for name in described if name.startswith("selfplay/")),
+        *(name for name in described if name.startswith(("selfplay/", "async/"))),
+        *("train/METRIC/policy=NAME", "train/reward/role=ROLE", "rollout/turns/role=ROLE"),
+        "time/pause_s",
         *("eval/rating", "eval/score", "eval/NAME/seat=SEAT", "eval/exploitability", "eval/other_output"),
     }
     missing = {name for name in described if not set(_filled(name, names)) & written}

@@ -27,7 +27,7 @@ def open_learner(learners: Learners, name: str, cpu_offload: str = "optimizer", 
 
 def states(learner) -> list[torch.Tensor]:
     """Return the optimizers' states but for counts of steps."""
-    found = [state for optimizer in learner.rank.optimizers for state in optimizer.state.values()]
+    found = [state for optimizer in learner.rank.optimizers.values() for state in optimizer.state.values()]
     return [t for state in found for t in state.values() if isinstance(t, torch.Tensor) and t.ndim]
 
 
@@ -72,7 +72,9 @@ def test_a_checkpoint_goes_on_with_and_without_offload(learners, tmp_path: Path,
     learner = open_learner(learners, name, after, folder=tmp_path / "state" / "model")
     for _ in range(2):  # into no states, and into those of a later step
         learner.load(tmp_path / "state")
-        assert {group["lr"] for optimizer in learner.rank.optimizers for group in optimizer.param_groups} == {SAVED_LR}
+        assert {group["lr"] for optimizer in learner.rank.optimizers.values() for group in optimizer.param_groups} == {
+            SAVED_LR
+        }
         assert [learner.train_step(batch) for batch in BATCHES[2:]] == straight
     found = tensors(learner)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())

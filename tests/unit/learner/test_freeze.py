@@ -18,7 +18,7 @@ def test_frozen_weights_stay_and_the_others_train_as_if_nothing_were_frozen(lear
     whole = gradients(learners.open(name), make_batch(LENGTHS), torch.float32)
     learner = learners.open(name, freeze=FREEZE)
     before, frozen = tensors(learner), frozen_names(whole, FREEZE)
-    optimizers = learner.rank.optimizers
+    optimizers = learner.rank.optimizers.values()
     assert 0 < len(frozen) < len(whole)
     # Only matrices of the second layer are left: none is AdamW's if Muon takes them.
     assert len(optimizers) == 1

@@ -189,7 +189,10 @@ def test_training_leaves_the_reference_as_it_is_and_frozen(learners, other):
     assert not frozen.training
     assert not any(parameter.requires_grad or parameter.grad is not None for parameter in frozen.parameters())
     trained = {
-        id(p) for optimizer in learner.rank.optimizers for group in optimizer.param_groups for p in group["params"]
+        id(p)
+        for optimizer in learner.rank.optimizers.values()
+        for group in optimizer.param_groups
+        for p in group["params"]
     }
     assert not trained & {id(parameter) for parameter in frozen.parameters()}
 
