@@ -10,7 +10,7 @@ from shared_runs import agentrl, metrics
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
-STEPS = 240
+STEPS = 320
 """Those of the configuration."""
 
 
