@@ -51,5 +51,5 @@ class AsyncConfig(Section):
     """Sampling while the learner trains."""
 
     max_staleness: int = Field(default=0, ge=0)
-    """Most policy versions by which a trained token may be older than the policy that it trains. 0 is the synchronous loop; 1
+    """A trained token is at most so many policy versions older than the policy that it trains. 0 is the synchronous loop; 1
     samples one step ahead; more let long episodes take several steps. docs/async.md."""

@@ -80,7 +80,7 @@ class Lineup:
     opponent: str = "mirror"
     """Class of opponents, for `Rollout.opponent`: ``mirror``, ``past`` or ``fixed:NAME``."""
     policies: Mapping[str, str] = field(default_factory=dict)
-    """In a run of several policies, the one that plays where `seats` names no player: by agent, or by role."""
+    """In a run of several policies, who plays where `seats` names no player: by agent, or by role."""
 
     def policy(self, agent: str, role: str) -> str:
         """Return the policy of an agent: ``main`` in a run of one."""

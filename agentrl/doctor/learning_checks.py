@@ -154,7 +154,7 @@ def _ratio(run: RunRecord) -> Iterator[Finding]:
         evidence.append(f"train/clip_fraction is {mean(clipped):.2f} over the last {len(clipped)} steps")
     if evidence:
         advice = ("a smaller learner.optimizer.lr or train.steps_per_rollout; algo.correction",)
-        yield Finding("hint", "the policy moves far from the one that sampled", tuple(evidence), advice)
+        yield Finding("hint", "the policy moves far from what sampled its tokens", tuple(evidence), advice)
 
 
 def _gradients(run: RunRecord) -> Iterator[Finding]:

@@ -93,7 +93,7 @@ def read_record(folder: Path) -> RunRecord:
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder} is no run, because it has no {CONFIG}")
     rows = read_metrics(folder / "metrics.jsonl")
-    traces = trace_files(folder)
+    traces, holder = trace_files(folder), lock_holder(folder)
     return RunRecord(
         folder=folder,
         config=load_layers(saved_layers(folder)),
@@ -102,9 +102,9 @@ def read_record(folder: Path) -> RunRecord:
         now=time.time(),
         last_write=max((path.stat().st_mtime for path in _written(folder)), default=0.0),
         free_bytes=shutil.disk_usage(folder).free,
-        holder=lock_holder(folder),
+        holder=holder,
         end=read_end(folder),
-        stalls=list(_stalls(folder / "logs" / "watchdog.log", _started(folder))),
+        stalls=list(_stalls(folder / "logs" / "watchdog.log", _started(holder))),
         open_spans=_open_spans(traces[-1]) if traces else (),
         logs=dict(_logs(folder / "logs")),
         checkpoints=whole_checkpoints(folder / "checkpoints"),
@@ -118,9 +118,8 @@ def _written(folder: Path) -> Iterator[Path]:
         yield from folder.glob(pattern)
 
 
-def _started(folder: Path) -> float:
+def _started(holder: LockHolder | None) -> float:
     """Return when the newest process of the run started, or 0 if it left no lock."""
-    holder = lock_holder(folder)
     if holder is None:
         return 0.0
     try:

@@ -51,7 +51,7 @@ class IdleTime:
             self._change(wait, wait.since, 1)
 
     def on_end(self, wait: waiting, now: float, error: BaseException | None) -> None:
-        """Count one that ends."""
+        """Count a wait that ends."""
         if wait.kind in (PHASE, ROLLOUT, REQUEST):
             self._change(wait, now, -1)
 

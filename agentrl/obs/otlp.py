@@ -27,7 +27,7 @@ class OtlpSpans:
     named by its kind, such as ``turn``, ``tool`` or ``request``. Its attribute ``agentrl.of`` says of what.
 
     Args:
-        processor: receives ended spans; `open_otlp` has one that sends them.
+        processor: receives ended spans; that of `open_otlp` sends them.
         run: name of the run, the attribute ``agentrl.run`` of the resource.
     """
 

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import orjson
@@ -43,10 +43,9 @@ def recorded_end(folder: Path) -> Iterator[None]:
 
 
 def _write(folder: Path, end: RunEnd) -> None:
-    record = {"error": end.error, "message": end.message, "time": end.time}
     try:
         with replacing(folder / END) as partial:
-            partial.write_text(json.dumps(record) + "\n", encoding="utf-8")
+            partial.write_text(json.dumps(asdict(end)) + "\n", encoding="utf-8")
     except OSError:
         pass  # a full disk, which is the error that is being raised
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conformance.adapters import TWO, Adapters, Policies, two_policies
-from conformance.engine import GREEDY, prompt, sample
+from conformance.adapters import LONG, PROMPT, TWO, Adapters, Policies, two_policies
+from conformance.engine import GREEDY, sample
 from engine_tiny import reference_logprobs, save_model
 from transformers import PreTrainedModel
 
 from agentrl.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
 from agentrl.config.sampler import SamplerConfig
-from agentrl.core.types import Generation, SamplingParams
+from agentrl.core.types import Generation
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.processes import launch_sglang
 from agentrl.learner.in_process import LocalLearnerGroup
@@ -28,8 +28,6 @@ from tests.unit.learner.learners import make_batch, tensors
 pytestmark = pytest.mark.sglang
 
 LORA = LoraConfig(rank=4, alpha=8)
-PROMPT = prompt(3, 40)
-LONG = SamplingParams(max_new_tokens=300, temperature=0.0)
 
 
 @dataclass

@@ -238,7 +238,7 @@ LEARNING = {
     "the reward has fallen": {"train__reward": lambda step: 0.9 - step / 100},
     "the entropy has collapsed: samples of a task are alike": {"train__entropy": lambda step: 2.0 / step**2},
     "engine and learner disagree on the policy": {"train__sampler_kl": lambda step: 1e-4 * step**2},
-    "the policy moves far from the one that sampled": {"train__clip_fraction": 0.5},
+    "the policy moves far from what sampled its tokens": {"train__clip_fraction": 0.5},
     "gradients are not finite, so optimizer steps are skipped": {"train__nonfinite_gradients": 1.0},
     "optimizer steps change no weight, so a weight sync changes nothing": {"train__grad_norm": 0.0},
     "engines are idle most of the time": {"engine_idle__total": 0.8, "engine_idle__learner": 0.7},

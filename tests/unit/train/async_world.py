@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.console import Console
 
-from agentrl.bench.virtual_time import run_virtual
 from agentrl.config.evaluation import EvalSet
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
@@ -36,6 +35,7 @@ from agentrl.train.rollout_source import StepRollouts, TaskPosition
 from agentrl.train.sampling import Sampling
 from agentrl.train.trainer import Trainer
 from tests.unit.episode.conftest import CHATML, renderer_of
+from tests.unit.train.virtual_time import run_virtual
 
 TASKS = [Task(f"t{number}", (Message("user", f"task {number}"),)) for number in range(50)]
 RENDERER = renderer_of(CHATML)
