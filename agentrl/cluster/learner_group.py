@@ -180,6 +180,10 @@ class RayBucket:
         self.specs = specs
         self.last = last
 
+    def fingerprint(self) -> int:
+        """Return 64 bits of the weights on rank 0; see `WeightBucket.fingerprint`."""
+        return self._group.call_bucket(self._number, "fingerprint", lambda bucket: bucket.fingerprint(), ranks=1)[0]
+
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weights on the CPU; see `WeightBucket.tensors`."""
         # As an array, which Ray does not copy.

@@ -176,6 +176,9 @@ def _unchanged(run: RunRecord) -> Iterator[Finding]:
     versions = run.recent("train/version", RECENT)
     if len(versions) == RECENT and versions[0] == versions[-1]:
         evidence.append(f"train/version is {versions[-1]:.0f} in all of the last {RECENT} steps")
+    unchanged = run.recent("sync/unchanged", RECENT)
+    if unchanged and min(unchanged) > 0:
+        evidence.append(f"sync/unchanged is 1 in the last {len(unchanged)} steps")
     if evidence:
         advice = (
             "learner.optimizer, with its warm-up and decay; all advantages are 0 if no group has reward variance",

@@ -206,6 +206,10 @@ class WeightBucket(Protocol):
         """Whether this is the last bucket."""
         ...
 
+    def fingerprint(self) -> int:
+        """Return 64 bits that differ if any weight differs; see `agentrl.models.weight_checksum.fingerprint`."""
+        ...
+
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weights on the CPU of the calling process, read-only."""
         ...

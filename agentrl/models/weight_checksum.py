@@ -1,4 +1,4 @@
-"""Checksum of SGLang's ``/weights_checker`` for weights on a CPU."""
+"""Checksum of SGLang's ``/weights_checker`` for weights on a CPU, and a fast fingerprint of weights on any device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import hashlib
 from typing import Protocol
 
 import torch
+
+_CHUNK = 1 << 20
+"""Words that are mixed at once: 8 MiB, which stay in a CPU's cache."""
 
 
 class HexDigest(Protocol):
@@ -31,3 +34,17 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 def short_digest(hasher: HexDigest) -> str:
     """Return the first 16 hexadecimal digits of a hash, as `tensor_checksum` does."""
     return hasher.hexdigest()[:16]
+
+
+def fingerprint(flat: torch.Tensor) -> int:
+    """Return 64 bits that differ if any of ``flat``, uint8 bytes on any device, differs; the order of words does not count.
+
+    Each 64-bit word is multiplied by a part of itself, so that a change of one word is not undone by that of another. It
+    reads the bytes once, where they are.
+    """
+    whole = len(flat) // 8 * 8
+    words = [*torch.split(flat[:whole].view(torch.int64), _CHUNK)]
+    if whole < len(flat):
+        words.append(torch.nn.functional.pad(flat[whole:], (0, 8 - len(flat) + whole)).view(torch.int64))
+    sums = [(part * ((part >> 29) | 1)).sum() for part in words]
+    return int(torch.stack(sums).sum()) & (1 << 64) - 1 if sums else 0

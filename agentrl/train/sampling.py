@@ -29,7 +29,7 @@ from agentrl.train.gpu_time_sharing import GpuTimeSharing
 from agentrl.train.pipeline.background import BackgroundEpisodes
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
 from agentrl.train.self_play import SelfPlay
-from agentrl.weight_sync.base import WeightSync
+from agentrl.weight_sync.base import Sent, WeightSync
 
 
 @dataclass(slots=True)
@@ -67,6 +67,10 @@ class Sampling:
     """Policy version of the learner's weights."""
     _synced: int | None = field(default=None, init=False)
     """Policy version of the engines' weights."""
+    _sent: Sent | None = field(default=None, init=False)
+    """What the last sync sent."""
+    _sync_metrics: dict[str, float] = field(default_factory=dict, init=False)
+    """Of the last sync."""
     _learner_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """Held by the user of the learner: by the trainer, except while episodes run."""
 
@@ -136,7 +140,8 @@ class Sampling:
         while engines := fleet.live:
             try:
                 async with nullcontext() if background is None else background.paused(engines, watch or Stopwatch()):
-                    await self.sync.push(self._learner, engines, self._version)
+                    sent = await self.sync.push(self._learner, engines, self._version)
+                self._note(sent)
                 break
             except EngineError:
                 await fleet.check_now()
@@ -146,6 +151,12 @@ class Sampling:
         self._synced = self._version
         if background is not None:
             background.note_version(self._version)
+
+    def _note(self, sent: Sent) -> None:
+        """Compare what was sent with the sync before."""
+        unchanged = self._sent is not None and self._sent.fingerprint == sent.fingerprint
+        self._sent = sent
+        self._sync_metrics = {"sync/mib": sent.bytes / 2**20, "sync/unchanged": float(unchanged)}
 
     async def _sync_restarted(self, engine: EngineControl) -> int:
         """Sync the weights to a restarted engine and return their version."""
@@ -217,8 +228,12 @@ class Sampling:
         return {} if self.self_play is None else {"self_play": self.self_play.league.state()}
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the fleet, of self-play, and of the episodes in the background."""
-        found = self.services.fleet.metrics() | ({} if self.self_play is None else self.self_play.metrics())
+        """Return the metrics of the fleet, of the last sync, of self-play, and of the episodes in the background."""
+        found = (
+            self.services.fleet.metrics()
+            | self._sync_metrics
+            | ({} if self.self_play is None else self.self_play.metrics())
+        )
         return found | ({} if self._background is None else self._background.metrics())
 
     async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:

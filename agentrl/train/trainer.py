@@ -54,6 +54,11 @@ NONFINITE = {
     )
 }
 """Warnings by metric."""
+UNCHANGED = (
+    "the weights that were sent to the engines are those of the sync before, though the step was trained: every update was "
+    "less than weights.dtype can hold, or the learner exports other weights than it trains; a larger learner.optimizer.lr "
+    "helps in the first case. sync/unchanged is 1 in such steps"
+)
 
 
 @dataclass(slots=True)
@@ -192,6 +197,8 @@ class Trainer:
         for key, text in NONFINITE.items():
             if row.get(key):
                 self._warn_once(key, text)
+        if row.get("sync/unchanged") and row.get("train/lr") and not row.get("train/nonfinite_gradients"):
+            self._warn_once("unchanged", UNCHANGED)
 
     async def _score(self, groups: RolloutGroups, watch: Stopwatch) -> StepScores:
         """Return what models say of the rollouts before the first optimizer step: the learner's, then the teachers'."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from agentrl.config.learner import LoraConfig
 from agentrl.config.sampler import SamplerConfig
@@ -16,7 +18,8 @@ from agentrl.core.errors import ConfigError, LearnerError
 from agentrl.inference.base import EngineControl, LoraAdapter
 from agentrl.learner.base import LearnerGroup
 from agentrl.models.peft_folder import last_names, layer_names, peft_config, read_peft, write_peft
-from agentrl.models.weight_checksum import raw_bytes
+from agentrl.models.weight_checksum import fingerprint, raw_bytes
+from agentrl.weight_sync.base import Sent
 from agentrl.weight_sync.engines import call_all, check_version
 
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -44,7 +47,7 @@ class AdapterSync:
     async def aclose(self) -> None:
         """Do nothing: no resources are kept between updates."""
 
-    async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> None:
+    async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> Sent:
         """Sync the adapters; see `WeightSync.push`.
 
         Raises:
@@ -64,6 +67,7 @@ class AdapterSync:
         await call_all(engines, f"adapters of version {version}", send)
         if self._check != "none":
             await check_version(engines, version)
+        return await asyncio.to_thread(_sent, adapters.values())
 
     def _adapters(self, learner: LearnerGroup) -> dict[str, LoraAdapter]:
         return {policy: self._adapter(learner, policy) for policy in self._config.policies}
@@ -78,6 +82,11 @@ class AdapterSync:
         if self._check == "checksum":
             sums = {name: hashlib.sha256(raw_bytes(tensor)).hexdigest() for name, tensor in tensors}
         return LoraAdapter(peft_config(self._config, last_names(layers)), tensors, checksums=sums)
+
+
+def _sent(adapters: Iterable[LoraAdapter]) -> Sent:
+    flats = [tensor.reshape(-1).view(torch.uint8) for adapter in adapters for _, tensor in adapter.tensors]
+    return Sent(fingerprint(torch.cat(flats)), sum(map(len, flats)))
 
 
 def write_policies(learner: LearnerGroup, folder: Path, config: LoraConfig, dtype: str | None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
+from agentrl.weight_sync.base import Sent
 from agentrl.weight_sync.engines import UpdateCheck, begin_updates, cancel_updates
 
 
@@ -26,7 +27,7 @@ class BucketwiseSync(ABC):
         self.dtype = dtype
         self.check = check
 
-    async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> None:
+    async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> Sent:
         """Sync the weights; see `WeightSync.push`. The learner is called in threads, as its calls block.
 
         Raises:
@@ -47,7 +48,7 @@ class BucketwiseSync(ABC):
             await self.aclose()
             await cancel_updates(engines)
             raise
-        await check.verify(engines, version)
+        return await check.verify(engines, version)
 
     async def aclose(self) -> None:  # noqa: B027 - not every transport keeps resources
         """Release resources that are kept between updates."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from agentrl.distributed.flat_bucket import bytes_of
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
+from agentrl.weight_sync.base import Sent
 from agentrl.weight_sync.engines import UpdateCheck, call_all
 
 
@@ -34,7 +35,7 @@ class DiskSync:
     async def aclose(self) -> None:
         """Do nothing: no resources are kept between updates."""
 
-    async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> None:
+    async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> Sent:
         """Write the weights and let the engines load them; see `WeightSync.push`.
 
         Raises:
@@ -52,7 +53,7 @@ class DiskSync:
             await call_all(engines, f"weights of version {version} from {folder}", load)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder)
-        await check.verify(engines, version)
+        return await check.verify(engines, version)
 
 
 async def write_weights(

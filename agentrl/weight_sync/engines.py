@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from contextlib import asynccontextmanager
 
 from agentrl.core.errors import EngineError
+from agentrl.distributed.flat_bucket import bytes_of
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import WeightBucket
 from agentrl.obs.waiting import waiting
+from agentrl.weight_sync.base import Sent
 from agentrl.weight_sync.checksum import Checksums
 
 
@@ -43,6 +45,7 @@ class UpdateCheck:
         """``mode`` is ``none``, ``version`` or ``checksum``; ``kinds`` are the engines' kinds of checksums."""
         self._mode = mode
         self._sums = Checksums(kinds)
+        self._fingerprint = self._bytes = 0
 
     @classmethod
     async def start(cls, mode: str, engines: Sequence[EngineControl]) -> UpdateCheck:
@@ -57,11 +60,13 @@ class UpdateCheck:
 
     async def add(self, bucket: WeightBucket) -> None:
         """Add a bucket that is sent."""
+        self._fingerprint ^= await asyncio.to_thread(bucket.fingerprint)
+        self._bytes += bytes_of(*bucket.specs)
         if self._mode == "checksum":
             await asyncio.to_thread(lambda: self._sums.add(bucket.tensors()))
 
-    async def verify(self, engines: Sequence[EngineControl], version: int) -> None:
-        """Check all engines.
+    async def verify(self, engines: Sequence[EngineControl], version: int) -> Sent:
+        """Check all engines, and return what was sent.
 
         Raises:
             EngineError: an engine samples with another version, holds other weights, or cannot report them.
@@ -70,6 +75,7 @@ class UpdateCheck:
             await check_version(engines, version)
         if self._mode == "checksum":
             await self._checksums(engines)
+        return Sent(self._fingerprint, self._bytes)
 
     async def _checksums(self, engines: Sequence[EngineControl]) -> None:
         async def compare(engine: EngineControl) -> None:

@@ -28,6 +28,7 @@ from agentrl.models.load import read_vocab_size
 from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.train.sampling import Sampling
+from agentrl.weight_sync.base import Sent
 
 SETTINGS = [
     "rollout.max_tokens=512",
@@ -164,12 +165,13 @@ class KillingSync:
         self.faults = faults
         self.pushes: list[tuple[int, int]] = []
 
-    async def push(self, learner: Any, engines: Any, version: int) -> None:
+    async def push(self, learner: Any, engines: Any, version: int) -> Sent:
         self.pushes.append((len(engines), version))
         if self.faults:
             self.faults.pop(0)()
         for engine in engines:
             await engine.updates.from_disk(self.folder, version)
+        return Sent(version, 0)
 
     async def aclose(self) -> None:
         pass

@@ -15,6 +15,7 @@ from agentrl.distributed.flat_bucket import broadcast_as_one, bytes_of, packed, 
 from agentrl.learner.base import WeightSource
 from agentrl.learner.export.broadcaster import WeightBroadcaster
 from agentrl.learner.export.cuda_ipc import SharedMemory
+from agentrl.models.weight_checksum import fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,10 @@ class RankBucket:
     def on_device(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weights by name on the device where they were gathered."""
         return views(self.specs, self._memory.flat)
+
+    def fingerprint(self) -> int:
+        """Return 64 bits that differ if any weight differs; see `agentrl.models.weight_checksum.fingerprint`."""
+        return fingerprint(self._memory.flat[: self._size])
 
     def cpu_bytes(self) -> torch.Tensor:
         """Return the weights as uint8 bytes on the CPU, which the next bucket overwrites."""

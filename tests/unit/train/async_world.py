@@ -34,6 +34,7 @@ from agentrl.testing import FakeLearner, ScriptedSampler
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
 from agentrl.train.sampling import Sampling
 from agentrl.train.trainer import Trainer
+from agentrl.weight_sync.base import Sent
 from tests.unit.episode.conftest import CHATML, renderer_of
 from tests.unit.train.virtual_time import run_virtual
 
@@ -120,12 +121,13 @@ def make_source(config: Config, folder: Path, engines: Engines, kind: type[Sampl
             max_concurrency=config.rollout.concurrency,
         )
 
-    async def push(learner: Any, some: Sequence[Any], version: int) -> None:
+    async def push(learner: Any, some: Sequence[Any], version: int) -> Sent:
         engines.paused.append(f"push {version}")
         await asyncio.sleep(0.5)
         engines.version = version
         if version == engines.refused:
             raise EngineError("no memory")
+        return Sent(version, 0)
 
     async def check_now() -> None:
         """All engines live."""

@@ -18,6 +18,7 @@ from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.testing import FakeLearner
 from agentrl.train.sampling import Sampling
+from agentrl.weight_sync.base import Sent
 
 
 class World:
@@ -29,6 +30,11 @@ class World:
         self.lost: set[Engine] = set()
         self.launch_in: AbstractAsyncContextManager[Any] | None = None
         self.learner = Learner(self)
+        self.weights = 1
+        """Fingerprint of what is sent."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
     # The fleet
 
@@ -52,9 +58,10 @@ class World:
 
     # The sync
 
-    async def push(self, learner: Any, engines: Any, version: int) -> None:
+    async def push(self, learner: Any, engines: Any, version: int) -> Sent:
         assert learner is self.learner
         self.log.append(f"push {version} to {' '.join(engine.name for engine in engines)}")
+        return Sent(self.weights, 3 << 20)
 
     async def aclose(self) -> None: ...
 
@@ -197,9 +204,10 @@ def test_a_lost_engine_does_not_stop_the_others() -> None:
                 lost.dead = True
             whole = world.push
 
-            async def push(learner: Any, engines: Any, version: int) -> None:
-                await whole(learner, engines, version)
+            async def push(learner: Any, engines: Any, version: int) -> Sent:
+                sent = await whole(learner, engines, version)
                 lost.dead = True
+                return sent
 
             world.push = push  # type: ignore[method-assign]
             await source.sync_weights(world.learner, 1, watch)
@@ -290,5 +298,22 @@ def test_engines_are_restarted_only_while_episodes_run() -> None:
         assert world.said() == ["live"]
         assert other.said() == ["push 3 to e0"]
         await restarting
+
+    asyncio.run(run())
+
+
+def test_a_sync_that_sends_what_the_one_before_sent_is_marked() -> None:
+    world = World()
+
+    async def run() -> None:
+        source = world.sampling("separate")
+        await source.open()
+        marks = []
+        for version, weights in enumerate([5, 6, 6, 7]):
+            world.weights = weights
+            await source.sync_weights(world.learner, version, Stopwatch())
+            assert source.metrics()["sync/mib"] == 3
+            marks.append(source.metrics()["sync/unchanged"])
+        assert marks == [0, 0, 1, 0]
 
     asyncio.run(run())

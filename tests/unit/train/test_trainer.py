@@ -58,6 +58,11 @@ class Engines(Replay):
     synced: list[int] = field(default_factory=list)
     ratings: list[float] = field(default_factory=list)
     """Of the policy at each evaluation."""
+    unchanged: float = 0.0
+    """Whether each sync sends the weights of the sync before."""
+
+    def metrics(self) -> dict[str, float]:
+        return {"sync/unchanged": self.unchanged}
 
     async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
         if version == self.refuse:
@@ -182,6 +187,20 @@ def test_a_gradient_that_is_not_finite_is_counted_and_explained_once(tmp_path: P
     rows = steps(tmp_path)
     assert [row["train/nonfinite_gradients"] for row in rows] == [1.0, 1.0, 1.0]
     assert all("train/loss" not in row for row in rows), "no number"
+
+
+@pytest.mark.parametrize(
+    ("learned", "warnings"),
+    [({"train/lr": 1e-6}, 1), ({"train/lr": 0.0}, 0), ({"train/lr": 1e-6, "train/nonfinite_gradients": 1.0}, 0)],
+)
+def test_weights_that_a_trained_step_did_not_change_are_explained_once(
+    tmp_path: Path, learned: dict[str, float], warnings: int
+) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=800)
+    asyncio.run(trainer(tmp_path, config(), FakeLearner(metrics=learned), console=console, unchanged=1.0).run())
+    assert out.getvalue().count("are those of the sync before") == warnings
+    assert [row["sync/unchanged"] for row in steps(tmp_path)] == [1.0, 1.0, 1.0]
 
 
 def test_a_resumed_run_has_the_baselines_of_its_checkpoint(tmp_path: Path) -> None:

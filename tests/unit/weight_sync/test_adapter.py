@@ -75,6 +75,9 @@ def test_engines_get_the_adapters_as_peft_describes_them(dtype: str | None) -> N
 
 def test_engines_get_the_adapters_of_all_policies(tmp_path: Path) -> None:
     config, engine = LoraConfig(rank=2, policies=["first", "second"]), Engine()
+    sent = asyncio.run(AdapterSync(config).push(Learner("down_proj"), [engine], 3))
+    assert sent.bytes == 2 * 2 * 4 * 4
+    assert sent.fingerprint != asyncio.run(AdapterSync(CONFIG).push(Learner("down_proj"), [engine], 3)).fingerprint
     asyncio.run(AdapterSync(config).push(Learner("down_proj"), [engine], 3))
     assert {name: float(one.tensors[0][1][0, 0]) for name, one in engine.all.items()} == {"first": 5, "second": 6}
     assert [*engine.all] == ["first", "second"]

@@ -10,6 +10,8 @@ from typing import ClassVar
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from agentrl.core.errors import EngineError, LearnerError
@@ -21,7 +23,8 @@ from agentrl.learner.base import WeightBucket
 from agentrl.learner.export.bucket import NamedTensors, RankBucket
 from agentrl.learner.export.exporter import WeightExporter
 from agentrl.models.sglang_gpu_checksum import GpuChecksum
-from agentrl.models.weight_checksum import raw_bytes, tensor_checksum
+from agentrl.models.weight_checksum import fingerprint, raw_bytes, tensor_checksum
+from agentrl.weight_sync.base import Sent
 from agentrl.weight_sync.checksum import Checksums
 from agentrl.weight_sync.registry import TRANSPORTS, bucket_bytes_of, make_sync
 
@@ -142,6 +145,40 @@ def test_every_engine_gets_every_tensor_and_reports_its_version(tmp_path, transp
         assert engine.now == 7
         assert engine.events[-1] == "version"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+def test_what_was_sent_has_another_fingerprint_if_one_weight_changes(tmp_path, transport):
+    learner, weight = BucketLearner(), torch.tensor([1.0, 2.0])
+
+    async def play() -> list[Sent]:
+        sync, found = make_sync(transport, bucket_bytes=99, folder=tmp_path), []
+        for values in ([1.0, 2.0], [1.0, 2.0], [1.0, 2.0001]):
+            weight.copy_(torch.tensor(values))
+            found.append(await sync.push(learner, [RecordingEngine()], 7))
+        await sync.aclose()
+        return found
+
+    learner._source.tensors["w1"] = weight
+    first, same, other = asyncio.run(play())
+    assert first == same
+    assert first.fingerprint != other.fingerprint
+    assert first.bytes == other.bytes == 3 * 2 * 4
+
+
+@given(st.binary(max_size=40), st.lists(st.tuples(st.integers(0, 39), st.integers(1, 255)), min_size=1, max_size=3))
+def test_a_fingerprint_differs_if_bytes_differ(data, changes):
+    changed = bytearray(data)
+    for at, value in changes:
+        if at < len(data):
+            changed[at] = changed[at] + value & 255
+    flats = [torch.tensor(list(one), dtype=torch.uint8) for one in (data, changed)]
+    same = sorted(words(data)) == sorted(words(changed))
+    assert (fingerprint(flats[0]) == fingerprint(flats[1])) == same
+
+
+def words(data) -> list[bytes]:
+    return [bytes(data[at : at + 8]) for at in range(0, len(data), 8)]
 
 
 def test_only_the_last_bucket_is_flagged():
