@@ -134,6 +134,8 @@ class LossMetrics:
     """Sums weighted like the loss; logged as they are."""
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
     """Maxima; without any token they hold the smallest possible value."""
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    """``[2]`` sums of the tokens' weights and of their squares; logged as the effective sample size."""
 
 
 @dataclass(frozen=True, slots=True)

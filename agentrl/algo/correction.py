@@ -56,6 +56,20 @@ def importance_weights(log_ratio_N: torch.Tensor, sequence_N: torch.Tensor, conf
     return weights_N.float()
 
 
+def effective_sample_size(total: float, squares: float, count: float) -> float:
+    """Return the effective sample size of weights as a share of their number: ``(Σw)² / (n Σw²)``.
+
+    1 if all weights are equal, 1 / n if a single one is not 0 (Kish, "Survey Sampling", 1965).
+
+    Args:
+        total: sum of the weights, which are at least 0.
+        squares: sum of their squares.
+        count: their number, ``n``; without any weight the result is 0.
+
+    """
+    return total**2 / (count * squares) if squares else 0.0
+
+
 def rejected(
     log_ratio_N: torch.Tensor, sequence_N: torch.Tensor, kind: RejectionKind, threshold: float
 ) -> torch.Tensor:

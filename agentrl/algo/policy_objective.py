@@ -90,10 +90,11 @@ def _metrics(logprobs_N: torch.Tensor, old_N: torch.Tensor, clipped_N: torch.Ten
 
     ``sampler_kl`` is the estimator k3 of KL(sampler ‖ learner), ``r - 1 - log r`` with ``r`` learner over sampler
     (Schulman, "Approximating KL Divergence"): never negative, and 0 if both agree on every token.
+    ``effective_sample_size`` is that of the same ratios as weights.
     """
     ratio_N = (logprobs_N - old_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     gap_N = (_learners(logprobs_N, given) - given.logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    zero = ratio_N.new_zeros(1)
+    zero, weight_N = ratio_N.new_zeros(1), gap_N.exp()
     return LossMetrics(
         sums={
             "ratio_mean": ratio_N.sum(),
@@ -104,4 +105,5 @@ def _metrics(logprobs_N: torch.Tensor, old_N: torch.Tensor, clipped_N: torch.Ten
             "ratio_max": torch.cat([ratio_N, zero]).max(),
             "sampler_gap_max": torch.cat([gap_N.abs(), zero]).max(),
         },
+        weights={"effective_sample_size": torch.stack([weight_N.sum(), weight_N.square().sum()])},
     )

@@ -37,12 +37,15 @@ class SampledSequence:
 
     @property
     def turns_S(self) -> NDArray[np.int64]:
-        """Index of each token's turn: how many requests of the sequence were before its own."""
+        """Index of each token's turn: how many requests of the sequence were before its own, masked ones included."""
         numbers: dict[str, int] = {}
         turns: list[int] = []
         for row in self.rows:
-            for request in row.requests[_trained(row)].tolist():
-                turns.append(numbers.setdefault(row.request_ids[request], len(numbers)))
+            sampled = row.requests >= 0
+            for request, trained in zip(row.requests[sampled].tolist(), _trained(row)[sampled].tolist(), strict=True):
+                turn = numbers.setdefault(row.request_ids[request], len(numbers))
+                if trained:
+                    turns.append(turn)
         return np.array(turns, np.int64)
 
     def gather(self, values: Mapping[RowKey, NDArray[np.float32]]) -> NDArray[np.float64]:

@@ -313,7 +313,14 @@ def _weights(config: Config) -> Iterator[str]:
 
 def _asynchronous(config: Config) -> Iterator[str]:
     """What cannot go on while the learner trains, and whether old tokens are corrected for."""
-    key = f"async.max_staleness={config.asynchronous.max_staleness}"
+    key, limit = f"async.max_staleness={config.asynchronous.max_staleness}", config.asynchronous.mask_older_than
+    if limit is not None and limit >= config.asynchronous.max_staleness:
+        yield f"async.mask_older_than={limit} with {key}: no token is older; set a smaller number, or leave it out"
+    if limit is not None and config.algo.needs_critic:
+        yield (
+            f"async.mask_older_than={limit} with algo.advantage.name=gae: returns need the values of all tokens; leave out "
+            "async.mask_older_than"
+        )
     if not config.asynchronous.max_staleness:
         return
     if config.weights.sync_every > 1:

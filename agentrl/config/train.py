@@ -53,3 +53,6 @@ class AsyncConfig(Section):
     max_staleness: int = Field(default=0, ge=0)
     """A trained token is at most so many policy versions older than the policy that it trains. 0 is the synchronous loop; 1
     samples one step ahead; more let long episodes take several steps. docs/async.md."""
+    mask_older_than: int | None = Field(default=None, ge=0)
+    """Tokens that are older than this many versions are not trained (loss mask 0, reason ``STALE``), and do not count in the
+    denominators of the loss. null trains all of them, with ``algo.correction``."""

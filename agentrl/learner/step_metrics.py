@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from agentrl.algo.base import LossMetrics
+from agentrl.algo.correction import effective_sample_size
 
 
 class StepMetrics:
@@ -16,6 +17,7 @@ class StepMetrics:
         self._sums: dict[str, torch.Tensor] = {}
         self._totals: dict[str, torch.Tensor] = {}
         self._maxima: dict[str, torch.Tensor] = {}
+        self._weights: dict[str, torch.Tensor] = {}
         self._tokens = 0
 
     def add(self, loss: torch.Tensor, tokens: int, metrics: LossMetrics) -> None:
@@ -24,6 +26,7 @@ class StepMetrics:
         for into, values in (
             (self._sums, metrics.sums),
             (self._totals, {"loss": loss.detach(), **metrics.totals}),
+            (self._weights, metrics.weights),
         ):
             for name, value in values.items():
                 into[name] = into.get(name, torch.zeros_like(value)) + value
@@ -31,7 +34,8 @@ class StepMetrics:
             self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """Return ``train/…`` metrics over ranks: totals such as the loss as sums, else means per token, or maxima. Collective.
+        """Return ``train/…`` metrics over ranks: totals such as the loss as sums, else means per token, maxima, or effective
+        sample sizes. Collective.
 
         Args:
             group: ranks that together have each token once; None are all.
@@ -40,15 +44,25 @@ class StepMetrics:
         added = self._sums | self._totals
         names = sorted(added)
         sums = torch.stack([added[name].double() for name in names])
-        sums = torch.cat([sums, torch.tensor([float(self._tokens)], dtype=torch.float64, device=self._device)])
+        weighted = sorted(self._weights)
+        sums = torch.cat(
+            [
+                sums,
+                *(self._weights[name].double() for name in weighted),
+                torch.tensor([float(self._tokens)], dtype=torch.float64, device=self._device),
+            ]
+        )
         dist.all_reduce(sums, group=group)
-        tokens = sums[-1].item()
+        values = sums.tolist()
+        tokens, weights = values[-1], values[len(names) : -1]
         reduced = {"train/trained_tokens": tokens}
-        for name, value in zip(names, sums.tolist(), strict=False):
+        for name, value in zip(names, values, strict=False):
             reduced[f"train/{name}"] = value if name in self._totals else value / max(tokens, 1.0)
+        for name, total, squares in zip(weighted, weights[::2], weights[1::2], strict=True):
+            reduced[f"train/{name}"] = effective_sample_size(total, squares, tokens)
         if self._maxima:
             tops = sorted(self._maxima)
-            values = torch.stack([self._maxima[name].double() for name in tops])
-            dist.all_reduce(values, dist.ReduceOp.MAX, group)
-            reduced |= {f"train/{name}": value for name, value in zip(tops, values.tolist(), strict=True)}
+            maxima = torch.stack([self._maxima[name].double() for name in tops])
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
+            reduced |= {f"train/{name}": value for name, value in zip(tops, maxima.tolist(), strict=True)}
         return reduced

@@ -14,7 +14,7 @@ from agentrl.inference.base import EngineControl
 from agentrl.obs.progress import Stopwatch
 from agentrl.obs.waiting import waiting
 from agentrl.train.pipeline.admission import Admission
-from agentrl.train.pipeline.staleness import staleness_metrics
+from agentrl.train.pipeline.staleness import mask_stale, staleness_metrics
 from agentrl.train.rollout_source import TaskPosition
 from agentrl.weight_sync.engines import paused
 
@@ -70,6 +70,8 @@ class BackgroundEpisodes:
     """Of the engines' policy."""
     pause: str
     """``weights.pause``."""
+    mask_older_than: int | None = None
+    """``async.mask_older_than``."""
     _running: RunningEpisodes = field(default_factory=RunningEpisodes, init=False)
     _results: dict[int, list[Rollout]] = field(default_factory=dict, init=False)
     """Of finished groups by position."""
@@ -101,7 +103,16 @@ class BackgroundEpisodes:
             batch_size=config.rollout.batch_size,
             max_staleness=config.asynchronous.max_staleness,
         )
-        return cls(admission, runner, jobs_of, config.rollout.concurrency, watched, step, config.weights.pause)
+        return cls(
+            admission,
+            runner,
+            jobs_of,
+            config.rollout.concurrency,
+            watched,
+            step,
+            config.weights.pause,
+            config.asynchronous.mask_older_than,
+        )
 
     async def take(self) -> Taken:
         """Wait for the groups of the next step, and return them. The first call starts the episodes.
@@ -127,11 +138,14 @@ class BackgroundEpisodes:
         return Taken(positions, rollouts)
 
     def _measure(self, rollouts: list[Rollout]) -> None:
-        """Measure the groups that were taken."""
+        """Measure the groups that were taken, and mask their old tokens."""
         now, before = asyncio.get_running_loop().time(), self._taken
         rate = sum(rollout.sampled_tokens for rollout in rollouts) / max(now - before, 1e-6)
         self._taken, self._metrics = now, {"time/tokens_per_s": rate}
-        self._metrics |= staleness_metrics(rollouts, self.admission.step - 1)
+        version, limit = self.admission.step - 1, self.mask_older_than
+        self._metrics |= staleness_metrics(rollouts, version)
+        if limit is not None:
+            self._metrics["async/masked_share"] = mask_stale(rollouts, version, limit)
 
     @asynccontextmanager
     async def paused(self, engines: Sequence[EngineControl], watch: Stopwatch) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""Metrics of the age of trained tokens."""
+"""The age of trained tokens: its metrics, and masks of old ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.core.types import Rollout, Row
+from agentrl.core.types import MaskReason, Rollout, Row
 
 
 def staleness_metrics(rollouts: Iterable[Rollout], version: int) -> dict[str, float]:
@@ -33,6 +33,25 @@ def staleness_metrics(rollouts: Iterable[Rollout], version: int) -> dict[str, fl
         "async/staleness_longest": float(_ages([row for one in longest for row in one.rows], version).mean()),
         "async/mixed_rows": float(several),
     }
+
+
+def mask_stale(rollouts: Iterable[Rollout], version: int, limit: int) -> float:
+    """Set the loss mask of tokens to 0 that are older than ``limit`` policy versions; return their share of the trained ones.
+
+    Args:
+        rollouts: of a step; their rows are changed.
+        version: the policy that the step trains.
+        limit: ``async.mask_older_than``.
+
+    """
+    masked = trained = 0
+    for row in (row for rollout in rollouts for row in rollout.rows):
+        stale_T = (row.mask == 1) & (version - row.versions > limit)
+        trained += int((row.mask == 1).sum())
+        masked += int(stale_T.sum())
+        row.mask[stale_T] = 0
+        row.mask_reason[stale_T] = MaskReason.STALE
+    return masked / max(1, trained)
 
 
 def _ages(rows: Iterable[Row], version: int) -> NDArray[np.int32]:

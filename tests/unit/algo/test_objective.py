@@ -60,6 +60,8 @@ def test_metrics_measure_the_gap_to_the_sampler():
     _, metrics = make_objective(make_algo())(new, selected([1.0] * 3, [1.0] * 3, old))
     gap = new.numpy() - np.array(old)
     assert metrics.sums["sampler_kl"].item() == pytest.approx((np.exp(gap) - 1 - gap).sum(), rel=1e-5)
+    total, squares = metrics.weights["effective_sample_size"].tolist()
+    assert (total, squares) == pytest.approx((np.exp(gap).sum(), np.exp(2 * gap).sum()), rel=1e-5)
     assert metrics.maxima["ratio_max"].item() == pytest.approx(np.exp(0.5), rel=1e-6)
     assert metrics.maxima["sampler_gap_max"].item() == pytest.approx(2.0)
     assert metrics.sums["clip_fraction"].item() == 1

@@ -12,7 +12,7 @@ def test_the_section_is_named_async_wherever_a_user_reads_it() -> None:
     config = load_config(None, ["async.max_staleness=3"])
     assert config.asynchronous.max_staleness == 3
     written = yaml.safe_load(dump(config))
-    assert written["async"] == {"max_staleness": 3}
+    assert written["async"] == {"max_staleness": 3, "mask_older_than": None}
     assert validate(written) == config
     with pytest.raises(ConfigError, match=r"async\.max_stale'\. Did you mean 'async\.max_staleness'"):
         load_config(None, ["async.max_stale=3"])
@@ -25,6 +25,7 @@ def test_the_section_is_named_async_wherever_a_user_reads_it() -> None:
     [
         ("weights.sync_every=2", r"weights\.sync_every=2"),
         ("self_play={}", "self_play"),
+        ("async.mask_older_than=1", "no token is older"),
         ("algo={old_logprobs: learner, correction: {rollout_is: none}}", r"algo\.correction\.rollout_is=token"),
     ],
 )

@@ -27,7 +27,7 @@ def written(folder: Path) -> dict[int, list[Rollout]]:
 def ages(folder: Path) -> list[int]:
     """The age of the oldest token of each step."""
     oldest = {
-        step: min(int(row.versions[row.mask == 1].min()) for one in some for row in one.rows)
+        step: min(int(row.versions[row.mask == 1].min()) for one in some for row in one.rows if row.mask.any())
         for step, some in written(folder).items()
     }
     return [step - 1 - version for step, version in oldest.items()]
@@ -167,3 +167,12 @@ def test_the_same_samples_are_trained_in_less_time(tmp_path: Path) -> None:
         seconds[staleness] = ends[8] - ends[0]
     assert seconds[0] / seconds[1] > 1.3
     assert seconds[0] / seconds[4] > 2.2
+
+
+def test_old_tokens_are_masked_if_the_configuration_says_so(tmp_path: Path) -> None:
+    train(tmp_path, make_config("train.steps=8", "async.max_staleness=4", "async.mask_older_than=3"), seed=4)
+    assert max(ages(tmp_path)) == 3, "of the trained tokens"
+    rows = steps(tmp_path)
+    assert max(row["async/staleness_max"] for row in rows) == 4, "before masking"
+    assert 0 < max(row["async/masked_share"] for row in rows) < 1
+    assert len(counted(tmp_path)) == 64, "all episodes are still taken"
