@@ -5,6 +5,7 @@ The names here are the public interface for environments, tools, tasks, rewards 
 """
 
 from agentrl.core.aec_env import AecAdapter
+from agentrl.core.data_source import DataSource
 from agentrl.core.env import AsyncEnv, Env, Step
 from agentrl.core.errors import ConfigError, MissingError, TaskError, ToolFailure, UserError, unknown_name
 from agentrl.core.multi_agent_env import MultiAgentEnv, MultiReset, MultiStep, View
@@ -42,6 +43,7 @@ __all__ = [
     "CallStatus",
     "Chat",
     "ConfigError",
+    "DataSource",
     "Env",
     "Info",
     "MadeTasks",

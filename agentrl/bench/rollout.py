@@ -21,6 +21,7 @@ from agentrl.models.load import load_tokenizer
 from agentrl.models.resolve import resolve_model
 from agentrl.render.registry import make_renderer
 from agentrl.runtime.checks import open_tasks
+from agentrl.runtime.data_buffer import get_tasks
 from agentrl.runtime.services import open_services
 from agentrl.runtime.task_order import episode_seed
 from agentrl.runtime.task_sources import TaskSources, order_of, read_splits
@@ -62,9 +63,9 @@ class Replay:
 
 def jobs_of(config: Config, tasks: TaskSources, episodes: int) -> list[Job]:
     """Return ``episodes`` jobs in groups, as in a training step."""
-    order = order_of(config, read_splits(config, tasks))
     samples = config.rollout.n_samples_per_prompt
-    return [Job(order[i // samples], episode_seed(config.run.seed, i), f"bench/{i}") for i in range(episodes)]
+    taken = get_tasks(order_of(config, read_splits(config, tasks)), -(-episodes // samples))
+    return [Job(taken[i // samples], episode_seed(config.run.seed, i), f"bench/{i}") for i in range(episodes)]
 
 
 async def measure_rollout(config: Config, episodes: int) -> dict[str, RolloutTimes]:

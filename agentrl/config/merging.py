@@ -6,10 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.config.algo import AdvantageConfig, LossConfig
+from agentrl.config.tasks import DataSourceConfig
 
 Tree = dict[str, Any]
 Key = tuple[str, ...]
 """The names that lead to a value."""
+_NAMED: dict[Key, str] = {
+    ("algo", "advantage"): AdvantageConfig().name,
+    ("algo", "loss"): LossConfig().name,
+    ("tasks", "data_source"): DataSourceConfig().name,
+}
+"""Sections whose options belong to a name, with the default name."""
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
@@ -24,17 +31,17 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
 
 
 def put_on(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
-    """Return a layer merged over those below, without the options there of an estimator or loss that it replaces."""
+    """Return a layer merged over those below, without the options there of an estimator, loss or data source that it replaces."""
     for key in replaced_options(below, above):
         below = _without(below, key)
     return merge(below, above)
 
 
 def replaced_options(below: Mapping[str, Any], above: Mapping[str, Any]) -> list[Key]:
-    """Return the keys of options below whose estimator or loss ``above`` replaces, those of sources included."""
+    """Return the keys of options below whose estimator, loss or data source ``above`` replaces, those of sources included."""
     found: list[Key] = []
     for prefix in ((), *(("sources", name) for name in _section(above, ("sources",)))):
-        for key, default in ((("algo", "advantage"), AdvantageConfig().name), (("algo", "loss"), LossConfig().name)):
+        for key, default in _NAMED.items():
             new = _section(above, (*prefix, *key))
             old = _section(below, (*prefix, *key)).get("name") or _section(below, key).get("name", default)
             if "name" in new and new["name"] != old:

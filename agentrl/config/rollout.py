@@ -54,5 +54,8 @@ class RolloutConfig(Section):
     """Episodes that run at the same time."""
     failure: FailureConfig = Field(default_factory=FailureConfig)
     """What follows when an episode fails, by the origin of the error."""
+    buffer_filter: str | None = None
+    """Chooses the next tasks among those that were given back to the data buffer: ``module:function`` or ``file.py:function``;
+    without one the oldest are taken first (slime's ``buffer_filter_path``)."""
     generate: str | None = None
     """A custom multi-turn loop in place of the environment: ``module:function`` or ``file.py:function``."""

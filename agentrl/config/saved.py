@@ -29,6 +29,7 @@ FIXED = (
     "tasks.name",
     "tasks.options",
     "tasks.train_split",
+    "tasks.data_source",
     "data.path",
     "data.limit",
     "model.path",

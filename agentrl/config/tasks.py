@@ -80,6 +80,15 @@ class EnvConfig(Section):
         return tuple(dict.fromkeys(self.policy_of.values()))
 
 
+class DataSourceConfig(Section):
+    """What chooses the next task among those of the training split."""
+
+    name: str = "shuffled"
+    """``shuffled``: every task once an epoch, in a new order each; or a class as ``module:Class`` or ``FILE.py:Class``."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of its constructor."""
+
+
 class TasksConfig(Section):
     """Which tasks to train and evaluate on."""
 
@@ -91,6 +100,8 @@ class TasksConfig(Section):
     """The split to train on."""
     eval_split: str = "eval"
     """The split to evaluate on."""
+    data_source: DataSourceConfig = Field(default_factory=DataSourceConfig)
+    """What chooses the next task among those of the training split."""
 
 
 class DataConfig(Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -164,7 +164,7 @@ def env_class(name: str, key: str = "--env") -> type[Env] | type[MultiAgentEnv]:
 
 def make_any_env(name: str, options: Mapping[str, Any] | None = None, key: str = "env.options") -> Env | MultiAgentEnv:
     """Build an environment of one or of several agents; see `make_env`."""
-    env = _build(env_class(name), options, key)
+    env = build(env_class(name), options, key)
     assert isinstance(env, Env | MultiAgentEnv)
     return env
 
@@ -252,7 +252,7 @@ def make_tasks(name: str, options: Mapping[str, Any] | None = None) -> TaskSet:
     if not (inspect.isclass(cls) and issubclass(cls, TaskSet)):
         raise ConfigError(f"tasks.name={name} is {cls!r:.100}, and no subclass of agentrl.TaskSet")
     try:
-        tasks: TaskSet = _build(cls, options, "tasks.options")
+        tasks: TaskSet = build(cls, options, "tasks.options")
     except AgentrlError:
         raise
     except Exception as error:
@@ -286,20 +286,32 @@ def reward_function(name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _build(cls: Callable[..., Any], options: Mapping[str, Any] | None, key: str) -> Any:
+def build(cls: Callable[..., Any], options: Mapping[str, Any] | None, key: str, *arguments: Any) -> Any:
+    """Return ``cls(*arguments, **options)``.
+
+    Args:
+        cls: a class, or a function that returns an object.
+        options: keyword arguments, which the user sets.
+        key: their configuration key, for messages.
+        arguments: that come before the options.
+
+    Raises:
+        ConfigError: it does not take one of the options, or lacks one.
+
+    """
     try:
-        return cls(**(options or {}))
+        return cls(*arguments, **(options or {}))
     except TypeError:
-        _check_options(cls, options or {}, key)
+        _check_options(cls, options or {}, key, arguments)
         raise
 
 
-def _check_options(cls: Callable[..., Any], options: Mapping[str, Any], key: str) -> None:
+def _check_options(cls: Callable[..., Any], options: Mapping[str, Any], key: str, arguments: Sequence[Any]) -> None:
     signature = inspect.signature(cls)
     try:
-        signature.bind(**options)
+        signature.bind(*arguments, **options)
     except TypeError as error:
-        known = [name for name in signature.parameters if name != "self"]
+        known = [*signature.parameters][len(arguments) :]
         raise ConfigError(
             f"{key}: {error}; {getattr(cls, '__name__', cls)} takes: {', '.join(known) or 'nothing'}"
         ) from None

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from agentrl.config.evaluation import EvalSet
 from agentrl.config.schema import Config
+from agentrl.core.data_source import DataSource
 from agentrl.core.errors import ConfigError, RunStopped
 from agentrl.core.task import Task, source_of
 from agentrl.core.types import Rollout
@@ -30,7 +31,6 @@ from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import TaskJobs, watched
 from agentrl.runtime.run_tools import check_tools
 from agentrl.runtime.saved_policies import open_saved
-from agentrl.runtime.task_order import TaskOrder
 from agentrl.runtime.task_sources import MixedOrder, order_of, read_splits
 
 
@@ -68,7 +68,7 @@ def check_plan(config: Config, plan: SamplePlan) -> None:
     _check_number(plan, splits, order_of(config, splits))
 
 
-def _check_number(plan: SamplePlan, splits: Mapping[str, Sequence[Task]], order: TaskOrder | MixedOrder) -> None:
+def _check_number(plan: SamplePlan, splits: Mapping[str, Sequence[Task]], order: DataSource) -> None:
     """Check that there are as many tasks as are taken, of each source of a mixed run."""
     taken = Counter({"": plan.tasks})
     if isinstance(order, MixedOrder):

@@ -16,6 +16,7 @@ from agentrl.data.tasks import FileTasks
 from agentrl.inference.fleet.sglang_router_process import require_router
 from agentrl.inference.launch.interpreter import Interpreter
 from agentrl.rewards.grader import check_reward
+from agentrl.runtime.data_buffer import load_buffer_filter
 from agentrl.runtime.lineups import make_lineup
 from agentrl.runtime.placement_check import gpus_here
 from agentrl.runtime.run_tools import run_services
@@ -64,7 +65,7 @@ def _open(config: Config) -> TaskSet:
 
 
 def check_episodes(config: Config) -> None:
-    """Check the environment, its tools, the multi-turn loop and the reward function, of every source.
+    """Check the environment, its tools, the multi-turn loop and the reward function, of every source, and the buffer filter.
 
     Raises:
         UserError: one does not exist or is not valid.
@@ -73,6 +74,7 @@ def check_episodes(config: Config) -> None:
     for name, each in config.by_source().items():
         with of_source(name):
             _check_episodes(each)
+    load_buffer_filter(config)
 
 
 def _check_episodes(config: Config) -> None:

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from agentrl.config.schema import Config
+from agentrl.core.data_source import DataSource
 from agentrl.core.errors import AgentrlError
 from agentrl.core.task import source_of
-from agentrl.core.types import Rollout
+from agentrl.core.types import FailureKind, Rollout
 from agentrl.episode.runner import Job
+from agentrl.runtime.data_buffer import DataBuffer, load_buffer_filter
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.services import Services
-from agentrl.runtime.task_order import TaskOrder, episode_seed
-from agentrl.runtime.task_sources import MixedOrder
+from agentrl.runtime.task_order import episode_seed
 
 OnDone = Callable[[Rollout], None]
+
+INFRASTRUCTURE = frozenset({FailureKind.SAMPLER, FailureKind.TOOL, FailureKind.SANDBOX})
+"""Failures that are neither the task's nor the policy's."""
 
 
 class TaskJobs:
     """The episodes of the tasks of a run."""
 
-    def __init__(self, config: Config, order: TaskOrder | MixedOrder) -> None:
-        self._order = order
+    def __init__(self, config: Config, source: DataSource) -> None:
+        key = f"rollout.buffer_filter={config.rollout.buffer_filter}"
+        self.buffer = DataBuffer(source, load_buffer_filter(config), key)
+        """Tasks by position."""
         self._seed = config.run.seed
         self._samples = config.rollout.n_samples_per_prompt
         self._resets = {name: each.rollout.reset_seed for name, each in config.by_source().items()}
 
     def group(self, position: int, name: str) -> list[Job]:
-        """Return the episodes of the task at a position of the order; their ids are ``name`` and the number of the sample."""
-        seed, task = self._seed, self._order[position]
+        """Return the episodes of the task at a position; their ids are ``name`` and the number of the sample."""
+        seed, task = self._seed, self.buffer[position]
         by_task = self._resets["" if "" in self._resets else source_of(task.id)] == "task"
         reset = episode_seed(seed, "reset", task.id) if by_task else None
         return [
@@ -40,6 +46,22 @@ class TaskJobs:
     def step(self, step: int, positions: Iterable[int]) -> list[Job]:
         """Return the episodes of a step: one group for each of ``positions``."""
         return [job for offset, position in enumerate(positions) for job in self.group(position, f"{step}/{offset}")]
+
+    def on_trained(self, trained: Container[int], rollouts: Sequence[Rollout]) -> None:
+        """Give the data buffer the results of a step's rollouts; see `DataBuffer.on_trained`.
+
+        A task is lost if failures of the infrastructure dropped all of its rollouts.
+        """
+        groups: dict[str, list[Rollout]] = {}
+        for rollout in rollouts:
+            groups.setdefault(rollout.prompt_id, []).append(rollout)
+        rewards = {name: [one.reward for one in some if not one.dropped] for name, some in groups.items()}
+        lost = {name for name, some in groups.items() if all(map(_is_lost, some))}
+        self.buffer.on_trained(trained, {name: some for name, some in rewards.items() if some}, lost)
+
+
+def _is_lost(rollout: Rollout) -> bool:
+    return rollout.dropped and rollout.failure is not None and rollout.failure.kind in INFRASTRUCTURE
 
 
 @asynccontextmanager

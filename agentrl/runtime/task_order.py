@@ -5,9 +5,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
+from agentrl.core.data_source import DataSource
 from agentrl.core.env import EnvBase
 from agentrl.core.errors import AgentrlError, ConfigError
 from agentrl.core.imports import describe
@@ -88,40 +90,46 @@ def _same_ids(source: str, places: Mapping[str, Sequence[int]]) -> ConfigError:
     )
 
 
-class TaskOrder:
-    """An endless order over a split: a new permutation every epoch, as a pure function of seed and position.
-
-    The position alone determines the next tasks: a resumed run continues with the same tasks.
-    """
+class TaskOrder(DataSource):
+    """Every task once an epoch, in a new permutation each: a pure function of seed and position (``shuffled``)."""
 
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+        super().__init__(tasks, seed)
         assert len(tasks) > 0, "preflight refuses empty splits"
-        self._tasks = tasks
+        self._position = 0
+        """Tasks taken since the run's start."""
         self._taken: dict[str, int] = {}
-        self._seed = seed
         self._epoch = -1
         self._permutation = np.empty(0, np.int64)
 
-    def __getitem__(self, position: int) -> Task:
-        """Return the task at ``position`` since the run's start.
+    def get_samples(self, num_samples: int) -> list[Task]:
+        """Return the next tasks.
 
         Raises:
-            ConfigError: another task had its id.
+            ConfigError: another task had the id of one.
 
         """
-        epoch, index = divmod(position, len(self._tasks))
+        return [self._take() for _ in range(num_samples)]
+
+    def _take(self) -> Task:
+        epoch, index = divmod(self._position, len(self.tasks))
         if epoch != self._epoch:
             self._epoch = epoch
-            self._permutation = np.random.default_rng([self._seed, epoch]).permutation(len(self._tasks))
+            self._permutation = np.random.default_rng([self.seed, epoch]).permutation(len(self.tasks))
         number = int(self._permutation[index])
-        task = self._tasks[number]
+        task = self.tasks[number]
         if (other := self._taken.setdefault(task.id, number)) != number:
             raise _same_ids("the taskset", {task.id: sorted((other, number))})
+        self._position += 1
         return task
 
-    def take(self, position: int, count: int) -> list[Task]:
-        """Return ``count`` tasks from ``position`` on."""
-        return [self[position + offset] for offset in range(count)]
+    def state(self) -> dict[str, Any]:
+        """Return the position."""
+        return {"position": self._position}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on at a position."""
+        self._position = state["position"]
 
 
 def episode_seed(run_seed: int, *parts: str | int) -> int:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 from agentrl.config.schema import Config
-from agentrl.core.errors import UserError
-from agentrl.core.task import MadeTasks, Task, TaskSet, task_id
+from agentrl.config.tasks import DataSourceConfig
+from agentrl.core.data_source import DataSource
+from agentrl.core.errors import AgentrlError, ConfigError, UserError, unknown_name
+from agentrl.core.imports import describe, is_reference, load_object
+from agentrl.core.registry import build
+from agentrl.core.task import MadeTasks, Task, TaskSet, source_of, task_id
+from agentrl.runtime.data_buffer import get_tasks
 from agentrl.runtime.task_order import TaskOrder, read_split
+
+DATA_SOURCES: Mapping[str, type[DataSource]] = {"shuffled": TaskOrder}
+"""The data sources of agentrl."""
 
 TaskSources = Mapping[str, TaskSet]
 """The taskset of each source, by name, in the order of ``sources``."""
@@ -46,26 +56,28 @@ def named(source: str, tasks: Sequence[Task]) -> Sequence[Task]:
     return _OfSource(source, tasks) if source else tasks
 
 
-class MixedOrder:
-    """An endless order over the tasks of several sources, in proportion to their weights.
+class MixedOrder(DataSource):
+    """Takes tasks of several sources, in proportion to their weights.
 
-    Every position belongs to one source: a function of the weights and the position alone. A source's tasks follow each
-    other as in a `TaskOrder` of their own. So a resumed run goes on with the same tasks. Any stretch of positions, such as a
-    step, has each source's share of it: exactly if all shares are whole numbers; of two sources within one task.
+    Every task that is taken is of one source, which is a function of the weights and of the number of tasks before it. A
+    source's tasks are those of its data source alone. Any stretch of tasks, such as a step, has each source's share of it:
+    exactly if all shares are whole numbers; of two sources within one task.
 
     Args:
-        orders: of each source.
+        orders: the data source of each source.
         weights: of each source, positive.
 
     """
 
-    def __init__(self, orders: Mapping[str, TaskOrder], weights: Mapping[str, float]) -> None:
+    def __init__(self, orders: Mapping[str, DataSource], weights: Mapping[str, float]) -> None:
         exact = {name: Fraction(str(weights[name])) for name in orders}
         # The heaviest first: each source takes its share of the positions that those before it leave.
         self._names = sorted(orders, key=lambda name: -exact[name])
         left = [sum(exact[name] for name in self._names[start:]) for start in range(len(self._names))]
         self._shares = [exact[name] / rest for name, rest in zip(self._names, left, strict=True)]
         self._orders = orders
+        self._position = 0
+        """Tasks taken since the run's start."""
 
     def place(self, position: int) -> tuple[str, int]:
         """Return the source of a position, and how many of its tasks come before."""
@@ -76,19 +88,49 @@ class MixedOrder:
             position -= before
         raise AssertionError("the last source takes every position that is left")
 
-    def __getitem__(self, position: int) -> Task:
-        """Return the task at ``position`` since the run's start.
+    def get_samples(self, num_samples: int) -> list[Task]:
+        """Return the next tasks.
 
         Raises:
-            ConfigError: another task of its source had its id.
+            ConfigError: see `get_tasks`; or a data source returned a task of another source.
 
         """
-        name, index = self.place(position)
-        return self._orders[name][index]
+        names = [self.place(self._position + offset)[0] for offset in range(num_samples)]
+        found: dict[str, Iterator[Task]] = {}
+        for name, count in Counter(names).items():
+            with of_source(name):
+                tasks = get_tasks(self._orders[name], count)
+                for task in tasks:
+                    if source_of(task.id) != name:
+                        raise ConfigError(
+                            f"tasks.data_source: the task {task.id!r} has no id that begins with '{name}/'"
+                        )
+            found[name] = iter(tasks)
+        self._position += num_samples
+        return [next(found[name]) for name in names]
 
-    def take(self, position: int, count: int) -> list[Task]:
-        """Return ``count`` tasks from ``position`` on."""
-        return [self[position + offset] for offset in range(count)]
+    def on_trained(self, rewards: Mapping[str, Sequence[float]]) -> None:
+        """Give each data source the results of its tasks."""
+        for name, order in self._orders.items():
+            order.on_trained({task: some for task, some in rewards.items() if source_of(task) == name})
+
+    def state(self) -> dict[str, Any]:
+        """Return the position, and the states of the data sources."""
+        return {"position": self._position, "sources": {name: order.state() for name, order in self._orders.items()}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the return value of `state`."""
+        self._position = state["position"]
+        for name, order in self._orders.items():
+            order.load_state(state["sources"][name])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of each data source, such as ``data/NAME/difficulty``."""
+        return {
+            f"data/{name}/{key.removeprefix('data/')}": value
+            for name, order in self._orders.items()
+            for key, value in order.metrics().items()
+        }
 
 
 def read_splits(
@@ -108,9 +150,40 @@ def read_splits(
     return found
 
 
-def order_of(config: Config, splits: Mapping[str, Sequence[Task]]) -> TaskOrder | MixedOrder:
-    """Return the order in which a run takes the tasks of `read_splits`."""
-    orders = {name: TaskOrder(split, config.run.seed) for name, split in splits.items()}
+def order_of(config: Config, splits: Mapping[str, Sequence[Task]]) -> DataSource:
+    """Return the data source that chooses among the tasks of `read_splits`.
+
+    Raises:
+        UserError: there is no such data source, or it cannot be built.
+
+    """
+    orders = {}
+    for name, each in config.by_source().items():
+        with of_source(name):
+            orders[name] = make_data_source(each.tasks.data_source, splits[name], config.run.seed)
     if not config.sources:
         return orders[""]
     return MixedOrder(orders, {name: source.weight for name, source in config.sources.items()})
+
+
+def make_data_source(section: DataSourceConfig, tasks: Sequence[Task], seed: int) -> DataSource:
+    """Return a data source over ``tasks``.
+
+    Raises:
+        UnknownNameError: there is none of the name.
+        ConfigError: the class does not exist, is no data source, or its constructor raises or does not take an option.
+
+    """
+    name, key = section.name, "tasks.data_source.name"
+    if not is_reference(name) and name not in DATA_SOURCES:
+        raise unknown_name("data source", name, DATA_SOURCES, key)
+    cls = load_object(name, key) if is_reference(name) else DATA_SOURCES[name]
+    if not (inspect.isclass(cls) and issubclass(cls, DataSource)):
+        raise ConfigError(f"{key}={name} is {cls!r:.100}, and no subclass of agentrl.DataSource")
+    try:
+        source: DataSource = build(cls, section.options, "tasks.data_source.options", tasks, seed)
+    except AgentrlError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{key}={name}: {cls.__name__}'s constructor raised {describe(error)}") from error
+    return source

@@ -23,7 +23,7 @@ from agentrl.models.resolve import has_chat_template, resolve_model
 from agentrl.runtime.checks import check_engine, check_episodes, check_packages, open_tasks
 from agentrl.runtime.placement_check import check_placement, describe_placement
 from agentrl.runtime.run_tools import check_tools
-from agentrl.runtime.task_sources import TaskSources, of_source, read_splits
+from agentrl.runtime.task_sources import TaskSources, of_source, order_of, read_splits
 from agentrl.runtime.template_check import check_chat_template
 from agentrl.runtime.training_summary import describe_memory, describe_training
 from agentrl.train.teachers import check_teachers
@@ -112,7 +112,7 @@ def _listed(missing: list[str]) -> Iterator[None]:
 
 
 def _train_tasks(config: Config, tasks: TaskSources) -> dict[str, Sequence[Task]]:
-    """Return the tasks of each source to train on."""
+    """Return the tasks of each source to train on, which the data source takes."""
     splits = read_splits(config, tasks)
     for name, each in config.by_source().items():
         with of_source(name):
@@ -120,6 +120,7 @@ def _train_tasks(config: Config, tasks: TaskSources) -> dict[str, Sequence[Task]
                 raise ConfigError("there is nothing to train on: set data.path in addition to data.eval_path")
             if len(splits[name]) == 0:
                 raise ConfigError(f"tasks.name={each.tasks.name}: the split {each.tasks.train_split!r} is empty")
+    order_of(config, splits)
     return splits
 
 

@@ -24,6 +24,10 @@ class TaskPosition:
     ahead: tuple[int, ...] = ()
     """Those from ``first`` on that were, ascending. Empty without ``async.max_staleness``."""
 
+    def __contains__(self, position: object) -> bool:
+        """Return whether the task at a position was trained."""
+        return isinstance(position, int) and (position < self.first or position in self.ahead)
+
     def untrained(self) -> Iterator[int]:
         """Return all positions that were not trained, from ``first`` on, without end."""
         trained = frozenset(self.ahead)

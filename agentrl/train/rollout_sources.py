@@ -85,6 +85,8 @@ async def open_sampling(
         )
         if "self_play" in state:
             source.self_play.league.load(state["self_play"])
+    if state:
+        source.tasks.buffer.load_state(state["data"])
     return source
 
 

@@ -62,6 +62,8 @@ class Sampling:
     _runner: EpisodeRunner | None = field(default=None, init=False)
     _background: BackgroundEpisodes | None = field(default=None, init=False)
     """Episodes that run while the learner trains, with ``async.max_staleness``, from the first step on."""
+    _taken: StepRollouts | None = field(default=None, init=False)
+    """Rollouts of the step in training."""
     _learner: LearnerGroup | None = field(default=None, init=False)
     _version: int = field(default=0, init=False)
     """Policy version of the learner's weights."""
@@ -178,17 +180,22 @@ class Sampling:
     async def get_rollouts(self, step: int, position: TaskPosition) -> StepRollouts:
         """Return a step's rollouts: all of its episodes run now, or with ``async.max_staleness`` in the background."""
         self._runner = self._runner or self.services.runner()
-        if self.config.asynchronous.max_staleness:
-            return await self._from_background(self._runner, step, position)
+        from_background = self.config.asynchronous.max_staleness > 0
+        sample = self._from_background if from_background else self._from_episodes
+        self._taken = await sample(self._runner, step, position)
+        return self._taken
+
+    async def _from_episodes(self, runner: EpisodeRunner, step: int, position: TaskPosition) -> StepRollouts:
+        """Run the episodes of a step, and return their rollouts."""
         positions = list(islice(position.untrained(), self.config.rollout.batch_size))
-        jobs = self.tasks.step(step, positions)
+        jobs = await asyncio.to_thread(self.tasks.step, step, positions)  # may read files
         if self.self_play is not None:
             jobs = await self.self_play.seat(step, jobs, self.config.rollout.n_samples_per_prompt)
         self.recorder.begin(step, jobs[0].task.id)
         write = partial(self.recorder.write, step)
         self.services.fleet.metrics()  # drops what was measured before the step, such as in an evaluation
         async with self._episodes_running(), watched(self.services, self.interrupt):
-            rollouts = await self._runner.run_many(jobs, write)
+            rollouts = await runner.run_many(jobs, write)
         if self.self_play is not None:
             self.self_play.played(rollouts)
         return StepRollouts(rollouts, position.after(positions))
@@ -224,20 +231,20 @@ class Sampling:
             await self._background.aclose()
 
     def state(self) -> dict[str, Any]:
-        """Return the league's state, if there is self-play."""
-        return {} if self.self_play is None else {"self_play": self.self_play.league.state()}
+        """Return the state of the data buffer, and of the league if there is self-play."""
+        league = {} if self.self_play is None else {"self_play": self.self_play.league.state()}
+        return {"data": self.tasks.buffer.state(), **league}
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the fleet, of the last sync, of self-play, and of the episodes in the background."""
-        found = (
-            self.services.fleet.metrics()
-            | self._sync_metrics
-            | ({} if self.self_play is None else self.self_play.metrics())
-        )
+        """Return the metrics of the fleet, the last sync, the data buffer, self-play, and the episodes in the background."""
+        found = self.services.fleet.metrics() | self._sync_metrics | self.tasks.buffer.metrics()
+        found |= {} if self.self_play is None else self.self_play.metrics()
         return found | ({} if self._background is None else self._background.metrics())
 
     async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:
-        """Record the games of self-play, and write the advantages next to the step's rollouts."""
+        """Record the results and the games of self-play, and write the advantages next to the step's rollouts."""
+        assert self._taken is not None, "a step trains what it took"
+        self.tasks.on_trained(self._taken.position, self._taken.rollouts)
         if self.self_play is not None:
             self.self_play.on_step_trained(step)
         await asyncio.to_thread(self.recorder.finish, step, advantages)

@@ -100,7 +100,8 @@ class Forced(World):
 
     async def get_rollouts(self, step: int, position: TaskPosition) -> StepRollouts:
         self._runner = self._runner or self.services.runner()
-        return await self._from_background(self._runner, step, position)
+        self._taken = await self._from_background(self._runner, step, position)
+        return self._taken
 
 
 def make_config(*overrides: str) -> Config:
@@ -158,6 +159,8 @@ def train(
     async def main() -> Trainer:
         source = make_source(config, folder, engines or Engines(seed), kind, after)
         await source.open()
+        if checkpoint:
+            source.tasks.buffer.load_state(state["source"]["data"])
         view = ProgressView(Console(quiet=True), config.train.steps, "plain")
         log = MetricsLog(folder, resume_after=after)
         checkpoints = Checkpoints(folder / "checkpoints", keep=2)

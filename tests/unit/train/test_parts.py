@@ -29,15 +29,17 @@ TASKS = [Task(f"t{index}", (Message("user", "?"),)) for index in range(7)]
 
 @given(position=st.integers(0, 40), count=st.integers(1, 20), seed=st.integers(0, 5))
 def test_order_depends_on_position_alone(position: int, count: int, seed: int) -> None:
-    whole = TaskOrder(TASKS, seed).take(0, position + count)
-    assert TaskOrder(TASKS, seed).take(position, count) == whole[position:]
+    whole = TaskOrder(TASKS, seed).get_samples(position + count)
+    resumed = TaskOrder(TASKS, seed)
+    resumed.load_state({"position": position})
+    assert resumed.get_samples(count) == whole[position:]
 
 
 def test_every_epoch_has_every_task_once() -> None:
     order = TaskOrder(TASKS, 3)
-    for epoch in range(4):
-        assert {task.id for task in order.take(epoch * 7, 7)} == {task.id for task in TASKS}
-    assert order.take(0, 7) != order.take(7, 7)
+    epochs = [order.get_samples(7) for _ in range(4)]
+    assert all({task.id for task in epoch} == {task.id for task in TASKS} for epoch in epochs)
+    assert epochs[0] != epochs[1]
 
 
 def test_episode_seeds_differ_and_stay() -> None:
@@ -48,8 +50,8 @@ def test_episode_seeds_differ_and_stay() -> None:
 
 def test_a_task_has_one_reset_seed_and_each_episode_its_own_samples() -> None:
     config = load_config(None, ["rollout.batch_size=7", "rollout.n_samples_per_prompt=3"])
-    order = TaskOrder(TASKS, 3)
-    jobs = [job for step in (1, 2) for job in TaskJobs(config, order).step(step, range(7 * step - 7, 7 * step))]
+    tasks = TaskJobs(config, TaskOrder(TASKS, 3))
+    jobs = [job for step in (1, 2) for job in tasks.step(step, range(7 * step - 7, 7 * step))]
     resets: dict[str, set[int | None]] = {}
     for job in jobs:
         resets.setdefault(job.task.id, set()).add(job.reset_seed)
@@ -57,7 +59,7 @@ def test_a_task_has_one_reset_seed_and_each_episode_its_own_samples() -> None:
     assert len(set.union(*resets.values())) == len(TASKS)
     assert len({job.seed for job in jobs}) == len(jobs) == 42
     config = load_config(None, ["rollout.n_samples_per_prompt=3", "rollout.reset_seed=episode"])
-    jobs = TaskJobs(config, order).step(1, range(7))
+    jobs = TaskJobs(config, TaskOrder(TASKS, 3)).step(1, range(7))
     assert {job.reset_seed for job in jobs} == {None}, "each has that of its samples"
 
 
@@ -123,8 +125,10 @@ def test_ids_of_tasks_made_on_access_are_compared_when_they_are_taken() -> None:
     assert read_split(Given(made), "train", "tasks.train_split") is made, "making all of them may take minutes"
     order = TaskOrder(made, 0)
     with pytest.raises(ConfigError, match=r"several tasks one id: 'm\d+' \(tasks \d+, \d+\)"):
-        order.take(0, 30)
-    assert len(TaskOrder(Made("train", 2), 0).take(0, 6)) == 6, "a task that comes again in the next epoch is the same"
+        order.get_samples(30)
+    assert len(TaskOrder(Made("train", 2), 0).get_samples(6)) == 6, (
+        "a task that comes again in the next epoch is the same"
+    )
 
 
 def rollout(prompt: str, sample: int, reward: float, hops: int = 1) -> Rollout:

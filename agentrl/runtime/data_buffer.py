@@ -1,0 +1,182 @@
+"""The data buffer: tasks that were taken from the data source by position, and tasks that were given back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Container, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+from agentrl.config.schema import Config
+from agentrl.core.data_source import BufferFilter, DataSource, take_first
+from agentrl.core.errors import AgentrlError, ConfigError
+from agentrl.core.imports import describe, load_object
+from agentrl.core.task import Task
+from agentrl.core.types import json_state
+from agentrl.episode.state import message_from_dict, message_to_dict
+
+
+def load_buffer_filter(config: Config) -> BufferFilter:
+    """Return the function that ``rollout.buffer_filter`` names.
+
+    Raises:
+        ConfigError: it does not exist, or is no function.
+
+    """
+    reference, key = config.rollout.buffer_filter, "rollout.buffer_filter"
+    if reference is None:
+        return take_first
+    found = load_object(reference, key)
+    if not callable(found):
+        raise ConfigError(f"{key}={reference} is {found!r:.100}, and no function")
+    return found  # type: ignore[no-any-return]
+
+
+class DataBuffer:
+    """The tasks of a run by position: position ``i`` has the ``i``-th task that was taken.
+
+    A task is taken from the tasks that were given back, as ``buffer_filter`` chooses, and else from the data source. The
+    tasks of untrained positions are kept, and are part of the state: a resumed run has them at the same positions.
+
+    Args:
+        source: of new tasks.
+        buffer_filter: chooses among the tasks that were given back.
+        key: the configuration key of ``buffer_filter`` with its value, for messages.
+
+    """
+
+    def __init__(
+        self, source: DataSource, buffer_filter: BufferFilter = take_first, key: str = "rollout.buffer_filter"
+    ) -> None:
+        self.source = source
+        self._filter = buffer_filter
+        self._key = key
+        self._next = 0
+        """The first position without a task."""
+        self._taken: dict[int, Task] = {}
+        """Tasks of untrained positions."""
+        self._buffer: list[Task] = []
+        """Tasks that were given back, the oldest first."""
+        self._again: set[str] = set()
+        """Ids of lost tasks that were given back, until they have a result."""
+        self._lock = threading.Lock()
+
+    def __getitem__(self, position: int) -> Task:
+        """Return the task at ``position``. Tasks are taken up to it.
+
+        Raises:
+            ConfigError: the data source or the filter raises, or returns something else than tasks.
+
+        """
+        with self._lock:
+            if position >= self._next:
+                for task in self._get(position + 1 - self._next):
+                    self._taken[self._next] = task
+                    self._next += 1
+            return self._taken[position]
+
+    def add_samples(self, tasks: Sequence[Task]) -> None:
+        """Give tasks back, to be taken again at new positions."""
+        with self._lock:
+            self._buffer += tasks
+
+    def on_trained(
+        self, trained: Container[int], rewards: Mapping[str, Sequence[float]], lost: Collection[str] = ()
+    ) -> None:
+        """Record the results of a training step.
+
+        Args:
+            trained: positions whose tasks are done.
+            rewards: for the data source; see `DataSource.on_trained`.
+            lost: ids of tasks without a result. They are given back, unless they were already and are lost again.
+
+        """
+        with self._lock:
+            done = [position for position in self._taken if position in trained]
+            tasks = [self._taken.pop(position) for position in done]
+            self._again -= rewards.keys()
+            self._buffer += [task for task in tasks if task.id in lost and task.id not in self._again]
+            self._again ^= set(lost)
+            self.source.on_trained(rewards)
+
+    def _get(self, count: int) -> list[Task]:
+        """Return the next tasks: first those that were given back."""
+        found = self._from_buffer(count) if self._buffer else []
+        if len(found) < count:
+            found += get_tasks(self.source, count - len(found))
+        return found
+
+    def _from_buffer(self, count: int) -> list[Task]:
+        try:
+            found = list(self._filter(tuple(self._buffer), count))
+        except Exception as error:
+            raise ConfigError(f"{self._key} raised {describe(error)}") from error
+        left = list(self._buffer)
+        for task in found:
+            if task not in left:
+                raise ConfigError(
+                    f"{self._key} returned {task!r:.100}, which is not in the buffer, or was returned twice"
+                )
+            left.remove(task)
+        if len(found) > count:
+            raise ConfigError(f"{self._key} returned {len(found)} tasks; it may return {count} at most")
+        self._buffer = left
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs, JSON-able."""
+        with self._lock:
+            return {
+                "next": self._next,
+                "taken": {str(position): _to_dict(task) for position, task in self._taken.items()},
+                "buffer": [_to_dict(task) for task in self._buffer],
+                "again": sorted(self._again),
+                "source": deepcopy(self.source.state()),  # is written to disk while tasks are taken
+            }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the return value of `state`."""
+        with self._lock:
+            self._next = state["next"]
+            self._taken = {int(position): _from_dict(task) for position, task in state["taken"].items()}
+            self._buffer = [_from_dict(task) for task in state["buffer"]]
+            self._again = set(state["again"])
+            self.source.load_state(state["source"])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the data source, and the number of tasks that were given back and not taken again."""
+        with self._lock:
+            return {"data/buffer": float(len(self._buffer)), **self.source.metrics()}
+
+
+def get_tasks(source: DataSource, count: int) -> list[Task]:
+    """Return the next tasks of a data source.
+
+    Raises:
+        ConfigError: it raises, or returns something else than so many tasks.
+
+    """
+    call = f"tasks.data_source: {type(source).__name__}.get_samples({count})"
+    try:
+        found = source.get_samples(count)
+    except AgentrlError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{call} raised {describe(error)}") from error
+    if not isinstance(found, Sequence) or len(found) != count or not all(isinstance(task, Task) for task in found):
+        raise ConfigError(f"{call} must return a sequence of {count} Tasks, it returned {found!r:.100}")
+    return list(found)
+
+
+def _to_dict(task: Task) -> dict[str, Any]:
+    return {
+        "id": task.id,
+        "prompt": [message_to_dict(message) for message in task.prompt],
+        "answer": json_state(task.answer),
+        "metadata": json_state(task.metadata),
+    }
+
+
+def _from_dict(data: Mapping[str, Any]) -> Task:
+    prompt = tuple(message_from_dict(message) for message in data["prompt"])
+    return Task(data["id"], prompt, data["answer"], data["metadata"])
