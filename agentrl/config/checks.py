@@ -42,6 +42,7 @@ def check(config: Config) -> None:
         _batches,
         _weights,
         _asynchronous,
+        _background_evaluation,
         _adapters,
         check_who_plays,
     )
@@ -334,6 +335,11 @@ def _asynchronous(config: Config) -> Iterator[str]:
         )
 
 
+def _background_evaluation(config: Config) -> Iterator[str]:
+    if config.eval.background and config.self_play is not None:
+        yield "eval.background=true with self_play: results, ratings and snapshots are of one step; leave out eval.background"
+
+
 def _adapters(config: Config) -> Iterator[str]:
     """Whether the engines can hold the base model and take adapters."""
     sampler, key = config.sampler, "weights.adapters=only"
@@ -434,6 +440,11 @@ def check_placement(config: Config, learner_device: str) -> None:
         raise ConfigError(
             f"placement.mode=colocate with async.max_staleness={config.asynchronous.max_staleness}: engines cannot sample while "
             "the learner has their GPUs; set placement.mode=disaggregate, or leave out async.max_staleness"
+        )
+    if config.eval.background:
+        raise ConfigError(
+            "placement.mode=colocate with eval.background=true: engines cannot sample while the learner has their GPUs; leave "
+            "out eval.background, or set placement.mode=disaggregate"
         )
     if learner_device == "cuda" and sampler.sglang_options.get("enable_memory_saver") is False:
         raise ConfigError(

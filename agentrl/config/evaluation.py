@@ -56,6 +56,9 @@ class EvalConfig(EvalSet):
 
     save_rollouts: bool = False
     """Keep the rollouts of evaluations in training, one file each: ``rollouts/eval_000012.jsonl`` is that after step 12."""
+    background: bool = False
+    """In training, go on while an evaluation runs, on the same engines. Its tokens that are sampled after the next weight sync
+    have newer weights: ``eval/lag_mean`` and ``eval/lag_max``. Not with ``placement.mode=colocate`` or ``self_play``."""
 
     @field_validator("sets")
     @classmethod
@@ -80,7 +83,7 @@ class EvalConfig(EvalSet):
             sources: of a mixed run, which has a set for each if none is configured.
 
         """
-        own = self.model_dump(exclude={"sets", "save_rollouts"})
+        own = self.model_dump(exclude=set(EvalConfig.model_fields) - set(EvalSet.model_fields))
         if not self.sets and sources and self.source is None:
             return {name: EvalSet(**own | {"source": name}) for name in sources}
         if not self.sets:

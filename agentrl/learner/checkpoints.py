@@ -56,6 +56,8 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
         self.began_with = began_with
+        self.candidate: int | None = None
+        """A step whose ``score`` is not known yet: its checkpoint is kept until then."""
         self._writing: Future[None] | None = None
 
     def save(self, step: int, learner: LearnerGroup, state: dict[str, Any], critic: CriticGroup | None = None) -> Path:
@@ -76,7 +78,7 @@ class Checkpoints:
         """
         self.finish()
         self.folder.mkdir(parents=True, exist_ok=True)
-        target = self.folder / f"step_{step:06d}"
+        target = self._path(step)
         part = partial_path(target)
         for left in self.folder.glob(f"step_*{PARTIAL}"):  # by a kill
             shutil.rmtree(left)
@@ -121,7 +123,24 @@ class Checkpoints:
     def save_state(self, step: int, state: dict[str, Any]) -> None:
         """Replace the driver's state in the checkpoint of ``step``, to which the learner has nothing to add."""
         self.finish()
-        _write_state(self.folder / f"step_{step:06d}", state)
+        _write_state(self._path(step), state)
+
+    def update_state(self, step: int, news: Mapping[str, Any]) -> None:
+        """Replace some keys of the driver's state in the checkpoint of ``step``, if there is one.
+
+        Raises:
+            LearnerError, OSError: a checkpoint that was being written is not complete; see `finish`.
+
+        """
+        self.finish()
+        path = self._path(step) / STATE
+        if path.is_file():
+            state = json.loads(path.read_bytes())
+            with replacing(path) as partial:
+                partial.write_text(json.dumps(state | dict(news)), encoding="utf-8")
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}"
 
     def best_score(self) -> float:
         """Return the highest score of a complete checkpoint, or minus infinity."""
@@ -131,6 +150,7 @@ class Checkpoints:
         whole = whole_checkpoints(self.folder)
         best = max(reversed(whole), key=_score)
         kept = {*whole[-self.keep :], self.began_with} | ({best} if _score(best) > float("-inf") else set())
+        kept |= set() if self.candidate is None else {self._path(self.candidate)}
         for folder in whole:
             if folder in kept:
                 continue

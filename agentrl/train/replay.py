@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,6 @@ from agentrl.batch.groups import group_rollouts, groups_by_source
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Provenance, Rollout
-from agentrl.evaluation.result import SetResult
-from agentrl.evaluation.sets import EvalTasks
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.registry import make_backend
 from agentrl.models.load import load_tokenizer, read_vocab_size
@@ -23,7 +22,7 @@ from agentrl.obs.rollouts import read_rollouts, rollout_files
 from agentrl.render.base import Renderer
 from agentrl.render.registry import make_renderer
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.jobs import OnDone
+from agentrl.train.evaluator import Evaluator
 from agentrl.train.optimizer_steps import compares_groups
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
 
@@ -101,9 +100,9 @@ class Replay:
         return self.check.renderer.pad_token_id
 
     @property
-    def eval_sets(self) -> Sequence[EvalTasks]:
-        """Return no sets: there is no engine to evaluate with."""
-        return ()
+    def evaluator(self) -> Evaluator | None:
+        """Return None: there is no engine to evaluate with."""
+        return None
 
     async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
         """Do nothing: there is no engine."""
@@ -125,10 +124,6 @@ class Replay:
         """Return nothing: what is read next follows from the position."""
         return {}
 
-    def standing(self) -> dict[str, float]:
-        """Return no metrics: nothing is played."""
-        return {}
-
     def metrics(self) -> dict[str, float]:
         """Return no metrics: nothing is sampled."""
         return {}
@@ -137,9 +132,12 @@ class Replay:
         """Return the text of tokens."""
         return self.check.renderer.decode(token_ids)
 
-    async def evaluate(self, on_done: OnDone) -> list[SetResult]:
-        """Return no results."""
-        return []
+    async def prepare_evaluation(self) -> None:
+        """Do nothing: there is no engine."""
+
+    def learner_idle(self) -> AbstractAsyncContextManager[None]:
+        """Do nothing: no one else uses the learner."""
+        return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
 from agentrl.core.types import Rollout
-from agentrl.evaluation.result import SetResult
-from agentrl.evaluation.sets import EvalTasks
 from agentrl.learner.base import LearnerGroup
 from agentrl.obs.progress import Stopwatch
-from agentrl.runtime.jobs import OnDone
+from agentrl.train.evaluator import Evaluator
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +71,8 @@ class RolloutSource(Protocol):
         ...
 
     @property
-    def eval_sets(self) -> Sequence[EvalTasks]:
-        """The evaluation sets; without any nothing is evaluated."""
+    def evaluator(self) -> Evaluator | None:
+        """Runs evaluations; None: nothing is evaluated."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -109,10 +108,10 @@ class RolloutSource(Protocol):
         """Return sampling metrics for the row of a step, collected since the last call."""
         ...
 
-    async def evaluate(self, on_done: OnDone) -> list[SetResult]:
-        """Evaluate on `eval_sets`; ``on_done`` is called with every rollout."""
+    async def prepare_evaluation(self) -> None:
+        """Sync the newest weights to the engines that evaluate, unless they have them."""
         ...
 
-    def standing(self) -> dict[str, float]:
-        """Return metrics of an evaluation that are known without one, such as a rating."""
+    def learner_idle(self) -> AbstractAsyncContextManager[None]:
+        """Let others use the learner in the body: restarted engines need its weights."""
         ...

@@ -20,6 +20,7 @@ from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import TaskJobs
 from agentrl.runtime.services import open_services
 from agentrl.runtime.task_sources import order_of, read_splits
+from agentrl.train.evaluator import Evaluator
 from agentrl.train.open_self_play import open_self_play
 from agentrl.train.replay import RecordedRollouts, Replay, sample_check
 from agentrl.train.rollout_source import RolloutSource
@@ -72,11 +73,11 @@ async def open_sampling(
         sync=sync,
         recorder=recorder,
         interrupt=interrupt,
-        eval_sets=load_eval_tasks(config, tasks),
         # An offloaded learner has no GPU memory that an engine could open.
         restart_sync=_weight_sync(config, folder, "tensor", dtype) if config.weights.transport == "ipc" else None,
-        game_scores=open_game_scores(config, services.renderer, services.fleet.vocabulary.size),
     )
+    scores = open_game_scores(config, services.renderer, services.fleet.vocabulary.size)
+    sets = load_eval_tasks(config, tasks)
     await source.open()
     exits.push_async_callback(source.aclose)
     if config.self_play is not None:
@@ -87,6 +88,7 @@ async def open_sampling(
             source.self_play.league.load(state["self_play"])
     if state:
         source.tasks.buffer.load_state(state["data"])
+    source.evaluator = Evaluator(config, services, sets, recorder, interrupt, source.self_play, scores)
     return source
 
 

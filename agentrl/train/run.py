@@ -162,7 +162,7 @@ async def run_training(
             raise RunStopped(f"{error}. The run is in {folder}; resume it with:\n  {again}") from None
         finally:
             curve = draw_curve(config, folder, console)
-        print_summary(console, folder, trainer.step, trainer.evaluation, curve)
+        print_summary(console, folder, trainer.step, trainer.evaluations.results, curve)
 
 
 def _with_older(error: CheckpointError, folder: Path, checkpoint: Path | None, replay: Path | None) -> CheckpointError:

@@ -12,24 +12,21 @@ from typing import Any
 
 from agentrl.config.schema import Config
 from agentrl.core.errors import EngineError
-from agentrl.core.types import Rollout
 from agentrl.episode.runner import EpisodeRunner, Job
-from agentrl.evaluation.evaluate import evaluate
-from agentrl.evaluation.exploitability import GameScores
-from agentrl.evaluation.result import SetResult
-from agentrl.evaluation.sets import EvalTasks
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.obs.progress import Stopwatch
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.jobs import OnDone, TaskJobs, watched
+from agentrl.runtime.jobs import TaskJobs, watched
 from agentrl.runtime.services import Services
+from agentrl.train.evaluator import Evaluator
 from agentrl.train.gpu_time_sharing import GpuTimeSharing
 from agentrl.train.pipeline.background import BackgroundEpisodes
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
 from agentrl.train.self_play import SelfPlay
 from agentrl.weight_sync.base import Sent, WeightSync
+from agentrl.weight_sync.engines import paused
 
 
 @dataclass(slots=True)
@@ -47,16 +44,12 @@ class Sampling:
     sync: WeightSync
     recorder: RolloutRecorder
     interrupt: Interrupt
-    eval_sets: Sequence[EvalTasks] = ()
-    """The evaluation sets."""
+    evaluator: Evaluator | None = None
+    """Runs evaluations with the engines."""
     restart_sync: WeightSync | None = None
     """Syncs weights to restarted engines, if ``sync`` cannot while the learner is offloaded."""
     self_play: SelfPlay | None = None
     """Opponents of the policy, if ``self_play`` is set."""
-    game_scores: GameScores | None = None
-    """Reads strategies, in a game with a tree."""
-    _exploitability: dict[str, float] = field(default_factory=dict, init=False)
-    """Of the last evaluation."""
     _gpu_sharing: GpuTimeSharing | None = field(default=None, init=False)
     """None: engines and learner both keep their memory."""
     _runner: EpisodeRunner | None = field(default=None, init=False)
@@ -141,7 +134,7 @@ class Sampling:
         fleet, background = self.services.fleet, self._background
         while engines := fleet.live:
             try:
-                async with nullcontext() if background is None else background.paused(engines, watch or Stopwatch()):
+                async with self._paused(engines, watch or Stopwatch()):
                     sent = await self.sync.push(self._learner, engines, self._version)
                 self._note(sent)
                 break
@@ -160,6 +153,17 @@ class Sampling:
         self._sent = sent
         self._sync_metrics = {"sync/mib": sent.bytes / 2**20, "sync/unchanged": float(unchanged)}
 
+    @asynccontextmanager
+    async def _paused(self, engines: Sequence[EngineControl], watch: Stopwatch) -> AsyncIterator[None]:
+        """Pause the generations in progress for a weight sync, unless they are to end before; ``watch`` gets the seconds."""
+        running = self._background is not None or (self.evaluator is not None and self.evaluator.running)
+        if not running or self.config.weights.pause == "finish":
+            yield
+            return
+        with watch("pause"):
+            async with paused(engines, self.config.weights.pause):
+                yield
+
     async def _sync_restarted(self, engine: EngineControl) -> int:
         """Sync the weights to a restarted engine and return their version."""
         # With GPU time sharing the whole restart already runs under the lock.
@@ -169,8 +173,8 @@ class Sampling:
             return self._version
 
     @asynccontextmanager
-    async def _episodes_running(self) -> AsyncIterator[None]:
-        """Let restarted engines use the learner."""
+    async def learner_idle(self) -> AsyncIterator[None]:
+        """Let restarted engines use the learner in the body."""
         self._learner_lock.release()
         try:
             yield
@@ -194,7 +198,7 @@ class Sampling:
         self.recorder.begin(step, jobs[0].task.id)
         write = partial(self.recorder.write, step)
         self.services.fleet.metrics()  # drops what was measured before the step, such as in an evaluation
-        async with self._episodes_running(), watched(self.services, self.interrupt):
+        async with self.learner_idle(), watched(self.services, self.interrupt):
             rollouts = await runner.run_many(jobs, write)
         if self.self_play is not None:
             self.self_play.played(rollouts)
@@ -214,7 +218,7 @@ class Sampling:
                 self._group_jobs,
                 partial(watched, self.services, self.interrupt),
             )
-        async with self._episodes_running():
+        async with self.learner_idle():
             taken = await self._background.take()
         runner.check_dropped(taken.rollouts)
         await asyncio.to_thread(self.recorder.write, step, taken.rollouts)
@@ -249,37 +253,10 @@ class Sampling:
             self.self_play.on_step_trained(step)
         await asyncio.to_thread(self.recorder.finish, step, advantages)
 
-    async def evaluate(self, on_done: OnDone) -> list[SetResult]:
-        """Run the episodes of all evaluation sets, with the newest weights."""
+    async def prepare_evaluation(self) -> None:
+        """Sync the newest weights to the engines, unless they have them: see `sync_weights`."""
         if self._synced != self._version:
             await self._push()
-        file = self.recorder.evaluation(self._version) if self.config.eval.save_rollouts else None
-
-        def done(rollout: Rollout) -> None:
-            if file is not None:
-                file.write(rollout)
-            on_done(rollout)
-
-        async with self._episodes_running(), watched(self.services, self.interrupt):
-            results = await evaluate(self.eval_sets, self.services.runner(), done)
-            self._exploitability = await self._read_exploitability()
-        if file is not None:
-            await asyncio.to_thread(file.finish)
-        if self.self_play is not None:
-            self.self_play.on_evaluated(self._version, results)
-        return results
-
-    async def _read_exploitability(self) -> dict[str, float]:
-        if self.game_scores is None:
-            return {}
-        found = self.game_scores.metrics(await self.game_scores.strategy_of(self.services.fleet))
-        if self.self_play is not None:
-            found |= self.game_scores.pool_metrics(await self.self_play.snapshot_strategies(self.game_scores))
-        return found
-
-    def standing(self) -> dict[str, float]:
-        """Return the policy's rating, if there is self-play, and its exploitability, if the game has a tree."""
-        return self._exploitability | ({} if self.self_play is None else self.self_play.standing())
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens."""

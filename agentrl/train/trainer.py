@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 from agentrl.algo.estimate import mean_advantages
@@ -14,9 +14,6 @@ from agentrl.batch.packing import pack
 from agentrl.config.schema import Config
 from agentrl.core.errors import AgentrlError
 from agentrl.core.types import Rollout
-from agentrl.evaluation.result import flat_metrics
-from agentrl.evaluation.sets import check_goals_are_measured, reached
-from agentrl.evaluation.table import results_lines
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.learner.checkpoints import Checkpoints
 from agentrl.obs.metrics import MetricsLog
@@ -24,6 +21,7 @@ from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.obs.rollout_panel import rollout_panel
 from agentrl.obs.waiting import PHASE, waiting
 from agentrl.train.critic import returns_of, value_batches, value_metrics, warming_up
+from agentrl.train.evaluations import Evaluations
 from agentrl.train.optimizer_steps import (
     Baselines,
     StepScores,
@@ -83,12 +81,11 @@ class Trainer:
     """Predicts values, if the estimator needs them."""
     spent_s: float = 0.0
     """Seconds in training steps, without evaluations."""
-    evaluated: int = -1
+    evaluated: InitVar[int] = -1
     """The step of the newest evaluation."""
-    score: float | None = None
-    """The metric ``train.keep_best`` of this step's evaluation, if there was one."""
-    evaluation: dict[str, float] = field(default_factory=dict)
-    """Metrics of the newest evaluation."""
+    score: InitVar[float | None] = None
+    """The metric ``train.keep_best`` of that evaluation."""
+    evaluations: Evaluations = field(init=False)
     monitor: Callable[[], dict[str, float]] = dict
     """Returns metrics of the run's processes since the last call, for the row of a step."""
     baselines: Baselines = field(default_factory=dict)
@@ -97,11 +94,18 @@ class Trainer:
     """Optimizer steps that learner and critic have taken in the unfinished training step."""
     _warned: set[str] = field(default_factory=set, init=False)
 
+    def __post_init__(self, evaluated: int, score: float | None) -> None:
+        """Go on with the evaluations of the run."""
+        self.evaluations = Evaluations(
+            self.config, self.source, self.checkpoints, self.metrics, self.view, evaluated, score
+        )
+
     async def run(self) -> None:
         """Train to the last step. If anything ends the run early, the last finished step is saved first."""
         try:
             await self._loop()
         except (Exception, asyncio.CancelledError) as error:
+            await self.evaluations.aclose()
             await self._save_after(error)
             raise
         await self._save()
@@ -110,12 +114,14 @@ class Trainer:
     async def _loop(self) -> None:
         plan = self.config.train
         await self._sync_weights(Stopwatch())
-        enough = await self._evaluated_enough()  # a resumed run may have been interrupted in an evaluation
+        enough = await self.evaluations.after(
+            self.step, last=self._finished()
+        )  # a resumed run may have been interrupted in an evaluation
         while not enough and not self._finished():
             await self._step()
             self.checkpoints.check()
-            enough = await self._evaluated_enough()
-            if (plan.save_every and self.step % plan.save_every == 0) or await self._is_best():
+            enough = await self.evaluations.after(self.step, last=self._finished())
+            if (plan.save_every and self.step % plan.save_every == 0) or await self._may_be_best():
                 await self._save()
 
     async def _step(self) -> None:
@@ -155,7 +161,7 @@ class Trainer:
                 for batch in batches:
                     learned.append(batch.metrics | await asyncio.to_thread(self.learner.train_step, batch))
                     self._ahead += 1
-        self.step, self.position, self._ahead, self.score = self.step + 1, given.position, 0, None
+        self.step, self.position, self._ahead = self.step + 1, given.position, 0
         self.baselines = step_baselines(self.config, groups, scores, self.baselines)
         if self.config.algo.reference_steps and self.step % self.config.algo.reference_steps == 0:
             await self.source.release_gpus_for_training(self.learner, watch)
@@ -227,20 +233,6 @@ class Trainer:
         with waiting(PHASE, f"step {self.step}", "weights"):
             await self.source.sync_weights(self.learner, self.step, watch)
 
-    async def _evaluated_enough(self) -> bool:
-        """Evaluate if the step has an evaluation to come; return whether it reaches ``train.stop_at``."""
-        plan = self.config.train
-        due = plan.eval_first if self.step == 0 else bool(plan.eval_every) and self.step % plan.eval_every == 0
-        if self.evaluated == self.step or not (due or self._finished()):
-            return False
-        await self._evaluate()
-        self.evaluated = self.step
-        check_goals_are_measured("train.stop_at", plan.stop_at, self.evaluation)
-        if plan.keep_best:
-            check_goals_are_measured("train.keep_best", [plan.keep_best], self.evaluation)
-            self.score = self.evaluation[f"eval/{plan.keep_best}"]
-        return self.step > 0 and reached(plan.stop_at, self.evaluation)
-
     def _finished(self) -> bool:
         left = self._seconds_left()
         return self.step >= self.source.steps or (left is not None and left <= 0)
@@ -255,28 +247,6 @@ class Trainer:
             best = max(rollouts, key=lambda rollout: (rollout.reward, len(rollout.turns)))
             self.view.note(rollout_panel(best, f"a rollout of step 1, task {best.prompt_id}", self.source.decode))
 
-    async def _evaluate(self) -> None:
-        sets = self.source.eval_sets
-        if not sets:
-            return
-        start, done = time.perf_counter(), 0
-        total = sum(choice.episodes for choice in sets)
-
-        def count(_: Rollout) -> None:
-            nonlocal done
-            done += 1
-            self.view.phase(f"evaluate {done}/{total}")
-
-        self.view.phase(f"evaluate 0/{total}")
-        with waiting(PHASE, f"step {self.step}", "evaluation"):
-            results = await self.source.evaluate(count)
-        standing = self.source.standing()
-        self.evaluation = flat_metrics(results) | standing | {"time/eval_s": time.perf_counter() - start}
-        self.metrics.write(self.step, self.evaluation)
-        also = "  ".join(f"{key.removeprefix('eval/')} {value:.3f}" for key, value in standing.items())
-        for line in [*results_lines(results), *([also] if also else [])]:
-            self.view.note(f"evaluation after step {self.step}: {line}")
-
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs in addition to the learner's state."""
         return {
@@ -284,19 +254,22 @@ class Trainer:
             "position": self.position.first,
             "trained_ahead": self.position.ahead,
             "spent_s": self.spent_s,
-            "evaluated": self.evaluated,
+            "evaluated": self.evaluations.step,
             "seed": self.config.run.seed,
-            "score": self.score,
+            "score": self.evaluations.score_of(self.step),
             "baselines": self.baselines,
             "source": self.source.state(),
         }
 
-    async def _is_best(self) -> bool:
-        """Return whether the step's evaluation is better than those of all checkpoints."""
-        if self.score is None:
+    async def _may_be_best(self) -> bool:
+        """Return whether the step's evaluation is better than those of all checkpoints, or runs in the background."""
+        if self.checkpoints.candidate == self.step:
+            return True
+        score = self.evaluations.score_of(self.step)
+        if score is None:
             return False
         await self._finish_save()
-        return self.score > self.checkpoints.best_score()
+        return score > self.checkpoints.best_score()
 
     async def _save(self) -> None:
         """Begin to write a checkpoint, and wait until the learner's state is copied; see `_finish_save`."""

@@ -197,7 +197,7 @@ def test_an_engine_that_goes_during_the_push_gets_its_weights_later(tmp_path: Pa
             await source.sync_weights(learner, 4, Stopwatch())
             assert len(fleet.live) == 1, "it waits for its weights"
             assert await fleet.live[0].version() == 4
-            async with source._episodes_running():
+            async with source.learner_idle():
                 said = await play(fleet, sessions=4, turns=1, tokens=20)
                 await until(lambda: len(fleet.live) == 2)
             assert {generation.versions for generation in said.values()} == {((0, 4),)}
@@ -238,7 +238,7 @@ def test_an_engine_that_dies_in_the_learners_turn_waits_for_its_own(tmp_path: Pa
             await source.open()
             await source.sync_weights(learner, 1, watch)
             assert not learner.awake
-            async with source._episodes_running():
+            async with source.learner_idle():
                 before = await play(fleet, sessions=4, turns=1, tokens=20)
             await source.release_gpus_for_training(learner, watch)
             [lost] = pids(fleet)
@@ -249,7 +249,7 @@ def test_an_engine_that_dies_in_the_learners_turn_waits_for_its_own(tmp_path: Pa
             assert pids(fleet) == [lost], "nothing is started"
             assert learner.awake
             await source.sync_weights(learner, 2, watch)
-            async with source._episodes_running():
+            async with source.learner_idle():
                 after = await play(fleet, sessions=4, turns=1, tokens=20)
                 assert not learner.awake
             assert {generation.versions for generation in before.values()} == {((0, 1),)}

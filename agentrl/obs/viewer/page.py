@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,7 @@ def run_metrics(run: RunFiles) -> list[dict[str, float]]:
 def curve_data(rows: Sequence[Mapping[str, float]]) -> tuple[dict[str, Any], list[str]]:
     """Return ``{"steps": […], "series": {key: [value or None, …]}}`` and messages about omitted steps."""
     notes = []
+    rows = sorted(rows, key=itemgetter("step"))  # with eval.background, an evaluation is written after later steps
     every = -(-len(rows) // CURVE_POINTS)
     if every > 1:
         notes.append(f"The curves show every {every}th step of {len(rows):,}, and all evaluations.")

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
 from agentrl.episode.runner import EpisodeRunner, Job
-from agentrl.inference.base import EngineControl
-from agentrl.obs.progress import Stopwatch
 from agentrl.obs.waiting import waiting
 from agentrl.train.pipeline.admission import Admission
 from agentrl.train.pipeline.staleness import mask_stale, staleness_metrics
 from agentrl.train.rollout_source import TaskPosition
-from agentrl.weight_sync.engines import paused
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +65,6 @@ class BackgroundEpisodes:
     """The context in which episodes run; a signal or a dead server ends it."""
     version: int
     """Of the engines' policy."""
-    pause: str
-    """``weights.pause``."""
     mask_older_than: int | None = None
     """``async.mask_older_than``."""
     _running: RunningEpisodes = field(default_factory=RunningEpisodes, init=False)
@@ -110,7 +105,6 @@ class BackgroundEpisodes:
             config.rollout.concurrency,
             watched,
             step,
-            config.weights.pause,
             config.asynchronous.mask_older_than,
         )
 
@@ -146,21 +140,6 @@ class BackgroundEpisodes:
         self._metrics |= staleness_metrics(rollouts, version)
         if limit is not None:
             self._metrics["async/masked_share"] = mask_stale(rollouts, version, limit)
-
-    @asynccontextmanager
-    async def paused(self, engines: Sequence[EngineControl], watch: Stopwatch) -> AsyncIterator[None]:
-        """Pause the generations in progress for a weight sync, unless they are to end before; ``watch`` gets the seconds.
-
-        Raises:
-            EngineError: see `agentrl.weight_sync.engines.paused`.
-
-        """
-        if self.pause == "finish":
-            yield
-            return
-        with watch("pause"):
-            async with paused(engines, self.pause):
-                yield
 
     def note_version(self, version: int) -> None:
         """Record that all engines have the policy ``version``."""

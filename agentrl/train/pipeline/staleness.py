@@ -1,4 +1,4 @@
-"""The age of trained tokens: its metrics, and masks of old ones."""
+"""The age of trained tokens: its metrics, and masks of old ones; the lag of evaluated tokens."""
 
 from __future__ import annotations
 
@@ -52,6 +52,12 @@ def mask_stale(rollouts: Iterable[Rollout], version: int, limit: int) -> float:
         row.mask[stale_T] = 0
         row.mask_reason[stale_T] = MaskReason.STALE
     return masked / max(1, trained)
+
+
+def lag_metrics(rollouts: Iterable[Rollout], version: int) -> dict[str, float]:
+    """Return by how many policy versions the tokens of an evaluation are newer than the ``version`` that it began with."""
+    lag_N = -_ages([row for rollout in rollouts for row in rollout.rows], version)
+    return {"eval/lag_mean": float(lag_N.mean()), "eval/lag_max": float(lag_N.max())} if len(lag_N) else {}
 
 
 def _ages(rows: Iterable[Row], version: int) -> NDArray[np.int32]:

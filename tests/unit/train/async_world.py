@@ -31,6 +31,7 @@ from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import TaskJobs
 from agentrl.runtime.task_order import TaskOrder
 from agentrl.testing import FakeLearner, ScriptedSampler
+from agentrl.train.evaluator import Evaluator
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
 from agentrl.train.sampling import Sampling
 from agentrl.train.trainer import Trainer
@@ -139,7 +140,9 @@ def make_source(config: Config, folder: Path, engines: Engines, kind: type[Sampl
     recorder = RolloutRecorder(folder / "rollouts", after=after)
     tasks = TaskJobs(config, TaskOrder(TASKS, config.run.seed))
     evaluated = [EvalTasks("", EvalSet(n_samples=1), TASKS[:3], "tasks")]
-    return kind(config, services, tasks, sync, recorder, Interrupt(print), evaluated)
+    interrupt = Interrupt(print)
+    evaluator = Evaluator(config, services, evaluated, recorder, interrupt)
+    return kind(config, services, tasks, sync, recorder, interrupt, evaluator)
 
 
 def train(
@@ -153,7 +156,7 @@ def train(
 ) -> Trainer:
     """Train, from the newest checkpoint in ``folder`` on if there is one, and return the trainer."""
     checkpoint = latest_checkpoint(folder / "checkpoints") if folder.exists() else None
-    state = read_state(checkpoint) if checkpoint else {"step": 0, "position": 0}
+    state = read_state(checkpoint) if checkpoint else {"step": 0, "position": 0, "evaluated": -1}
     after = state["step"] if checkpoint else None
 
     async def main() -> Trainer:
@@ -165,6 +168,7 @@ def train(
         log = MetricsLog(folder, resume_after=after)
         checkpoints = Checkpoints(folder / "checkpoints", keep=2)
         run = Trainer(config, source, learner or FakeLearner(), checkpoints, log, view)
+        run.evaluations.step, run.evaluations.score = state["evaluated"], state.get("score")
         run.step, run.position = state["step"], TaskPosition(state["position"], tuple(state.get("trained_ahead", ())))
         run.saved = state["step"] if checkpoint else -1
         try:

@@ -292,7 +292,7 @@ def test_engines_are_restarted_only_while_episodes_run() -> None:
         restarting = asyncio.ensure_future(restart())
         await asyncio.sleep(0.05)
         assert world.said() == [], "the learner may be at work"
-        async with source._episodes_running():
+        async with source.learner_idle():
             await asyncio.sleep(0.01)
             assert world.said() == ["launch"]
         assert world.said() == ["live"]

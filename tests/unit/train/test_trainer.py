@@ -70,13 +70,17 @@ class Engines(Replay):
         self.synced.append(version)
 
     @property
-    def eval_sets(self) -> Sequence[EvalTasks]:
+    def evaluator(self) -> Any:
+        return self
+
+    @property
+    def sets(self) -> Sequence[EvalTasks]:
         return [EvalTasks("", EvalSet(), [], "nothing")]
 
     def standing(self) -> dict[str, float]:
         return {"eval/rating": self.ratings.pop(0)} if self.ratings else {}
 
-    async def evaluate(self, on_done: OnDone) -> list[SetResult]:
+    async def evaluate(self, step: int, on_done: OnDone) -> list[SetResult]:
         if self.interrupted:
             raise RunStopped("interrupted")
         return []
@@ -106,7 +110,7 @@ def resumed(folder: Path, given: Config) -> Trainer:
     state = saved_state(folder)
     run = trainer(folder, given, FakeLearner(), resume_after=state["step"])
     run.step = run.saved = state["step"]
-    run.position, run.evaluated = TaskPosition(state["position"]), state["evaluated"]
+    run.position, run.evaluations.step = TaskPosition(state["position"]), state["evaluated"]
     run.baselines = baselines_from_state(state["baselines"])
     return run
 
