@@ -84,7 +84,8 @@ class DataSourceConfig(Section):
     """What chooses the next task among those of the training split."""
 
     name: str = "shuffled"
-    """``shuffled``: every task once an epoch, in a new order each; or a class as ``module:Class`` or ``FILE.py:Class``."""
+    """``shuffled``: every task once an epoch, in a new order each; ``curriculum``: tasks whose success rate is near a target are
+    preferred; or a class as ``module:Class`` or ``FILE.py:Class``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of its constructor."""
 

@@ -77,11 +77,12 @@ def read_split(tasks: TaskSet, name: str, key: str) -> Sequence[Task]:
     for number, task in enumerate(found):
         places.setdefault(task.id, []).append(number)
     if len(places) < len(found):
-        raise _same_ids(call, {name: numbers for name, numbers in places.items() if len(numbers) > 1})
+        raise same_ids(call, {name: numbers for name, numbers in places.items() if len(numbers) > 1})
     return found
 
 
-def _same_ids(source: str, places: Mapping[str, Sequence[int]]) -> ConfigError:
+def same_ids(source: str, places: Mapping[str, Sequence[int]]) -> ConfigError:
+    """Return the error for ids that several tasks have, with the numbers of these tasks."""
     named = [f"{name!r} (tasks {', '.join(map(str, numbers))})" for name, numbers in islice(places.items(), _NAMED)]
     more = f" and {len(places) - _NAMED} others" if len(places) > _NAMED else ""
     return ConfigError(
@@ -119,7 +120,7 @@ class TaskOrder(DataSource):
         number = int(self._permutation[index])
         task = self.tasks[number]
         if (other := self._taken.setdefault(task.id, number)) != number:
-            raise _same_ids("the taskset", {task.id: sorted((other, number))})
+            raise same_ids("the taskset", {task.id: sorted((other, number))})
         self._position += 1
         return task
 

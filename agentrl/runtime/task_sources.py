@@ -17,10 +17,11 @@ from agentrl.core.errors import AgentrlError, ConfigError, UserError, unknown_na
 from agentrl.core.imports import describe, is_reference, load_object
 from agentrl.core.registry import build
 from agentrl.core.task import MadeTasks, Task, TaskSet, source_of, task_id
+from agentrl.runtime.curriculum import Curriculum
 from agentrl.runtime.data_buffer import get_tasks
 from agentrl.runtime.task_order import TaskOrder, read_split
 
-DATA_SOURCES: Mapping[str, type[DataSource]] = {"shuffled": TaskOrder}
+DATA_SOURCES: Mapping[str, type[DataSource]] = {"shuffled": TaskOrder, "curriculum": Curriculum}
 """The data sources of agentrl."""
 
 TaskSources = Mapping[str, TaskSet]
