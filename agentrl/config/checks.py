@@ -43,6 +43,7 @@ def check(config: Config) -> None:
         _weights,
         _asynchronous,
         _background_evaluation,
+        _dynamic_sampling,
         _adapters,
         check_who_plays,
     )
@@ -310,6 +311,20 @@ def _weights(config: Config) -> Iterator[str]:
     # Pipeline stages and data parallel replicas number their tensor parallel ranks from 0 again.
     elif kind in ("ipc", "distributed") and sampler.engine_ranks != sampler.tensor_ranks:
         yield f"weights.transport={kind} reaches SGLang's tensor parallel ranks only; set weights.transport=disk"
+
+
+def _dynamic_sampling(config: Config) -> Iterator[str]:
+    """How many groups may run ahead of a step, and whether filtered ones can be replaced."""
+    staleness, rollout = config.asynchronous.max_staleness, config.rollout
+    most = rollout.over_sampling_batch_size
+    if most is not None and not rollout.batch_size <= most <= (staleness + 1) * rollout.batch_size:
+        yield (
+            f"rollout.over_sampling_batch_size={most} with async.max_staleness={staleness}: a step takes "
+            f"rollout.batch_size={rollout.batch_size} groups, and the next async.max_staleness steps train the others; set "
+            "it from rollout.batch_size to rollout.batch_size * (async.max_staleness + 1), or raise async.max_staleness"
+        )
+    if rollout.filter_groups.filters and config.self_play is not None:
+        yield "rollout.filter_groups.filters with self_play: the opponents of a step are chosen before it; leave out one"
 
 
 def _asynchronous(config: Config) -> Iterator[str]:

@@ -34,6 +34,19 @@ class FailureConfig(Section):
     """Stop the run when a larger share of a step's episodes is dropped: the cause is then not a single episode."""
 
 
+class FilterGroupsConfig(Section):
+    """Dynamic sampling: finished groups that are not trained, and are replaced by further tasks until the batch is full."""
+
+    filters: list[str] = Field(default_factory=list)
+    """Filters, of which any drops a group: ``zero_variance`` (equal rewards), ``all_solved``, ``none_solved``, ``too_long`` (each
+    episode ended at a limit of turns, tokens or time), ``incomplete`` (the failure policy dropped an episode),
+    or a function ``module:function`` or ``file.py:function`` that takes the group's rollouts and returns whether to drop it."""
+    solved_reward: float = Field(default=1.0, allow_inf_nan=False)
+    """Reward from which on an episode counts as solved, for ``all_solved`` and ``none_solved``."""
+    max_num_gen_batches: PositiveInt = 10
+    """Stop the run if a step's batch is not full after so many batches of groups, filtered ones included (as verl's)."""
+
+
 class RolloutConfig(Section):
     """How episodes are run."""
 
@@ -41,6 +54,11 @@ class RolloutConfig(Section):
     """Prompts per step (slime's ``rollout_batch_size``)."""
     n_samples_per_prompt: PositiveInt = 8
     """Episodes per prompt: the group that advantages are computed over."""
+    over_sampling_batch_size: PositiveInt | None = None
+    """Most groups that run or wait for a step, with ``async.max_staleness`` (slime's key). A step takes the first ``batch_size``
+    that finish, the others stay for the next steps; null: as many as ``async.max_staleness`` allows."""
+    filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
+    """Which groups are not trained, and replaced by further ones."""
     reset_seed: ResetSeed = "task"
     """Seed of ``Env.reset``: ``task`` gives all episodes of a task the same one, so that a task has one right answer; ``episode``
     gives each its own. Samples differ either way."""

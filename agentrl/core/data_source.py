@@ -31,7 +31,10 @@ class DataSource(ABC):
         """Return the next ``num_samples`` tasks. Each becomes a group of ``rollout.n_samples_per_prompt`` episodes."""
 
     def on_trained(self, rewards: Mapping[str, Sequence[float]]) -> None:  # noqa: B027 most sources need no results
-        """Record the results of a training step: by task id, the rewards of the rollouts that were not dropped, at least one."""
+        """Record the results of a training step: by task id, the rewards of the rollouts that did not fail, at least one.
+
+        Those of groups that ``rollout.filter_groups`` dropped are included.
+        """
 
     @abstractmethod
     def state(self) -> dict[str, Any]:

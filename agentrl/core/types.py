@@ -414,7 +414,9 @@ class Rollout:
     failure: Failure | None = None
     """The error of a failed episode."""
     dropped: bool = False
-    """The failure policy keeps it out of training."""
+    """The failure policy or a filter on groups keeps it out of training."""
+    filtered: str = ""
+    """The filter on groups that dropped it (``rollout.filter_groups``); empty if none did, or the failure policy had."""
     seconds: float = 0.0
     """Wall time of the episode."""
     tool_seconds: float = 0.0

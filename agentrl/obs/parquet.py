@@ -22,6 +22,8 @@ AS_JSON = ("label", "metadata")
 """Columns of arbitrary structure, stored as JSON text."""
 SMALL = ("agent_id", "row", "request_ids", "fork", "temperature", "crc32")
 """Fields of a row besides its arrays."""
+OPTIONAL = ("player", "filtered")
+"""Columns that only some rollouts have: those of multi-agent episodes, and of filtered groups."""
 ROW_GROUP = 512
 """Rollouts per parquet row group."""
 
@@ -50,9 +52,7 @@ def iter_parquet(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     with reading(path, "parquet file"), pq.ParquetFile(path, page_checksum_verification=True) as file:
-        needed = (
-            name for name in _schema().names if name != "player"
-        )  # only rollouts of multi-agent episodes have one
+        needed = (name for name in _schema().names if name not in OPTIONAL)
         missing = [name for name in needed if name not in file.schema_arrow.names]
         if missing:
             raise ConfigError(f"{path} holds no rollouts: it lacks the column(s) {', '.join(missing)}")
@@ -96,6 +96,7 @@ def _schema() -> Any:
             ("turns", pa.list_(turn)),
             ("failure", pa.struct([("kind", text), ("error", text), ("message", text)])),
             ("dropped", pa.bool_()),
+            ("filtered", text),
             ("seconds", number),
             ("tool_seconds", number),
             ("sampled_tokens", pa.int64()),

@@ -105,6 +105,7 @@ def _record(rollout: Rollout) -> dict[str, Any]:
         "tool_seconds": rollout.tool_seconds,
         "sampled_tokens": rollout.sampled_tokens,
         "metadata": json_state(rollout.metadata),
+        **({"filtered": rollout.filtered} if rollout.filtered else {}),
         **({"player": player_to_dict(rollout)} if rollout.episode else {}),
     }
 
@@ -123,6 +124,7 @@ def rollout_from_dict(data: Mapping[str, Any]) -> Rollout:
         prompt=data["prompt"],
         failure=failure and Failure(FailureKind(failure["kind"]), failure["error"], failure["message"]),
         dropped=data["dropped"],
+        filtered=data.get("filtered") or "",
         seconds=data["seconds"],
         tool_seconds=data.get("tool_seconds", 0.0),
         sampled_tokens=data["sampled_tokens"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from agentrl.batch.group_filters import GroupFilters
 from agentrl.config.checks import check_context
 from agentrl.config.schema import Config
 from agentrl.core.env import EnvBase
@@ -65,7 +66,7 @@ def _open(config: Config) -> TaskSet:
 
 
 def check_episodes(config: Config) -> None:
-    """Check the environment, its tools, the multi-turn loop and the reward function, of every source, and the buffer filter.
+    """Check environment, tools, multi-turn loop and reward function of every source, buffer filter, and filters on groups.
 
     Raises:
         UserError: one does not exist or is not valid.
@@ -75,6 +76,7 @@ def check_episodes(config: Config) -> None:
         with of_source(name):
             _check_episodes(each)
     load_buffer_filter(config)
+    GroupFilters(config.rollout.filter_groups)
 
 
 def _check_episodes(config: Config) -> None:

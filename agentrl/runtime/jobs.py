@@ -48,14 +48,16 @@ class TaskJobs:
         return [job for offset, position in enumerate(positions) for job in self.group(position, f"{step}/{offset}")]
 
     def on_trained(self, trained: Container[int], rollouts: Sequence[Rollout]) -> None:
-        """Give the data buffer the results of a step's rollouts; see `DataBuffer.on_trained`.
+        """Give the data buffer the results of a step's rollouts, those of filtered groups included; see `DataBuffer.on_trained`.
 
         A task is lost if failures of the infrastructure dropped all of its rollouts.
         """
         groups: dict[str, list[Rollout]] = {}
         for rollout in rollouts:
             groups.setdefault(rollout.prompt_id, []).append(rollout)
-        rewards = {name: [one.reward for one in some if not one.dropped] for name, some in groups.items()}
+        rewards = {
+            name: [one.reward for one in some if not one.dropped or one.filtered] for name, some in groups.items()
+        }
         lost = {name for name, some in groups.items() if all(map(_is_lost, some))}
         self.buffer.on_trained(trained, {name: some for name, some in rewards.items() if some}, lost)
 

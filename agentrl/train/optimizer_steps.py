@@ -321,6 +321,7 @@ def nothing_trained(config: Config, rollouts: Sequence[Rollout], groups: Rollout
         return (
             f"the rollouts of each task have equal rewards (from {rewards_N.min():g} to {rewards_N.max():g} over "
             f"{len(groups.prompt_ids_G)} tasks, {groups.dropped} of {len(rollouts)} episodes dropped), so no advantage is "
-            "left; raise rollout.n_samples_per_prompt or sampler.temperature, or take tasks that the policy sometimes solves"
+            "left; raise rollout.n_samples_per_prompt or sampler.temperature, take tasks that the policy sometimes solves, or "
+            "replace such groups (rollout.filter_groups.filters=[zero_variance])"
         )
     return "no rollout with an advantage has a token to train on"

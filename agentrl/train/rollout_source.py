@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from agentrl.train.evaluator import Evaluator
 
 @dataclass(frozen=True, slots=True)
 class TaskPosition:
-    """Which tasks of an order were trained."""
+    """Which tasks of an order were consumed: trained, or filtered."""
 
     first: int = 0
     """All before it were."""
@@ -24,19 +24,19 @@ class TaskPosition:
     """Those from ``first`` on that were, ascending. Empty without ``async.max_staleness``."""
 
     def __contains__(self, position: object) -> bool:
-        """Return whether the task at a position was trained."""
+        """Return whether the task at a position was consumed."""
         return isinstance(position, int) and (position < self.first or position in self.ahead)
 
     def untrained(self) -> Iterator[int]:
-        """Return all positions that were not trained, from ``first`` on, without end."""
-        trained = frozenset(self.ahead)
-        return (position for position in count(self.first) if position not in trained)
+        """Return all positions that were not consumed, from ``first`` on, without end."""
+        consumed = frozenset(self.ahead)
+        return (position for position in count(self.first) if position not in consumed)
 
-    def after(self, trained: Collection[int]) -> TaskPosition:
-        """Return the position after the tasks at ``trained`` were trained."""
-        assert min(trained, default=self.first) >= self.first, "a task is trained once"
-        assert not set(trained) & set(self.ahead), "a task is trained once"
-        ahead, first = {*self.ahead, *trained}, self.first
+    def after(self, consumed: Collection[int]) -> TaskPosition:
+        """Return the position after the tasks at ``consumed`` were trained or filtered."""
+        assert min(consumed, default=self.first) >= self.first, "a task is consumed once"
+        assert not set(consumed) & set(self.ahead), "a task is consumed once"
+        ahead, first = {*self.ahead, *consumed}, self.first
         while first in ahead:
             first += 1
         return TaskPosition(first, tuple(sorted(position for position in ahead if position > first)))
@@ -50,6 +50,8 @@ class StepRollouts:
     """Grouped by task."""
     position: TaskPosition
     """In the task order, once they are trained."""
+    filtered: list[Rollout] = field(default_factory=list)
+    """Of groups that ``rollout.filter_groups`` dropped, which are not trained."""
 
 
 class RolloutSource(Protocol):

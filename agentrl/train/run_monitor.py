@@ -66,8 +66,8 @@ def engines_and_slots(config: Config) -> tuple[int, int]:
     """Return the number of engines that clients can tell apart, and the most requests in progress during rollouts."""
     sampler, rollout = config.sampler, config.rollout
     engines = len(sampler.urls) or sampler.engines
-    batches = config.asynchronous.max_staleness + 1
-    slots = min(rollout.concurrency, batches * rollout.batch_size * rollout.n_samples_per_prompt)
+    groups = rollout.over_sampling_batch_size or (config.asynchronous.max_staleness + 1) * rollout.batch_size
+    slots = min(rollout.concurrency, groups * rollout.n_samples_per_prompt)
     if isinstance(sampler.max_running, int):
         slots = min(slots, engines * sampler.max_running)
     return 1 if sampler.router == "sglang" else engines, slots

@@ -156,7 +156,9 @@ class Sampling:
     @asynccontextmanager
     async def _paused(self, engines: Sequence[EngineControl], watch: Stopwatch) -> AsyncIterator[None]:
         """Pause the generations in progress for a weight sync, unless they are to end before; ``watch`` gets the seconds."""
-        running = self._background is not None or (self.evaluator is not None and self.evaluator.running)
+        # Without staleness no training episode runs at a sync, even if all run in the background.
+        training = self._background is not None and self.config.asynchronous.max_staleness > 0
+        running = training or (self.evaluator is not None and self.evaluator.running)
         if not running or self.config.weights.pause == "finish":
             yield
             return
@@ -182,9 +184,12 @@ class Sampling:
             await self._learner_lock.acquire()
 
     async def get_rollouts(self, step: int, position: TaskPosition) -> StepRollouts:
-        """Return a step's rollouts: all of its episodes run now, or with ``async.max_staleness`` in the background."""
+        """Return a step's rollouts: all of its episodes run now, or in the background.
+
+        The background has the episodes of a run with ``async.max_staleness``, and of one that replaces filtered groups.
+        """
         self._runner = self._runner or self.services.runner()
-        from_background = self.config.asynchronous.max_staleness > 0
+        from_background = self.config.asynchronous.max_staleness or self.config.rollout.filter_groups.filters
         sample = self._from_background if from_background else self._from_episodes
         self._taken = await sample(self._runner, step, position)
         return self._taken
@@ -220,9 +225,10 @@ class Sampling:
             )
         async with self.learner_idle():
             taken = await self._background.take()
-        runner.check_dropped(taken.rollouts)
-        await asyncio.to_thread(self.recorder.write, step, taken.rollouts)
-        return StepRollouts(taken.rollouts, position.after(taken.positions))
+        sampled = [*taken.rollouts, *taken.filtered]
+        runner.check_dropped(sampled)
+        await asyncio.to_thread(self.recorder.write, step, sampled)
+        return StepRollouts(taken.rollouts, position.after(taken.positions), taken.filtered)
 
     def _group_jobs(self, position: int) -> list[Job]:
         """Return the episodes of a group, named as if each step took the next tasks."""
@@ -248,7 +254,7 @@ class Sampling:
     async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:
         """Record the results and the games of self-play, and write the advantages next to the step's rollouts."""
         assert self._taken is not None, "a step trains what it took"
-        self.tasks.on_trained(self._taken.position, self._taken.rollouts)
+        self.tasks.on_trained(self._taken.position, [*self._taken.rollouts, *self._taken.filtered])
         if self.self_play is not None:
             self.self_play.on_step_trained(step)
         await asyncio.to_thread(self.recorder.finish, step, advantages)

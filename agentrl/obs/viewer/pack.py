@@ -91,6 +91,7 @@ def _details(rollout: Rollout) -> dict[str, Any]:
         "label": rollout.label,
         "player": player_to_dict(rollout) if rollout.episode else None,
         "failure": failure and {"kind": failure.kind.value, "error": failure.error, "message": failure.message},
+        "filtered": rollout.filtered,
     }
 
 

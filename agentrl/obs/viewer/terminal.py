@@ -122,6 +122,7 @@ def headline(entry: Entry) -> str:
         f"{rollout.rollout_id} · step {entry.step} · {rollout.prompt_id} · reward {rollout.reward:g}{advantage} · "
         f"{rollout.stop_reason.value} · {len(rollout.turns)} turns · {tokens:,} tokens, {rollout.sampled_tokens:,} sampled"
         + (" · dropped" if rollout.dropped else "")
+        + (f" by the filter {rollout.filtered}" if rollout.filtered else "")
     )
 
 

@@ -4,6 +4,9 @@ A group that begins while the engines have version ``v`` must be trained by step
 version. The groups that must be trained by step ``d`` always fit into the batches from the next step ``t`` to ``d``, which are
 ``(d - t + 1) * batch_size`` groups. Admission keeps this for new groups, and a batch is taken only if it keeps this for those
 that stay. So the bound holds without discarding a group: a step waits for an old group rather than take a newer one.
+
+A group that a filter drops leaves its place to the next one. This loosens the rule for those that stay, and the new group is
+admitted by the rule, so the bound holds with any number of replacements.
 """
 
 from __future__ import annotations
@@ -33,23 +36,34 @@ class Admission:
         steps: of the run; groups of later ones are not admitted.
         batch_size: groups of a step.
         max_staleness: most versions between a group's admission and the step that trains it.
+        most: groups that are admitted and not taken, at least ``batch_size``; None: as many as ``max_staleness`` allows.
 
     """
 
-    def __init__(self, positions: Iterator[int], *, step: int, steps: int, batch_size: int, max_staleness: int) -> None:
+    def __init__(
+        self,
+        positions: Iterator[int],
+        *,
+        step: int,
+        steps: int,
+        batch_size: int,
+        max_staleness: int,
+        most: int | None = None,
+    ) -> None:
         self.step = step
         """The policy version that the next batch trains: the number of steps whose batch was taken."""
         self._positions = positions
         self._left = (steps - step) * batch_size
         self._batch_size = batch_size
         self._max_staleness = max_staleness
+        self._most = (max_staleness + 1) * batch_size if most is None else most
         self._waiting: dict[int, AdmittedGroup] = {}
         """By position, in the order of admission."""
 
     def admit(self, version: int) -> int | None:
         """Admit the next group while the engines have ``version``; return its position, or None if none may begin."""
         room = (version + self._max_staleness + 1 - self.step) * self._batch_size
-        if not self._left or len(self._waiting) >= room:
+        if not self._left or len(self._waiting) >= min(room, self._most):
             return None
         self._left -= 1
         position = next(self._positions)
@@ -59,6 +73,11 @@ class Admission:
     def finish(self, position: int) -> None:
         """Record that all episodes of a group have ended."""
         self._waiting[position].finished = True
+
+    def drop(self, position: int) -> None:
+        """Remove a group that is not trained, so that another one may begin in its place."""
+        del self._waiting[position]
+        self._left += 1
 
     def take(self) -> list[int] | None:
         """Return the positions of the next step's groups, ascending; None if the step must wait.
@@ -86,6 +105,11 @@ class Admission:
     def finished(self) -> int:
         """Finished groups that were not taken."""
         return sum(group.finished for group in self._waiting.values())
+
+    @property
+    def oldest(self) -> int | None:
+        """Position of the first group that was admitted and not taken or dropped."""
+        return next(iter(self._waiting), None)
 
     @property
     def missing(self) -> Sequence[int]:

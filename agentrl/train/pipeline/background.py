@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from agentrl.config.schema import Config
+from agentrl.core.errors import RunStopped
 from agentrl.core.types import Rollout
 from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.obs.waiting import waiting
 from agentrl.train.pipeline.admission import Admission
+from agentrl.train.pipeline.filtering import Filtering
+from agentrl.train.pipeline.length_bias import LengthBias
 from agentrl.train.pipeline.staleness import mask_stale, staleness_metrics
 from agentrl.train.rollout_source import TaskPosition
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The groups of a training step."""
+    """The groups of a training step, and those that were filtered since the step before."""
 
     positions: list[int]
-    """Of their tasks, ascending."""
+    """Of the tasks of all of them."""
     rollouts: list[Rollout]
-    """In the order of positions and samples."""
+    """To train on, in the order of positions and samples."""
+    filtered: list[Rollout]
+    """Those of filtered groups."""
 
 
 class RunningEpisodes:
@@ -65,6 +70,8 @@ class BackgroundEpisodes:
     """The context in which episodes run; a signal or a dead server ends it."""
     version: int
     """Of the engines' policy."""
+    filtering: Filtering
+    """Drops finished groups, in whose places others begin."""
     mask_older_than: int | None = None
     """``async.mask_older_than``."""
     _running: RunningEpisodes = field(default_factory=RunningEpisodes, init=False)
@@ -77,6 +84,7 @@ class BackgroundEpisodes:
     """More groups may begin."""
     _taken: float = field(default_factory=lambda: asyncio.get_running_loop().time(), init=False)
     """When groups were taken, on the loop's clock."""
+    _length_bias: LengthBias = field(default_factory=LengthBias, init=False)
     _metrics: dict[str, float] = field(default_factory=dict, init=False)
     """Of the groups that were taken last."""
 
@@ -97,6 +105,7 @@ class BackgroundEpisodes:
             steps=config.train.steps,
             batch_size=config.rollout.batch_size,
             max_staleness=config.asynchronous.max_staleness,
+            most=config.rollout.over_sampling_batch_size,
         )
         return cls(
             admission,
@@ -105,6 +114,7 @@ class BackgroundEpisodes:
             config.rollout.concurrency,
             watched,
             step,
+            Filtering(config.rollout),
             config.asynchronous.mask_older_than,
         )
 
@@ -127,17 +137,22 @@ class BackgroundEpisodes:
                 self._changed.clear()
                 await self._changed.wait()
         self._room.set()
-        rollouts = [rollout for position in positions for rollout in self._results.pop(position)]
+        groups = {position: self._results.pop(position) for position in positions}
+        filtered = self.filtering.take()
+        self._length_bias.add(groups, trained=True)
+        self._length_bias.add(filtered, trained=False)
+        rollouts = _rollouts(groups)
         self._measure(rollouts)
-        return Taken(positions, rollouts)
+        return Taken([*positions, *filtered], rollouts, _rollouts(filtered))
 
     def _measure(self, rollouts: list[Rollout]) -> None:
-        """Measure the groups that were taken, and mask their old tokens."""
+        """Measure the rollouts that were taken, and mask their old tokens."""
         now, before = asyncio.get_running_loop().time(), self._taken
         rate = sum(rollout.sampled_tokens for rollout in rollouts) / max(now - before, 1e-6)
         self._taken, self._metrics = now, {"time/tokens_per_s": rate}
         version, limit = self.admission.step - 1, self.mask_older_than
-        self._metrics |= staleness_metrics(rollouts, version)
+        self._metrics |= staleness_metrics(rollouts, version) | self.filtering.metrics()
+        self._metrics |= self._length_bias.metric(self.admission.oldest)
         if limit is not None:
             self._metrics["async/masked_share"] = mask_stale(rollouts, version, limit)
 
@@ -188,6 +203,20 @@ class BackgroundEpisodes:
             self._running.add(-1)
             self._room.set()
 
-        self._results[position] = await self.runner.run_many(jobs, on_ended=ended, check_dropped=False)
-        self.admission.finish(position)
+        rollouts = await self.runner.run_many(jobs, on_ended=ended, check_dropped=False)
+        if self.filtering.drops(position, rollouts):
+            self.admission.drop(position)
+            self._room.set()
+            try:
+                self.filtering.check(self.admission.step + 1)
+            except RunStopped:
+                self.runner.check_dropped(self.filtering.filtered)  # failures are the better reason
+                raise
+        else:
+            self._results[position] = rollouts
+            self.admission.finish(position)
         self._changed.set()
+
+
+def _rollouts(groups: Mapping[int, list[Rollout]]) -> list[Rollout]:
+    return [rollout for group in groups.values() for rollout in group]

@@ -35,6 +35,18 @@ def test_what_cannot_go_on_while_the_learner_trains_is_refused(setting: str, nam
     load_config(None, ["async.max_staleness=1"])
 
 
+@pytest.mark.parametrize("most", [31, 97])
+def test_groups_that_no_step_could_train_in_time_are_refused(most: int) -> None:
+    with pytest.raises(ConfigError, match=rf"rollout\.over_sampling_batch_size={most} with async\.max_staleness=2"):
+        load_config(None, ["async.max_staleness=2", f"rollout.over_sampling_batch_size={most}"])
+    load_config(None, ["async.max_staleness=2", "rollout.over_sampling_batch_size=40"])
+
+
+def test_filters_of_groups_are_refused_in_self_play() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.filter_groups\.filters with self_play"):
+        load_config(None, ["self_play={}", "rollout.filter_groups.filters=[zero_variance]"])
+
+
 def test_engines_that_share_gpus_with_the_learner_are_refused() -> None:
     config = load_config(None, ["async.max_staleness=1", "placement.mode=colocate"])
     config.sampler.backend = "sglang"

@@ -40,7 +40,7 @@ def rollout(number=0, **changes):
 ARRAYS = ("token_ids", "provenance", "mask", "mask_reason", "logprobs", "versions", "requests")
 PLAIN = (
     "prompt_id", "rollout_id", "reward", "stop_reason", "metrics", "turns", "prompt", "label", "failure", "dropped",
-    "seconds", "sampled_tokens", "agent", "role", "seat", "opponent", "episode",
+    "filtered", "seconds", "sampled_tokens", "agent", "role", "seat", "opponent", "episode",
     "seat_rewards", "seats",
 )  # fmt: skip
 
@@ -66,7 +66,7 @@ def several():
     player["seat_rewards"] = (-1.0, 0.1)
     fixed = SeatRecord("player_0", "first", "random", trained=False, steps=(0, 2), moves=("bet", "☃"))
     player["seats"] = (fixed, SeatRecord("player_1", "second", "policy", trained=True, steps=(1,)))
-    return [first, second, rollout(2, label=None), rollout(3, **player)]
+    return [first, second, rollout(2, label=None, dropped=True, filtered="all_solved"), rollout(3, **player)]
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])

@@ -126,6 +126,16 @@ def test_a_task_that_an_outage_lost_comes_back_once() -> None:
     assert tasks.buffer[4] is not third, "a fault of the task is no outage"
 
 
+def test_a_filtered_group_is_a_result() -> None:
+    """A task that is always solved must not look like one without results."""
+    tasks = TaskJobs(load_config(None, []), Newest(TASKS, 0))
+    solved, broken = (rollout(tasks.buffer[0], kind) for kind in (None, FailureKind.SANDBOX))
+    solved.dropped, solved.filtered = True, "all_solved"
+    tasks.on_trained([0], [solved, broken])
+    assert tasks.buffer.source.state()["results"] == 1
+    assert tasks.buffer.metrics()["data/buffer"] == 0, "and not given back"
+
+
 def test_a_data_source_of_a_file_and_its_options() -> None:
     section = DataSourceConfig(name=f"{__file__}:Newest", options={"step": 2})
     assert [task.id for task in make_data_source(section, TASKS, 0).get_samples(3)] == ["t6", "t4", "t2"]

@@ -23,10 +23,17 @@ class Simulation:
     batch_size: int
     max_staleness: int
     concurrency: int
+    dropped: int = 0
+    """Of ten groups a filter drops so many, by their position."""
+    most: int | None = None
     position: TaskPosition = field(default_factory=TaskPosition)
     done: int = 0
     trained: list[tuple[int, int, int]] = field(default_factory=list)
     """Step, position, and version at admission of each trained group."""
+    filtered: list[int] = field(default_factory=list)
+    """Positions of the others."""
+    largest: int = 0
+    """Most groups that were admitted and not trained."""
 
     def run(self, end: int) -> None:
         """Train until ``end`` steps are done; then what is in progress is lost."""
@@ -36,22 +43,30 @@ class Simulation:
             steps=self.steps,
             batch_size=self.batch_size,
             max_staleness=self.max_staleness,
+            most=self.most,
         )
-        engines, began, running, admitted = self.done, {}, [], []
+        engines, began, running, admitted, dropped = self.done, {}, [], [], []
         while self.done < end:
             while len(running) < self.concurrency and (position := rule.admit(engines)) is not None:
                 began[position] = engines
                 running.append(position)
                 admitted.append(position)
+                self.largest = max(self.largest, len(rule.missing) + rule.finished)
             batch = rule.take()
             if batch is not None:
                 self.trained += [(self.done, position, began[position]) for position in batch]
-                self.position, self.done = self.position.after(batch), self.done + 1
+                self.position, self.done = self.position.after([*batch, *dropped]), self.done + 1
+                self.filtered, dropped = self.filtered + dropped, []
             elif engines < self.done and (not running or self.rng.random() < 0.5):
                 engines += 1
             else:
                 assert running, "a group is in progress"
-                rule.finish(running.pop(self.rng.randrange(len(running))))
+                ended = running.pop(self.rng.randrange(len(running)))
+                if random.Random(ended).randrange(10) < self.dropped:
+                    rule.drop(ended)
+                    dropped.append(ended)
+                else:
+                    rule.finish(ended)
         assert admitted == sorted(admitted), "groups begin in the order of tasks"
 
 
@@ -77,6 +92,44 @@ def test_every_group_is_trained_once_and_in_time(
     assert [step for step, _, _ in run.trained] == [step for step in range(steps) for _ in range(batch_size)]
     if max_staleness == 0:
         assert [position for _, position, _ in run.trained] == list(range(steps * batch_size)), "the synchronous order"
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    steps=st.integers(1, 12),
+    batch_size=st.integers(1, 5),
+    max_staleness=st.integers(0, 5),
+    concurrency=st.integers(1, 24),
+    killed=st.lists(st.integers(0, 12), max_size=3),
+    dropped=st.integers(0, 9),
+    over_sampled=st.floats(0, 1),
+)
+def test_filtered_groups_are_replaced_and_the_bound_holds(
+    seed: int,
+    steps: int,
+    batch_size: int,
+    max_staleness: int,
+    concurrency: int,
+    killed: list[int],
+    dropped: int,
+    over_sampled: float,
+) -> None:
+    most = batch_size + int(over_sampled * max_staleness * batch_size)
+    run = Simulation(random.Random(seed), steps, batch_size, max_staleness, concurrency, dropped, most)
+    for end in [*sorted(min(moment, steps) for moment in killed), steps]:
+        run.run(end)
+    assert all(0 <= step - version <= max_staleness for step, _, version in run.trained)
+    assert [step for step, _, _ in run.trained] == [step for step in range(steps) for _ in range(batch_size)]
+    assert run.largest <= most
+    consumed = sorted([*run.filtered, *(position for _, position, _ in run.trained)])
+    assert len(consumed) == len({*consumed}), "none twice"
+    ahead = run.position.ahead
+    assert consumed == [*range(run.position.first), *ahead], "the position covers filtered groups and trained ones"
+    if not max_staleness:
+        assert not ahead
+        assert [position for _, position, _ in run.trained] == [
+            position for position in consumed if random.Random(position).randrange(10) >= dropped
+        ], "the first ones that pass, whenever they end"
 
 
 def test_a_step_waits_for_an_old_group_rather_than_take_a_newer_one() -> None:

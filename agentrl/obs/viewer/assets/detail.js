@@ -126,7 +126,7 @@ function failureBox(i, rollout) {
   if (rollout.failure) {
     boxes.push(h('div', { class: 'failure' }, h('b', {}, `${rollout.failure.kind} failure · ${rollout.failure.error}`), h('pre', {}, rollout.failure.message)));
   }
-  if (R.dropped[i]) boxes.push(h('div', { class: 'failure' }, h('b', {}, 'Dropped'), ' by the failure policy: it was not trained on.'));
+  if (R.dropped[i]) boxes.push(h('div', { class: 'failure' }, h('b', {}, 'Dropped'), ` by ${rollout.filtered ? `the filter ${rollout.filtered}` : 'the failure policy'}: it was not trained on.`));
   return boxes;
 }
 

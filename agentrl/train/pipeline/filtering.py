@@ -1,0 +1,88 @@
+"""Groups that filters drop from a run: their rollouts until the next step, the limit on their number, and their metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from agentrl.batch.group_filters import GroupFilters, kept
+from agentrl.config.rollout import RolloutConfig
+from agentrl.core.errors import RunStopped
+from agentrl.core.types import Rollout
+from agentrl.evaluation.intervals import mean
+
+
+class Filtering:
+    """Applies ``rollout.filter_groups`` to the groups of a run as they finish.
+
+    Raises:
+        ConfigError: there is no filter of a name.
+
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._config = config
+        self._filters = GroupFilters(config.filter_groups)
+        self._groups: dict[int, list[Rollout]] = {}
+        """Filtered since the step before, by position."""
+        self._reasons: Counter[str] = Counter()
+        """Of these groups."""
+        self._rewards: list[float] = []
+        """Of the rollouts that ended since the step before, without those that the failure policy dropped."""
+        self._metrics: dict[str, float] = {}
+
+    @property
+    def filtered(self) -> list[Rollout]:
+        """The rollouts of groups that were filtered since the step before."""
+        return [rollout for group in self._groups.values() for rollout in group]
+
+    def drops(self, position: int, group: list[Rollout]) -> bool:
+        """Return whether a filter drops a finished group; its rollouts are then marked as dropped.
+
+        Raises:
+            ConfigError: a filter of the user raises, or returns no bool.
+
+        """
+        self._rewards += [rollout.reward for rollout in kept(group)]
+        reason = self._filters.reason(group)
+        if reason:
+            self._groups[position] = group
+            self._reasons[reason] += 1
+            for rollout in kept(group):
+                rollout.dropped, rollout.filtered = True, reason
+        return bool(reason)
+
+    def check(self, step: int) -> None:
+        """Check the number of groups that were filtered since the step before.
+
+        Raises:
+            RunStopped: they leave less than a batch of the groups that ``step`` may sample.
+
+        """
+        plan, batch, count = self._config.filter_groups, self._config.batch_size, len(self._groups)
+        if count <= (plan.max_num_gen_batches - 1) * batch:
+            return
+        reasons = ", ".join(f"{name} {times}" for name, times in self._reasons.most_common())
+        raise RunStopped(
+            f"step {step} has no full batch: {count} groups were filtered ({reasons}; mean reward {mean(self._rewards):g}), and "
+            f"rollout.filter_groups.max_num_gen_batches={plan.max_num_gen_batches} batches of rollout.batch_size={batch} are "
+            "the limit. Take tasks that the policy sometimes solves, raise rollout.n_samples_per_prompt, sampler.temperature or "
+            "the limit, or leave out a filter of rollout.filter_groups.filters"
+        )
+
+    def take(self) -> dict[int, list[Rollout]]:
+        """Return the groups that were filtered since the step before, by position, as a step takes its groups."""
+        found, reasons, rewards = self._groups, self._reasons, self._rewards
+        lengths = [float(rollout.sampled_tokens) for rollout in self.filtered]
+        self._groups, self._reasons, self._rewards = {}, Counter(), []
+        if self._config.filter_groups.filters:
+            self._metrics = {
+                "rollout/filtered_groups": float(len(found)),
+                "rollout/filtered_tokens": mean(lengths),
+                "rollout/unfiltered_reward": mean(rewards),
+                **{f"rollout/filtered/{name}": float(count) for name, count in reasons.items()},
+            }
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the groups that were taken last."""
+        return self._metrics

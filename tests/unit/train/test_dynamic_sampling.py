@@ -1,0 +1,146 @@
+"""Dynamic sampling in virtual time: filters, replacements, over-sampling, the limit, resume, and the bias by length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentrl.core.errors import LearnerError, RunStopped, SamplerError
+from agentrl.core.types import Rollout, StopReason
+from agentrl.obs.rollouts import read_rollouts, rollout_files
+from agentrl.testing import FakeLearner
+from agentrl.train.pipeline.length_bias import LengthBias
+from tests.unit.train.async_world import Engines, make_config, steps, train
+
+ZERO_VARIANCE = "rollout.filter_groups.filters=[zero_variance]"
+
+
+def written(folder: Path) -> dict[int, tuple[list[Rollout], list[Rollout]]]:
+    """By step: the rollouts that were trained, and those that were filtered."""
+    found = {}
+    for step, path in rollout_files(folder).items():
+        some = read_rollouts(path)
+        found[step] = ([one for one in some if not one.filtered], [one for one in some if one.filtered])
+    return found
+
+
+def by_task(rollouts: list[Rollout]) -> dict[str, set[float]]:
+    """The rewards of each task."""
+    found: dict[str, set[float]] = {}
+    for one in rollouts:
+        found.setdefault(one.prompt_id, set()).add(one.reward)
+    return found
+
+
+def ages(folder: Path) -> list[int]:
+    return [
+        step - 1 - min(int(row.versions[row.mask == 1].min()) for one in trained for row in one.rows)
+        for step, (trained, _) in written(folder).items()
+    ]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_each_batch_is_full_of_groups_that_pass(tmp_path: Path, staleness: int) -> None:
+    run = train(tmp_path, make_config("train.steps=6", f"async.max_staleness={staleness}", ZERO_VARIANCE))
+    rows, count, tasks = steps(tmp_path), 0, []
+    for row, (trained, filtered) in zip(rows, written(tmp_path).values(), strict=True):
+        assert [len(rewards) for rewards in by_task(trained).values()] == [2] * 4, "4 groups, rewards differ"
+        assert all(len(rewards) == 1 for rewards in by_task(filtered).values())
+        assert all(one.dropped and one.filtered == "zero_variance" for one in filtered)
+        assert row["rollout/episodes"] == 8
+        assert row["train/flat_groups"] == row["rollout/dropped"] == 0
+        assert row["rollout/filtered_groups"] == len(filtered) / 2
+        assert row.get("rollout/filtered/zero_variance", 0) == len(filtered) / 2
+        count += len(filtered) // 2
+        tasks += [*by_task(trained), *by_task(filtered)]
+    assert count > 0
+    assert run.position.first + len(run.position.ahead) == 24 + count, "filtered groups are consumed"
+    assert len(tasks) == 24 + count
+    assert max(ages(tmp_path)) <= staleness
+
+
+def test_without_staleness_the_batches_do_not_depend_on_latencies(tmp_path: Path) -> None:
+    config = make_config("train.steps=3", ZERO_VARIANCE)
+    for seed in (0, 1):
+        train(tmp_path / str(seed), config, seed=seed)
+    one, other = (
+        [
+            [[(rollout.rollout_id, rollout.reward) for rollout in some] for some in step]
+            for step in written(tmp_path / str(seed)).values()
+        ]
+        for seed in (0, 1)
+    )
+    assert [trained for trained, _ in one] == [trained for trained, _ in other]
+    assert [sorted(filtered) for _, filtered in one] == [sorted(filtered) for _, filtered in other]
+
+
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_a_resumed_run_samples_no_filtered_group_again(tmp_path: Path, staleness: int) -> None:
+    config = make_config("train.steps=5", f"async.max_staleness={staleness}", ZERO_VARIANCE)
+    with pytest.raises(LearnerError):
+        train(tmp_path, config, seed=1, learner=FakeLearner(fail_at=3))
+    run = train(tmp_path, config, seed=2)
+    groups = [name for step in written(tmp_path).values() for part in step for name in by_task(part)]
+    assert len(groups) == run.position.first + len(run.position.ahead)
+    assert len({*groups}) == min(len(groups), 50), "none twice before the tasks' second epoch"
+
+
+def test_over_sampled_groups_are_kept_for_later_steps(tmp_path: Path) -> None:
+    mean = {}
+    for most in (5, 16):
+        folder, limit = tmp_path / str(most), f"rollout.over_sampling_batch_size={most}"
+        train(folder, make_config("train.steps=6", "async.max_staleness=3", "rollout.concurrency=100", limit))
+        ids = [one.rollout_id for trained, _ in written(folder).values() for one in trained]
+        assert sorted(ids) == [f"{step}/{offset}/{n}" for step in range(1, 7) for offset in range(4) for n in range(2)]
+        rows = steps(folder)
+        assert all(row["async/finished_groups"] <= most for row in rows)
+        mean[most] = sum(row["async/staleness_mean"] for row in rows) / 6
+    assert mean[5] < mean[16], "fewer groups ahead, less staleness"
+
+
+def test_long_episodes_are_trained_too(tmp_path: Path) -> None:
+    """An episode takes longer with more turns, and steps take groups that have finished."""
+    train(tmp_path, make_config("train.steps=6", "async.max_staleness=4", "rollout.concurrency=100"))
+    bias = [row["async/length_bias"] for row in steps(tmp_path) if "async/length_bias" in row]
+    assert min(bias) < 1, "short ones were trained first"
+    assert bias[-1] == pytest.approx(1), "all that began were trained in the end"
+
+
+def test_the_bias_of_a_choice_by_length() -> None:
+    def group(tokens: int) -> list[Rollout]:
+        return [Rollout("t", "r", [], 0.0, StopReason.TERMINATED, sampled_tokens=tokens) for _ in range(2)]
+
+    bias = LengthBias()
+    bias.add({0: group(100), 2: group(20)}, trained=True)
+    assert bias.metric(oldest=1) == {"async/length_bias": 0.6}, "60 trained, 100 in order; group 1 still runs"
+    bias.add({1: group(180)}, trained=False)
+    assert bias.metric(oldest=None) == {"async/length_bias": 0.6}, (
+        "60 trained, 100 in order; a filter dropped the longest"
+    )
+    bias.add({3: group(280)}, trained=True)
+    assert bias.metric(oldest=3)["async/length_bias"] == pytest.approx(400 / 3 / 100)
+    assert LengthBias().metric(oldest=0) == {}
+
+
+def test_a_run_in_which_all_is_filtered_ends(tmp_path: Path) -> None:
+    limit = "rollout.filter_groups.max_num_gen_batches=3"
+    config = make_config("rollout.filter_groups.filters=[all_solved]", "rollout.filter_groups.solved_reward=-1", limit)
+    with pytest.raises(
+        RunStopped, match=r"step 1 has no full batch: 9 groups were filtered \(all_solved 9; .*=3 batches"
+    ):
+        train(tmp_path, config)
+
+
+class Broken(Engines):
+    """Engines that fail in each episode of some tasks."""
+
+    async def generate(self, prompt, params, **names):  # type: ignore[no-untyped-def]
+        """Fail or sample."""
+        raise SamplerError("no engine")
+
+
+def test_groups_that_failed_are_replaced_until_too_many_fail(tmp_path: Path) -> None:
+    config = make_config(ZERO_VARIANCE, "rollout.failure.sampler=drop", "rollout.filter_groups.max_num_gen_batches=2")
+    with pytest.raises(RunStopped, match=r"10 of 10 episodes failed for good.*SamplerError: no engine"):
+        train(tmp_path, config, engines=Broken(0))
