@@ -344,9 +344,10 @@ def _fault(generation: Generation) -> str | None:
         return "tokens without a request id"
     if min(ids) < 0 or max(ids) >= _INT32:
         return f"token ids from {min(ids)} to {max(ids)}"
-    wrong = [logprob for logprob in logprobs if not _LOWEST <= logprob <= 0]
-    if wrong:
-        return f"a log-probability of {wrong[0]}, not a finite number of at most 0"
+    values = np.array(logprobs, np.float64)
+    right = (values >= _LOWEST) & (values <= 0)
+    if not right.all():
+        return f"a log-probability of {logprobs[right.argmin()]}, not a finite number of at most 0"
     if not versions or versions[0][0] != 0:
         return f"versions {versions}, which do not cover the first token"
     if any(before[0] >= after[0] or before[1] > after[1] for before, after in pairwise(versions)):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import aiohttp
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
+import msgspec
 
 from agentrl.core.errors import EngineLostError, SamplerError
 from agentrl.core.lineup import MAIN
@@ -31,7 +31,8 @@ _ABORT_RETRY_S = 0.2
 ROUNDING = 1e-4
 """Log-probabilities up to this value above 0 are rounding errors of the engine, and become 0."""
 _MAX_ID = 2**31 - 1
-_TokenId = Annotated[int, Field(ge=0, le=_MAX_ID)]
+_TokenId = Annotated[int, msgspec.Meta(ge=0, le=_MAX_ID)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(slots=True)
@@ -227,51 +228,52 @@ def generate_body(
     return body if adapter is None else body | {"lora_path": adapter}
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
-
-
-class _Finish(_Part):
+class _Finish(msgspec.Struct):
     type: str
-    message: str | None = None
 
 
-class _Span(_Part):
-    start: NonNegativeInt
+class _Span(msgspec.Struct):
+    start: _Count
     version: str | int
 
 
-class _Meta(_Part):
+class _Meta(msgspec.Struct):
     """``meta_info``. A request that was aborted before it ran has no counts and no log-probabilities."""
 
     finish_reason: _Finish
     id: str
+    output_token_logprobs: list[tuple[float, _TokenId, str | None]] | None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    cached_tokens: NonNegativeInt = 0
-    output_token_logprobs: list[tuple[FiniteFloat, _TokenId, str | None]] | None
+    cached_tokens: _Count = 0
     weight_version: str | int = "default"
     weight_versions: list[_Span] | None = None
     routed_experts: str | None = None
 
 
-class _Reply(_Part):
+class _Reply(msgspec.Struct):
     meta_info: _Meta
     output_ids: list[int] | None = None
 
 
-class _ScoreMeta(_Part):
+class _ScoreMeta(msgspec.Struct):
     """``meta_info`` of a scored prompt."""
 
     finish_reason: _Finish
     id: str
     prompt_tokens: int
     completion_tokens: int
-    input_token_logprobs: list[tuple[FiniteFloat | None, _TokenId, str | None]]
+    input_token_logprobs: list[tuple[float | None, _TokenId, str | None]]
 
 
-class _ScoreReply(_Part):
+class _ScoreReply(msgspec.Struct):
     meta_info: _ScoreMeta
+
+
+# They refuse what is no number, such as NaN, and what no float can hold.
+_REPLIES, _SCORE_REPLIES = msgspec.json.Decoder(_Reply), msgspec.json.Decoder(_ScoreReply)
+_NO_REPLY = (ValueError, RecursionError)
+"""What they raise."""
 
 
 def read_reply(
@@ -289,14 +291,16 @@ def read_reply(
         SamplerError: it is not a reply to this request: another prompt length, other ids, impossible values.
     """
     try:
-        reply = _Reply.model_validate_json(content)
-    except ValidationError as error:
-        raise SamplerError(f"the engine's reply to {request_id} is not one: {_first(error)}") from error
+        reply = _REPLIES.decode(content)
+    except _NO_REPLY as error:
+        raise SamplerError(f"the engine's reply to {request_id} is not one: {error}") from error
     meta = reply.meta_info
-    entries = meta.output_token_logprobs or []
-    ids = tuple(entry[1] for entry in entries)
+    entries = meta.output_token_logprobs
+    # Columns, and functions that read them whole: loops over tokens would take most of the time of a turn.
+    logprobs, ids, _ = zip(*entries, strict=True) if entries else ((), (), ())
+    highest = max(logprobs, default=0.0)
     finish = _finish_reason(meta.finish_reason.type)
-    for fault, found in _faults(reply, ids, finish, body, vocabulary).items():
+    for fault, found in _faults(reply, ids, highest, finish, body, vocabulary).items():
         if found:
             raise SamplerError(f"the engine's reply to {request_id} {fault}")
     adapter = body.get("lora_path")
@@ -310,7 +314,7 @@ def read_reply(
         versions = ((0, version_number(meta.weight_version)),) if ids else ()
     generation = Generation(
         token_ids=ids,
-        logprobs=tuple(min(entry[0], 0.0) for entry in entries),
+        logprobs=tuple(min(value, 0.0) for value in logprobs) if highest > 0 else logprobs,
         finish_reason=finish,
         versions=versions,
         cached_tokens=meta.cached_tokens,
@@ -328,13 +332,18 @@ def read_reply(
 
 
 def _faults(
-    reply: _Reply, ids: Sequence[int], finish: FinishReason, body: Mapping[str, Any], vocabulary: Vocabulary | None
+    reply: _Reply,
+    ids: Sequence[int],
+    highest: float,
+    finish: FinishReason,
+    body: Mapping[str, Any],
+    vocabulary: Vocabulary | None,
 ) -> dict[str, bool]:
     """Return what may be wrong with a reply to the request ``body``, and whether it is."""
     meta, count = reply.meta_info, len(ids)
     prompt, most = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
     size = _MAX_ID if vocabulary is None else vocabulary.size
-    last, highest = max(ids, default=-1), max((entry[0] for entry in meta.output_token_logprobs or ()), default=0.0)
+    last = max(ids, default=-1)
     ran = bool(ids) or finish is not FinishReason.ABORT
     return {
         f"is to {meta.id[:100]!r}, not to {body['rid']!r}": meta.id != body["rid"],
@@ -367,9 +376,9 @@ def read_scores(content: bytes, body: Mapping[str, Any], vocabulary_size: int) -
         SamplerError: it is not a reply to this request: another prompt length, other ids, impossible values.
     """
     try:
-        meta = _ScoreReply.model_validate_json(content).meta_info
-    except ValidationError as error:
-        raise SamplerError(f"the reply to {body['rid']} is not one: {_first(error)}") from error
+        meta = _SCORE_REPLIES.decode(content).meta_info
+    except _NO_REPLY as error:
+        raise SamplerError(f"the reply to {body['rid']} is not one: {error}") from error
     ids, (first, *rest) = (
         body["input_ids"][body["logprob_start_len"] :],
         meta.input_token_logprobs or [(None, -1, None)],
@@ -417,9 +426,3 @@ def _finish_reason(kind: str) -> FinishReason:
         return FinishReason(kind)
     except ValueError:
         raise SamplerError(f"the engine ended a generation with finish_reason {kind[:100]!r}") from None
-
-
-def _first(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where or 'it'}: {first['msg'][:200]} (it has {str(first['input'])[:100]!r})"

@@ -110,7 +110,7 @@ def test_a_request_that_was_aborted_before_it_ran_has_no_tokens() -> None:
         (("id",), "r:1", "is to 'r:1', not to 'r:0'"),
         (("output_token_logprobs", 1, 1), 50, "output_ids"),
         (("output_token_logprobs", 0, 0), 0.5, "has a log-probability of 0.5"),
-        (("output_token_logprobs", 0, 0), None, "output_token_logprobs.0.0"),
+        (("output_token_logprobs", 0, 0), None, r"output_token_logprobs\[0\]\[0\]"),
         (("finish_reason", "type"), "tired", "tired"),
         (("weight_version",), "mine", "mine"),
     ],
