@@ -22,6 +22,9 @@ class InProcessLearner(LocalLearnerGroup):
     def ready(self) -> None:
         """Return at once: it is loaded since it was made."""
 
+    def check(self) -> None:
+        """It has no processes that could be lost."""
+
 
 def start_learners(
     model: Path,
@@ -44,6 +47,9 @@ class InProcessCritic(LocalCritic):
 
     def ready(self) -> None:
         """Return at once: it is loaded since it was made."""
+
+    def check(self) -> None:
+        """It has no processes that could be lost."""
 
 
 def start_critic(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -138,6 +139,11 @@ class LearnerActor:
         """Return the LoRA adapters on rank 0, nothing on others; see `LearnerGroup.adapters`."""
         found = self.exporter.adapters(dtype, policy)
         return found if self._rank == 0 else []
+
+    @ray.method(concurrency_group="watching")
+    def wait_for_end(self) -> None:
+        """Block until this process ends. The call then fails, also if no other is in progress."""
+        threading.Event().wait()
 
     @ray.method(concurrency_group="leaving")
     def leave_group(self) -> None:

@@ -16,7 +16,7 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.provenance import check_provenance
 from agentrl.cluster.learner_actor import LearnerActor, RankSpec
 from agentrl.cluster.placement_group import ActorLocation, actor_location
-from agentrl.cluster.ray_runtime import RayRuntime
+from agentrl.cluster.ray_runtime import RayRuntime, check_ray
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, LearnerError
 from agentrl.learner.base import LearnerRank, RowScores
@@ -61,10 +61,12 @@ class RankActors:
         ranks = spec.learner.ranks
         options: dict[str, Any] = {
             "num_gpus": int(spec.device == "cuda"),
-            "concurrency_groups": {"leaving": 1, "saving": 1},
+            "concurrency_groups": {"leaving": 1, "saving": 1, "watching": 1},
         }
         actor: Any = ray.remote(num_cpus=1, max_restarts=0, **options)(LearnerActor)
         self._actors: list[Any] = [actor.options(**rank_options(rank)).remote(rank, ranks) for rank in range(ranks)]
+        self._ends = [actor.wait_for_end.remote() for actor in self._actors]
+        """Calls that fail when their rank is lost."""
         self._locations = [actor.__ray_call__.remote(actor_location) for actor in self._actors]
         # Imports take seconds: the actors start them now, while the caller starts engines.
         self._nodes = [actor.node.remote(spec.learner) for actor in self._actors]
@@ -106,6 +108,23 @@ class RankActors:
         ]
         self._shares = self._gather(refs, "loading the model", limit, "learner.start_timeout_s")
         self._is_ready = True
+
+    def check(self) -> None:
+        """Raise if a rank or a process of Ray was lost. Returns at once.
+
+        Raises:
+            LearnerError: after the loss of a rank all ranks are ended; after that of Ray's process they still work.
+
+        """
+        self._check_over()
+        lost, _ = ray.wait(self._ends, timeout=0)
+        if lost:
+            rank = self._ends.index(lost[0])
+            self._end(f"rank {rank} was lost")
+            raise LearnerError(
+                f"rank {rank} of {len(self._actors)} of the {self._name} was lost: its process has ended"
+            )
+        check_ray()
 
     @cached_property
     def shares_prefixes(self) -> bool:

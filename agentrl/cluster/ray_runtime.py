@@ -23,6 +23,9 @@ from agentrl.core.errors import LearnerError
 _STORE_BYTES = 256 << 20
 """Minimum size of the object store. Batches and weights pass through it; unwritten pages cost no memory."""
 
+_WITHOUT_GCS_S = 3600
+"""Seconds that processes of a run go on without Ray's GCS: a training step that is being computed takes less."""
+
 _UNUSED = ("start_api_server", "start_log_monitor", "start_monitor")
 """Processes that a Ray of one machine does without: its dashboard's, the log monitor, and the autoscaler.
 Each takes a second of a core to start, and 100 MB."""
@@ -82,6 +85,18 @@ class RayRuntime:
                 ray.shutdown()
 
 
+def check_ray() -> None:
+    """Raise if a process of the Ray that this process has started has ended.
+
+    Raises:
+        LearnerError: with the process and the folder of its log.
+
+    """
+    node: Any = ray._private.worker._global_node
+    if node is not None and (ended := [name for name, _ in node.dead_processes()]):
+        raise LearnerError(f"Ray's process {ended[0]} has ended; its log is in {node.get_logs_dir_path()}")
+
+
 def store_bytes(model: Path) -> int:
     """Return the object store size for the weights of a model folder."""
     return max(_STORE_BYTES, 4 * sum(file.stat().st_size for file in model.glob("*.safetensors")))
@@ -127,6 +142,8 @@ def _options(cpus: int, store_bytes: int) -> dict[str, Any]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray lowers the priority of its workers by 15, and engines are their children.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Without its GCS, Ray ends the processes of a run after a minute by default. The run ends itself, once it has saved.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_WITHOUT_GCS_S))
     # OpenMP's threads spin while they wait for each other. With the default count (about 1 ms) a step of seconds takes
     # minutes once another process needs the cores too; without spinning it takes 1.5 times as long on idle cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")

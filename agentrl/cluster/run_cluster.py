@@ -80,6 +80,12 @@ class RunCluster:
         """Return the learner and its critic once they have loaded their weights."""
         return await (self._loaded or self._load()), self._critic
 
+    def check(self) -> None:
+        """Raise `LearnerError` if a rank of learner or critic, or a process of Ray, was lost. The learner has been returned."""
+        for ranks in (self._started.result(), self._critic):
+            if ranks is not None:
+                ranks.check()
+
     async def aclose(self) -> None:
         """End the ranks and give the placement back."""
         await self._exits.aclose()

@@ -44,6 +44,8 @@ class Services:
     """Engines of past snapshots in self-play."""
     frozen: Mapping[str, Fleet] = field(default_factory=dict)
     """Engines of weights that never change, by `RoleConfig.frozen`."""
+    check_learner: Callable[[], None] = lambda: None
+    """Raises if a process of the learner of a training run was lost."""
 
     def runner(self, *, sampler: Sampler | None = None) -> EpisodeRunner:
         """Return a runner with the sampling parameters of training; `EpisodeRunner.with_sampling` changes them.
@@ -88,10 +90,11 @@ class Services:
         )
 
     def check(self) -> None:
-        """Raise if no engine is left or a tool server of the run has died, with its last log lines."""
+        """Raise if no engine is left, a tool server of the run has died, or a process of its learner was lost."""
         for fleet in (self.fleet, *self.opponents, *self.frozen.values()):
             fleet.check()
         self.tools.check()
+        self.check_learner()
 
 
 @asynccontextmanager

@@ -38,6 +38,7 @@ async def open_sampling(
     interrupt: Interrupt,
     *,
     launcher: Callable[[EngineSpec], Launcher],
+    check_learner: Callable[[], None],
     resume_after: int | None,
     state: Mapping[str, Any],
 ) -> Sampling:
@@ -50,6 +51,7 @@ async def open_sampling(
         exits: gets what ends the services.
         interrupt: ends sampling.
         launcher: starts the engines.
+        check_learner: raises if a process of the learner was lost.
         resume_after: rollouts recorded after this step are deleted; None keeps all.
         state: of the source in the checkpoint; empty in a new run.
 
@@ -58,6 +60,7 @@ async def open_sampling(
     config = await asyncio.to_thread(for_adapters, config, model)
     opening = open_services(config, tasks, model, folder, config.run.seed, launcher=launcher)
     services = await exits.enter_async_context(opening)
+    services.check_learner = check_learner
     dtype = await _sent_dtype(config, services.fleet)
     if config.placement.mode == "colocate":  # the learner loads next
         await asyncio.gather(*(engine.memory.release() for engine in services.fleet.live))

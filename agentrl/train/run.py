@@ -14,7 +14,7 @@ from rich.console import Console
 from agentrl.cluster.run_cluster import RunCluster
 from agentrl.config.saved import save_config
 from agentrl.config.schema import Config
-from agentrl.core.errors import AgentrlError, CheckpointError, ConfigError, RunStopped
+from agentrl.core.errors import AgentrlError, CheckpointError, ConfigError, RunStopped, UserError
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.learner.checkpoints import Checkpoints, begin_random, latest_checkpoint, read_state, whole_checkpoints
 from agentrl.obs.console import print_message
@@ -105,6 +105,7 @@ class TrainingRun:
             exits,
             interrupt,
             launcher=await cluster.engine_launcher(),
+            check_learner=cluster.check,
             resume_after=self.state["step"] if self.checkpoint else None,
             state=self.state["source"],
         )
@@ -156,9 +157,11 @@ async def run_training(
         except CheckpointError as error:
             raise _with_older(error, folder, checkpoint, replay) from error
         except AgentrlError as error:
-            if not isinstance(error, RunStopped) and not interrupt.requested.is_set():
-                raise
             again = resume_command(folder, replay)
+            if not isinstance(error, RunStopped) and not interrupt.requested.is_set():
+                if not isinstance(error, UserError):
+                    print_message(console, f"the run is in {folder}; resume it with: {again}")
+                raise
             raise RunStopped(f"{error}. The run is in {folder}; resume it with:\n  {again}") from None
         finally:
             curve = draw_curve(config, folder, console)

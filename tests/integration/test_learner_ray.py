@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.cluster.learner_actor import LearnerActor
 from agentrl.cluster.learner_group import RayLearnerGroup, start_critic, start_learners
+from agentrl.cluster.ray_runtime import check_ray
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.core.errors import CheckpointError, EngineError, LearnerError, ModelError, ProvenanceError
 from agentrl.core.types import Provenance
@@ -145,12 +146,20 @@ def test_weights_that_ranks_cannot_divide_evenly_are_gathered(group):
     assert group._call(gathered, "gather") == [[True] * 12] * 2
 
 
+def until_it_raises(check: Callable[[], None]) -> None:
+    """Call ``check`` for 30 s: Ray notices the end of a process after a moment."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        check()
+
+
 def test_a_critic_has_its_own_ranks(group, local, model, tmp_path):
     algo = make_algo(advantage={"name": "gae"})
     config = LearnerConfig(precision="float32", device="cpu", threads=1)
     batch = replace(one(1, 0), kind="value")
     for micro in batch.micro[0]:
         micro.returns_L, micro.values_L = micro.advantages_L, torch.zeros_like(micro.advantages_L)
+    before = set(processes(group))
     critic = start_critic(model, config, algo, seed=0, run_dir=tmp_path, policy=group)
     alone = LocalCritic(model, config, algo, seed=0)
     try:
@@ -161,6 +170,13 @@ def test_a_critic_has_its_own_ranks(group, local, model, tmp_path):
         assert all(abs(ours[key] - theirs[key]).max() < 1e-6 for key in theirs)
         alone.load(tmp_path / "critic")
         assert critic.train_step(batch) == pytest.approx(alone.train_step(batch), rel=1e-5)
+        for ranks in (group, critic):
+            ranks.check()
+        [rank] = set(processes(group)) - before
+        rank.kill()
+        with pytest.raises(LearnerError, match="rank 0 of 1 of the critic was lost"):
+            until_it_raises(critic.check)
+        group.check()
     finally:
         alone.close()
         critic.close()
@@ -341,3 +357,12 @@ def test_a_model_that_cannot_be_loaded_is_the_users_error(tmp_path):
         assert "ModelError" in (tmp_path / "learner.log").read_text()
     finally:
         group.close()
+
+
+def test_the_end_of_a_process_of_ray_is_an_error_at_once(group):
+    """The last test, because nothing can be started without Ray's GCS. (By itself Ray would end this process after a minute.)"""
+    check_ray()
+    [gcs] = [child for child in psutil.Process().children() if child.name() == "gcs_server"]
+    gcs.kill()
+    with pytest.raises(LearnerError, match="Ray's process gcs_server has ended; its log is in "):
+        until_it_raises(check_ray)
