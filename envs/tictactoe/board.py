@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 EMPTY = "." * 9
-_LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
+LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
+"""Rows, columns, diagonals."""
 
 
 def free_cells(board: str) -> list[int]:
@@ -20,7 +21,7 @@ def put(board: str, cell: int, mark: str) -> str:
 
 def winner(board: str) -> str:
     """Return the mark that has three in a row; empty if none has."""
-    for a, b, c in _LINES:
+    for a, b, c in LINES:
         if board[a] == board[b] == board[c] != ".":
             return board[a]
     return ""

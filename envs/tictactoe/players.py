@@ -22,6 +22,6 @@ class MinimaxPlayer:
         """Return the number of a cell."""
         text, _, rows = messages[-1].content.partition("\n")
         mark = text.partition("You are ")[2][0]
-        board = re.sub(r"\d", ".", "".join(rows.split()))
+        board = re.sub(r"\d", ".", "".join(rows.split()))[:9]  # lines that follow it repeat its cells
         best = best_cells(board, mark)
         return str(best[int(self._rng.integers(len(best)))] + 1)

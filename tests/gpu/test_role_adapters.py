@@ -1,4 +1,4 @@
-"""Tic-tac-toe with SmolLM2 and an adapter for each role, through the command line: legal moves and results before and after."""
+"""Tic-tac-toe with SmolLM2 and an adapter for each role, through the command line: results before and after."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from agentrl.models.peft_folder import read_peft
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 CONFIG = "self_play/tictactoe_smollm2"
+OPTIONS = ("attention_backend=triton", "sampling_backend=pytorch", "max_total_tokens=131072")
+"""Of SGLang: kernels that need no compiler of CUDA, and memory that other tests leave."""
 SHOWN = ("illegal", "win", "draw", "loss", "reward")
 
 
-def test_both_roles_learn_legal_moves(smollm2: Path, tmp_path: Path, figures: list[str]) -> None:
+def test_both_roles_learn(smollm2: Path, tmp_path: Path, figures: list[str]) -> None:
     command = [sys.executable, "-m", "agentrl.cli.main", "train", "--config", CONFIG]
     words = ["run.dir=run", f"model.path={smollm2}", "obs.progress=plain", "obs.tensorboard=false"]
+    words += [f"sampler.sglang.{option}" for option in OPTIONS]
     done = subprocess.run([*command, *words], cwd=tmp_path, timeout=590, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -30,8 +33,9 @@ def test_both_roles_learn_legal_moves(smollm2: Path, tmp_path: Path, figures: li
         for when, row in (("before", before), ("after", after)):
             found = {name: round(row[f"eval/random/{name}/seat={seat}"], 3) for name in SHOWN}
             figures.append(f"tictactoe, role {role} against random, {when} {steps[-1]['step']:g} steps: {found}")
-        key = f"eval/random/illegal/seat={seat}"
-        assert after[key] < before[key], "fewer games end by an illegal move"
+        assert after[f"eval/random/illegal/seat={seat}"] < 0.1
+        key = f"eval/random/win/seat={seat}"
+        assert after[key] > before[key], "it wins more games"
     gaps = [row["train/sampler_gap_max"] for row in steps]
     figures.append(f"tictactoe, largest difference of a log-probability between engine and learner: {max(gaps):.3g}")
     checkpoints = sorted((tmp_path / "run" / "checkpoints").iterdir())

@@ -10,7 +10,7 @@ from agentrl_envs.kuhn_poker import KuhnPokerEnv
 from agentrl_envs.kuhn_poker.env import CARDS, moves_after
 from agentrl_envs.kuhn_poker.players import NASH
 from agentrl_envs.negotiation import NegotiationEnv
-from agentrl_envs.tictactoe import TicTacToeEnv
+from agentrl_envs.tictactoe import MinimaxPlayer, TicTacToeEnv, board_text
 from agentrl_envs.tictactoe.board import EMPTY, best_cells, free_cells, other, put, winner
 
 from agentrl import Message
@@ -143,3 +143,10 @@ def test_without_a_deal_the_last_offer_ends_the_negotiation():
     _, rewards, terminations, *_ = env.step({"player_0": Message("assistant", "keep 0 0 0")})
     assert set(rewards.values()) == {0.0}
     assert all(terminations.values())
+
+
+def test_columns_and_diagonals_follow_the_board() -> None:
+    text = board_text("X.O.X....", "O", show_lines=True)
+    assert text.splitlines()[1:] == ["X 2 O", "4 X 6", "7 8 9", "X 4 7", "2 X 8", "O 6 9", "X X 9", "O X 7"]
+    player = MinimaxPlayer(np.random.default_rng(0))
+    assert player.act((Message("user", text),), "246789") == "9", "the only move that does not lose"
