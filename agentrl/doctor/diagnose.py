@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.doctor.findings import Finding
+from agentrl.doctor.journal_checks import journal_findings
 from agentrl.doctor.learning_checks import learning_findings
 from agentrl.doctor.process_checks import process_findings
 from agentrl.doctor.record import RunRecord, read_record
@@ -24,4 +25,5 @@ def diagnose(folder: Path) -> list[Finding]:
 def findings_of(run: RunRecord) -> list[Finding]:
     """Return the findings about what a run has left: that about its process first, then problems, then hints."""
     first, *others = process_findings(run)
-    return [first, *sorted([*others, *learning_findings(run)], key=lambda one: _ORDER.index(one.severity))]
+    found = [*others, *journal_findings(run), *learning_findings(run)]
+    return [first, *sorted(found, key=lambda one: _ORDER.index(one.severity))]

@@ -15,6 +15,7 @@ from agentrl.config.saved import CONFIG, saved_layers
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.learner.checkpoints import whole_checkpoints
+from agentrl.obs.journal import JournalState, read_journal
 from agentrl.obs.metrics import read_metrics
 from agentrl.obs.trace import read_trace, trace_files
 from agentrl.runtime.run_end import RunEnd, read_end
@@ -62,6 +63,8 @@ class RunRecord:
     """Spans that the newest trace begins and does not end."""
     logs: Mapping[str, str] = field(default_factory=dict)
     """Ends of the logs of engines, tool servers and the router, by file name."""
+    journal: JournalState | None = None
+    """None if the run has none."""
     checkpoints: Sequence[Path] = ()
     """Whole checkpoints, the oldest first."""
 
@@ -107,6 +110,7 @@ def read_record(folder: Path) -> RunRecord:
         stalls=list(_stalls(folder / "logs" / "watchdog.log", _started(holder))),
         open_spans=_open_spans(traces[-1]) if traces else (),
         logs=dict(_logs(folder / "logs")),
+        journal=read_journal(folder),
         checkpoints=whole_checkpoints(folder / "checkpoints"),
     )
 
@@ -114,7 +118,7 @@ def read_record(folder: Path) -> RunRecord:
 def _written(folder: Path) -> Iterator[Path]:
     """Yield the files that show progress; those that a stalled run writes too do not count."""
     yield folder / CONFIG
-    for pattern in ("metrics.jsonl", "rollouts/*", "checkpoints/*/state.json"):
+    for pattern in ("metrics.jsonl", "journal/log.jsonl", "rollouts/*", "checkpoints/*/state.json"):
         yield from folder.glob(pattern)
 
 

@@ -114,6 +114,12 @@ class EpisodeRunner:
         """Return the runner of a job's source."""
         return self._by_source[source_of(job.task.id)] if self._by_source else self
 
+    @property
+    def has_single_rollouts(self) -> bool:
+        """Whether each episode is one rollout, with the id of its job."""
+        runners = self._by_source.values() or [self]
+        return all(one._generate is None and one._lineup is None for one in runners)
+
     def with_sampling(
         self,
         *,

@@ -191,6 +191,13 @@ def whole_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found) if (path / STATE).is_file()]
 
 
+def checkpoint_step(folder: Path) -> int:
+    """Return the step of a checkpoint's folder."""
+    match = _NAME.fullmatch(folder.name)
+    assert match is not None, "it is one"
+    return int(match[1])
+
+
 def latest_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint in ``folder``, or None."""
     found = whole_checkpoints(folder)

@@ -50,7 +50,7 @@ def encode_rollout(rollout: Rollout, number: int | None = None) -> bytes:
         rollout: to encode.
         number: its place in its file, from 0; None if it is in no file.
     """
-    return _dumps(rollout_to_dict(rollout, number), _OPTIONS)
+    return portable_json(rollout_to_dict(rollout, number), _OPTIONS)
 
 
 def rollout_to_dict(rollout: Rollout, number: int | None = None) -> dict[str, Any]:
@@ -77,10 +77,11 @@ def _checksum(rollout: Rollout, number: int | None, rows: Sequence[int]) -> int:
     numbers = {name: float(getattr(rollout, name)) for name in ("reward", "seconds", "tool_seconds")}
     metrics = {key: float(value) for key, value in rollout.metrics.items()}
     data = {**_record(rollout), **numbers, "metrics": metrics, "number": number, "rows": rows, "keys": keys}
-    return zlib.crc32(_dumps(data, orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS))
+    return zlib.crc32(portable_json(data, orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS))
 
 
-def _dumps(data: Mapping[str, Any], options: int) -> bytes:
+def portable_json(data: Mapping[str, Any], options: int = 0) -> bytes:
+    """Return JSON, with text in place of values that it cannot represent; ``options`` are orjson's."""
     try:
         return orjson.dumps(data, option=options)
     except TypeError:  # base class of orjson.JSONEncodeError

@@ -75,6 +75,16 @@ class DataBuffer:
                     self._next += 1
             return self._taken[position]
 
+    def draw(self, count: int) -> None:
+        """Take tasks one at a time, until ``count`` positions have one, as a run did before it was resumed.
+
+        Raises:
+            ConfigError: see `__getitem__`.
+
+        """
+        for position in range(self._next, count):
+            self[position]
+
     def add_samples(self, tasks: Sequence[Task]) -> None:
         """Give tasks back, to be taken again at new positions."""
         with self._lock:

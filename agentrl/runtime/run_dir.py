@@ -11,6 +11,7 @@ from agentrl.config.saved import CONFIG
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.learner.checkpoints import STATE, latest_checkpoint
+from agentrl.obs.journal import has_journal
 from agentrl.runtime.run_end import recorded_end
 from agentrl.runtime.run_lock import locked
 
@@ -59,7 +60,7 @@ def folder_to_resume(run_dir: str | None, env: str | None) -> Path:
         env: without ``run_dir``, only runs of this environment; None: of any.
 
     Raises:
-        ConfigError: there is no such run, or it has results but no checkpoint.
+        ConfigError: there is no such run, or it has results but neither a checkpoint nor a journal.
 
     """
     if run_dir is None:
@@ -69,9 +70,10 @@ def folder_to_resume(run_dir: str | None, env: str | None) -> Path:
         known = [str(run.parent) for run in sorted(folder.parent.glob(f"*/{CONFIG}"))]
         hint = f"; runs there: {', '.join(known)}" if known else ""
         raise ConfigError(f"--resume: run.dir={folder} is no run, because it has no {CONFIG}{hint}")
-    if latest_checkpoint(folder / "checkpoints") is None and has_results(folder):
+    if latest_checkpoint(folder / "checkpoints") is None and has_results(folder) and not has_journal(folder):
         raise ConfigError(
-            f"--resume: run.dir={folder} has metrics or rollouts but no whole checkpoint in {folder / 'checkpoints'}. Nothing "
+            f"--resume: run.dir={folder} has metrics or rollouts but no journal, and no whole checkpoint in "
+            f"{folder / 'checkpoints'}. Nothing "
             f"of it is overwritten; start again with agentrl train --config {folder / CONFIG} and another run.dir"
         )
     return folder
@@ -96,7 +98,7 @@ def has_results(folder: Path) -> bool:
     metrics = folder / "metrics.jsonl"
     if metrics.is_file() and metrics.stat().st_size:
         return True
-    return any(any((folder / name).glob("*")) for name in ("rollouts", "checkpoints"))
+    return has_journal(folder) or any(any((folder / name).glob("*")) for name in ("rollouts", "checkpoints"))
 
 
 def _label(env: str) -> str:

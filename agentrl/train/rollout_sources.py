@@ -14,7 +14,6 @@ from agentrl.evaluation.exploitability import open_game_scores
 from agentrl.evaluation.sets import load_eval_tasks
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.launch.launcher import EngineSpec, Launcher
-from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.runtime.checks import open_tasks
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import TaskJobs
@@ -22,6 +21,7 @@ from agentrl.runtime.services import open_services
 from agentrl.runtime.task_sources import order_of, read_splits
 from agentrl.train.evaluator import Evaluator
 from agentrl.train.open_self_play import open_self_play
+from agentrl.train.pipeline.records import RunRecords
 from agentrl.train.replay import RecordedRollouts, Replay, sample_check
 from agentrl.train.rollout_source import RolloutSource
 from agentrl.train.sampling import Sampling
@@ -53,7 +53,7 @@ async def open_sampling(
         launcher: starts the engines.
         check_learner: raises if a process of the learner was lost.
         resume_after: rollouts recorded after this step are deleted; None keeps all.
-        state: of the source in the checkpoint; empty in a new run.
+        state: of the trainer in the checkpoint, or of a new run; see `agentrl.train.trainer.Trainer.state`.
 
     """
     tasks = open_tasks(config)
@@ -66,15 +66,13 @@ async def open_sampling(
         await asyncio.gather(*(engine.memory.release() for engine in services.fleet.live))
     sync = _weight_sync(config, folder, config.weights.transport, dtype)
     exits.push_async_callback(sync.aclose)
-    recorder = RolloutRecorder(
-        folder / "rollouts", keep=config.obs.rollouts, form=config.obs.rollout_format, after=resume_after
-    )
+    records = RunRecords.of_run(config, folder, state, resume_after)
     source = Sampling(
         config=config,
         services=services,
         tasks=TaskJobs(config, order_of(config, read_splits(config, tasks))),
         sync=sync,
-        recorder=recorder,
+        records=records,
         interrupt=interrupt,
         # An offloaded learner has no GPU memory that an engine could open.
         restart_sync=_weight_sync(config, folder, "tensor", dtype) if config.weights.transport == "ipc" else None,
@@ -87,11 +85,11 @@ async def open_sampling(
         source.self_play = await open_self_play(
             config, config.self_play, folder, model, services, exits, dtype, resume_after
         )
-        if "self_play" in state:
-            source.self_play.league.load(state["self_play"])
-    if state:
-        source.tasks.buffer.load_state(state["data"])
-    source.evaluator = Evaluator(config, services, sets, recorder, interrupt, source.self_play, scores)
+        if "self_play" in state["source"]:
+            source.self_play.league.load(state["source"]["self_play"])
+    if state["source"]:
+        source.tasks.buffer.load_state(state["source"]["data"])
+    source.evaluator = Evaluator(config, services, sets, records.recorder, interrupt, source.self_play, scores)
     return source
 
 

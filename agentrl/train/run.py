@@ -40,6 +40,8 @@ class TrainingRun:
     config: Config
     folder: Path
     console: Console
+    resumed: bool
+    """Whether the folder is that of a run that goes on."""
     checkpoint: Path | None
     """The checkpoint from which the run resumes; None starts at step 0."""
     model: Path
@@ -64,7 +66,7 @@ class TrainingRun:
             models = (learner,) if critic is None else (learner, critic)
             config = await asyncio.to_thread(with_possible_sharing, config, *models)
             view.total = source.steps
-            resume_after = step if self.checkpoint else None
+            resume_after = step if self.resumed else None
             metrics = open_metrics(config, folder, view.note, resume_after, monitor.trackers)
             trainer = Trainer(
                 config=config,
@@ -106,8 +108,8 @@ class TrainingRun:
             interrupt,
             launcher=await cluster.engine_launcher(),
             check_learner=cluster.check,
-            resume_after=self.state["step"] if self.checkpoint else None,
-            state=self.state["source"],
+            resume_after=self.state["step"] if self.resumed else None,
+            state=self.state,
         )
         learner, critic = await cluster.learner()
         source.add_critic(critic)
@@ -153,7 +155,9 @@ async def run_training(
                 )  # not saved: a resume may have other GPUs
                 for line in lines:
                     print_message(console, line)
-                trainer = await TrainingRun(config, folder, console, checkpoint, model, replay, state).train(interrupt)
+                trainer = await TrainingRun(
+                    config, folder, console, resumed is not None, checkpoint, model, replay, state
+                ).train(interrupt)
         except CheckpointError as error:
             raise _with_older(error, folder, checkpoint, replay) from error
         except AgentrlError as error:

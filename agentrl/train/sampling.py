@@ -16,13 +16,13 @@ from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.obs.progress import Stopwatch
-from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import TaskJobs, watched
 from agentrl.runtime.services import Services
 from agentrl.train.evaluator import Evaluator
 from agentrl.train.gpu_time_sharing import GpuTimeSharing
 from agentrl.train.pipeline.background import BackgroundEpisodes
+from agentrl.train.pipeline.records import RunRecords
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
 from agentrl.train.self_play import SelfPlay
 from agentrl.weight_sync.base import Sent, WeightSync
@@ -42,7 +42,7 @@ class Sampling:
     tasks: TaskJobs
     """The episodes of the run's tasks."""
     sync: WeightSync
-    recorder: RolloutRecorder
+    records: RunRecords
     interrupt: Interrupt
     evaluator: Evaluator | None = None
     """Runs evaluations with the engines."""
@@ -186,28 +186,40 @@ class Sampling:
     async def get_rollouts(self, step: int, position: TaskPosition) -> StepRollouts:
         """Return a step's rollouts: all of its episodes run now, or in the background.
 
-        The background has the episodes of a run with ``async.max_staleness``, and of one that replaces filtered groups.
+        The background has the episodes of a run with ``async.max_staleness``, and of one that replaces filtered groups. The
+        journal has those of a step that is trained again.
         """
         self._runner = self._runner or self.services.runner()
         from_background = self.config.asynchronous.max_staleness or self.config.rollout.filter_groups.filters
         sample = self._from_background if from_background else self._from_episodes
+        if self.records.journal.batch(step) is not None and self.self_play is None:
+            sample = self._from_journal
         self._taken = await sample(self._runner, step, position)
         return self._taken
+
+    async def _from_journal(self, runner: EpisodeRunner, step: int, position: TaskPosition) -> StepRollouts:
+        """Return the rollouts with which ``step`` was trained before the run was resumed, once their tasks are drawn again."""
+        self.interrupt.check()
+        await asyncio.to_thread(self.tasks.buffer.draw, self.records.journal.begun(step))
+        return await asyncio.to_thread(self.records.trained_before, step)
 
     async def _from_episodes(self, runner: EpisodeRunner, step: int, position: TaskPosition) -> StepRollouts:
         """Run the episodes of a step, and return their rollouts."""
         positions = list(islice(position.untrained(), self.config.rollout.batch_size))
         jobs = await asyncio.to_thread(self.tasks.step, step, positions)  # may read files
+        size = len(jobs) // len(positions)
         if self.self_play is not None:
-            jobs = await self.self_play.seat(step, jobs, self.config.rollout.n_samples_per_prompt)
-        self.recorder.begin(step, jobs[0].task.id)
-        write = partial(self.recorder.write, step)
+            jobs = await self.self_play.seat(step, jobs, size)
+        groups = {each: jobs[index * size :][:size] for index, each in enumerate(positions)}
         self.services.fleet.metrics()  # drops what was measured before the step, such as in an evaluation
         async with self.learner_idle(), watched(self.services, self.interrupt):
-            rollouts = await runner.run_many(jobs, write)
+            rollouts = await self.records.run(step, runner, groups)
+        runner.check_dropped(rollouts)
         if self.self_play is not None:
             self.self_play.played(rollouts)
-        return StepRollouts(rollouts, position.after(positions))
+        after = position.after(positions)
+        await self.records.journal.taken(step, positions, after)
+        return StepRollouts(rollouts, after)
 
     async def _from_background(self, runner: EpisodeRunner, step: int, position: TaskPosition) -> StepRollouts:
         """Return the next groups of the episodes in the background, which the first call starts.
@@ -222,13 +234,16 @@ class Sampling:
                 runner,
                 self._group_jobs,
                 partial(watched, self.services, self.interrupt),
+                self.records.journal,
             )
         async with self.learner_idle():
             taken = await self._background.take()
         sampled = [*taken.rollouts, *taken.filtered]
         runner.check_dropped(sampled)
-        await asyncio.to_thread(self.recorder.write, step, sampled)
-        return StepRollouts(taken.rollouts, position.after(taken.positions), taken.filtered)
+        after = position.after([*taken.positions, *taken.filtered_positions])
+        await self.records.journal.taken(step, taken.positions, after, taken.filtered_positions)
+        await asyncio.to_thread(self.records.recorder.write, step, sampled)
+        return StepRollouts(taken.rollouts, after, taken.filtered)
 
     def _group_jobs(self, position: int) -> list[Job]:
         """Return the episodes of a group, named as if each step took the next tasks."""
@@ -257,7 +272,7 @@ class Sampling:
         self.tasks.on_trained(self._taken.position, [*self._taken.rollouts, *self._taken.filtered])
         if self.self_play is not None:
             self.self_play.on_step_trained(step)
-        await asyncio.to_thread(self.recorder.finish, step, advantages)
+        await self.records.trained(step, advantages)
 
     async def prepare_evaluation(self) -> None:
         """Sync the newest weights to the engines, unless they have them: see `sync_weights`."""

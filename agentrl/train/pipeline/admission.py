@@ -70,6 +70,11 @@ class Admission:
         self._waiting[position] = AdmittedGroup(position, version)
         return position
 
+    def restore(self, position: int, version: int) -> None:
+        """Admit a group that the same rule admitted in an earlier process, at ``version``; the oldest first."""
+        self._left -= 1
+        self._waiting[position] = AdmittedGroup(position, version)
+
     def finish(self, position: int) -> None:
         """Record that all episodes of a group have ended."""
         self._waiting[position].finished = True

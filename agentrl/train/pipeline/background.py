@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.obs.waiting import waiting
 from agentrl.train.pipeline.admission import Admission
 from agentrl.train.pipeline.filtering import Filtering
+from agentrl.train.pipeline.groups import run_group
+from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.length_bias import LengthBias
 from agentrl.train.pipeline.staleness import mask_stale, staleness_metrics
 from agentrl.train.rollout_source import TaskPosition
@@ -24,7 +27,9 @@ class Taken:
     """The groups of a training step, and those that were filtered since the step before."""
 
     positions: list[int]
-    """Of the tasks of all of them."""
+    """Of the tasks that the step trains, ascending."""
+    filtered_positions: list[int]
+    """Of those that were filtered."""
     rollouts: list[Rollout]
     """To train on, in the order of positions and samples."""
     filtered: list[Rollout]
@@ -70,10 +75,14 @@ class BackgroundEpisodes:
     """The context in which episodes run; a signal or a dead server ends it."""
     version: int
     """Of the engines' policy."""
+    journal: Journal
+    """Of the run; it may have groups of an earlier process."""
     filtering: Filtering
     """Drops finished groups, in whose places others begin."""
     mask_older_than: int | None = None
     """``async.mask_older_than``."""
+    _restored: deque[int] = field(default_factory=deque, init=False)
+    """Groups that began in an earlier process and that go on, the oldest first."""
     _running: RunningEpisodes = field(default_factory=RunningEpisodes, init=False)
     _results: dict[int, list[Rollout]] = field(default_factory=dict, init=False)
     """Of finished groups by position."""
@@ -97,26 +106,34 @@ class BackgroundEpisodes:
         runner: EpisodeRunner,
         jobs_of: Callable[[int], list[Job]],
         watched: Callable[[], AbstractAsyncContextManager[None]],
+        journal: Journal,
     ) -> BackgroundEpisodes:
         """Return the episodes of a run that has finished ``step`` steps, and whose engines have the policy of that step."""
+        began = [group for group in journal.untaken if group.position not in position]
+        restored = {group.position for group in began}
         admission = Admission(
-            position.untrained(),
+            (each for each in position.untrained() if each not in restored),
             step=step,
             steps=config.train.steps,
             batch_size=config.rollout.batch_size,
             max_staleness=config.asynchronous.max_staleness,
             most=config.rollout.over_sampling_batch_size,
         )
-        return cls(
+        background = cls(
             admission,
             runner,
             jobs_of,
             config.rollout.concurrency,
             watched,
             step,
+            journal,
             Filtering(config.rollout),
             config.asynchronous.mask_older_than,
         )
+        for group in began:
+            admission.restore(group.position, group.version)
+            background._restored.append(group.position)
+        return background
 
     async def take(self) -> Taken:
         """Wait for the groups of the next step, and return them. The first call starts the episodes.
@@ -143,7 +160,7 @@ class BackgroundEpisodes:
         self._length_bias.add(filtered, trained=False)
         rollouts = _rollouts(groups)
         self._measure(rollouts)
-        return Taken([*positions, *filtered], rollouts, _rollouts(filtered))
+        return Taken(positions, [*filtered], rollouts, _rollouts(filtered))
 
     def _measure(self, rollouts: list[Rollout]) -> None:
         """Measure the rollouts that were taken, and mask their old tokens."""
@@ -193,7 +210,13 @@ class BackgroundEpisodes:
 
     def _admit(self, group: asyncio.TaskGroup) -> None:
         """Begin groups, as many as may run."""
-        while self._running.now < self.concurrency and (position := self.admission.admit(self.version)) is not None:
+        while self._running.now < self.concurrency:
+            if self._restored:
+                position: int | None = self._restored.popleft()
+            elif (position := self.admission.admit(self.version)) is not None:
+                self.journal.admitted(position, self.version)
+            if position is None:
+                break
             jobs = self.jobs_of(position)
             self._running.add(len(jobs))
             group.create_task(self._run_group(position, jobs))
@@ -203,8 +226,9 @@ class BackgroundEpisodes:
             self._running.add(-1)
             self._room.set()
 
-        rollouts = await self.runner.run_many(jobs, on_ended=ended, check_dropped=False)
-        if self.filtering.drops(position, rollouts):
+        rollouts = await run_group(self.journal, self.runner, position, jobs, on_ended=ended)
+        if reason := self.filtering.drop(position, rollouts):
+            self.journal.dropped(position, reason)
             self.admission.drop(position)
             self._room.set()
             try:

@@ -35,8 +35,8 @@ class Filtering:
         """The rollouts of groups that were filtered since the step before."""
         return [rollout for group in self._groups.values() for rollout in group]
 
-    def drops(self, position: int, group: list[Rollout]) -> bool:
-        """Return whether a filter drops a finished group; its rollouts are then marked as dropped.
+    def drop(self, position: int, group: list[Rollout]) -> str:
+        """Return the filter that drops a finished group, whose rollouts are then marked as dropped; empty if none does.
 
         Raises:
             ConfigError: a filter of the user raises, or returns no bool.
@@ -49,7 +49,7 @@ class Filtering:
             self._reasons[reason] += 1
             for rollout in kept(group):
                 rollout.dropped, rollout.filtered = True, reason
-        return bool(reason)
+        return reason
 
     def check(self, step: int) -> None:
         """Check the number of groups that were filtered since the step before.

@@ -16,6 +16,7 @@ from agentrl.config.load import validate
 from agentrl.config.saved import save_config
 from agentrl.core.errors import ConfigError, RunStopped
 from agentrl.doctor.diagnose import diagnose
+from agentrl.obs.journal import JournalLog
 from agentrl.runtime.run_dir import run_folder
 from agentrl.runtime.run_end import read_end
 from agentrl.runtime.run_lock import locked
@@ -309,3 +310,32 @@ def test_every_key_that_advice_names_exists():
             assert isinstance(value, dict), key
             assert word in value, key
             value = value[word]
+
+
+# The journal
+
+
+def journal(run, *records, age=0.0):
+    """Write records of a process that began so many seconds ago."""
+    log = JournalLog(run.folder)
+    for event, fields in [("begin", {"step": 0, "first": 0, "ahead": [], "settings": {}}), *records]:
+        log.write(event, **fields, time=time.time() - age)
+    log.close()
+
+
+def test_a_group_that_was_trained_twice(run):
+    for step in (1, 2):
+        journal(run, ("taken", {"step": step, "positions": [0], "dropped": [], "first": step, "ahead": []}))
+    journal(run, ("trained", {"step": 1}), ("trained", {"step": 2}))
+    finding = run.steps(2).holder().found()["not every group was trained once"]
+    assert finding.severity == "problem"
+    assert any("group 0 was trained 2 times: in the steps 1, 2" in line for line in finding.evidence)
+
+
+def test_a_group_that_does_not_end(run):
+    journal(run, ("admitted", {"position": 3, "version": 1}), ("admitted", {"position": 4, "version": 1}), age=7200)
+    journal(run, ("finished", {"position": 4}), age=7000)
+    with locked(run.folder):
+        finding = run.steps(3).found()["a group of episodes does not end"]
+    assert "group 3, admitted 2.0h ago with policy version 1, has not ended" in finding.evidence
+    assert "the last 1 groups took 3m (median), at most 3m" in finding.evidence

@@ -26,12 +26,12 @@ from agentrl.evaluation.sets import EvalTasks
 from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state
 from agentrl.obs.metrics import MetricsLog, read_metrics
 from agentrl.obs.progress import ProgressView, Stopwatch
-from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import TaskJobs
 from agentrl.runtime.task_order import TaskOrder
 from agentrl.testing import FakeLearner, ScriptedSampler
 from agentrl.train.evaluator import Evaluator
+from agentrl.train.pipeline.records import RunRecords
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
 from agentrl.train.sampling import Sampling
 from agentrl.train.trainer import Trainer
@@ -110,7 +110,7 @@ def make_config(*overrides: str) -> Config:
     return load_config(None, [*fixed, "train.eval_first=false", "train.eval_every=0", *overrides])
 
 
-def make_source(config: Config, folder: Path, engines: Engines, kind: type[Sampling], after: int | None) -> Sampling:
+def make_source(config: Config, engines: Engines, kind: type[Sampling], records: RunRecords) -> Sampling:
     def runner() -> EpisodeRunner:
         return EpisodeRunner(
             env_factory=Turns,
@@ -137,12 +137,11 @@ def make_source(config: Config, folder: Path, engines: Engines, kind: type[Sampl
     fleet = SimpleNamespace(live=(engines,), metrics=dict, set_weight_sync=lambda sync: None, check_now=check_now)
     services: Any = SimpleNamespace(fleet=fleet, runner=runner, check=lambda: None, renderer=RENDERER)
     sync: Any = SimpleNamespace(push=push)
-    recorder = RolloutRecorder(folder / "rollouts", after=after)
     tasks = TaskJobs(config, TaskOrder(TASKS, config.run.seed))
     evaluated = [EvalTasks("", EvalSet(n_samples=1), TASKS[:3], "tasks")]
     interrupt = Interrupt(print)
-    evaluator = Evaluator(config, services, evaluated, recorder, interrupt)
-    return kind(config, services, tasks, sync, recorder, interrupt, evaluator)
+    evaluator = Evaluator(config, services, evaluated, records.recorder, interrupt)
+    return kind(config, services, tasks, sync, records, interrupt, evaluator)
 
 
 def train(
@@ -157,10 +156,11 @@ def train(
     """Train, from the newest checkpoint in ``folder`` on if there is one, and return the trainer."""
     checkpoint = latest_checkpoint(folder / "checkpoints") if folder.exists() else None
     state = read_state(checkpoint) if checkpoint else {"step": 0, "position": 0, "evaluated": -1}
-    after = state["step"] if checkpoint else None
+    after = state["step"] if folder.exists() else None
 
     async def main() -> Trainer:
-        source = make_source(config, folder, engines or Engines(seed), kind, after)
+        records = RunRecords.of_run(config, folder, state, after)
+        source = make_source(config, engines or Engines(seed), kind, records)
         await source.open()
         if checkpoint:
             source.tasks.buffer.load_state(state["source"]["data"])
@@ -176,6 +176,7 @@ def train(
                 await run.run()
         finally:
             await source.aclose()
+            checkpoints.finish()
         return run
 
     return run_virtual(main())

@@ -94,7 +94,7 @@ def test_a_resumed_run_trains_every_group_once(tmp_path: Path, resumed_with: int
     config = make_config("train.steps=12", "async.max_staleness=5")
     for done, end in ((0, 3), (3, 7)):
         with pytest.raises(LearnerError):
-            train(tmp_path, config, seed=end, learner=FakeLearner(fail_at=end - done))
+            train(tmp_path, config, seed=4 * end, learner=FakeLearner(fail_at=end - done))
     ahead = json.loads((tmp_path / "checkpoints/step_000007/state.json").read_text())["trained_ahead"]
     assert ahead, "some groups were trained before others that began earlier"
     run = train(tmp_path, make_config("train.steps=12", f"async.max_staleness={resumed_with}"), seed=9)

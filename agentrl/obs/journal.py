@@ -1,0 +1,274 @@
+"""The journal of a run: which groups were admitted, finished, taken by a step, trained and dropped.
+
+::
+
+    journal/
+      log.jsonl        one record a line: the CRC-32 of its JSON as eight hexadecimal digits, a space, the JSON
+      groups/          rollouts of finished groups; see `agentrl.train.pipeline.journal`
+      episodes/        states of episodes in progress
+
+A record is written with one system call, so SIGKILL loses none that was written. An incomplete last record, of a machine that
+has failed, does not count.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agentrl.core.errors import ConfigError
+from agentrl.core.reading import reading
+
+JOURNAL = "journal"
+"""Folder in the run folder."""
+LOG = "log.jsonl"
+SHOWN = 8
+"""Positions that a message lists."""
+
+
+@dataclass(slots=True)
+class JournaledGroup:
+    """A group of episodes, as the journal has it."""
+
+    position: int
+    """Of its task in the order of the run."""
+    version: int
+    """The engines' policy version at its admission."""
+    admitted: float
+    """When, in seconds since the epoch."""
+    finished_at: float = 0.0
+    """When all of its rollouts were on the disk; 0 if they are not."""
+    dropped: str = ""
+    """Why no step trains it; empty if one may."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of its rollouts are on the disk."""
+        return self.finished_at > 0
+
+
+@dataclass(frozen=True, slots=True)
+class JournaledBatch:
+    """The groups that a step took, and the position in the task order once they are trained."""
+
+    positions: tuple[int, ...]
+    """Of groups that it trains."""
+    first: int
+    """All tasks before it are trained or dropped."""
+    ahead: tuple[int, ...]
+    """Those from ``first`` on that are."""
+    dropped: tuple[int, ...] = ()
+    """Positions of groups that were dropped since the batch before."""
+
+    @property
+    def done(self) -> str:
+        """Return the position as text."""
+        return f"{self.first}{f' and {len(self.ahead)} ahead' if self.ahead else ''}"
+
+
+@dataclass(slots=True)
+class JournalState:
+    """What the records of a journal say.
+
+    A step is trained in the policy's lineage until a run begins again at an earlier checkpoint. Its batch stays, and is trained
+    again.
+    """
+
+    groups: dict[int, JournaledGroup] = field(default_factory=dict)
+    """By position, those admitted last at the end."""
+    batches: dict[int, JournaledBatch] = field(default_factory=dict)
+    """By step."""
+    trained: int = 0
+    """The last trained step in the lineage."""
+    admitted: dict[int, int] = field(default_factory=dict)
+    """By step, how many positions of the task order had begun when it was trained first."""
+    begun: int = 0
+    """How many positions of the task order have begun."""
+    begins: int = 0
+    """How often a process began to train."""
+    base: JournaledBatch = JournaledBatch((), 0, ())
+    """What was trained before the journal began; nothing, unless an older run had none."""
+    base_step: int = 0
+    settings: dict[str, int] = field(default_factory=dict)
+    """Of the process that began last: values of keys that decide which groups begin."""
+    conflicts: list[str] = field(default_factory=list)
+    """Records that contradict earlier ones."""
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take the next record.
+
+        Raises:
+            LookupError, TypeError, ValueError: it is none, or cannot follow the records before it.
+        """
+        event = record["event"]
+        if event == "begin":
+            self._begin(record["step"], _batch(record, ()))
+            self.settings = record["settings"]
+        elif event == "admitted":
+            position = record["position"]
+            self.groups.pop(position, None)
+            self.groups[position] = JournaledGroup(position, record["version"], record["time"])
+            self.begun = max(self.begun, position + 1)
+        elif event == "finished":
+            self.groups[record["position"]].finished_at = record["time"]
+        elif event == "dropped":
+            self.groups[record["position"]].dropped = record["reason"]
+        elif event == "taken":
+            step, batch = record["step"], _batch(record, tuple(record["positions"]), tuple(record["dropped"]))
+            if self.batches.setdefault(step, batch).positions != batch.positions:
+                self.conflicts.append(f"step {step} was trained again with other groups than before")
+                self.batches[step] = batch
+        elif event == "trained":
+            if record["step"] != self.trained + 1:
+                self.conflicts.append(f"step {record['step']} was trained after step {self.trained}")
+            self.trained = record["step"]
+            self.admitted.setdefault(self.trained, self.begun)
+        else:
+            raise ValueError(f"there is no event {event!r}")
+
+    def _begin(self, step: int, done: JournaledBatch) -> None:
+        if not self.begins:
+            self.base, self.base_step = done, step
+        elif step > self.base_step and step in self.batches:
+            batch = self.batches[step]
+            if (batch.first, batch.ahead) != (done.first, done.ahead):
+                self.conflicts.append(
+                    f"the checkpoint of step {step} has the position {done.done}, the journal {batch.done}"
+                )
+        self.begins, self.trained = self.begins + 1, step
+
+    @property
+    def last_batch(self) -> int:
+        """Return the last step that took a batch."""
+        return max(self.batches, default=self.base_step)
+
+    @property
+    def untaken(self) -> list[JournaledGroup]:
+        """Return the groups that are in no batch, those admitted first at the beginning."""
+        taken = {position for batch in self.batches.values() for position in (*batch.positions, *batch.dropped)}
+        return [group for group in self.groups.values() if group.position not in taken]
+
+    @property
+    def waiting(self) -> list[JournaledGroup]:
+        """Return the groups that a later step may train, those admitted first at the beginning."""
+        return [group for group in self.untaken if not group.dropped]
+
+    def steps_of(self) -> dict[int, list[int]]:
+        """Return by position the steps of the lineage that trained a group, ascending; all should have one."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for step in range(self.base_step + 1, self.trained + 1):
+            for position in self.batches[step].positions if step in self.batches else ():
+                found[position].append(step)
+        return found
+
+    def faults(self) -> list[str]:
+        """Return what shows that a group was lost, or trained more than once; empty if every group is accounted for."""
+        return [*self.conflicts, *self._faults()]
+
+    def _faults(self) -> Iterator[str]:
+        for step in range(self.base_step + 1, self.trained + 1):
+            if step not in self.batches:
+                yield f"step {step} was trained, but took no groups"
+        trained = self.steps_of()
+        for position, steps in trained.items():
+            if len(steps) > 1:
+                yield f"group {position} was trained {len(steps)} times: in the steps {_listed(steps)}"
+            if position < self.base.first or position in self.base.ahead:
+                yield f"group {position} was trained in step {steps[0]}, and before the journal began"
+            group = self.groups.get(position)
+            if group is None or not group.finished:
+                yield f"group {position} was trained in step {steps[0]}, but not finished"
+            elif group.dropped:
+                yield f"group {position} was trained in step {steps[0]}, and dropped: {group.dropped}"
+        last = self.batches.get(self.trained, self.base)
+        done = {*range(self.base.first, last.first), *last.ahead} - {*self.base.ahead}
+        dropped = {group.position for group in self.groups.values() if group.dropped}
+        if lost := sorted(done - trained.keys() - dropped):
+            yield f"{len(lost)} group(s) were lost, neither trained nor dropped: {_listed(lost)}"
+        if stray := sorted(trained.keys() - done):
+            yield f"{len(stray)} group(s) were trained, and are to be trained again: {_listed(stray)}"
+
+
+def _batch(record: Mapping[str, Any], positions: tuple[int, ...], dropped: tuple[int, ...] = ()) -> JournaledBatch:
+    return JournaledBatch(positions, record["first"], tuple(record["ahead"]), dropped)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:SHOWN])) + (" …" if len(numbers) > SHOWN else "")
+
+
+def has_journal(run: Path) -> bool:
+    """Return whether a run's folder has a journal."""
+    return (run / JOURNAL / LOG).is_file()
+
+
+def read_journal(run: Path) -> JournalState | None:
+    """Return what the journal in a run's folder says, also while the run is alive; None if there is none.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    path = run / JOURNAL / LOG
+    if not has_journal(run):
+        return None
+    with reading(path, "journal"):
+        data = path.read_bytes()
+    state = JournalState()
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+        with reading(f"{path}, line {number}", "record of a journal"):
+            try:
+                state.add(orjson.loads(checked(line)))
+            except (LookupError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"{path}, line {number} is damaged: {error!r}. Move {path.parent} away to resume without it; groups that the "
+                    "checkpoint has not trained are sampled again then"
+                ) from error
+    return state
+
+
+def with_checksum(data: bytes) -> bytes:
+    """Return JSON as a line: its CRC-32 as eight hexadecimal digits, a space, and the JSON."""
+    return b"%08x %b\n" % (zlib.crc32(data), data)
+
+
+def checked(line: bytes) -> bytes:
+    """Return the JSON of a line that `with_checksum` wrote, without its end.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if line[:9] != b"%08x " % zlib.crc32(line[9:]):
+        raise ValueError("the checksum (crc32) is wrong")
+    return line[9:]
+
+
+class JournalLog:
+    """Appends records to the journal of a run. An incomplete last record is removed first."""
+
+    def __init__(self, run: Path) -> None:
+        """Open the journal in a run's folder, which is created if it is not there."""
+        self.folder = run / JOURNAL
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.folder / LOG, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        data = (self.folder / LOG).read_bytes()
+        os.ftruncate(self._file, data.rfind(b"\n") + 1)
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append a record; returns after the system call."""
+        os.write(self._file, with_checksum(orjson.dumps({"event": event, "time": time.time(), **fields})))
+
+    def sync(self) -> None:
+        """Wait until all records are on the disk (fsync)."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)

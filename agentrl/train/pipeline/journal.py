@@ -1,0 +1,251 @@
+"""The journal of a training run: rollouts of finished groups on disk, and what a resumed run goes on with.
+
+A group counts as finished once its rollouts are on the disk, and a step is trained once its batch is. A run that resumes from the
+checkpoint of step ``s`` with a journal up to step ``t`` trains the steps ``s + 1`` to ``t`` with the same rollouts again. Groups
+that no step took go on as they were: finished ones wait for a step, of others the episodes that have ended are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+
+from agentrl.core.atomic_files import replacing
+from agentrl.core.errors import ConfigError
+from agentrl.core.reading import reading
+from agentrl.core.tool import Tool
+from agentrl.core.types import Rollout, json_state
+from agentrl.episode.experts import from_dict as experts_from_dict
+from agentrl.episode.experts import to_dict as experts_to_dict
+from agentrl.episode.state import message_from_dict, message_to_dict
+from agentrl.learner.checkpoints import checkpoint_step, whole_checkpoints
+from agentrl.obs.journal import (
+    JournaledBatch,
+    JournaledGroup,
+    JournalLog,
+    JournalState,
+    checked,
+    read_journal,
+    with_checksum,
+)
+from agentrl.obs.rollout_format import portable_json, rollout_from_dict, rollout_to_dict
+from agentrl.train.rollout_source import TaskPosition
+
+GROUPS = "groups"
+
+
+class Journal:
+    """Writes the journal of one process of a run, and has what the processes before have left.
+
+    Args:
+        run: folder of the run.
+        step: of the checkpoint that the run goes on from; 0 without one.
+        position: of that checkpoint.
+        keep: newest checkpoints that are kept. Rollouts that all of them have trained are removed.
+        settings: values of keys that decide which groups begin. If one has changed, groups that no step took are sampled again.
+
+    Raises:
+        ConfigError: the journal is damaged, or does not have what the checkpoint needs.
+    """
+
+    def __init__(
+        self, run: Path, *, step: int = 0, position: TaskPosition | None = None, keep: int = 1, **settings: int
+    ) -> None:
+        done = position or TaskPosition()
+        state = read_journal(run) or JournalState()
+        self._run, self._keep = run, keep
+        self._log = JournalLog(run)
+        self._folder = self._log.folder / GROUPS
+        self._folder.mkdir(exist_ok=True)
+        self._batches = {number: batch for number, batch in state.batches.items() if number > step}
+        self._version = max([step, *self._batches])
+        self._check_batches(step)
+        waiting = {group.position: group for group in state.untaken if group.position not in done}
+        self._waiting = waiting if state.settings == settings else {}
+        self._finished = {group.position for group in self._waiting.values() if group.finished}
+        self._finished.update(*((*batch.positions, *batch.dropped) for batch in self._batches.values()))
+        self._reasons = {group.position: group.dropped for group in state.groups.values() if group.dropped}
+        self._admitted, self._begun = state.admitted, state.begun
+        self._stored = {number: (*batch.positions, *batch.dropped) for number, batch in state.batches.items()}
+        self._remove_others()
+        self._log.write("begin", step=step, first=done.first, ahead=done.ahead, settings=settings)
+
+    def _check_batches(self, step: int) -> None:
+        """Check that the steps after the checkpoint can be trained again."""
+        lacking = [number for number in range(step + 1, self._version + 1) if number not in self._batches]
+        needed = [position for batch in self._batches.values() for position in (*batch.positions, *batch.dropped)]
+        missing = [path for path in map(self._file, needed) if not path.exists()]
+        if lacking or missing:
+            what = f"{missing[0]} is missing" if missing else f"it has no batch of step {lacking[0]}"
+            raise ConfigError(
+                f"{self._log.folder} does not reach back to the checkpoint of step {step}: {what}. Resume from a newer "
+                "checkpoint, or move the journal away: groups that the checkpoint has not trained are sampled again then"
+            )
+
+    def batch(self, step: int) -> JournaledBatch | None:
+        """Return the batch of a step that is trained again, or None if a step's groups are to be sampled."""
+        return self._batches.get(step)
+
+    def reason(self, position: int) -> str:
+        """Return why a group was dropped before this process began; empty if it was not."""
+        return self._reasons.get(position, "")
+
+    def begun(self, step: int) -> int:
+        """Return how many positions of the task order had begun when ``step``, which is trained again, was trained."""
+        return self._admitted.get(step, self._begun)
+
+    @property
+    def untaken(self) -> list[JournaledGroup]:
+        """Return the groups that were in no batch when this process began, those admitted first at the beginning."""
+        return list(self._waiting.values())
+
+    def is_finished(self, position: int) -> bool:
+        """Return whether all rollouts of a group are on the disk."""
+        return position in self._finished
+
+    def held(self, position: int) -> list[Rollout]:
+        """Return the rollouts of a group that are on the disk; all, in their order, if it is finished.
+
+        Raises:
+            ConfigError: its file is damaged.
+        """
+        path = self._file(position)
+        if self.is_finished(position):
+            return _read(path)
+        if position not in self._waiting or not path.exists():
+            return []
+        _remove_torn_line(path)
+        return [rollout for rollout in _read(path) if newest_version(rollout) <= self._version]
+
+    def admitted(self, position: int, version: int) -> None:
+        """Record that a group begins while the engines have ``version``."""
+        if position not in self._waiting and not self.is_finished(position):
+            self._file(position).unlink(missing_ok=True)
+            self._log.write("admitted", position=position, version=version)
+
+    def ended(self, position: int, rollout: Rollout) -> None:
+        """Add a rollout of a group that is not finished."""
+        with self._file(position).open("ab") as file:
+            file.write(_encoded(rollout))
+
+    async def finished(self, position: int, rollouts: Sequence[Rollout]) -> None:
+        """Record that all episodes of a group have ended, once its rollouts are on the disk."""
+        if not self.is_finished(position):
+            await asyncio.to_thread(self._write_group, position, rollouts)
+            self._finished.add(position)
+            self._log.write("finished", position=position)
+
+    def dropped(self, position: int, reason: str) -> None:
+        """Record that no step trains a finished group."""
+        self._log.write("dropped", position=position, reason=reason)
+
+    async def taken(
+        self, step: int, positions: Sequence[int], after: TaskPosition, dropped: Sequence[int] = ()
+    ) -> None:
+        """Record the groups that a step trains, and wait until this is on the disk.
+
+        Args:
+            step: from 1.
+            positions: of the groups.
+            after: the position once they are trained.
+            dropped: positions of groups that were dropped since the step before.
+        """
+        if step not in self._batches:
+            where = {"first": after.first, "ahead": after.ahead}
+            self._log.write("taken", step=step, positions=positions, dropped=dropped, **where)
+            await asyncio.to_thread(self._log.sync)
+            self._stored[step] = (*positions, *dropped)
+        self._finished.difference_update(positions)
+
+    async def trained(self, step: int) -> None:
+        """Record that a step was trained, and remove what no kept checkpoint needs."""
+        self._log.write("trained", step=step)
+        self._batches.pop(step, None)
+        await asyncio.to_thread(self._prune)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._log.close()
+
+    def _prune(self) -> None:
+        """Remove the rollouts of steps that all kept checkpoints have trained."""
+        kept = whole_checkpoints(self._run / "checkpoints")[-self._keep :]
+        oldest = checkpoint_step(kept[0]) if kept else 0
+        for step in [number for number in self._stored if number <= oldest]:
+            for position in self._stored.pop(step):
+                self._file(position).unlink(missing_ok=True)
+
+    def _remove_others(self) -> None:
+        """Remove rollouts of groups that are neither needed by a step nor waiting."""
+        needed = {position for positions in self._stored.values() for position in positions} | self._waiting.keys()
+        wanted = {self._file(position) for position in needed}
+        for path in self._folder.iterdir():
+            if path not in wanted:
+                path.unlink()
+
+    def _file(self, position: int) -> Path:
+        return self._folder / f"{position:08d}.jsonl"
+
+    def _write_group(self, position: int, rollouts: Sequence[Rollout]) -> None:
+        with replacing(self._file(position)) as partial, partial.open("wb") as file:
+            file.write(b"".join(map(_encoded, rollouts)))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def newest_version(rollout: Rollout) -> int:
+    """Return the newest policy version that sampled a token of a rollout."""
+    return max((int(row.versions.max(initial=-1)) for row in rollout.rows), default=-1)
+
+
+def _encoded(rollout: Rollout) -> bytes:
+    """Return a rollout with what files of rollouts leave out as one line."""
+    tools = [
+        {"name": tool.name, "description": tool.description, "parameters": json_state(tool.parameters)}
+        for tool in rollout.tools
+    ]
+    others = {
+        "messages": [message_to_dict(message) for message in rollout.messages],
+        "tools": tools,
+        "experts": [experts_to_dict(row.experts) for row in rollout.rows],
+    }
+    record = portable_json(rollout_to_dict(rollout), orjson.OPT_SERIALIZE_NUMPY)
+    parts = {"rollout": record, "others": portable_json(others)}
+    return with_checksum(orjson.dumps({name: orjson.Fragment(data) for name, data in parts.items()}))
+
+
+def _decoded(line: bytes) -> Rollout:
+    data = orjson.loads(checked(line))
+    rollout = rollout_from_dict(data["rollout"])
+    others = data["others"]
+    experts = map(experts_from_dict, others["experts"])
+    rollout.rows = [replace(row, experts=each) for row, each in zip(rollout.rows, experts, strict=True)]
+    rollout.messages = tuple(map(message_from_dict, others["messages"]))
+    rollout.tools = tuple(Tool(**tool) for tool in others["tools"])
+    return rollout
+
+
+def _read(path: Path) -> list[Rollout]:
+    """Return the rollouts of a group's file.
+
+    Raises:
+        ConfigError: a line is damaged or missing.
+    """
+    with reading(path, "file of a group's rollouts"):
+        lines = path.read_bytes().splitlines()
+    found = []
+    for number, line in enumerate(lines, 1):
+        with reading(f"{path}, line {number}", "rollout of the journal"):
+            found.append(_decoded(line))
+    return found
+
+
+def _remove_torn_line(path: Path) -> None:
+    """Remove an incomplete last line, of a process that was killed as it wrote it."""
+    with path.open("rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)

@@ -1,0 +1,108 @@
+"""What a run keeps of its rollouts: files of rollouts by step, and the journal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from agentrl.batch.group_filters import kept
+from agentrl.config.schema import Config
+from agentrl.core.types import Rollout
+from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.obs.rollouts import RolloutRecorder
+from agentrl.train.pipeline.groups import run_group
+from agentrl.train.pipeline.journal import Journal
+from agentrl.train.pipeline.staleness import mask_stale
+from agentrl.train.rollout_source import StepRollouts, TaskPosition
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecords:
+    """The two places in which rollouts are kept."""
+
+    recorder: RolloutRecorder
+    """Files by step, for users."""
+    journal: Journal
+    """For a resumed run."""
+    mask_older_than: int | None = None
+    """``async.mask_older_than``."""
+
+    @classmethod
+    def of_run(cls, config: Config, folder: Path, state: Mapping[str, Any], after: int | None) -> RunRecords:
+        """Return the records of a run.
+
+        Args:
+            config: of the run.
+            folder: of the run.
+            state: of the trainer in the checkpoint, or of a new run; see `agentrl.train.trainer.Trainer.state`.
+            after: files of later steps are deleted; None keeps all.
+
+        Raises:
+            ConfigError: see `Journal`.
+        """
+        recorder = RolloutRecorder(
+            folder / "rollouts", keep=config.obs.rollouts, form=config.obs.rollout_format, after=after
+        )
+        journal = Journal(
+            folder,
+            step=state["step"],
+            position=TaskPosition(state["position"], tuple(state.get("trained_ahead", ()))),
+            keep=config.train.keep,
+            batch_size=config.rollout.batch_size,
+            n_samples_per_prompt=config.rollout.n_samples_per_prompt,
+            max_staleness=config.asynchronous.max_staleness,
+        )
+        return cls(recorder, journal, config.asynchronous.mask_older_than)
+
+    def trained_before(self, step: int) -> StepRollouts:
+        """Return the rollouts with which ``step``, which is trained again, was trained before the run was resumed.
+
+        Raises:
+            ConfigError: the journal is damaged.
+        """
+        batch = self.journal.batch(step)
+        assert batch is not None, "the step is trained again"
+        rollouts = [rollout for position in batch.positions for rollout in self.journal.held(position)]
+        filtered = [rollout for position in batch.dropped for rollout in self._filtered(position)]
+        if self.mask_older_than is not None:
+            mask_stale(rollouts, step - 1, self.mask_older_than)
+        self.recorder.write(step, [*rollouts, *filtered])
+        return StepRollouts(rollouts, TaskPosition(batch.first, batch.ahead), filtered)
+
+    def _filtered(self, position: int) -> list[Rollout]:
+        """Return the rollouts of a group that was dropped, marked so."""
+        group = self.journal.held(position)
+        for rollout in kept(group):
+            rollout.dropped, rollout.filtered = True, self.journal.reason(position)
+        return group
+
+    async def run(self, step: int, runner: EpisodeRunner, groups: Mapping[int, Sequence[Job]]) -> list[Rollout]:
+        """Run the groups of a step at the same time, by position, and return their rollouts in the order of groups.
+
+        Raises:
+            RunStopped: see `EpisodeRunner.run_many`.
+            ConfigError: the journal is damaged.
+        """
+        first = next(job for jobs in groups.values() for job in jobs)
+        self.recorder.begin(step, first.task.id)
+        write = partial(self.recorder.write, step)
+        for position in groups:
+            self.journal.admitted(position, step - 1)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(run_group(self.journal, runner, position, jobs, on_done=write))
+                    for position, jobs in groups.items()
+                ]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # the first ended the others
+        return [rollout for group in running for rollout in group.result()]
+
+    async def trained(self, step: int, advantages: Mapping[str, float]) -> None:
+        """Record that a step was trained, with the advantages of its rollouts by ``rollout_id``."""
+        await asyncio.to_thread(self.recorder.finish, step, advantages)
+        await self.journal.trained(step)

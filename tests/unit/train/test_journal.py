@@ -1,0 +1,165 @@
+"""The journal in virtual time: a run that is killed at any moment trains each group once when it is resumed."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.batch.microbatch import GlobalBatch
+from agentrl.core.errors import ConfigError, LearnerError
+from agentrl.core.types import Rollout
+from agentrl.learner.checkpoints import checkpoint_step, latest_checkpoint
+from agentrl.obs import journal as format_of_journal
+from agentrl.obs.journal import JOURNAL, LOG, read_journal
+from agentrl.obs.rollouts import read_rollouts, rollout_files
+from agentrl.testing import FakeLearner
+from agentrl.train.pipeline.journal import Journal
+from tests.unit.train.async_world import make_config, train
+
+STEPS = 8
+SETTINGS = {"batch_size": 4, "n_samples_per_prompt": 2, "max_staleness": 1}
+
+
+class Killed(BaseException):
+    """Ends the process: nothing is saved after it."""
+
+
+@pytest.fixture
+def kill_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that lets the run be killed after so many records."""
+    written = format_of_journal.JournalLog.write
+
+    def after(records: int) -> None:
+        left = [records]
+
+        def write(log: format_of_journal.JournalLog, event: str, **fields: Any) -> None:
+            if left[0] <= 0:
+                raise Killed
+            left[0] -= 1
+            written(log, event, **fields)
+
+        monkeypatch.setattr(format_of_journal.JournalLog, "write", write)
+
+    return after
+
+
+def rollouts_of(folder: Path) -> dict[int, list[Rollout]]:
+    return {step: read_rollouts(path) for step, path in rollout_files(folder).items()}
+
+
+def content(batch: GlobalBatch) -> list[Any]:
+    """All that a learner gets."""
+    values = [getattr(micro, name) for share in batch.micro for micro in share for name in micro.__slots__]
+    return [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def check(folder: Path) -> None:
+    """Every group of the finished run was trained once."""
+    trained = Counter(one.rollout_id for some in rollouts_of(folder).values() for one in some)
+    wanted = {f"{step}/{offset}/{sample}" for step in range(1, STEPS + 1) for offset in range(4) for sample in range(2)}
+    assert trained == Counter(wanted)
+    state = read_journal(folder)
+    assert state is not None
+    assert state.faults() == []
+    assert state.waiting == []
+    assert state.trained == STEPS
+    assert sorted(position for batch in state.batches.values() for position in batch.positions) == list(
+        range(4 * STEPS)
+    )
+
+
+class Learner(FakeLearner):
+    """Checks that a step is trained with the same tokens each time."""
+
+    def __init__(self, first: int, seen: dict[int, list[Any]]) -> None:
+        """Train ``first`` first."""
+        super().__init__()
+        self.first, self.seen = first, seen
+
+    def train_step(self, batch: GlobalBatch) -> dict[str, float]:
+        step = self.first + self.steps
+        assert self.seen.setdefault(step, content(batch)) == content(batch), f"step {step}"
+        return super().train_step(batch)
+
+
+def go_on(folder: Path, config: Any, seen: dict[int, list[Any]], seed: int) -> None:
+    checkpoint = latest_checkpoint(folder / "checkpoints") if folder.exists() else None
+    first = checkpoint_step(checkpoint) + 1 if checkpoint else 1
+    train(folder, config, seed=seed, learner=Learner(first, seen))
+
+
+@pytest.mark.parametrize(("staleness", "save_every"), [(0, 3), (1, 1), (4, 3)])
+def test_a_run_that_is_killed_at_random_records_trains_each_group_once(
+    tmp_path: Path, kill_at: Callable[[int], None], staleness: int, save_every: int
+) -> None:
+    rng = random.Random(staleness)
+    config = make_config(f"train.steps={STEPS}", f"train.save_every={save_every}", f"async.max_staleness={staleness}")
+    seen: dict[int, list[Any]] = {}
+    for kill in range(6):
+        kill_at(rng.randrange(1, 40))
+        with suppress(Killed):
+            go_on(tmp_path, config, seen, seed=kill)
+    kill_at(10**6)
+    go_on(tmp_path, config, seen, seed=99)
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_a_journal_that_is_cut_at_any_byte_loses_no_group_and_trains_none_twice(tmp_path: Path, staleness: int) -> None:
+    """As after a power failure: what was written last is not on the disk."""
+    config = make_config(f"train.steps={STEPS}", "train.save_every=2", f"async.max_staleness={staleness}")
+    with suppress(LearnerError):
+        train(tmp_path / "run", config, learner=FakeLearner(fail_at=5))
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000005")
+    log = (tmp_path / "run" / JOURNAL / LOG).read_bytes()
+    rng = random.Random(staleness)
+    for number, size in enumerate(rng.sample(range(len(log)), 5)):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "run", folder)
+        (folder / JOURNAL / LOG).write_bytes(log[:size])
+        train(folder, config, seed=number)
+        tasks = Counter(one.prompt_id for some in rollouts_of(folder).values() for one in some)
+        assert len(tasks) == 4 * STEPS
+        assert set(tasks.values()) == {2}, f"cut at byte {size} of {len(log)}"
+
+
+def test_damage_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    config = make_config("train.steps=3", "train.save_every=0", "async.max_staleness=1")
+    with suppress(LearnerError):
+        train(tmp_path, config, learner=FakeLearner(fail_at=2))
+    shutil.rmtree(tmp_path / "checkpoints")
+    log = tmp_path / JOURNAL / LOG
+    data = log.read_bytes()
+    at = data.index(b"admitted")
+    log.write_bytes(data[:at] + b"A" + data[at + 1 :])
+    with pytest.raises(ConfigError, match=r"log\.jsonl, line 2 is damaged: .* Move .*journal away to resume"):
+        Journal(tmp_path)
+    log.write_bytes(data)
+    [group, *_] = sorted((log.parent / "groups").iterdir())
+    whole = group.read_bytes()
+    group.write_bytes(whole[:-40] + b"x" + whole[-39:])
+    with pytest.raises(ConfigError, match=r"00000000\.jsonl, line 2 .*damaged"):
+        Journal(tmp_path, **SETTINGS).held(0)
+    group.unlink()
+    with pytest.raises(
+        ConfigError, match=r"does not reach back to the checkpoint of step 0: .*00000000\.jsonl is missing"
+    ):
+        Journal(tmp_path, **SETTINGS)
+
+
+def test_rollouts_that_all_kept_checkpoints_have_trained_are_removed(tmp_path: Path) -> None:
+    train(tmp_path, make_config("train.steps=6", "train.save_every=2", "async.max_staleness=1"))
+    kept = sorted(int(path.stem) for path in (tmp_path / JOURNAL / "groups").iterdir())
+    state = read_journal(tmp_path)
+    assert state is not None
+    needed = sorted(position for step in (5, 6) for position in state.batches[step].positions)
+    assert set(needed) <= set(kept)
+    assert len(kept) < 24
