@@ -37,8 +37,8 @@ def test_a_rank_that_is_lost_ends_groups_that_would_never_complete(tmp_path: Pat
 
     class Loses(World):
         async def get_rollouts(self, step: int, position: TaskPosition) -> StepRollouts:
-            if step == 4:
-                engines.stuck, self.services.check = True, lost  # type: ignore[method-assign]
+            self.services.check = lambda: lost() if engines.stuck else None  # type: ignore[method-assign]
+            engines.stuck = step == 4
             return await World.get_rollouts(self, step, position)
 
     config = make_config("train.steps=6", f"async.max_staleness={staleness}")
