@@ -30,8 +30,8 @@ WORKERS = max(2, min(8, os.cpu_count() or 1))
 def equivalent(answer: str, label: str) -> bool:
     r"""Return whether two expressions, LaTeX or plain, are equivalent: ``\frac{1}{2}`` and ``0.5`` are.
 
-    An answer that cannot be parsed, or not compared within `LIMIT_S`, is not equivalent. May be called from any thread, and
-    blocks it.
+    An answer that cannot be parsed, or not compared within `LIMIT_S`, is not equivalent, and neither is one that ends two
+    workers. May be called from any thread, and blocks it.
 
     Raises:
         ValueError: the label cannot be parsed.
@@ -60,17 +60,25 @@ class WorkerPool:
     def equivalent(self, answer: str, label: str) -> bool:
         """Return whether the expressions are equivalent; see the function `equivalent`."""
         with self._slots:
-            worker = self._take()
-            try:
-                verdict = worker.compare(answer, label, self.limit_s)
-            except BaseException:
-                worker.kill()
-                raise
-            if worker.alive:
-                self._idle.append(worker)
+            verdict = self._compare(answer, label, last=False)
         if verdict == UNREADABLE:
             raise ValueError(f"the label {label!r} is no mathematical expression that can be parsed")
         return verdict == SAME
+
+    def _compare(self, answer: str, label: str, *, last: bool) -> str | None:
+        """Return a worker's verdict. If something ends the worker, another one compares; a pair that ends both is the cause."""
+        worker = self._take()
+        try:
+            verdict = worker.compare(answer, label, self.limit_s)
+        except WorkerDied as died:
+            worker.kill()
+            return died.verdict if last else self._compare(answer, label, last=True)
+        except BaseException:
+            worker.kill()
+            raise
+        if worker.alive:
+            self._idle.append(worker)
+        return verdict
 
     def _take(self) -> _Worker:
         while self._idle:
@@ -85,6 +93,15 @@ class WorkerPool:
             self._idle.pop().kill()
 
 
+class WorkerDied(Exception):
+    """A worker ended by itself, or something killed it."""
+
+    def __init__(self, verdict: str | None) -> None:
+        """Record the verdict on a pair that ends every worker."""
+        super().__init__(verdict)
+        self.verdict = verdict
+
+
 class _Worker:
     """One process that runs `agentrl.rewards.math_worker`; used by one thread at a time."""
 
@@ -97,7 +114,10 @@ class _Worker:
             start_new_session=True,  # Ctrl-C is for the run, not for its workers
         )
         self._buffer = b""
-        line = self._read(time.monotonic() + START_S)
+        try:
+            line = self._read(time.monotonic() + START_S)
+        except EOFError:
+            line = None
         if line != READY:
             self.kill()
             raise RuntimeError(f"the math worker does not start: {line or 'no output'}")
@@ -107,23 +127,31 @@ class _Worker:
         return self._process.poll() is None
 
     def compare(self, answer: str, label: str, limit_s: float) -> str | None:
-        """Return the worker's verdict. A worker that dies or times out is killed: the verdict is None, or `UNREADABLE` if
-        it had not parsed the label yet.
+        """Return the worker's verdict. A worker that times out is killed: the verdict is None, or `UNREADABLE` if it had not
+        parsed the label yet.
+
+        Raises:
+            WorkerDied: with the same verdict.
+
         """
         deadline = time.monotonic() + limit_s
         request = json.dumps({"answer": answer, "label": label}) + "\n"
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # of a dead worker, from which `_read` then returns None
+        with contextlib.suppress(BrokenPipeError):  # of a dead worker, whose output has then ended
             self._process.stdin.write(request.encode())
             self._process.stdin.flush()
-        first = self._read(deadline)
-        verdict = self._read(deadline) if first == READABLE else UNREADABLE
+        first = None
+        try:
+            first = self._read(deadline)
+            verdict = self._read(deadline) if first == READABLE else UNREADABLE
+        except EOFError:
+            raise WorkerDied(None if first == READABLE else UNREADABLE) from None
         if verdict is None or first is None:
             self.kill()
         return verdict
 
     def _read(self, deadline: float) -> str | None:
-        """Return the worker's next line, or None if it ended or printed none before the deadline."""
+        """Return the worker's next line, or None if it printed none before the deadline; `EOFError` if it ended."""
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         while b"\n" not in self._buffer:
@@ -132,7 +160,7 @@ class _Worker:
                 return None
             more = os.read(descriptor, 4096)
             if not more:
-                return None
+                raise EOFError
             self._buffer += more
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line.decode()

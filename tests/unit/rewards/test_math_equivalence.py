@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+from agentrl.rewards import math_equivalence
 from agentrl.rewards.math_equivalence import WorkerPool
 
 
@@ -66,6 +67,40 @@ def test_what_takes_too_long_is_wrong_and_its_process_is_gone():
     finally:
         pool.close()
     assert {child.pid for child in children()} == before
+
+
+class DyingWorker:
+    """Dies in its comparison, as when the system's memory has run out, as long as ``deaths`` are left."""
+
+    deaths = 0
+    alive = True
+
+    def compare(self, answer: str, label: str, limit_s: float) -> str:
+        """Return that they are the same."""
+        if DyingWorker.deaths:
+            DyingWorker.deaths -= 1
+            raise math_equivalence.WorkerDied(None)
+        return math_equivalence.SAME
+
+    def kill(self) -> None:
+        """It has no process."""
+
+
+def test_a_worker_that_dies_is_no_verdict_on_the_answer(monkeypatch):
+    monkeypatch.setattr(math_equivalence, "_Worker", DyingWorker)
+    for deaths, same in ((0, True), (1, True), (2, False)):
+        DyingWorker.deaths = deaths
+        assert WorkerPool(size=1).equivalent("3", "3") is same
+
+
+def test_the_death_of_a_worker_is_noticed():
+    worker = math_equivalence._Worker()
+    try:
+        worker._process.kill()
+        with pytest.raises(math_equivalence.WorkerDied):
+            worker.compare("3", "3", 30.0)
+    finally:
+        worker.kill()
 
 
 def test_workers_end_with_a_process_that_is_killed():
