@@ -18,5 +18,7 @@ class ToolConfig(Section):
     """Port of the server that the run starts; 0 takes a free port."""
     start_timeout_s: PositiveFloat = 300.0
     """Seconds until that server must answer, including loading or building an index."""
+    max_restarts: int = Field(default=3, ge=0)
+    """How often that server is started again when it has died; after that the run ends."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the tool, see its README."""

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from agentrl.config.schema import Config
 from agentrl.config.tools import ToolConfig
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import AgentrlError, ConfigError, ToolServerError
 from agentrl.core.task import Task, TaskSet
 from agentrl.core.tool import Tool, ToolClient
 from agentrl.obs.waiting import waiting
 from agentrl.runtime.run_tools import run_services, served_tools, service_options, tool_url, warn_unsandboxed
 from agentrl.runtime.task_sources import TaskSources
 from agentrl.toolserver.launch import ToolServerProcess, launch_tool
+
+_log = logging.getLogger(__name__)
 
 
 class JoinedCorpora(TaskSet):
@@ -50,6 +56,53 @@ class JoinedCorpora(TaskSet):
         return found
 
 
+@dataclass(slots=True)
+class StartedServer:
+    """A tool server that the run has started, and starts again on the same port when it dies."""
+
+    name: str
+    process: ToolServerProcess
+    launch: Callable[[int], ToolServerProcess]
+    """Starts it on a port, and blocks until it answers."""
+    max_restarts: int
+    """``tools.NAME.max_restarts``."""
+    restarts: int = 0
+    _starting: asyncio.Task[ToolServerProcess] | None = None
+
+    def check(self) -> None:
+        """Begin to start the server again if it has died. Meanwhile its clients wait, and retry. Called in the event loop.
+
+        Raises:
+            ToolServerError: it died once more than it may, or does not start again; with its last log lines.
+            PortInUseError: something else listens on its port.
+
+        """
+        if self._starting is not None:
+            if not self._starting.done():
+                return
+            self.process, self._starting = self._starting.result(), None
+        try:
+            self.process.check()
+        except ToolServerError as error:
+            if self.restarts == self.max_restarts:
+                raise ToolServerError(f"tools.{self.name}.max_restarts={self.max_restarts}: {error}") from None
+            self.restarts += 1
+            _log.warning("%s It is started again (%d of %d)", error, self.restarts, self.max_restarts)
+            self._starting = asyncio.create_task(asyncio.to_thread(self._start_again))
+
+    def _start_again(self) -> ToolServerProcess:
+        self.process.stop()  # what is left of its process group
+        with waiting("start", f"of the tool server {self.name}, which has died"):
+            return self.launch(urlsplit(self.process.url).port or 0)
+
+    async def aclose(self) -> None:
+        """Stop the server; one that is being started is stopped once it has started."""
+        if self._starting is not None:
+            with suppress(AgentrlError):  # it has not started
+                self.process = await self._starting
+        await asyncio.to_thread(self.process.stop)
+
+
 class ToolServers:
     """Servers and clients of all tools that the environment or the multi-turn loop needs.
 
@@ -68,7 +121,7 @@ class ToolServers:
         self._config, self._tasks, self._folder, self._logs = config, tasks, folder, logs
         self._services = run_services(config)
         self._of_sources = {name: run_services(each) for name, each in config.by_source().items()}
-        self._processes: list[ToolServerProcess] = []
+        self._started: list[StartedServer] = []
         self.offered: Mapping[str, Mapping[str, Tool]] = {
             name: served_tools(config, services) for name, services in self._of_sources.items()
         }
@@ -86,15 +139,15 @@ class ToolServers:
         warn_unsandboxed(self._config, self._services)
         starts = [asyncio.to_thread(self._start, name) for name in self._services]
         results = await asyncio.gather(*starts, return_exceptions=True)
-        self._processes = [started for started in results if isinstance(started, ToolServerProcess)]
+        self._started = [started for started in results if isinstance(started, StartedServer)]
         for (name, service), started in zip(self._services.items(), results, strict=True):
             if isinstance(started, BaseException):
                 raise started
-            url = tool_url(self._config, name) if started is None else started.url
+            url = tool_url(self._config, name) if started is None else started.process.url
             assert url is not None
             self.clients[name] = service.client(url, service_options(self._config, name, service))
 
-    def _start(self, name: str) -> ToolServerProcess | None:
+    def _start(self, name: str) -> StartedServer | None:
         """Return a started server, or None if the configuration has the address of a running one."""
         if tool_url(self._config, name) is not None:
             return None
@@ -103,8 +156,12 @@ class ToolServers:
         options = service_options(self._config, name, service)
         arguments = service.launch_arguments(options, self._tasks_for(name), self._folder / "tools" / file_name)
         log = self._logs / f"{file_name}.log"
+
+        def launch(port: int) -> ToolServerProcess:
+            return launch_tool(name, arguments, log=log, port=port, timeout_s=tool.start_timeout_s)
+
         with waiting("start", f"of the tool server {name}"):
-            return launch_tool(name, arguments, log=log, port=tool.port, timeout_s=tool.start_timeout_s)
+            return StartedServer(name, launch(tool.port), launch, tool.max_restarts)
 
     def clients_of(self, source: str) -> dict[str, ToolClient]:
         """Return the clients of the tools that a source needs, by registered name."""
@@ -120,10 +177,10 @@ class ToolServers:
         """Close the clients and stop the servers that were started."""
         for client in self.clients.values():
             await client.aclose()
-        for process in self._processes:
-            process.stop()
+        for server in self._started:
+            await server.aclose()
 
     def check(self) -> None:
-        """Raise `ToolServerError` if a started server has died, with its last log lines."""
-        for process in self._processes:
-            process.check()
+        """Start servers again that have died; raise if one died too often: see `StartedServer.check`."""
+        for server in self._started:
+            server.check()

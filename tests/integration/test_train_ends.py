@@ -43,15 +43,31 @@ def test_a_batch_system_ends_a_run_as_ctrl_c_does(tmp_path: Path, monkeypatch: p
     assert state["step"] == max(row["step"] for row in metrics(tmp_path / "run"))
 
 
-def test_a_tool_server_that_dies_stops_the_run_with_nothing_lost(tmp_path: Path, services: Services) -> None:
+def test_a_tool_server_that_dies_is_started_again_or_stops_the_run_with_nothing_lost(
+    tmp_path: Path, services: Services
+) -> None:
     engine = f"sampler.url={services.engine()}"
-    run = Running(*ENDLESS, engine, cwd=tmp_path, target=IN_PROCESS_LEARNER, forks=False)
+    run = Running(*ENDLESS, engine, "tools.search.max_restarts=1", cwd=tmp_path, target=IN_PROCESS_LEARNER, forks=False)
+
+    def trained(count: int) -> bool:
+        return len([row for row in metrics(tmp_path / "run") if "train/reward" in row]) >= count
+
+    def servers() -> list[psutil.Process]:
+        living = [child for child in run.descendants() if child.status() != psutil.STATUS_ZOMBIE]
+        return [child for child in living if {"tools", "serve", "search"} <= set(child.cmdline())]
+
     try:
-        run.wait_for(lambda: len([row for row in metrics(tmp_path / "run") if "train/reward" in row]) >= 1)
-        [server] = [child for child in run.descendants() if {"tools", "serve", "search"} <= set(child.cmdline())]
+        run.wait_for(lambda: trained(1))
+        [server] = servers()
         server.kill()
+        server.wait()
+        run.wait_for(lambda: len(servers()) == 1)
+        count = len(metrics(tmp_path / "run"))
+        run.wait_for(lambda: trained(count + 2))
+        servers()[0].kill()
         assert run.finish() == 1
-        assert "search" in run.output()
+        assert "tools.search.max_restarts=1" in run.output()
+        assert "resume it with: agentrl train --resume run.dir=run" in run.output()
     finally:
         run.end()
     state = json.loads(next((tmp_path / "run" / "checkpoints").glob("step_*/state.json")).read_text())
