@@ -15,6 +15,7 @@ FLAT_STEPS = 20
 SOLVED = 0.95
 """A constant mean reward from this on is no problem: most rewards are at most 1."""
 FLAT_GROUPS = 0.8
+FILTERED = 0.75
 TRUNCATED = 0.5
 LIMITS = {
     "max_tokens": "rollout.max_tokens, sampler.max_new_tokens",
@@ -34,7 +35,18 @@ IDLE = 0.5
 
 def learning_findings(run: RunRecord) -> Iterator[Finding]:
     """Yield what keeps the run from learning, and what makes it slow."""
-    for check in (_variance, _truncated, _reward, _entropy, _mismatch, _ratio, _gradients, _unchanged, _idle):
+    for check in (
+        _variance,
+        _filtered,
+        _truncated,
+        _reward,
+        _entropy,
+        _mismatch,
+        _ratio,
+        _gradients,
+        _unchanged,
+        _idle,
+    ):
         yield from check(run)
 
 
@@ -64,6 +76,24 @@ def _variance(run: RunRecord) -> Iterator[Finding]:
     )
 
 
+def _filtered(run: RunRecord) -> Iterator[Finding]:
+    counts, batch = run.recent("rollout/filtered_groups", RECENT), run.config.rollout.batch_size
+    share = mean(counts) / (mean(counts) + batch) if counts else 0.0
+    if share < FILTERED:
+        return
+    prefix = "rollout/filtered/"
+    reasons = sorted({key for row in run.steps[-RECENT:] for key in row if key.startswith(prefix)})
+    evidence = [
+        f"rollout/filtered_groups is {mean(counts):.1f} over the last {len(counts)} steps: {share:.0%} of all groups",
+        *(f"{key}: {sum(run.recent(key, RECENT)):.0f}" for key in reasons),
+    ]
+    advice = (
+        "choose tasks that the policy sometimes solves (tasks.options, data.path, tasks.data_source)",
+        "rollout.n_samples_per_prompt: more samples find a rare success; rollout.filter_groups.filters: leave one out",
+    )
+    yield Finding("problem", "filters drop most groups, so most sampling is lost", tuple(evidence), advice)
+
+
 def _truncated(run: RunRecord) -> Iterator[Finding]:
     shares = {
         reason: sum(values) / len(run.steps[-RECENT:])
@@ -79,7 +109,8 @@ def _truncated(run: RunRecord) -> Iterator[Finding]:
 
 
 def _reward(run: RunRecord) -> Iterator[Finding]:
-    rewards = run.values("train/reward")
+    key = "rollout/unfiltered_reward" if run.values("rollout/unfiltered_reward") else "train/reward"
+    rewards = run.values(key)
     if len(rewards) < FLAT_STEPS:
         return
     third = len(rewards) // 3
@@ -87,7 +118,7 @@ def _reward(run: RunRecord) -> Iterator[Finding]:
     error = (stdev(first) ** 2 / third + stdev(last) ** 2 / third) ** 0.5
     change = mean(last) - mean(first)
     evidence = (
-        f"train/reward: {mean(first):.3f} in the first {third} steps, {mean(last):.3f} in the last {third}; "
+        f"{key}: {mean(first):.3f} in the first {third} steps, {mean(last):.3f} in the last {third}; "
         f"standard error of the difference {error:.3f}",
         *(f"{key}: {values[0]:.3f} → {values[-1]:.3f}" for key, values in _evaluated(run)),
     )

@@ -55,14 +55,15 @@ class Admission:
         self._positions = positions
         self._left = (steps - step) * batch_size
         self._batch_size = batch_size
-        self._max_staleness = max_staleness
+        self.max_staleness = max_staleness
+        """Most versions between a group's admission and the step that trains it."""
         self._most = (max_staleness + 1) * batch_size if most is None else most
         self._waiting: dict[int, AdmittedGroup] = {}
         """By position, in the order of admission."""
 
     def admit(self, version: int) -> int | None:
         """Admit the next group while the engines have ``version``; return its position, or None if none may begin."""
-        room = (version + self._max_staleness + 1 - self.step) * self._batch_size
+        room = (version + self.max_staleness + 1 - self.step) * self._batch_size
         if not self._left or len(self._waiting) >= min(room, self._most):
             return None
         self._left -= 1
@@ -102,7 +103,7 @@ class Admission:
     def _in_time(self, versions: Sequence[int]) -> bool:
         """Return whether groups of these versions, ascending, can be trained in time by the steps after the next."""
         return all(
-            index < (version + self._max_staleness - self.step) * self._batch_size
+            index < (version + self.max_staleness - self.step) * self._batch_size
             for index, version in enumerate(versions)
         )
 

@@ -92,7 +92,7 @@ class BackgroundEpisodes:
     _room: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """More groups may begin."""
     _taken: float = field(default_factory=lambda: asyncio.get_running_loop().time(), init=False)
-    """When groups were taken, on the loop's clock."""
+    """When sampling began or groups were taken, on the loop's clock."""
     _length_bias: LengthBias = field(default_factory=LengthBias, init=False)
     _metrics: dict[str, float] = field(default_factory=dict, init=False)
     """Of the groups that were taken last."""
@@ -143,6 +143,8 @@ class BackgroundEpisodes:
             AgentrlError: a server died.
 
         """
+        if not self.admission.max_staleness:
+            self._taken = asyncio.get_running_loop().time()  # nothing was sampled before
         if self._main is None:
             self._main = asyncio.create_task(self._run())
             self._main.add_done_callback(lambda _: self._changed.set())
@@ -158,14 +160,14 @@ class BackgroundEpisodes:
         filtered = self.filtering.take()
         self._length_bias.add(groups, trained=True)
         self._length_bias.add(filtered, trained=False)
-        rollouts = _rollouts(groups)
-        self._measure(rollouts)
-        return Taken(positions, [*filtered], rollouts, _rollouts(filtered))
+        taken = Taken(positions, [*filtered], _rollouts(groups), _rollouts(filtered))
+        self._measure(taken.rollouts, sum(one.sampled_tokens for one in (*taken.rollouts, *taken.filtered)))
+        return taken
 
-    def _measure(self, rollouts: list[Rollout]) -> None:
-        """Measure the rollouts that were taken, and mask their old tokens."""
+    def _measure(self, rollouts: list[Rollout], tokens: int) -> None:
+        """Measure the rollouts that were taken, and mask their old tokens; ``tokens`` were sampled, filtered ones included."""
         now, before = asyncio.get_running_loop().time(), self._taken
-        rate = sum(rollout.sampled_tokens for rollout in rollouts) / max(now - before, 1e-6)
+        rate = tokens / max(now - before, 1e-6)
         self._taken, self._metrics = now, {"time/tokens_per_s": rate}
         version, limit = self.admission.step - 1, self.mask_older_than
         self._metrics |= staleness_metrics(rollouts, version) | self.filtering.metrics()

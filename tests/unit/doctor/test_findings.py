@@ -234,6 +234,10 @@ def test_disk_memory_and_failures(run, monkeypatch):
 
 LEARNING = {
     "almost no group has reward variance, so there is nothing to learn from": {"train__flat_groups": 0.97},
+    "filters drop most groups, so most sampling is lost": {
+        "rollout__filtered_groups": 99.0,
+        "rollout__filtered__all_solved": 99.0,
+    },
     "limits cut most episodes": {"rollout__stop__max_tokens": 0.9},
     "the reward has not changed": {"train__reward": lambda step: 0.3 + 0.01 * (step % 3)},
     "the reward has fallen": {"train__reward": lambda step: 0.9 - step / 100},
@@ -267,6 +271,12 @@ def test_a_solved_task_is_no_problem(run):
     with locked(run.folder):
         found = run.steps(30, train__reward=1.0).found()
     assert found["the reward has not changed"].severity == "hint"
+
+
+def test_the_reward_of_a_run_with_filters_is_that_before_them(run):
+    with locked(run.folder):
+        found = run.steps(30, train__reward=0.5, rollout__unfiltered_reward=lambda step: 0.1 + step / 50).found()
+    assert not problems(found)
 
 
 def test_the_cause_of_a_disagreement(run):

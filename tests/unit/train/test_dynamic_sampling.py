@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentrl.core.errors import LearnerError, RunStopped, SamplerError
-from agentrl.core.types import Rollout, StopReason
+from agentrl.core.types import Generation, Prompt, Rollout, SamplingParams, StopReason
 from agentrl.obs.rollouts import read_rollouts, rollout_files
 from agentrl.testing import FakeLearner
 from agentrl.train.pipeline.length_bias import LengthBias
@@ -132,11 +133,35 @@ def test_a_run_in_which_all_is_filtered_ends(tmp_path: Path) -> None:
         train(tmp_path, config)
 
 
-class Broken(Engines):
-    """Engines that fail in each episode of some tasks."""
+class Flaky(Engines):
+    """Engines that fail in the first attempt of some episodes."""
 
-    async def generate(self, prompt, params, **names):  # type: ignore[no-untyped-def]
+    failed = 0
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, **names: Any) -> Generation:
         """Fail or sample."""
+        if names["session_id"].endswith("/1"):
+            self.failed += 1
+            raise SamplerError("no engine")
+        return await super().generate(prompt, params, **names)
+
+
+def test_a_failed_sample_is_run_again_without_its_group(tmp_path: Path) -> None:
+    engines = Flaky(0)
+    train(tmp_path, make_config("train.steps=3", "async.max_staleness=1"), engines=engines)
+    for trained, _ in written(tmp_path).values():
+        assert [one.dropped for one in trained] == [False] * 8
+    begun = [request.session_id for request in engines.requests if request.turn == 0]
+    sessions = [name for name in begun if not name.startswith("eval")]
+    assert engines.failed == 12, "the second sample of each group"
+    assert len(sessions) == len({*sessions}) == 24, "each first sample ran once"
+
+
+class Broken(Engines):
+    """Engines that fail in each episode."""
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, **names: Any) -> Generation:
+        """Fail."""
         raise SamplerError("no engine")
 
 
