@@ -87,7 +87,8 @@ class StartedServer:
             if self.restarts == self.max_restarts:
                 raise ToolServerError(f"tools.{self.name}.max_restarts={self.max_restarts}: {error}") from None
             self.restarts += 1
-            _log.warning("%s It is started again (%d of %d)", error, self.restarts, self.max_restarts)
+            why = str(error).partition("\n")[0].rstrip(":")
+            _log.warning("starting it again (%d of %d): %s", self.restarts, self.max_restarts, why)
             self._starting = asyncio.create_task(asyncio.to_thread(self._start_again))
 
     def _start_again(self) -> ToolServerProcess:

@@ -1,0 +1,77 @@
+"""What must be true of a training run after its end, however often its processes were killed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.obs.journal import read_journal
+
+INFRASTRUCTURE = ("sampler", "tool", "sandbox")
+"""Kinds of failures that are never a policy's reward."""
+
+
+@dataclass(slots=True)
+class Audit:
+    """The faults of a run."""
+
+    lost: list[str] = field(default_factory=list)
+    """Groups that no step trained."""
+    duplicated: list[str] = field(default_factory=list)
+    """Groups that two steps trained, or with the wrong number of samples."""
+    faults: list[str] = field(default_factory=list)
+    """Other faults, in words."""
+
+
+def audit(folder: Path, steps: int, batch: int, samples: int) -> Audit:
+    """Audit a finished run of ``steps`` steps of ``batch`` groups with ``samples`` episodes each."""
+    found = Audit()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    numbers = [int(row["step"]) for row in rows if "train/reward" in row]
+    if numbers != list(range(1, steps + 1)):
+        found.faults.append(f"metrics.jsonl has the training steps {numbers}")
+    evaluated = Counter(int(row["step"]) for row in rows if "eval/reward" in row)
+    if evaluated.get(steps) != 1:
+        found.faults.append(f"the last evaluation is there {evaluated.get(steps, 0)} times")
+    _check_state(folder, steps, batch, found)
+    _check_groups(folder, steps, batch, samples, found)
+    journal = read_journal(folder)
+    assert journal is not None, "a run has a journal"
+    found.faults += [f"journal: {fault}" for fault in journal.faults()]
+    if journal.waiting:
+        found.faults.append(f"journal: {len(journal.waiting)} groups wait after the end")
+    return found
+
+
+def _check_state(folder: Path, steps: int, batch: int, found: Audit) -> None:
+    state = json.loads((folder / "checkpoints" / f"step_{steps:06d}" / "state.json").read_text())
+    counters = {name: state[name] for name in ("step", "position", "trained_ahead", "evaluated")}
+    wanted = {"step": steps, "position": steps * batch, "trained_ahead": [], "evaluated": steps}
+    if counters != wanted:
+        found.faults.append(f"the last checkpoint has {counters} instead of {wanted}")
+
+
+def _check_groups(folder: Path, steps: int, batch: int, samples: int, found: Audit) -> None:
+    trained: Counter[str] = Counter()
+    tasks: dict[str, set[str]] = {}
+    for file in sorted((folder / "rollouts").glob("step_*.jsonl")):
+        for line in file.read_text().splitlines():
+            rollout = json.loads(line)
+            group = rollout["rollout_id"].rpartition("/")[0]
+            trained[rollout["rollout_id"]] += 1
+            tasks.setdefault(group, set()).add(rollout["prompt_id"])
+            if rollout["failure"] and rollout["failure"]["kind"] in INFRASTRUCTURE and not rollout["dropped"]:
+                found.faults.append(f"{rollout['rollout_id']} failed by {rollout['failure']} and was trained")
+    for step in range(1, steps + 1):
+        for offset in range(batch):
+            group = f"{step}/{offset}"
+            counts = [trained.pop(f"{group}/{sample}", 0) for sample in range(samples)]
+            if not any(counts):
+                found.lost.append(group)
+            elif counts != [1] * samples:
+                found.duplicated.append(f"{group}: {counts}")
+    found.faults += [f"{name} belongs to no step" for name in trained]
+    owners = Counter(task for group in tasks.values() for task in group)
+    found.faults += [f"task {task} was trained {count} times" for task, count in owners.items() if count > 1]
