@@ -351,6 +351,14 @@ def _asynchronous(config: Config) -> Iterator[str]:
 
 
 def _background_evaluation(config: Config) -> Iterator[str]:
+    key = f"eval.engines={config.eval.engines}"
+    if config.eval.engines and not config.eval.background:
+        yield f"{key} without eval.background: engines and learner would take turns; set eval.background=true"
+    if config.eval.engines and config.placement.mode != "separate":
+        yield (
+            f"{key} with placement.mode={config.placement.mode}: engines that only evaluate are not placed; set "
+            "placement.mode=separate, or eval.engines=0"
+        )
     if config.eval.background and config.self_play is not None:
         yield "eval.background=true with self_play: results, ratings and snapshots are of one step; leave out eval.background"
 

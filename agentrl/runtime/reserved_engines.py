@@ -1,4 +1,4 @@
-"""Engines for other weights than the policy's: snapshots of self-play, and roles that are frozen."""
+"""Engines next to those of training: for snapshots of self-play, frozen roles and evaluations."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLaunche
 from agentrl.models.reference_policy import resolve_frozen
 
 
-def reserved_fleet(config: Config, model: Path, logs: Path, number: int, vocabulary: Vocabulary) -> Fleet:
-    """Return a fleet of one engine, not started, whose GPUs come after those of the policy's engines and of teachers.
+def reserved_fleet(
+    config: Config, model: Path, logs: Path, number: int, vocabulary: Vocabulary, *, engines: int = 1
+) -> Fleet:
+    """Return a fleet, not started, whose GPUs come after those of the policy's engines and of teachers.
 
     Args:
         config: of the run.
         model: folder of the weights that the engine starts with.
         logs: folder of its logs, which is created.
-        number: of the engine among those for other weights, from 0.
+        number: of the first engine among those that are reserved, from 0.
         vocabulary: of the policy.
+        engines: of the fleet.
 
     """
     logs.mkdir(parents=True, exist_ok=True)
-    sampler = config.sampler.model_copy(update={"engines": 1, "url": None, "port": 0, "router": "builtin"})
+    sampler = config.sampler.model_copy(update={"engines": engines, "url": None, "port": 0, "router": "builtin"})
     spec = EngineSpec(sampler, model, logs, config.run.seed, config.model.trust_remote_code)
     first = config.sampler.engines + len(config.algo.distillation.teachers) + number
     launcher = _From(LocalLauncher(spec), first)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,8 +40,8 @@ class Services:
     fleet: Fleet
     renderer: ChatRenderer
     tools: ToolServers
-    opponents: Sequence[Fleet] = ()
-    """Engines of past snapshots in self-play."""
+    reserved: list[Fleet] = field(default_factory=list)
+    """Engines of past snapshots in self-play, and those that only evaluate."""
     frozen: Mapping[str, Fleet] = field(default_factory=dict)
     """Engines of weights that never change, by `RoleConfig.frozen`."""
     check_learner: Callable[[], None] = lambda: None
@@ -91,7 +91,7 @@ class Services:
 
     def check(self) -> None:
         """Raise if no engine is left, a tool server of the run has died, or a process of its learner was lost."""
-        for fleet in (self.fleet, *self.opponents, *self.frozen.values()):
+        for fleet in (self.fleet, *self.reserved, *self.frozen.values()):
             fleet.check()
         self.tools.check()
         self.check_learner()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
@@ -12,11 +14,50 @@ from agentrl.evaluation.evaluate import OnDone, evaluate
 from agentrl.evaluation.exploitability import GameScores
 from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.sets import EvalTasks
+from agentrl.inference.fleet.fleet import Fleet
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import watched
+from agentrl.runtime.reserved_engines import reserved_fleet
 from agentrl.runtime.services import Services
 from agentrl.train.self_play import SelfPlay
+from agentrl.weight_sync.base import WeightSync
+
+
+@dataclass(frozen=True, slots=True)
+class EvalEngines:
+    """Engines that only evaluate. They get weights when an evaluation begins, and keep them until the next."""
+
+    fleet: Fleet
+    sync: WeightSync
+
+
+async def open_eval_engines(
+    config: Config, folder: Path, model: Path, services: Services, sync: WeightSync, exits: AsyncExitStack
+) -> EvalEngines | None:
+    """Start the engines of ``eval.engines``, if there are any, which ``exits`` ends.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        model: that they load first.
+        services: of the run, which check these engines too.
+        sync: of weights to them.
+        exits: gets what ends them.
+
+    Raises:
+        EngineError: an engine does not start; the message has its last log lines.
+
+    """
+    if not config.eval.engines:
+        return None
+    logs, after = folder / "logs" / "evaluation", len(services.frozen)
+    fleet = reserved_fleet(config, model, logs, after, services.fleet.vocabulary, engines=config.eval.engines)
+    exits.push_async_callback(fleet.aclose)
+    await fleet.start()
+    exits.push_async_callback(sync.aclose)
+    services.reserved.append(fleet)
+    return EvalEngines(fleet, sync)
 
 
 @dataclass(slots=True)
@@ -33,6 +74,8 @@ class Evaluator:
     """Opponents of the policy, if ``self_play`` is set."""
     game_scores: GameScores | None = None
     """Reads strategies, in a game with a tree."""
+    engines: EvalEngines | None = None
+    """None: those of training evaluate."""
     running: bool = field(default=False, init=False)
     """Whether episodes of an evaluation run."""
     _exploitability: dict[str, float] = field(default_factory=dict, init=False)
@@ -56,7 +99,8 @@ class Evaluator:
         self.running = True
         try:
             async with watched(self.services, self.interrupt):
-                results = await evaluate(self.sets, self.services.runner(), done)
+                runner = self.services.runner(sampler=None if self.engines is None else self.engines.fleet.sampler)
+                results = await evaluate(self.sets, runner, done)
                 self._exploitability = await self._read_exploitability()
         finally:
             self.running = False
@@ -69,7 +113,8 @@ class Evaluator:
     async def _read_exploitability(self) -> dict[str, float]:
         if self.game_scores is None:
             return {}
-        found = self.game_scores.metrics(await self.game_scores.strategy_of(self.services.fleet))
+        fleet = self.services.fleet if self.engines is None else self.engines.fleet
+        found = self.game_scores.metrics(await self.game_scores.strategy_of(fleet))
         if self.self_play is not None:
             found |= self.game_scores.pool_metrics(await self.self_play.snapshot_strategies(self.game_scores))
         return found

@@ -38,7 +38,7 @@ async def open_self_play(
         fleets.append(reserved_fleet(config, model, logs, number, services.fleet.vocabulary))
         exits.push_async_callback(fleets[-1].aclose)
     await asyncio.gather(*(fleet.start() for fleet in fleets))
-    services.opponents = fleets
+    services.reserved += fleets
     snapshots, who = folder / SNAPSHOTS, Lineup(policies=config.env.policy_of)
     return SelfPlay(
         config=given,

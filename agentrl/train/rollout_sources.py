@@ -19,7 +19,7 @@ from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import TaskJobs
 from agentrl.runtime.services import open_services
 from agentrl.runtime.task_sources import order_of, read_splits
-from agentrl.train.evaluator import Evaluator
+from agentrl.train.evaluator import Evaluator, open_eval_engines
 from agentrl.train.open_self_play import open_self_play
 from agentrl.train.pipeline.records import RunRecords
 from agentrl.train.replay import RecordedRollouts, Replay, sample_check
@@ -67,6 +67,16 @@ async def open_sampling(
     sync = _weight_sync(config, folder, config.weights.transport, dtype)
     exits.push_async_callback(sync.aclose)
     records = RunRecords.of_run(config, folder, state, resume_after)
+    evaluator = Evaluator(config, services, load_eval_tasks(config, tasks), records.recorder, interrupt)
+    evaluator.game_scores = open_game_scores(config, services.renderer, services.fleet.vocabulary.size)
+    eval_sync = _weight_sync(config, folder, config.weights.transport, dtype)
+    evaluator.engines = await open_eval_engines(config, folder, model, services, eval_sync, exits)
+    if config.self_play is not None:
+        evaluator.self_play = await open_self_play(
+            config, config.self_play, folder, model, services, exits, dtype, resume_after
+        )
+        if "self_play" in state["source"]:
+            evaluator.self_play.league.load(state["source"]["self_play"])
     source = Sampling(
         config=config,
         services=services,
@@ -74,22 +84,15 @@ async def open_sampling(
         sync=sync,
         records=records,
         interrupt=interrupt,
+        evaluator=evaluator,
         # An offloaded learner has no GPU memory that an engine could open.
         restart_sync=_weight_sync(config, folder, "tensor", dtype) if config.weights.transport == "ipc" else None,
+        self_play=evaluator.self_play,
     )
-    scores = open_game_scores(config, services.renderer, services.fleet.vocabulary.size)
-    sets = load_eval_tasks(config, tasks)
     await source.open()
     exits.push_async_callback(source.aclose)
-    if config.self_play is not None:
-        source.self_play = await open_self_play(
-            config, config.self_play, folder, model, services, exits, dtype, resume_after
-        )
-        if "self_play" in state["source"]:
-            source.self_play.league.load(state["source"]["self_play"])
     if state["source"]:
         source.tasks.buffer.load_state(state["source"]["data"])
-    source.evaluator = Evaluator(config, services, sets, records.recorder, interrupt, source.self_play, scores)
     return source
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -14,12 +14,13 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import EngineError
 from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.inference.base import EngineControl
+from agentrl.inference.fleet.fleet import Fleet
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import TaskJobs, watched
 from agentrl.runtime.services import Services
-from agentrl.train.evaluator import Evaluator
+from agentrl.train.evaluator import EvalEngines, Evaluator
 from agentrl.train.gpu_time_sharing import GpuTimeSharing
 from agentrl.train.pipeline.background import BackgroundEpisodes
 from agentrl.train.pipeline.records import RunRecords
@@ -27,6 +28,8 @@ from agentrl.train.rollout_source import StepRollouts, TaskPosition
 from agentrl.train.self_play import SelfPlay
 from agentrl.weight_sync.base import Sent, WeightSync
 from agentrl.weight_sync.engines import paused
+
+Engines = Sequence[EngineControl]
 
 
 @dataclass(slots=True)
@@ -72,12 +75,18 @@ class Sampling:
     async def open(self) -> None:
         """Connect to the fleet's restarts; the trainer has exclusive use of the learner from here on."""
         await self._learner_lock.acquire()
-        fleet = self.services.fleet
+        fleet, restarted = self.services.fleet, partial(self._sync_restarted, self.restart_sync or self.sync)
         if self.config.placement.mode == "colocate":
             self._gpu_sharing = GpuTimeSharing(fleet)
-            fleet.set_weight_sync(self._sync_restarted, launch_in=self._learner_lock)
+            fleet.set_weight_sync(restarted, launch_in=self._learner_lock)
         else:
-            fleet.set_weight_sync(self._sync_restarted)
+            fleet.set_weight_sync(restarted)
+        if self._eval_engines is not None:
+            self._eval_engines.fleet.set_weight_sync(partial(self._sync_restarted, self._eval_engines.sync))
+
+    @property
+    def _eval_engines(self) -> EvalEngines | None:
+        return None if self.evaluator is None else self.evaluator.engines
 
     @property
     def steps(self) -> int:
@@ -130,22 +139,28 @@ class Sampling:
             await self._gpu_sharing.switch_to_learner(learner, watch)
 
     async def _push(self, watch: Stopwatch | None = None) -> None:
+        sent = await self._send(self.services.fleet, self.sync, partial(self._paused, watch or Stopwatch()))
+        if sent is not None:
+            self._note(sent)
+        self._synced = self._version
+        if self._background is not None:
+            self._background.note_version(self._version)
+
+    async def _send(
+        self, fleet: Fleet, sync: WeightSync, around: Callable[[Engines], AbstractAsyncContextManager[None]]
+    ) -> Sent | None:
+        """Sync the weights to the live engines of a fleet, if there are any; ``around`` is entered with these engines."""
         assert self._learner is not None, "sync_weights comes first"
-        fleet, background = self.services.fleet, self._background
         while engines := fleet.live:
             try:
-                async with self._paused(engines, watch or Stopwatch()):
-                    sent = await self.sync.push(self._learner, engines, self._version)
-                self._note(sent)
-                break
+                async with around(engines):
+                    return await sync.push(self._learner, engines, self._version)
             except EngineError:
                 await fleet.check_now()
                 if set(engines) <= set(fleet.live):
                     raise
                 # One engine is lost. It gets the weights after its restart; the others get them from the beginning.
-        self._synced = self._version
-        if background is not None:
-            background.note_version(self._version)
+        return None
 
     def _note(self, sent: Sent) -> None:
         """Compare what was sent with the sync before."""
@@ -154,24 +169,24 @@ class Sampling:
         self._sync_metrics = {"sync/mib": sent.bytes / 2**20, "sync/unchanged": float(unchanged)}
 
     @asynccontextmanager
-    async def _paused(self, engines: Sequence[EngineControl], watch: Stopwatch) -> AsyncIterator[None]:
+    async def _paused(self, watch: Stopwatch, engines: Engines) -> AsyncIterator[None]:
         """Pause the generations in progress for a weight sync, unless they are to end before; ``watch`` gets the seconds."""
         # Without staleness no training episode runs at a sync, even if all run in the background.
         training = self._background is not None and self.config.asynchronous.max_staleness > 0
-        running = training or (self.evaluator is not None and self.evaluator.running)
-        if not running or self.config.weights.pause == "finish":
+        shared = self.evaluator is not None and self.evaluator.running and self.evaluator.engines is None
+        if not (training or shared) or self.config.weights.pause == "finish":
             yield
             return
         with watch("pause"):
             async with paused(engines, self.config.weights.pause):
                 yield
 
-    async def _sync_restarted(self, engine: EngineControl) -> int:
-        """Sync the weights to a restarted engine and return their version."""
+    async def _sync_restarted(self, sync: WeightSync, engine: EngineControl) -> int:
+        """Sync the newest weights to a restarted engine and return their version."""
         # With GPU time sharing the whole restart already runs under the lock.
         async with nullcontext() if self._gpu_sharing is not None else self._learner_lock:
             assert self._learner is not None, "episodes run only after the first sync"
-            await (self.restart_sync or self.sync).push(self._learner, [engine], self._version)
+            await sync.push(self._learner, [engine], self._version)
             return self._version
 
     @asynccontextmanager
@@ -275,8 +290,10 @@ class Sampling:
         await self.records.trained(step, advantages)
 
     async def prepare_evaluation(self) -> None:
-        """Sync the newest weights to the engines, unless they have them: see `sync_weights`."""
-        if self._synced != self._version:
+        """Sync the newest weights to the engines that evaluate, unless they have them: see `sync_weights`."""
+        if (engines := self._eval_engines) is not None:
+            await self._send(engines.fleet, engines.sync, lambda _: nullcontext())
+        elif self._synced != self._version:
             await self._push()
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -17,6 +17,7 @@ from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.env import Env
 from agentrl.core.errors import EngineError
+from agentrl.core.sampler import Sampler
 from agentrl.core.task import Task
 from agentrl.core.types import Generation, Message, Prompt, SamplingParams
 from agentrl.episode.failure_policy import FailurePolicy
@@ -110,20 +111,22 @@ def make_config(*overrides: str) -> Config:
     return load_config(None, [*fixed, "train.eval_first=false", "train.eval_every=0", *overrides])
 
 
-def make_source(config: Config, engines: Engines, kind: type[Sampling], records: RunRecords) -> Sampling:
-    def runner() -> EpisodeRunner:
-        return EpisodeRunner(
-            env_factory=Turns,
-            renderer=RENDERER,
-            sampler=engines,
-            tool_clients={},
-            limits=Limits(max_turns=6, max_tokens=1000, max_seconds=1e9, max_new_tokens=50),
-            sampling=SamplingParams(max_new_tokens=50, seed=0),
-            failure=FailurePolicy(config.rollout.failure),
-            max_concurrency=config.rollout.concurrency,
-        )
+def fleet_of(engines: Engines) -> Any:
+    """A fleet whose engines all live."""
+
+    async def check_now() -> None:
+        """All engines live."""
+
+    return SimpleNamespace(
+        live=(engines,), metrics=dict, set_weight_sync=lambda sync: None, check_now=check_now, sampler=engines
+    )
+
+
+def sync_of(engines: Engines) -> Any:
+    """A weight sync that takes half a second."""
 
     async def push(learner: Any, some: Sequence[Any], version: int) -> Sent:
+        assert list(some) == [engines]
         engines.paused.append(f"push {version}")
         await asyncio.sleep(0.5)
         engines.version = version
@@ -131,12 +134,24 @@ def make_source(config: Config, engines: Engines, kind: type[Sampling], records:
             raise EngineError("no memory")
         return Sent(version, 0)
 
-    async def check_now() -> None:
-        """All engines live."""
+    return SimpleNamespace(push=push)
 
-    fleet = SimpleNamespace(live=(engines,), metrics=dict, set_weight_sync=lambda sync: None, check_now=check_now)
+
+def make_source(config: Config, engines: Engines, kind: type[Sampling], records: RunRecords) -> Sampling:
+    def runner(*, sampler: Sampler | None = None) -> EpisodeRunner:
+        return EpisodeRunner(
+            env_factory=Turns,
+            renderer=RENDERER,
+            sampler=sampler or engines,
+            tool_clients={},
+            limits=Limits(max_turns=6, max_tokens=1000, max_seconds=1e9, max_new_tokens=50),
+            sampling=SamplingParams(max_new_tokens=50, seed=0),
+            failure=FailurePolicy(config.rollout.failure),
+            max_concurrency=config.rollout.concurrency,
+        )
+
+    fleet, sync = fleet_of(engines), sync_of(engines)
     services: Any = SimpleNamespace(fleet=fleet, runner=runner, check=lambda: None, renderer=RENDERER)
-    sync: Any = SimpleNamespace(push=push)
     tasks = TaskJobs(config, TaskOrder(TASKS, config.run.seed))
     evaluated = [EvalTasks("", EvalSet(n_samples=1), TASKS[:3], "tasks")]
     interrupt = Interrupt(print)

@@ -18,8 +18,9 @@ from agentrl.learner.checkpoints import read_state, whole_checkpoints
 from agentrl.obs.metrics import read_metrics
 from agentrl.obs.rollouts import read_rollouts
 from agentrl.testing import FakeLearner
+from agentrl.train.evaluator import EvalEngines
 from agentrl.train.trainer import Trainer
-from tests.unit.train.async_world import Engines, World, make_config, steps, train
+from tests.unit.train.async_world import Engines, World, fleet_of, make_config, steps, sync_of, train
 
 
 def background(*overrides: str) -> Config:
@@ -35,6 +36,7 @@ class Scripted:
     """Evaluations that take seconds of virtual time, and give the policy of each step a rating."""
 
     running = False
+    engines = None
     sets = (SimpleNamespace(episodes=1),)
 
     def __init__(self, seconds: float, ratings: Mapping[int, float | Exception]) -> None:
@@ -106,6 +108,24 @@ def test_engines_pause_for_a_sync_also_if_only_an_evaluation_runs(tmp_path: Path
     engines.latency.lognormvariate = lambda mean, deviation: 8.0  # type: ignore[method-assign]
     train(tmp_path, background("train.steps=3"), engines=engines)
     assert engines.paused == ["push 0", "push 1", "push 2", "abort", "push 3", "resume"]
+
+
+def test_engines_that_only_evaluate_keep_the_weights_of_the_evaluation(tmp_path: Path) -> None:
+    engines, others = Engines(0), Engines(1)
+
+    class WithEngines(World):
+        async def open(self) -> None:
+            assert self.evaluator is not None
+            self.evaluator.engines = EvalEngines(fleet_of(others), sync_of(others))
+            await World.open(self)
+
+    given = background("train.steps=5", "train.eval_every=3", "eval.engines=1", "async.max_staleness=1")
+    train(tmp_path, given, kind=WithEngines, engines=engines)
+    assert others.paused == ["push 3", "push 5"]
+    rows = evaluations(tmp_path)
+    assert [(row["step"], row["eval/lag_max"]) for row in rows] == [(3, 0), (5, 0)]
+    assert rows[0]["eval/lag_steps"] > 0
+    assert engines.paused.count("push 4") == 1
 
 
 def test_one_evaluation_runs_at_a_time(tmp_path: Path) -> None:
@@ -181,6 +201,10 @@ def test_an_evaluation_whose_result_came_after_its_checkpoint_is_not_repeated(tm
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"eval\.background=true with self_play"):
         load_config(None, ["env.name=tictactoe", "self_play={}", "eval.background=true"])
+    with pytest.raises(ConfigError, match=r"eval\.engines=1 without eval\.background"):
+        load_config(None, ["eval.engines=1"])
+    with pytest.raises(ConfigError, match=r"eval\.engines=1 with placement\.mode=disaggregate"):
+        load_config(None, ["eval.engines=1", "eval.background=true", "placement.mode=disaggregate"])
     with pytest.raises(ConfigError, match=r"placement\.mode=colocate with eval\.background=true"):
         check_placement(load_config(None, ["placement.mode=colocate", "eval.background=true"]), "cpu")
 

@@ -71,7 +71,8 @@ class World:
         services: Any = SimpleNamespace(fleet=self)
         unused: Any = None
         sync: Any = self
-        return Sampling(config, services, unused, sync, unused, Interrupt(print), restart_sync=restart_sync)
+        tasks: Any = SimpleNamespace(buffer=SimpleNamespace(metrics=dict))
+        return Sampling(config, services, tasks, sync, unused, Interrupt(print), restart_sync=restart_sync)
 
     def said(self) -> list[str]:
         """What was written down since the last call."""
