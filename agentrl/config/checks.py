@@ -292,6 +292,13 @@ def _weights(config: Config) -> Iterator[str]:
         yield (
             "weights.check=checksum: an engine with several ranks has checksums of shards only; set weights.check=version"
         )
+    if weights.prefix_cache != "drop":
+        yield from _prefix_cache(config)
+    elif weights.pause == "in_place" and weights.adapters == "merged" and sampler.backend == "sglang":
+        yield (
+            "weights.pause=in_place with weights.prefix_cache=drop: SGLang cannot drop its cache while it keeps requests; "
+            "set weights.prefix_cache=by_version"
+        )
     if kind == "ipc" and mode != "colocate":
         yield (
             f"weights.transport=ipc needs learner and engines on the same GPUs: set placement.mode=colocate, not {mode}"
@@ -325,6 +332,17 @@ def _dynamic_sampling(config: Config) -> Iterator[str]:
         )
     if rollout.filter_groups.filters and config.self_play is not None:
         yield "rollout.filter_groups.filters with self_play: the opponents of a step are chosen before it; leave out one"
+
+
+def _prefix_cache(config: Config) -> Iterator[str]:
+    """Whether the engines can keep their prefix cache at a sync."""
+    key = f"weights.prefix_cache={config.weights.prefix_cache}"
+    if config.placement.mode == "colocate":
+        yield f"{key} with placement.mode=colocate: engines release the memory of their cache; leave out weights.prefix_cache"
+    if config.weights.adapters == "only":
+        yield f"{key} with weights.adapters=only: each version is an adapter with its cache; leave out weights.prefix_cache"
+    if config.weights.prefix_cache == "by_version" and config.sampler.router == "sglang":
+        yield f"{key} with sampler.router=sglang: requests through it have no key of their version; set sampler.router=builtin"
 
 
 def _asynchronous(config: Config) -> Iterator[str]:

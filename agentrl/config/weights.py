@@ -29,11 +29,14 @@ class WeightsConfig(Section):
     sync_every: PositiveInt = 1
     """Steps between weight syncs; an evaluation always has the newest weights. Tokens have the version that sampled them,
     and the ratio to its log-probabilities (``algo.old_logprobs=sampler``) corrects for its age."""
-    pause: Literal["finish", "abort", "retract", "in_place"] = "abort"
+    pause: Literal["finish", "restart", "abort", "retract", "in_place"] = "abort"
     """What becomes of generations in progress at a sync, with ``async.max_staleness``. ``finish``: engines end them first, with
-    the old weights. With the others they go on from the same tokens with the new weights: ``abort`` sends the tokens again,
-    ``retract`` lets the engine compute their keys and values again, ``in_place`` keeps those of the old weights. SGLang before
-    0.5.23 has only the first two."""
+    the old weights. ``restart``: they are sampled again from their first token. With the others they go on from the same tokens
+    with the new weights: ``abort`` sends the tokens again, ``retract`` lets the engine compute their keys and values again,
+    ``in_place`` keeps those of the old weights. SGLang before 0.5.23 has only the first three."""
+    prefix_cache: Literal["drop", "by_version", "keep"] = "drop"
+    """What becomes of the engines' prefix cache at a sync. ``drop``: it is emptied. ``by_version``: requests reuse only what
+    their policy version has computed. ``keep``: requests also reuse keys and values of older weights."""
     check: Literal["none", "version", "checksum"] = "version"
     """Check of every engine after a sync: none, its policy version, or also checksums of its weights (for engines of one
     rank; the driver reads all weights for it)."""

@@ -145,7 +145,7 @@ class EngineControl(Protocol):
         ...
 
     async def pause(self, mode: str = "retract") -> None:
-        """Stop sampling; ``mode`` is SGLang's: ``abort``, ``retract`` or ``in_place``."""
+        """Stop sampling; ``mode`` is SGLang's ``abort``, ``retract`` or ``in_place``, or ``restart``: see ``weights.pause``."""
         ...
 
     async def resume(self) -> None:

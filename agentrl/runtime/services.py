@@ -130,7 +130,14 @@ async def open_services(
         routing = read_routing(model) if config.algo.replays_routing else None
         engines = launcher(EngineSpec(config.sampler, model, logs, seed, trusted, returns_experts=routing is not None))
         vocabulary = Vocabulary(read_vocab_size(model), renderer.decode, routing)
-        fleet = Fleet(config.sampler, engines, logs, vocabulary=vocabulary, max_tokens=config.max_tokens)
+        fleet = Fleet(
+            config.sampler,
+            engines,
+            logs,
+            vocabulary=vocabulary,
+            max_tokens=config.max_tokens,
+            prefix_cache=config.weights.prefix_cache,
+        )
         exits.push_async_callback(fleet.aclose)
         tools = ToolServers(config, tasks, folder, logs)
         exits.push_async_callback(tools.aclose)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from conformance.engine import GREEDY, Engine, prompt, sample
 from transformers import PreTrainedModel
 
 from agentrl.core.errors import LearnerError, SamplerError
+from agentrl.core.types import Generation, SamplingParams
 from agentrl.distributed.flat_bucket import serialize_tensors
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.learner.base import WeightBucket
@@ -111,3 +113,52 @@ class Syncs:
                 await sync.aclose()
 
         engine.drive(play)
+
+    @pytest.mark.parametrize("kept", ["drop", "by_version", "keep"])
+    def test_the_prefix_cache_after_a_sync(self, engine: Engine, kept: str) -> None:
+        """Only with ``keep`` an engine reuses keys and values of the weights before; the client knows their age."""
+        ids = prompt(92, 130)
+
+        async def play(_: SGLangClient) -> None:
+            client = SGLangClient(engine.url, timeout_s=60, prefix_cache=kept)
+            for version, model in ((31, engine.model), (32, engine.other_model), (33, engine.other_model)):
+                await client.updates.from_tensors(list(model.state_dict().items()), version, last=True)
+                first, again = await sample(client, ids, GREEDY), await sample(client, ids, GREEDY)
+                assert first.versions == again.versions == ((0, version),)
+                reused = kept == "keep" and version > 31
+                assert first.cached_tokens == (len(ids) - 1 if reused else 0)
+                assert again.cached_tokens == len(ids) - 1
+                if kept != "keep" or version == 31:
+                    engine.assert_matches(model, ids, first, 0.0)
+                if client.prefix_ages is not None:  # blocks of 64 tokens: two of the prompt
+                    age = version - 31
+                    assert client.prefix_ages.take() == (256 if age else 128, 256 if age else 0, 256 * age, age)
+            await client.flush()
+            assert (await sample(client, ids, GREEDY)).cached_tokens == 0
+            await client.aclose()
+
+        engine.drive(play)
+
+    @pytest.mark.parametrize("kept", ["by_version", "keep"])
+    def test_a_request_goes_on_in_place_after_a_sync_that_keeps_the_cache(self, engine: Engine, kept: str) -> None:
+        async def play(_: SGLangClient) -> Generation:
+            client = SGLangClient(engine.url, timeout_s=60, prefix_cache=kept)
+            await client.updates.from_tensors(list(engine.model.state_dict().items()), 41, last=True)
+            task = asyncio.create_task(sample(client, prompt(93), SamplingParams(max_new_tokens=400)))
+            await asyncio.sleep(0.2)
+            await client.pause("in_place")
+            await client.updates.from_tensors(list(engine.other_model.state_dict().items()), 42, last=True)
+            await client.resume()
+            after = await sample(client, prompt(93), GREEDY, "after")
+            assert after.versions == ((0, 42),)
+            if kept == "by_version":
+                assert after.cached_tokens == 0
+                engine.assert_matches(engine.other_model, prompt(93), after, 0.0)
+            found = await task
+            await client.aclose()
+            return found
+
+        if engine.traits.changes_beside_held:
+            found = engine.drive(play)
+            assert len(found.token_ids) == 400
+            assert {version for _, version in found.versions} <= {41, 42}

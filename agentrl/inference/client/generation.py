@@ -22,6 +22,7 @@ from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
 from agentrl.inference.client.adapters import adapter_version
 from agentrl.inference.client.experts import experts_options, read_experts
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
+from agentrl.inference.client.prefix_ages import PrefixAges
 from agentrl.inference.client.segments import Segment, Vocabulary, join
 from agentrl.obs.waiting import REQUEST, waiting
 
@@ -55,11 +56,23 @@ class GenerationClient(ABC):
     """A `Sampler` over one address.
 
     Generations wait until it is `ready`. One that a pause with mode ``abort`` cuts off keeps its tokens and continues
-    with a second request after the pause, so that the version of every token is known.
+    with a second request after the pause, so that the version of every token is known. With mode ``restart`` it begins
+    again, and its tokens are discarded.
     """
 
-    def __init__(self, http: EngineHttp, vocabulary: Vocabulary | None = None) -> None:
-        """Send requests through ``http``; see `read_reply` and `join` for what needs the policy's ``vocabulary``."""
+    def __init__(self, http: EngineHttp, vocabulary: Vocabulary | None = None, *, knows_ages: bool = False) -> None:
+        """Send requests through ``http``.
+
+        Args:
+            http: of the address.
+            vocabulary: of the policy; see `read_reply` and `join` for what needs it.
+            knows_ages: keep `prefix_ages`.
+
+        """
+        self.prefix_ages = PrefixAges() if knows_ages else None
+        """Which versions computed the cached prefixes; None: only the one that samples."""
+        self.discarded_tokens = 0
+        """Tokens of generations that began again after a pause."""
         self._http = http
         self._to = f"to the engine {http.url}"
         self._vocabulary = vocabulary
@@ -80,6 +93,10 @@ class GenerationClient(ABC):
         """
         if policy != MAIN:
             raise SamplerError(f"policy={policy!r}: the engine at {self._http.url} serves one policy, {MAIN!r}")
+        return None
+
+    def _cache_key(self) -> str | None:
+        """Return what separates the prefixes of requests in the engine's cache: only those of one key are reused."""
         return None
 
     @abstractmethod
@@ -114,10 +131,14 @@ class GenerationClient(ABC):
                 request.sent_id = f"{request_id}:{next(self._numbers)}"
                 body = generate_body(ids, params, left, request.sent_id, self.adapter(policy))
                 body |= experts_options(params, whole)
+                if (key := self._cache_key()) is not None:
+                    body["extra_key"] = key
                 with waiting(REQUEST, self._to):
                     async with self._http.request("POST", "/generate", body, key=session_id) as reply:
                         content = await reply.read()
                 segment = read_reply(content, body, request_id, self._vocabulary)
+                if self.prefix_ages is not None:
+                    self.prefix_ages.note(ids, segment.generation)
                 if request.updated and not segment.exact:
                     raise SamplerError(
                         f"request {request_id} was sampled by more than one version of the weights, and the engine "
@@ -126,6 +147,10 @@ class GenerationClient(ABC):
                 whole = segment if whole is None else join(whole, segment, params.stop, self._vocabulary)
                 if whole.generation.finish_reason is not FinishReason.ABORT or request.aborted.is_set():
                     break
+                if request.pause == "restart":
+                    self.discarded_tokens += len(whole.generation.token_ids)
+                    whole, ids, left = None, list(prompt.token_ids), params.max_new_tokens
+                    continue
                 if request.pause != "abort":
                     raise SamplerError(
                         f"the engine at {self._http.url} aborted request {request_id}, and no client requested that"

@@ -32,6 +32,7 @@ class SGLangClient(GenerationClient):
         vocabulary: Vocabulary | None = None,
         routed: GenerationClient | None = None,
         number: int = 0,
+        prefix_cache: str = "drop",
     ) -> None:
         """Remember the engine's address.
 
@@ -41,9 +42,11 @@ class SGLangClient(GenerationClient):
             vocabulary: of the policy, with which replies are checked.
             routed: client of a router in front of the engine, if generations go through one: any of them may run here.
             number: index of the engine in the run.
+            prefix_cache: ``weights.prefix_cache``.
         """
         http = EngineHttp(url, timeout_s)
-        super().__init__(http, vocabulary)
+        super().__init__(http, vocabulary, knows_ages=prefix_cache == "keep")
+        self._by_version = prefix_cache == "by_version"
         self.url = url
         self.number = number
         self._generations: GenerationClient = routed or self
@@ -55,6 +58,7 @@ class SGLangClient(GenerationClient):
             paused=self._paused,
             keeps_requests=lambda: self._paused() and self._generations.kept_by_pause,
             on_update=self._generations.note_update,
+            drops_cache=prefix_cache == "drop",
         )
         self.memory = SGLangMemory(control, self.updates)
         self.groups = SGLangWeightGroups(control)
@@ -80,6 +84,10 @@ class SGLangClient(GenerationClient):
     def adapter(self, policy: str) -> str | None:
         """Return the name of the LoRA adapter that generations of a policy use."""
         return self.updates.adapters.of(policy)
+
+    def _cache_key(self) -> str | None:
+        """Return the policy version, if requests reuse only what their version has computed."""
+        return f"v{self.updates.version}" if self._by_version else None
 
     async def abort(self, request_id: str) -> None:
         """Abort a request and wait until its `generate` returns; unknown requests are ignored."""
@@ -114,7 +122,7 @@ class SGLangClient(GenerationClient):
         self._resume_event().clear()
         self._generations.note_pause(mode)
         try:
-            await self.control.call("/pause_generation", {"mode": mode})
+            await self.control.call("/pause_generation", {"mode": "abort" if mode == "restart" else mode})
         except EngineError:
             self._resume_event().set()
             raise

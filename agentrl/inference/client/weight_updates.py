@@ -41,6 +41,7 @@ class SGLangWeightUpdates:
         paused: Callable[[], bool],
         keeps_requests: Callable[[], bool],
         on_update: Callable[[], None] = lambda: None,
+        drops_cache: bool = True,
     ) -> None:
         """Control the engine behind ``control``.
 
@@ -49,11 +50,15 @@ class SGLangWeightUpdates:
             paused: whether it is paused now.
             keeps_requests: whether it is paused and keeps requests.
             on_update: called when the engine has received weights.
+            drops_cache: whether an update empties the prefix cache.
         """
         self._control = control
         self._paused = paused
         self._keeps_requests = keeps_requests
         self._on_update = on_update
+        self._drops_cache = drops_cache
+        self.version: int | None = None
+        """Of the last whole update; None: there was none."""
         self.adapters = SGLangAdapters(control)
         """The engine's LoRA adapters."""
         self._in_progress = False
@@ -99,7 +104,7 @@ class SGLangWeightUpdates:
         """
         if self._paused() or self._in_progress:
             raise EngineError(f"the engine at {self._control.url} is paused or gets weights: that must end first")
-        await self._wait_settled()
+        await self._wait_settled(drop=True)
 
     def note_released(self) -> None:
         """Record that the memory of the weights is released."""
@@ -122,7 +127,7 @@ class SGLangWeightUpdates:
 
     async def from_disk(self, folder: Path, version: int) -> None:
         """Load a Hugging Face folder's weights."""
-        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": self._drops_cache}
         # Otherwise SGLang uses the format of its start, and one that started with dummy weights would refuse to load any.
         body["load_format"] = "auto"
         self.check_resumed()
@@ -131,6 +136,7 @@ class SGLangWeightUpdates:
             await self._wait_settled()
             await self._check_kept_requests()
             await self._load(body)
+            self.version = version
         finally:
             self._finish()
         self._on_update()
@@ -214,7 +220,7 @@ class SGLangWeightUpdates:
 
     async def _bucket(self, path: str, body: dict[str, Any], version: int, *, last: bool, once: bool = False) -> None:
         await self.begin()
-        body["flush_cache"] = last
+        body["flush_cache"] = last and self._drops_cache
         if last:
             body["weight_version"] = str(version)
         before, self._changed = self._changed, True
@@ -231,7 +237,7 @@ class SGLangWeightUpdates:
                 raise EngineError(f"{error}; a smaller weights.bucket_mib needs less memory in the engine") from error
             raise
         if last:
-            self._unfit = None
+            self._unfit, self.version = None, version
             self.adapters.drop()
             self._finish()
         self._on_update()
@@ -241,8 +247,8 @@ class SGLangWeightUpdates:
         self._done.clear()
         self._in_progress, self._changed = True, False
 
-    async def _wait_settled(self) -> None:
-        """Wait until an engine that is not paused runs nothing.
+    async def _wait_settled(self, *, drop: bool = False) -> None:
+        """Wait until an engine that is not paused runs nothing; it may ``drop`` its prefix cache also if updates do not.
 
         SGLang stops requests whose callers have disconnected, but late, and loads new weights while they run. It then
         keeps its old cache (seen with 0.5.23).
@@ -250,11 +256,17 @@ class SGLangWeightUpdates:
         deadline = time.monotonic() + _SETTLE_S
         while not self._paused():
             try:
-                await self._control.call("/flush_cache", {})
-                return
+                if drop or self._drops_cache:
+                    await self._control.call("/flush_cache", {})
+                    return
+                load = await self._control.load()
+                if load is not None and not load.running + load.waiting:
+                    return
             except ControlRefused:
                 if time.monotonic() > deadline:
                     raise
+            if time.monotonic() > deadline:
+                raise EngineError(f"the engine at {self._control.url} still runs requests after {_SETTLE_S:g} s")
             await asyncio.sleep(_SETTLE_POLL_S)
 
     async def _check_kept_requests(self) -> None:

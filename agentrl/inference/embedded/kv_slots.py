@@ -50,19 +50,19 @@ class SlotTable:
         self.active: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self.stale: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         """Active slots with keys and values of older weights: no prefix is copied from them."""
-        self._adapters: NDArray[np.int64] = np.zeros(slots, np.int64)
-        """Number of the LoRA adapter with which keys and values were computed; 0 for none."""
+        self._namespaces: NDArray[np.int64] = np.zeros(slots, np.int64)
+        """Of the requests that computed keys and values: they are reused within one namespace."""
         self._used: NDArray[np.int64] = np.zeros(slots, np.int64)
         self._clock = 0
         self._top = 0
         """Slots from this index on have never been used."""
 
-    def assign(self, tokens: NDArray[np.int32], most: int | None = None, adapter: int = 0) -> SlotAssignment | NoSlot:
+    def assign(self, tokens: NDArray[np.int32], most: int | None = None, namespace: int = 0) -> SlotAssignment | NoSlot:
         """Assign a slot to a request of ``tokens`` and make it active, or return why the request must wait.
 
-        At most ``most`` tokens of its prefix are reused; None: all but the last. Only those of the same adapter are.
+        At most ``most`` tokens of its prefix are reused; None: all but the last. Only those of the same namespace are.
         """
-        source, cached, pending = self._match(tokens, len(tokens) - 1 if most is None else most, adapter)
+        source, cached, pending = self._match(tokens, len(tokens) - 1 if most is None else most, namespace)
         if pending - cached >= DEFER_TOKENS:
             return NoSlot.PREFIX_PENDING
         if cached and not self.active[source] and self.held[source] - cached <= _SPARE_TOKENS:
@@ -75,11 +75,11 @@ class SlotTable:
         count = len(tokens)
         self.tokens[slot, :count] = tokens
         self.held[slot], self.planned[slot] = cached, count
-        self.active[slot], self.stale[slot], self._adapters[slot] = True, False, adapter
+        self.active[slot], self.stale[slot], self._namespaces[slot] = True, False, namespace
         self._top = max(self._top, slot + 1)
         return SlotAssignment(slot, source if cached else slot, cached)
 
-    def _match(self, tokens: NDArray[np.int32], count: int, adapter: int) -> tuple[int, int, int]:
+    def _match(self, tokens: NDArray[np.int32], count: int, namespace: int) -> tuple[int, int, int]:
         """Return the slot with the longest cached prefix, that length, and the longest prefix after this step.
 
         Prefixes are of the first ``count`` tokens: those after them are computed, because their logits are needed.
@@ -91,7 +91,7 @@ class SlotTable:
         np.not_equal(self.tokens[:top, :count], tokens[:count], out=differs[:, :count])
         differs[:, count] = True
         common = differs.argmax(axis=1)
-        common[self.stale[:top] | (self._adapters[:top] != adapter)] = 0
+        common[self.stale[:top] | (self._namespaces[:top] != namespace)] = 0
         now = np.minimum(common, self.held[:top])
         # Ties go to an idle slot that can be reused without copying.
         reusable = (self.held[:top] - now <= _SPARE_TOKENS) & ~self.active[:top]

@@ -114,6 +114,8 @@ class Request:
     """With a number, the log-probabilities of the prompt's tokens after this one are computed, and nothing is sampled."""
     adapter: Adapter | None = None
     """The LoRA adapter that computes it; None: the model's weights alone."""
+    extra_key: str | None = None
+    """Only prefixes of requests with the same key are reused."""
     experts_from: int | None = None
     """The first token whose experts are returned; None: none are."""
     experts: NDArray[np.int32] | None = None
@@ -158,6 +160,8 @@ class GenerateInput:
     """``routed_experts_start_len``, with ``return_routed_experts``."""
     adapter: str | None = None
     """``lora_path``: name of a loaded adapter."""
+    extra_key: str | None = None
+    """Only prefixes of requests with the same key are reused."""
 
 
 def parse_generate(body: Mapping[str, Any]) -> tuple[list[GenerateInput], bool]:
@@ -185,7 +189,10 @@ def parse_generate(body: Mapping[str, Any]) -> tuple[list[GenerateInput], bool]:
     adapter = body.get("lora_path")
     if adapter is not None and not isinstance(adapter, str):
         raise BadRequestError(f"lora_path={adapter!r}: the embedded engine takes one name for all prompts")
-    return [replace(each, experts_from=experts_from, adapter=adapter) for each in inputs], batch
+    key = body.get("extra_key")
+    if key is not None and not isinstance(key, str):
+        raise BadRequestError(f"extra_key={key!r}: the embedded engine takes one string for all prompts")
+    return [replace(each, experts_from=experts_from, adapter=adapter, extra_key=key) for each in inputs], batch
 
 
 def _input(prompt: Any, params: Any, rid: Any, logprobs: Any, start: Any) -> GenerateInput:

@@ -49,6 +49,8 @@ class Scheduler:
         self._stops = stops
         self._table = SlotTable(slots, model.context)
         self._seeds = np.random.default_rng(seed)  # of requests without sampling_seed
+        self._namespaces: dict[tuple[int, str | None], int] = {}
+        """Number of each adapter and extra key: prefixes are reused within one."""
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._paused: str | None = None
@@ -107,6 +109,7 @@ class Scheduler:
             score_from=given.score_from,
             experts_from=given.experts_from,
             adapter=None if given.adapter is None else self.adapters.get(given.adapter),
+            extra_key=given.extra_key,
         )
         self._waiting.append(request)
         self._wake.set()
@@ -227,7 +230,8 @@ class Scheduler:
             request = self._waiting[0]
             tokens = request.tokens()
             adapter = 0 if request.adapter is None else request.adapter.number
-            assigned = self._table.assign(tokens, request.score_from, adapter)
+            namespace = self._namespaces.setdefault((adapter, request.extra_key), len(self._namespaces))
+            assigned = self._table.assign(tokens, request.score_from, namespace)
             if assigned is NoSlot.FULL:
                 break
             self._waiting.popleft()
@@ -389,11 +393,12 @@ class Scheduler:
             await self._idle.wait()
 
     @asynccontextmanager
-    async def update(self, version: str | None) -> AsyncIterator[None]:
-        """Context in which weights may be changed; at its end the prefix cache is dropped and ``version`` is set."""
+    async def update(self, version: str | None, *, flush: bool = True) -> AsyncIterator[None]:
+        """Context in which weights may be changed; at its end the prefix cache is dropped with ``flush``, and ``version`` set."""
         async with self._no_forward():
             yield
-            self._table.flush()
+            if flush:
+                self._table.flush()
             self.adapters.clear()
             if version is not None:
                 self.version = version

@@ -58,7 +58,7 @@ class WeightEndpoints:
         """Load the tensors in the body; begin and end are optional, as in SGLang before 0.5.23."""
         check_load_format(body)
         named = read_bucket(body.get("serialized_named_tensors") or [])
-        await self._staging.stage(named, _version(body), last=body.get("flush_cache") is not False)
+        await self._staging.stage(named, _version(body), last=_is_last(body), flush=_flushes(body))
         return _updated()
 
     async def update_from_disk(self, body: Body) -> Response:
@@ -66,7 +66,7 @@ class WeightEndpoints:
         folder = body.get("model_path")
         if not isinstance(folder, str) or not Path(folder).is_dir():
             raise BadRequestError(f"model_path={folder!r} is not a folder")
-        async with self._scheduler.update(_version(body)):
+        async with self._scheduler.update(_version(body), flush=_flushes(body)):
             self._scheduler.model.load_folder(Path(folder))
         return _updated()
 
@@ -78,7 +78,7 @@ class WeightEndpoints:
     async def update_from_distributed(self, body: Body) -> Response:
         """Load tensors that rank 0 of a process group broadcasts; otherwise as `update_from_tensor`."""
         named = await self._staging.receive_broadcast(body)
-        await self._staging.stage(named, _version(body), last=body.get("flush_cache") is not False)
+        await self._staging.stage(named, _version(body), last=_is_last(body), flush=_flushes(body))
         return _updated()
 
     async def destroy_group(self, body: Body) -> Response:
@@ -118,6 +118,15 @@ class WeightEndpoints:
 def _version(body: Body) -> str | None:
     version = body.get("weight_version")
     return None if version is None else str(version)
+
+
+def _flushes(body: Body) -> bool:
+    return body.get("flush_cache") is not False
+
+
+def _is_last(body: Body) -> bool:
+    """Return whether the staged buckets are to be loaded: a bucket that flushes the cache or has a version is the last one."""
+    return _flushes(body) or body.get("weight_version") is not None
 
 
 def _updated() -> Response:

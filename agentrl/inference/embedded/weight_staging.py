@@ -25,7 +25,7 @@ _TIMEOUT_S = 300.0
 class WeightStaging:
     """Receives weights for a scheduler's model, which samples with all weights of a version or with none of them.
 
-    Buckets without ``flush_cache`` are staged until a bucket with it arrives, so the weights need twice their memory.
+    Buckets are staged until the last one arrives, so the weights need twice their memory.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -38,8 +38,8 @@ class WeightStaging:
         """Drop the staged buckets of an update that did not complete."""
         self._staged.clear()
 
-    async def stage(self, named: Sequence[tuple[str, Tensor]], version: str | None, *, last: bool) -> None:
-        """Stage a bucket; after the ``last`` one load all of them as ``version``.
+    async def stage(self, named: Sequence[tuple[str, Tensor]], version: str | None, *, last: bool, flush: bool) -> None:
+        """Stage a bucket; after the ``last`` one load all of them as ``version``, and drop the prefix cache with ``flush``.
 
         Raises:
             BadRequestError: it does not fit the model; nothing of it is staged.
@@ -47,7 +47,7 @@ class WeightStaging:
         self._scheduler.model.check_weights([(name, tensor.shape) for name, tensor in named])
         self._staged.update(named)
         if last:
-            async with self._scheduler.update(version):
+            async with self._scheduler.update(version, flush=flush):
                 self._scheduler.model.load_weights(list(self._staged.items()))
             self.discard()
 

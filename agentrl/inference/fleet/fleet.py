@@ -8,6 +8,8 @@ from pathlib import Path
 
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError
+from agentrl.inference.client.generation import GenerationClient
+from agentrl.inference.client.prefix_ages import age_metrics
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.concurrency import FIRST, ConcurrencyMonitor
@@ -24,7 +26,14 @@ class Fleet:
     """
 
     def __init__(
-        self, config: SamplerConfig, launcher: Launcher, logs: Path, *, vocabulary: Vocabulary, max_tokens: int
+        self,
+        config: SamplerConfig,
+        launcher: Launcher,
+        logs: Path,
+        *,
+        vocabulary: Vocabulary,
+        max_tokens: int,
+        prefix_cache: str = "drop",
     ) -> None:
         """Create a fleet; `start` starts its engines.
 
@@ -34,17 +43,21 @@ class Fleet:
             logs: folder of ``router.log``.
             vocabulary: of the policy.
             max_tokens: ``rollout.max_tokens``; every engine must hold as many.
+            prefix_cache: ``weights.prefix_cache``.
 
         """
         self.sampler = RoutedSampler(FIRST if config.max_running == "auto" else config.max_running)
         self._sglang_router = (
-            SGLangRouter(self.sampler, config, logs / "router.log", vocabulary) if config.router == "sglang" else None
+            SGLangRouter(self.sampler, config, logs / "router.log", vocabulary, knows_ages=prefix_cache == "keep")
+            if config.router == "sglang"
+            else None
         )
         self._router: EngineRouter = self._sglang_router or self.sampler
         self._config = config
         self._launcher = launcher
         self.vocabulary = vocabulary
         self._max_tokens = max_tokens
+        self._prefix_cache = prefix_cache
         self._retired: list[SGLangClient] = []
         """Clients of engines before their restart: requests may still use them."""
         self._engines: list[Engine] = []
@@ -52,6 +65,8 @@ class Fleet:
         self._concurrency = ConcurrencyMonitor(self._live_by_name, self.sampler.limit_engine)
         self._reported_tokens = (0, 0)
         """Prompt and cached tokens at the last call of `metrics`."""
+        self._reported_discarded = 0
+        """Tokens of generations that began again, at the last call of `metrics`."""
 
     async def start(self) -> None:
         """Start all engines concurrently, or attach to running ones, and start to monitor them.
@@ -134,12 +149,18 @@ class Fleet:
             self._sglang_router.check()
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of engine restarts, and the prefix cache hit rate of prompt tokens since the last call."""
+        """Return the number of engine restarts, and metrics of the prefix cache since the last call."""
         before, total = self._reported_tokens, (self.sampler.prompt_tokens, self.sampler.cached_tokens)
         self._reported_tokens = total
         prompt, cached = total[0] - before[0], total[1] - before[1]
         metrics = {"rollout/engine_restarts": float(self._health.restarts)} | self._concurrency.metrics()
-        return metrics | ({"rollout/cache_hit": cached / prompt} if prompt else {})
+        metrics |= {"rollout/cache_hit": cached / prompt} if prompt else {}
+        clients: list[GenerationClient] = [*self._retired, *(engine.client for engine in self._engines)]
+        clients += [] if self._sglang_router is None else [self._sglang_router]
+        if discarded := sum(client.discarded_tokens for client in clients):
+            known, self._reported_discarded = self._reported_discarded, discarded
+            metrics["async/discarded_tokens"] = float(discarded - known)
+        return metrics | age_metrics([client.prefix_ages for client in clients if client.prefix_ages is not None])
 
     # Engines
 
@@ -162,7 +183,14 @@ class Fleet:
 
     def _client(self, number: int, url: str) -> SGLangClient:
         timeout_s, vocabulary = self._config.request_timeout_s, self.vocabulary
-        return SGLangClient(url, timeout_s=timeout_s, vocabulary=vocabulary, routed=self._sglang_router, number=number)
+        return SGLangClient(
+            url,
+            timeout_s=timeout_s,
+            vocabulary=vocabulary,
+            routed=self._sglang_router,
+            number=number,
+            prefix_cache=self._prefix_cache,
+        )
 
     async def _check_length(self, engine: Engine) -> None:
         """Raise `ConfigError` if an episode within ``rollout.max_tokens`` may be too long for an engine."""

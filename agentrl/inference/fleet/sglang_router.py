@@ -40,7 +40,15 @@ class SGLangRouter(GenerationClient):
     again.
     """
 
-    def __init__(self, sampler: RoutedSampler, config: SamplerConfig, log: Path, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        sampler: RoutedSampler,
+        config: SamplerConfig,
+        log: Path,
+        vocabulary: Vocabulary,
+        *,
+        knows_ages: bool = False,
+    ) -> None:
         """Create the router; `start` starts its process.
 
         Args:
@@ -48,6 +56,7 @@ class SGLangRouter(GenerationClient):
             config: ``router`` is ``sglang``.
             log: file for the router's output.
             vocabulary: of the policy, with which replies are checked.
+            knows_ages: see `GenerationClient`.
 
         """
         self.on_lost: Callable[[str], None] = lambda name: None
@@ -55,7 +64,7 @@ class SGLangRouter(GenerationClient):
         self._config = config
         self._log = log
         # The port is known once the process runs.
-        super().__init__(EngineHttp(f"http://{LOOPBACK}", config.request_timeout_s), vocabulary)
+        super().__init__(EngineHttp(f"http://{LOOPBACK}", config.request_timeout_s), vocabulary, knows_ages=knows_ages)
         self._control = EngineHttp(self._http.url, config.stall_timeout_s)
         self._workers = Workers(self._control)
         self._engines: dict[str, SGLangClient] = {}

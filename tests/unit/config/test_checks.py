@@ -33,6 +33,10 @@ ADAPTERS = ["weights.adapters=only", "learner.lora={}"]
         ([*ADAPTERS, *GPU, "sampler.sglang={load-format: dummy}"], r"load_format=dummy: engines keep the weights"),
         ([*ADAPTERS, *GPU, "weights.transport=disk"], r"leave out weights\.transport"),
         ([*ADAPTERS, *GPU, "sampler.sglang={dp_size: 2}"], "tensor parallel ranks only"),
+        ([*ADAPTERS, "weights.prefix_cache=keep"], r"leave out weights\.prefix_cache"),
+        (["placement.mode=colocate", "weights.prefix_cache=keep"], "release the memory of their cache"),
+        (["weights.prefix_cache=by_version", "sampler.router=sglang"], r"set sampler\.router=builtin"),
+        (["weights.pause=in_place", *GPU], r"set weights\.prefix_cache=by_version"),
     ],
 )
 def test_ways_that_lead_nowhere(settings: list[str], why: str) -> None:
@@ -51,6 +55,8 @@ def test_ways_that_lead_nowhere(settings: list[str], why: str) -> None:
         ["weights.transport=disk", *GPU, "sampler.sglang={pp_size: 2}", "placement.mode=disaggregate"],
         ["weights.dtype=bfloat16"],
         ["weights.check=checksum", *GPU],
+        ["weights.pause=in_place", "weights.prefix_cache=by_version", *GPU],
+        ["weights.pause=in_place"],
         [*ADAPTERS, *GPU, "placement.mode=disaggregate", "sampler.sglang={tp_size: 2}"],
     ],
 )

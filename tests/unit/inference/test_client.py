@@ -234,6 +234,28 @@ def test_a_pause_with_abort_goes_on_with_a_second_request(fake: FakeSGLang) -> N
     assert second["sampling_params"]["max_new_tokens"] == 2
 
 
+def test_a_pause_with_restart_samples_the_turn_again(fake: FakeSGLang) -> None:
+    fake.held.clear()
+    fake.finishes = ["abort", "length"]
+
+    async def play(client: SGLangClient) -> Any:
+        task = asyncio.create_task(sample(client))
+        await until(lambda: bool(fake.calls))
+        await client.pause("restart")
+        fake.held.set()
+        await client.updates.from_tensors([("a", torch.ones(2))], 5, last=True)
+        await client.resume()
+        generation = await task
+        assert client.discarded_tokens == 2
+        return generation
+
+    generation = fake.drive(play)
+    assert (generation.token_ids, generation.versions) == ((7, 8), ((0, 5),))
+    assert [body["mode"] for path, body in fake.calls if path == "/pause_generation"] == ["abort"]
+    first, second = [body for path, body in fake.calls if path == "/generate"]
+    assert second == first | {"rid": "r:1"}
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_turn_of_two_versions_is_exact_or_an_error(fake: FakeSGLang, exact: bool) -> None:
     fake.held.clear()

@@ -89,13 +89,13 @@ def test_after_a_flush_nothing_old_is_found() -> None:
     assert table.held[active] == 0 or assigned.slot == active
 
 
-def test_a_prefix_of_another_adapter_is_not_reused() -> None:
+def test_a_prefix_of_another_namespace_is_not_reused() -> None:
     table = SlotTable(4, 100)
     table.release(run(table, np.arange(50)))
-    of_adapter = table.assign(np.arange(60), adapter=1)
-    assert isinstance(of_adapter, SlotAssignment)
-    assert of_adapter.cached == 0
+    of_other = table.assign(np.arange(60), namespace=1)
+    assert isinstance(of_other, SlotAssignment)
+    assert of_other.cached == 0
     table.mark_computed()
-    table.release(of_adapter.slot)
-    again = [table.assign(np.arange(70), adapter=number) for number in (2, 1, 0)]
+    table.release(of_other.slot)
+    again = [table.assign(np.arange(70), namespace=number) for number in (2, 1, 0)]
     assert [one.cached for one in again if isinstance(one, SlotAssignment)] == [0, 60, 50]

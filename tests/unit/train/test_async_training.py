@@ -128,7 +128,7 @@ def test_a_failure_in_the_background_reaches_the_trainer(tmp_path: Path) -> None
     assert (tmp_path / "checkpoints" / f"step_{len(steps(tmp_path)):06d}").exists()
 
 
-@pytest.mark.parametrize("mode", ["abort", "in_place", "finish"])
+@pytest.mark.parametrize("mode", ["abort", "restart", "in_place", "finish"])
 def test_engines_pause_for_a_sync_while_episodes_run(tmp_path: Path, mode: str) -> None:
     engines = Engines(0)
     engines.refused = 2
