@@ -58,8 +58,8 @@ def test_python_and_torch_ranges() -> None:
 
 
 PUBLIC = (
-    "Action", "AecAdapter", "Agent", "AsyncEnv", "CallStatus", "Chat", "ConfigError", "Env", "Info", "MadeTasks",
-    "Message", "MissingError", "MultiAgentEnv", "MultiReset", "MultiStep", "Observation", "Player", "RandomPlayer",
+    "Action", "AecAdapter", "Agent", "AsyncEnv", "CallStatus", "Chat", "ConfigError", "DataSource", "Env", "Info",
+    "MadeTasks", "Message", "MissingError", "MultiAgentEnv", "MultiReset", "MultiStep", "Observation", "Player", "RandomPlayer",
     "Rewrite", "Rollout", "Sample", "Step", "StopReason", "Task", "TaskError", "TaskSet", "Tool", "ToolCall",
     "ToolCalls", "ToolFailure", "ToolResult", "ToolResults", "ToolService", "ToolStatus", "TurnGame", "UserError",
     "View", "make_env", "register_env", "register_tool", "served_tools", "tool", "unknown_name", "uses_tools",

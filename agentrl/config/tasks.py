@@ -106,12 +106,13 @@ class TasksConfig(Section):
 
 
 class DataConfig(Section):
-    """Prompts from JSONL or parquet files, in place of ``tasks``."""
+    """Prompts from JSONL files, parquet files or Hugging Face datasets, in place of ``tasks``."""
 
     path: Path | None = None
-    """Rows to train on (slime's ``prompt_data``)."""
+    """Rows to train on (slime's ``prompt_data``): a ``.jsonl`` or ``.parquet`` file, a dataset of the hub as ``hf:NAME``,
+    ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIG:SPLIT``, or a folder that ``save_to_disk`` of ``datasets`` has written."""
     eval_path: Path | None = None
-    """Rows to evaluate on; without a file there is no evaluation during training."""
+    """Rows to evaluate on, as ``path``; without a file there is no evaluation during training."""
     input_key: str = "prompt"
     """The column of the prompt: a string, or a list of chat messages ``{"role", "content"}``."""
     label_key: str | None = None
@@ -124,3 +125,5 @@ class DataConfig(Section):
     """Render prompts with the model's chat template; with false, strings are used as they are."""
     limit: int | None = Field(default=None, ge=1)
     """Use only this many rows, from the start of each file."""
+    streaming: bool = False
+    """Read each row of ``path`` when its task is taken, for data that is larger than memory. Rows are then not checked before."""

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from agentrl.core.errors import MissingError
 
 EXTRAS = {
+    "datasets": "datasets",
     "docker": "docker",
     "faiss": "e5",
     "gguf": "models",

@@ -1,1 +1,1 @@
-"""Tasks from files of prompts: JSONL and parquet."""
+"""Tasks from prompts: JSONL and parquet files, Hugging Face datasets."""

@@ -1,4 +1,4 @@
-"""A taskset from the rows of files."""
+"""A taskset from the rows of files and datasets."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, cast, get_args
 
 from agentrl.config.tasks import DataConfig
 from agentrl.core.errors import ConfigError, unknown_name
-from agentrl.core.task import Task, TaskSet
+from agentrl.core.task import MadeTasks, Task, TaskSet
 from agentrl.core.types import Message, Role
+from agentrl.data.row_table import open_table
 from agentrl.data.rows import Row, read_rows
 
 _ROLES = get_args(Role)
@@ -20,7 +21,7 @@ _ROLES = get_args(Role)
 class FileTasks(TaskSet):
     """The splits ``train`` (``data.path``) and ``eval`` (``data.eval_path``); without a file a split is empty.
 
-    Both files are read and checked when it is built.
+    All rows are read and checked when it is built; with ``data.streaming`` those of ``data.path`` when their tasks are taken.
 
     Raises:
         ConfigError: see `read_tasks`.
@@ -29,7 +30,7 @@ class FileTasks(TaskSet):
 
     def __init__(self, data: DataConfig) -> None:
         self._splits: dict[str, Sequence[Task]] = {
-            "train": read_tasks(data.path, data, "data.path") if data.path is not None else (),
+            "train": () if data.path is None else _train_tasks(data.path, data),
             "eval": read_tasks(data.eval_path, data, "data.eval_path") if data.eval_path is not None else (),
         }
 
@@ -45,11 +46,34 @@ class FileTasks(TaskSet):
         return self._splits[name]
 
 
+def _train_tasks(path: Path, data: DataConfig) -> Sequence[Task]:
+    return StreamedTasks(path, data) if data.streaming else read_tasks(path, data)
+
+
+class StreamedTasks(MadeTasks):
+    """The tasks of ``data.path``, each read when it is taken."""
+
+    def __init__(self, path: Path, data: DataConfig) -> None:
+        columns = {data.input_key, data.label_key, data.metadata_key, data.id_key} - {None}
+        self._rows = open_table(path, "data.path", cast("set[str]", columns))
+        self._data = data
+        super().__init__("train", min(len(self._rows), data.limit or len(self._rows)))
+
+    def make(self, index: int) -> Task:
+        """Return the task of a row.
+
+        Raises:
+            ConfigError: the row does not parse, lacks a key or has a prompt that cannot be used.
+
+        """
+        return _task(self._rows[index], self._data)
+
+
 def read_tasks(path: Path, data: DataConfig, key: str = "data.path") -> Sequence[Task]:
     """Return the tasks in a file, one a row.
 
     Args:
-        path: a ``.jsonl`` or ``.parquet`` file.
+        path: a ``.jsonl`` or ``.parquet`` file, or a Hugging Face dataset.
         data: columns of prompt, label and metadata, and the limit of rows.
         key: the configuration key that names the file, for messages.
 

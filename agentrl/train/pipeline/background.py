@@ -205,12 +205,12 @@ class BackgroundEpisodes:
                 async with asyncio.TaskGroup() as group:
                     while True:
                         self._room.clear()
-                        self._admit(group)
+                        await self._admit(group)
                         await self._room.wait()
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None  # the first ended the others
 
-    def _admit(self, group: asyncio.TaskGroup) -> None:
+    async def _admit(self, group: asyncio.TaskGroup) -> None:
         """Begin groups, as many as may run."""
         while self._running.now < self.concurrency:
             if self._restored:
@@ -219,7 +219,7 @@ class BackgroundEpisodes:
                 self.journal.admitted(position, self.version)
             if position is None:
                 break
-            jobs = self.jobs_of(position)
+            jobs = await asyncio.to_thread(self.jobs_of, position)  # may read files
             self._running.add(len(jobs))
             group.create_task(self._run_group(position, jobs))
 

@@ -1,0 +1,100 @@
+"""Hugging Face datasets: from the hub, from its cache, or from a folder that ``datasets`` has written."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentrl.core.errors import ConfigError, MissingError
+from agentrl.core.extras import require
+from agentrl.core.reading import one_line
+
+PREFIX = "hf:"
+"""Begins the name of a dataset of the hub."""
+
+
+class Dataset(Protocol):
+    """What is used of ``datasets.Dataset``, whose rows are in memory-mapped files."""
+
+    column_names: list[str]
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """Return a row."""
+        ...
+
+    def select_columns(self, column_names: list[str]) -> Dataset:
+        """Return the dataset with these columns only."""
+        ...
+
+
+def is_dataset(path: Path) -> bool:
+    """Return whether a path of data is a dataset, and no file of rows."""
+    return str(path).startswith(PREFIX) or path.suffix == ".arrow" or path.is_dir()
+
+
+def open_dataset(path: Path, key: str, columns: Collection[str] | None = None) -> tuple[Dataset, tuple[str, ...]]:
+    """Return a dataset, and the names of its columns that were left out.
+
+    Args:
+        path: ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIG:SPLIT``; by default the split is ``train``. Or a folder
+            written by ``save_to_disk``, or an ``.arrow`` file.
+        key: the configuration key that names it, for messages.
+        columns: keep only those of these names that it has.
+
+    Raises:
+        ConfigError: there is no such dataset.
+        MissingError: the extra for it is not installed, or the dataset cannot be downloaded.
+
+    """
+    require("datasets", f"{key}={path}")
+    import datasets
+
+    datasets.disable_progress_bars()
+    logging.getLogger("datasets").setLevel(logging.ERROR)
+    try:
+        if str(path).startswith(PREFIX):
+            name, config, split = _parts(path, key)
+            dataset: Any = datasets.load_dataset(name, config, split=split)
+        elif path.suffix == ".arrow":
+            dataset = datasets.Dataset.from_file(str(path))
+        else:
+            dataset = _from_folder(path, key)
+    except ConnectionError as error:
+        raise MissingError(f"{key}={path}: {one_line(error)}; load it once on a machine with a network") from error
+    except (OSError, ValueError, RuntimeError, LookupError, TypeError) as error:
+        raise ConfigError(f"{key}={path}: {type(error).__name__}: {one_line(error)}") from error
+    wanted = [name for name in dataset.column_names if columns is None or name in columns]
+    unread = tuple(name for name in dataset.column_names if name not in wanted)
+    return (dataset.select_columns(wanted) if wanted else dataset), (unread if wanted else ())
+
+
+def _parts(path: Path, key: str) -> tuple[str, str | None, str]:
+    """Return name, configuration and split of a dataset of the hub."""
+    match str(path).removeprefix(PREFIX).split(":"):
+        case [str(name)] if name:
+            return name, None, "train"
+        case [str(name), str(split)] if name and split:
+            return name, None, split
+        case [str(name), str(config), str(split)] if name and config and split:
+            return name, config, split
+        case _:
+            raise ConfigError(f"{key}={path}: write hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
+
+
+def _from_folder(path: Path, key: str) -> Any:
+    import datasets
+
+    splits = path / "dataset_dict.json"
+    if splits.is_file():
+        named = ", ".join(str(path / name) for name in json.loads(splits.read_text(encoding="utf-8"))["splits"])
+        raise ConfigError(f"{key}={path}: the folder has several splits; name one: {named}")
+    if not (path / "state.json").is_file():
+        raise ConfigError(f"{key}={path}: it is a folder without a dataset that save_to_disk of datasets has written")
+    return datasets.load_from_disk(str(path))
