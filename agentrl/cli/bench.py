@@ -14,6 +14,7 @@ from rich.status import Status
 from rich.table import Column, Table
 from rich.text import Text
 
+from agentrl.cli import bench_async
 from agentrl.cli.options import add_config_arguments, add_plain_config_arguments, resolve_config, resolve_plain_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
@@ -74,6 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kernels", type=int, default=0, help="kernels to print of a profiled step, from the longest on"
     )
     add_plain_config_arguments(learner)
+    asynchronous = actions.add_parser(
+        "async", help="asynchronous against synchronous training in virtual time, each with its best split of the GPUs"
+    )
+    bench_async.add_arguments(asynchronous)
     masks = actions.add_parser("masks", help="tokens/s from turns to checked batches, against retokenizing every turn")
     add_config_arguments(masks)
     view = actions.add_parser("view", help="seconds to make a page of a large run, and to open it in a browser")
@@ -98,6 +103,9 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.action == "sandbox":
         _sandbox(arguments, make_console())
+        return
+    if arguments.action == "async":
+        bench_async.run(arguments, make_console())
         return
     if arguments.action in ("efficiency", "weights"):
         measure = _efficiency if arguments.action == "efficiency" else _weights

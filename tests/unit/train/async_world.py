@@ -31,6 +31,7 @@ from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import TaskJobs
 from agentrl.runtime.task_order import TaskOrder
 from agentrl.testing import FakeLearner, ScriptedSampler
+from agentrl.testing.virtual_time import run_virtual
 from agentrl.train.evaluator import Evaluator
 from agentrl.train.pipeline.records import RunRecords
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
@@ -38,7 +39,6 @@ from agentrl.train.sampling import Sampling
 from agentrl.train.trainer import Trainer
 from agentrl.weight_sync.base import Sent
 from tests.unit.episode.conftest import CHATML, renderer_of
-from tests.unit.train.virtual_time import run_virtual
 
 TASKS = [Task(f"t{number}", (Message("user", f"task {number}"),)) for number in range(50)]
 RENDERER = renderer_of(CHATML)
