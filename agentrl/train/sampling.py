@@ -201,16 +201,21 @@ class Sampling:
     async def get_rollouts(self, step: int, position: TaskPosition) -> StepRollouts:
         """Return a step's rollouts: all of its episodes run now, or in the background.
 
-        The background has the episodes of a run with ``async.max_staleness``, and of one that replaces filtered groups. The
-        journal has those of a step that is trained again.
+        The journal has those of a step that is trained again.
         """
         self._runner = self._runner or self.services.runner()
-        from_background = self.config.asynchronous.max_staleness or self.config.rollout.filter_groups.filters
-        sample = self._from_background if from_background else self._from_episodes
+        sample = self._from_background if self._in_background else self._from_episodes
         if self.records.journal.batch(step) is not None and self.self_play is None:
             sample = self._from_journal
         self._taken = await sample(self._runner, step, position)
         return self._taken
+
+    @property
+    def _in_background(self) -> bool:
+        """Whether the background has the episodes: with ``async.max_staleness``, or if filtered groups are replaced."""
+        if self.config.asynchronous.max_staleness or self.config.rollout.filter_groups.filters:
+            return True
+        return self.self_play is None and any(group.dropped for group in self.records.journal.untaken)
 
     async def _from_journal(self, runner: EpisodeRunner, step: int, position: TaskPosition) -> StepRollouts:
         """Return the rollouts with which ``step`` was trained before the run was resumed, once their tasks are drawn again."""

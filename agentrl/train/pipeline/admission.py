@@ -64,7 +64,7 @@ class Admission:
     def admit(self, version: int) -> int | None:
         """Admit the next group while the engines have ``version``; return its position, or None if none may begin."""
         room = (version + self.max_staleness + 1 - self.step) * self._batch_size
-        if not self._left or len(self._waiting) >= min(room, self._most):
+        if self._left <= 0 or len(self._waiting) >= min(room, self._most):
             return None
         self._left -= 1
         position = next(self._positions)

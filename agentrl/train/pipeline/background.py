@@ -109,8 +109,8 @@ class BackgroundEpisodes:
         journal: Journal,
     ) -> BackgroundEpisodes:
         """Return the episodes of a run that has finished ``step`` steps, and whose engines have the policy of that step."""
-        began = [group for group in journal.untaken if group.position not in position]
-        restored = {group.position for group in began}
+        untaken = [group for group in journal.untaken if group.position not in position]
+        restored = {group.position for group in untaken}
         admission = Admission(
             (each for each in position.untrained() if each not in restored),
             step=step,
@@ -130,9 +130,12 @@ class BackgroundEpisodes:
             Filtering(config.rollout),
             config.asynchronous.mask_older_than,
         )
-        for group in began:
-            admission.restore(group.position, group.version)
-            background._restored.append(group.position)
+        for group in untaken:
+            if group.dropped:
+                background.filtering.restore(group.position, journal.held(group.position), group.dropped)
+            else:
+                admission.restore(group.position, group.version)
+                background._restored.append(group.position)
         return background
 
     async def take(self) -> Taken:

@@ -42,14 +42,20 @@ class Filtering:
             ConfigError: a filter of the user raises, or returns no bool.
 
         """
-        self._rewards += [rollout.reward for rollout in kept(group)]
         reason = self._filters.reason(group)
         if reason:
-            self._groups[position] = group
-            self._reasons[reason] += 1
-            for rollout in kept(group):
-                rollout.dropped, rollout.filtered = True, reason
+            self.restore(position, group, reason)
+        else:
+            self._rewards += [rollout.reward for rollout in group if not rollout.dropped]
         return reason
+
+    def restore(self, position: int, group: list[Rollout], reason: str) -> None:
+        """Take a group that the filter ``reason`` dropped, also in an earlier process of the run."""
+        self._groups[position] = group
+        self._reasons[reason] += 1
+        for rollout in kept(group):
+            self._rewards.append(rollout.reward)
+            rollout.dropped, rollout.filtered = True, reason
 
     def check(self, step: int) -> None:
         """Check the number of groups that were filtered since the step before.

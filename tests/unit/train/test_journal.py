@@ -163,3 +163,36 @@ def test_rollouts_that_all_kept_checkpoints_have_trained_are_removed(tmp_path: P
     needed = sorted(position for step in (5, 6) for position in state.batches[step].positions)
     assert set(needed) <= set(kept)
     assert len(kept) < 24
+
+
+@pytest.mark.parametrize(("then", "staleness"), [("[zero_variance]", 1), ("[]", 1), ("[]", 0)])
+def test_groups_that_were_filtered_before_a_kill_stay_filtered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, staleness: int
+) -> None:
+    """The journal knows them as dropped, and no step has taken its groups yet."""
+    fixed = ("train.steps=4", f"async.max_staleness={staleness}")
+    written, count = format_of_journal.JournalLog.write, 0
+
+    def write(log: format_of_journal.JournalLog, event: str, **fields: Any) -> None:
+        nonlocal count
+        written(log, event, **fields)
+        count += event == "dropped"
+        if count == 5:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(format_of_journal.JournalLog, "write", write)
+        with pytest.raises(Killed):
+            train(tmp_path, make_config(*fixed, "rollout.filter_groups.filters=[zero_variance]"))
+    before = read_journal(tmp_path)
+    assert before is not None
+    dropped = {group.position for group in before.untaken if group.dropped}
+    assert dropped
+    run = train(tmp_path, make_config(*fixed, f"rollout.filter_groups.filters={then}"))
+    state = read_journal(tmp_path)
+    assert state is not None
+    assert state.faults() == []
+    assert [len(state.batches[step].positions) for step in range(1, 5)] == [4] * 4
+    assert dropped <= {position for batch in state.batches.values() for position in batch.dropped}
+    assert not state.waiting, "no group began that no step trains"
+    assert run.position.first == max(state.groups) + 1
