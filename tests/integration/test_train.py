@@ -179,7 +179,7 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
         *(name for name in described if name.startswith(("selfplay/", "async/"))),
         *("train/METRIC/policy=NAME", "train/reward/role=ROLE", "rollout/turns/role=ROLE"),
         "time/pause_s",
-        *("eval/lag_mean", "eval/lag_max", "eval/lag_steps"),
+        *("eval/lag_mean", "eval/lag_steps"),
         *("rollout/filtered_groups", "rollout/filtered/FILTER", "rollout/filtered_tokens", "rollout/unfiltered_reward"),
         *("eval/rating", "eval/score", "eval/NAME/seat=SEAT", "eval/exploitability", "eval/other_output"),
     }
