@@ -16,7 +16,7 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.provenance import check_provenance
 from agentrl.cluster.learner_actor import LearnerActor, RankSpec
 from agentrl.cluster.placement_group import ActorLocation, actor_location
-from agentrl.cluster.ray_runtime import RayRuntime, check_ray
+from agentrl.cluster.ray_runtime import RayRuntime, check_ray, raylet_ended
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, LearnerError
 from agentrl.learner.base import LearnerRank, RowScores
@@ -216,6 +216,8 @@ class RankActors:
         self._check_over()
 
     def _check_over(self) -> None:
+        if self._over is None and raylet_ended():
+            self._over = "Ray's raylet has ended, and with it all ranks"
         if self._over is not None:
             raise LearnerError(f"the {self._name} has ended: {self._over}")
 

@@ -92,9 +92,21 @@ def check_ray() -> None:
         LearnerError: with the process and the folder of its log.
 
     """
-    node: Any = ray._private.worker._global_node
-    if node is not None and (ended := [name for name, _ in node.dead_processes()]):
-        raise LearnerError(f"Ray's process {ended[0]} has ended; its log is in {node.get_logs_dir_path()}")
+    if ended := _ended_processes():
+        raise LearnerError(f"Ray's process {ended[0]} has ended; its log is in {_node().get_logs_dir_path()}")
+
+
+def raylet_ended() -> bool:
+    """Return whether the raylet that this process has started has ended: Ray ends a process that then uses its objects."""
+    return "raylet" in _ended_processes()
+
+
+def _ended_processes() -> list[str]:
+    return [] if _node() is None else [name for name, _ in _node().dead_processes()]
+
+
+def _node() -> Any:
+    return ray._private.worker._global_node
 
 
 def store_bytes(model: Path) -> int:
@@ -104,7 +116,7 @@ def store_bytes(model: Path) -> int:
 
 def _end_own_ray() -> None:
     """Disconnect, and kill the processes of the Ray that was started here: they block the SIGTERM with which Ray ends them."""
-    node = ray._private.worker._global_node
+    node = _node()
     if node is not None:
         kill_all = node.kill_all_processes
         node.kill_all_processes = lambda **options: kill_all(**options | {"allow_graceful": False})

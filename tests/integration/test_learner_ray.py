@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.cluster.learner_actor import LearnerActor
 from agentrl.cluster.learner_group import RayLearnerGroup, start_critic, start_learners
-from agentrl.cluster.ray_runtime import check_ray
+from agentrl.cluster.ray_runtime import check_ray, raylet_ended
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.core.errors import CheckpointError, EngineError, LearnerError, ModelError, ProvenanceError
 from agentrl.core.types import Provenance
@@ -366,3 +366,4 @@ def test_the_end_of_a_process_of_ray_is_an_error_at_once(group):
     gcs.kill()
     with pytest.raises(LearnerError, match="Ray's process gcs_server has ended; its log is in "):
         until_it_raises(check_ray)
+    assert not raylet_ended()

@@ -114,6 +114,8 @@ class Totals:
     duplicated: int = 0
     hangs: int = 0
     finished: int = 0
+    ended: list[ChaosRun] = field(default_factory=list)
+    """Finished runs."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take_kill(self) -> bool:
@@ -309,10 +311,16 @@ class ChaosRun:
             self._fault(f"the watchdog reported {stalls} times that nothing ended for {STALL_S:g} s")
             with self._totals.lock:
                 self._totals.hangs += 1
-        if left := self._processes.left(GONE_S, agents=True):
-            self._fault(f"left at the end: {left}")
+        with self._totals.lock:
+            self._totals.ended.append(self)
         if left := left_in_cgroups(self._processes.servers):
             self._fault(f"sandboxes left: {left}")
+
+    def check_agents(self) -> None:
+        """Check at the end of all lanes that Ray's agents have ended too: they outlive a killed run by a minute."""
+        if left := self._processes.left(GONE_S, agents=True):
+            self._fault(f"left at the end: {left}")
+            self._processes.end()
 
     def _fault(self, words: str) -> None:
         with self._totals.lock:
@@ -396,7 +404,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=24, help="training steps of a run")
     parser.add_argument("--kills-a-run", type=int, default=8, help="most kills of a run")
-    parser.add_argument("--seconds", type=float, default=440, help="no kill and no new run begins after that")
+    parser.add_argument("--seconds", type=float, default=400, help="no kill and no new run begins after that")
     parser.add_argument(
         "--kinds", nargs="*", default=list(KINDS), choices=KINDS, help="kinds of processes that are killed"
     )
@@ -420,6 +428,8 @@ def main(words: Sequence[str] | None = None) -> int:
         each.start()
     for each in lanes:
         each.join()
+    for run in totals.ended:
+        run.check_agents()
     found = report(totals, time.monotonic() - begun, sandbox)
     text = json.dumps(found, indent=1)
     (options.out / "report.json").write_text(text)
