@@ -28,6 +28,10 @@ GRACE_S = 5.0
 """Seconds for the other ranks to fail with the same cause after one failed; ranks still running then wait for it."""
 
 
+_LOOK_S = 1.0
+"""Seconds between two looks at Ray's processes while ranks start."""
+
+
 class RankActors:
     """What a learner and a critic have in common. If a rank is lost or hangs, all ranks are ended."""
 
@@ -231,7 +235,12 @@ class RankActors:
 
         with waiting(self._name, lambda: f"rank {' and '.join(map(str, late()))} of {len(self._actors)}", phase):
             while left:
-                done, left = ray.wait(left, timeout=max(0.0, limit - time.monotonic()))
+                rest_s = max(0.0, limit - time.monotonic())
+                done, left = ray.wait(left, timeout=rest_s if self._is_ready else min(rest_s, _LOOK_S))
+                if not done and not self._is_ready:
+                    check_ray()  # without its processes no actor starts
+                if not done and time.monotonic() < limit:
+                    continue
                 if not done:
                     self._end(f"{phase} took longer than {key}")
                     raise LearnerError(

@@ -23,7 +23,10 @@ from agentrl.core.errors import LearnerError
 _STORE_BYTES = 256 << 20
 """Minimum size of the object store. Batches and weights pass through it; unwritten pages cost no memory."""
 
-_WITHOUT_GCS_S = 3600
+_SERVERS = ("gcs_server", "raylet")
+_LOOK_S = 0.5
+"""Seconds between two looks at Ray's processes while it starts."""
+_WITHOUT_GCS_S = 600
 """Seconds that processes of a run go on without Ray's GCS: a training step that is being computed takes less."""
 
 _UNUSED = ("start_api_server", "start_log_monitor", "start_monitor")
@@ -57,7 +60,9 @@ class RayRuntime:
         if not self._options:
             return
         self._thread.start()
-        self._up.wait()
+        while not self._up.wait(_LOOK_S):
+            if ended := _ended_children():  # what `ray.init` waits for will not come
+                raise LearnerError(f"Ray does not start: its process {ended[0]} has ended")
         if self._fault is not None:
             raise LearnerError(f"Ray does not start: {self._fault}") from self._fault
 
@@ -99,6 +104,16 @@ def check_ray() -> None:
 def raylet_ended() -> bool:
     """Return whether the raylet that this process has started has ended: Ray ends a process that then uses its objects."""
     return "raylet" in _ended_processes()
+
+
+def _ended_children() -> list[str]:
+    """Return the names of Ray's processes that this process has started, and that have ended."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if child.status() == psutil.STATUS_ZOMBIE and child.name() in _SERVERS:
+                found.append(child.name())
+    return found
 
 
 def _ended_processes() -> list[str]:

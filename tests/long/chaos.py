@@ -35,7 +35,7 @@ from chaos_audit import audit
 from chaos_processes import KINDS, RunProcesses, left_in_cgroups
 
 BATCH, SAMPLES = 2, 2
-STALL_S = 60.0
+STALL_S = 120.0
 """``obs.stall_warning_s`` of the runs: without progress for so long, the watchdog reports a hang."""
 GONE_S = 20.0
 """Seconds that processes may outlive the run."""
