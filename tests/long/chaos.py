@@ -215,13 +215,15 @@ class ChaosRun:
         rows = self._count_rows()
         in_start = self._rng.random() < 0.3
         next_kill = begun + self._rng.uniform(0.5, self._start_s) if in_start else None
-        progress, last, looked = begun, self._mark(), 0.0
+        progress, last, looked, stalls = begun, self._mark(), 0.0, self._stalls()
         while (code := self._main.poll()) is None:
             time.sleep(_POLL_S)
             now = time.monotonic()
             if now >= looked + _LOOK_S:
                 looked = now
                 self._living()
+                if self._stalls() > stalls:
+                    return self._hang()
             if (mark := self._mark()) != last:
                 progress, last = now, mark
             if now - progress > 1.5 * STALL_S:
@@ -275,7 +277,9 @@ class ChaosRun:
         time.sleep(3)
         with self._totals.lock:
             self._totals.hangs += 1
-        self._fault(f"no progress for {1.5 * STALL_S:g} s after kills of {[kill.kind for kill in self._open]}")
+        kinds = [kill.kind for kill in self._open]
+        waits = self._output.read_text(errors="replace").rpartition("watchdog: ")[2].splitlines()[:6]
+        self._fault(f"no progress for {STALL_S:g} s after kills of {kinds}: {' '.join(waits)}")
         self._main.kill()
         self._main.wait()
         for kill in self._open:
@@ -306,11 +310,6 @@ class ChaosRun:
         for name in ("lost", "duplicated"):
             if groups := getattr(found, name):
                 self._fault(f"{name} groups: {groups}")
-        text = self._output.read_text(errors="replace")
-        if stalls := text.count("watchdog: nothing has ended"):
-            self._fault(f"the watchdog reported {stalls} times that nothing ended for {STALL_S:g} s")
-            with self._totals.lock:
-                self._totals.hangs += 1
         with self._totals.lock:
             self._totals.ended.append(self)
         if left := left_in_cgroups(self._processes.servers):
@@ -325,6 +324,10 @@ class ChaosRun:
     def _fault(self, words: str) -> None:
         with self._totals.lock:
             self._totals.faults.append(f"{self._case.name} ({self._folder.name}): {words}")
+
+    def _stalls(self) -> int:
+        """Return how often the watchdog has reported that nothing ended for `STALL_S`."""
+        return self._output.read_text(errors="replace").count("watchdog: nothing has ended")
 
     def _mark(self) -> tuple[float, ...]:
         """Return what changes while the run does anything."""
