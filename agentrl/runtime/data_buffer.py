@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -107,7 +108,8 @@ class DataBuffer:
             self._again -= rewards.keys()
             self._buffer += [task for task in tasks if task.id in lost and task.id not in self._again]
             self._again ^= set(lost)
-            self.source.on_trained(rewards)
+            with _calling(self.source, "on_trained"):
+                self.source.on_trained(rewards)
 
     def _get(self, count: int) -> list[Task]:
         """Return the next tasks: first those that were given back."""
@@ -136,12 +138,14 @@ class DataBuffer:
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs, JSON-able."""
         with self._lock:
+            with _calling(self.source, "state"):
+                source = deepcopy(self.source.state())  # is written to disk while tasks are taken
             return {
                 "next": self._next,
                 "taken": {str(position): _to_dict(task) for position, task in self._taken.items()},
                 "buffer": [_to_dict(task) for task in self._buffer],
                 "again": sorted(self._again),
-                "source": deepcopy(self.source.state()),  # is written to disk while tasks are taken
+                "source": source,
             }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -151,12 +155,24 @@ class DataBuffer:
             self._taken = {int(position): _from_dict(task) for position, task in state["taken"].items()}
             self._buffer = [_from_dict(task) for task in state["buffer"]]
             self._again = set(state["again"])
-            self.source.load_state(state["source"])
+            with _calling(self.source, "load_state"):
+                self.source.load_state(state["source"])
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the data source, and the number of tasks that were given back and not taken again."""
-        with self._lock:
+        with self._lock, _calling(self.source, "metrics"):
             return {"data/buffer": float(len(self._buffer)), **self.source.metrics()}
+
+
+@contextmanager
+def _calling(source: DataSource, method: str) -> Iterator[None]:
+    """Turn what a data source raises in the body into a `ConfigError` with the author's line."""
+    try:
+        yield
+    except AgentrlError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"tasks.data_source: {type(source).__name__}.{method} raised {describe(error)}") from error
 
 
 def get_tasks(source: DataSource, count: int) -> list[Task]:
@@ -167,12 +183,8 @@ def get_tasks(source: DataSource, count: int) -> list[Task]:
 
     """
     call = f"tasks.data_source: {type(source).__name__}.get_samples({count})"
-    try:
+    with _calling(source, "get_samples"):
         found = source.get_samples(count)
-    except AgentrlError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{call} raised {describe(error)}") from error
     if not isinstance(found, Sequence) or len(found) != count or not all(isinstance(task, Task) for task in found):
         raise ConfigError(f"{call} must return a sequence of {count} Tasks, it returned {found!r:.100}")
     return list(found)

@@ -176,6 +176,37 @@ def test_what_a_data_source_may_not_return(found: Any) -> None:
         DataBuffer(source)[1]
 
 
+class Faulty(Newest):
+    """Raises in every method."""
+
+    def get_samples(self, num_samples: int) -> Any:
+        raise KeyError(num_samples)
+
+    on_trained = load_state = get_samples
+
+    def state(self) -> Any:
+        raise KeyError("none")
+
+    metrics = state
+
+
+def test_what_a_data_source_raises_is_said_in_one_line() -> None:
+    buffer = DataBuffer(Faulty(TASKS, 0))
+    state = {"next": 0, "taken": {}, "buffer": [], "again": [], "source": {}}
+    calls = {
+        "get_samples": lambda: buffer[0],
+        "on_trained": lambda: buffer.on_trained([], {"t0": [1.0]}),
+        "state": buffer.state,
+        "load_state": lambda: buffer.load_state(state),
+        "metrics": buffer.metrics,
+    }
+    for name, call in calls.items():
+        with pytest.raises(
+            ConfigError, match=rf"^tasks\.data_source: Faulty\.{name} raised KeyError: .* \(test_data_buffer\.py:\d+\)$"
+        ):
+            call()
+
+
 def test_each_source_of_a_mixed_run_has_its_data_source() -> None:
     names = {name: [Task(f"{name}/{task.id}", task.prompt) for task in TASKS] for name in "ab"}
     config = load_config(None, ["sources.a.weight=1", f"sources.b.tasks.data_source.name={__file__}:Newest"])
