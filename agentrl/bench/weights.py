@@ -26,7 +26,7 @@ from agentrl.learner.export.bucket import NamedTensors
 from agentrl.learner.export.exporter import WeightExporter
 from agentrl.models.random_models import Shape, find_model_shape, parameter_shapes, write_random_model
 from agentrl.models.resolve import resolve_model
-from agentrl.weight_sync.registry import TRANSPORTS, bucket_bytes_of, make_sync
+from agentrl.weight_sync.registry import TRANSPORTS, bucket_bytes_of, make_sync, with_changes
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class SyncTimes:
     send_s: float
     """Part of it from complete buckets until the engine had them."""
     pack_s: float
-    """Part of ``send_s``: CUDA IPC handles (``ipc``), copies to the CPU (``tensor``), writing files (``disk``)."""
+    """Part of ``send_s``: CUDA IPC handles (``ipc``), copies to the CPU (``tensor``), changes (``delta``), files (``disk``)."""
     request_s: float
     """As many requests to the engine as it had buckets, without weights."""
     plain: float | None
@@ -118,7 +118,13 @@ class RandomLearner(WeightExporter):
         self.numbers = sum(tensor.numel() for tensor in named.values())
         self.watch = Stopwatch()
         """Of the last pass over the buckets."""
+        self._named = named
         self._device = device
+
+    def step(self, lr: float = 1e-6) -> None:
+        """Change each weight by ``lr``, up or down, as AdamW does in one of its first steps."""
+        for tensor in self._named.values():
+            tensor.add_(torch.empty_like(tensor).bernoulli_(0.5).mul_(2 * lr).sub_(lr))
 
     def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
         """Iterate over the weights; see `LearnerGroup.buckets`."""
@@ -133,7 +139,7 @@ class RandomLearner(WeightExporter):
             if bucket is None:
                 return
             watch.buckets += 1
-            for method in ("share", "tensors", "save"):
+            for method in ("share", "tensors", "save", "changes"):
                 setattr(bucket, method, watch.packing(getattr(bucket, method)))
             yield bucket
             synchronize(self._device)
@@ -176,8 +182,8 @@ def transports_here(sampler: SamplerConfig) -> tuple[str, ...]:
     """Return the transports that can be measured on this machine."""
     gpus = len(visible_gpus()) if sampler.device == "cuda" else 0
     if not gpus:
-        return ("distributed", "tensor", "disk")
-    return ("ipc", "distributed", "disk") if gpus > 1 else ("ipc", "disk")
+        return ("distributed", "tensor", "delta", "disk")
+    return ("ipc", "distributed", "delta", "disk") if gpus > 1 else ("ipc", "delta", "disk")
 
 
 async def measure_weights(
@@ -194,6 +200,8 @@ async def measure_weights(
     """
     sampler = _sampler(config.sampler)
     transports = bench.transports or transports_here(sampler)
+    if "delta" in transports and sampler.backend == "sglang":
+        sampler = with_changes(sampler)
     if unknown := set(transports) - set(TRANSPORTS):
         raise ConfigError(f"--transports: {', '.join(unknown)} is none of {', '.join(TRANSPORTS)}")
     shapes = {size: find_model_shape(size) for size in bench.sizes}
@@ -240,7 +248,8 @@ class _Pushes:
         place: _Place,
     ) -> None:
         dtype = "bfloat16" if config.weights.dtype == "auto" else config.weights.dtype
-        self.bytes = learner.numbers * getattr(torch, dtype).itemsize
+        self.bytes = 0
+        """Sent to the engine by the last sync."""
         self.version = 0
         """The last that was sent."""
         self._learner = learner
@@ -275,8 +284,9 @@ class _Pushes:
     async def _push(self, version: int) -> tuple[float, ...]:
         # It has the part of a learner that a sync needs.
         learner = cast("LearnerGroup", self._learner)
+        self._learner.step()
         begun = time.perf_counter()
-        await self._sync.push(learner, [self._engine], version)
+        self.bytes = (await self._sync.push(learner, [self._engine], version)).bytes
         seconds = time.perf_counter() - begun
         watch = self._learner.watch
         # The engine reads files after the last one is written, with one request.

@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "weights", help="seconds and GB/s of new weights into an engine, by transport and bucket size"
     )
     weights.add_argument("--sizes", default="0.6b,8b", help="of the random models: tiny, 0.6b, 4b, 8b; comma-separated")
-    weights.add_argument("--transports", default="", help="ipc, distributed, disk, tensor; what can be here unless set")
+    weights.add_argument(
+        "--transports", default="", help="ipc, distributed, disk, tensor, delta; what can be here unless set"
+    )
     weights.add_argument(
         "--buckets", default="", help="sizes of a bucket, MiB, comma-separated; by default that of a run"
     )

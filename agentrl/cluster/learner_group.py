@@ -21,6 +21,7 @@ from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.distributed.base import TensorSpec, WeightGroup
 from agentrl.distributed.flat_bucket import views
+from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes
 from agentrl.learner.base import RowLogprobs, RowScores, WeightBucket
 from agentrl.learner.export.bucket import RankBucket
 from agentrl.obs.waiting import waiting
@@ -196,6 +197,10 @@ class RayBucket:
         """Write the weights from rank 0; see `WeightBucket.save`."""
         path = file.absolute()
         self._group.call_bucket(self._number, "save", lambda bucket: bucket.save(path), ranks=1)
+
+    def changes(self, base: str | None, held: str) -> Changes:
+        """Return the changes on rank 0; see `WeightBucket.changes`."""
+        return self._group.call_bucket(self._number, "changes", lambda bucket: bucket.changes(base, held), ranks=1)[0]
 
     def broadcast(self) -> None:
         """Send the weights from rank 0; see `WeightBucket.broadcast`."""

@@ -303,6 +303,11 @@ def _weights(config: Config) -> Iterator[str]:
         yield (
             f"weights.transport=ipc needs learner and engines on the same GPUs: set placement.mode=colocate, not {mode}"
         )
+    elif kind == "delta" and mode == "colocate":
+        yield (
+            "weights.transport=delta with placement.mode=colocate: engines release the weights that changes are to; set "
+            "weights.transport=tensor, or ipc on GPUs"
+        )
     elif kind == "ipc" and (not on_gpus or config.learner.device == "cpu"):
         yield "weights.transport=ipc is for GPUs, and engines or learner are on the CPU: set weights.transport=tensor"
     elif kind == "distributed" and mode == "colocate" and on_gpus:

@@ -80,6 +80,13 @@ class WeightUpdates(Protocol):
         """
         ...
 
+    async def from_changes(self, changes: str, version: int, *, last: bool, ranks: int = 1) -> None:
+        """Load one bucket of changes, as `agentrl.distributed.sglang_loader.agentrl_weight_delta.serialize` returns them.
+
+        Otherwise like `from_tensors`. An engine that has other weights than they are changes to refuses them, or ends.
+        """
+        ...
+
     async def from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
         """Load one bucket of weights from memory of the engine's GPUs; otherwise like `from_tensors`.
 

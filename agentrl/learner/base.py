@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from agentrl.batch.microbatch import GlobalBatch
+    from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes
 
 RowScores = dict[RowKey, NDArray[np.float32]]
 """By row: float32 ``[T]``, a number for each token given the tokens before it; 0 for the first."""
@@ -216,6 +217,19 @@ class WeightBucket(Protocol):
 
     def save(self, file: Path) -> None:
         """Write the weights from rank 0 as safetensors."""
+        ...
+
+    def changes(self, base: str | None, held: str) -> Changes:
+        """Return how the weights differ from those of the call with ``held=base``, and keep a copy of them in rank 0's memory.
+
+        Args:
+            base: name of the weights to compare with; None: all are returned.
+            held: name of these weights.
+
+        Raises:
+            LearnerError: the last call was not that with ``held=base``, or a changed weight is not finite.
+
+        """
         ...
 
     def broadcast(self) -> None:

@@ -27,7 +27,7 @@ from agentrl.train.rollout_source import RolloutSource
 from agentrl.train.sampling import Sampling
 from agentrl.weight_sync.adapter import AdapterSync, for_adapters
 from agentrl.weight_sync.base import WeightSync
-from agentrl.weight_sync.registry import bucket_bytes_of, make_sync
+from agentrl.weight_sync.registry import bucket_bytes_of, for_transport, make_sync
 
 
 async def open_sampling(
@@ -57,7 +57,7 @@ async def open_sampling(
 
     """
     tasks = open_tasks(config)
-    config = await asyncio.to_thread(for_adapters, config, model)
+    config = for_transport(await asyncio.to_thread(for_adapters, config, model))
     opening = open_services(config, tasks, model, folder, config.run.seed, launcher=launcher)
     services = await exits.enter_async_context(opening)
     services.check_learner = check_learner

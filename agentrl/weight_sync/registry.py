@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from agentrl.config.sampler import SamplerConfig
+from agentrl.config.schema import Config
+from agentrl.distributed.sglang_loader import LOADER
 from agentrl.weight_sync.base import WeightSync
+from agentrl.weight_sync.delta import DeltaSync
 from agentrl.weight_sync.disk import DiskSync
 from agentrl.weight_sync.distributed import DistributedSync
 from agentrl.weight_sync.ipc import IpcSync
 from agentrl.weight_sync.tensor import TensorSync
 
-TRANSPORTS = ("tensor", "disk", "distributed", "ipc")
+TRANSPORTS = ("tensor", "disk", "distributed", "ipc", "delta")
 """Values of ``weights.transport``."""
 _BUCKET_MIB = {"ipc": 4096, "distributed": 4096}
 """Default sizes of a bucket, which costs a few milliseconds by itself. The memory of ``ipc`` is not freed between syncs."""
@@ -21,6 +25,19 @@ _BUCKET_BY_VALUE_MIB = 512
 def bucket_bytes_of(transport: str, bucket_mib: int | None) -> int:
     """Return the size of a bucket in bytes: ``weights.bucket_mib``, or the transport's default."""
     return (bucket_mib or _BUCKET_MIB.get(transport, _BUCKET_BY_VALUE_MIB)) << 20
+
+
+def for_transport(config: Config) -> Config:
+    """Return the configuration of a run whose SGLang engines take what ``weights.transport`` sends."""
+    sampler = config.sampler
+    if config.weights.transport != "delta" or sampler.backend != "sglang" or sampler.urls:
+        return config
+    return config.model_copy(update={"sampler": with_changes(sampler)})
+
+
+def with_changes(sampler: SamplerConfig) -> SamplerConfig:
+    """Return the configuration of SGLang engines that take changes of weights."""
+    return sampler.model_copy(update={"sglang": sampler.sglang | {"custom_weight_loader": [LOADER]}})
 
 
 def make_sync(
@@ -51,6 +68,8 @@ def make_sync(
         )
     if transport == "disk":
         return DiskSync(bucket_bytes=bucket_bytes, folder=folder, dtype=dtype, check=check)
+    if transport == "delta":
+        return DeltaSync(bucket_bytes=bucket_bytes, dtype=dtype, check=check)
     if transport == "ipc":
         return IpcSync(bucket_bytes=bucket_bytes, dtype=dtype, check=check)
     assert transport == "tensor", transport

@@ -45,11 +45,13 @@ class Learner(WeightExporter):
         self.fail_at = fail_at
         self._dtype = dtype
 
-    def change(self, seed: int) -> None:
+    def change(self, seed: int, share: float = 1.0) -> None:
+        """Change a share of the numbers."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.model.parameters():
-                changed = parameter + 0.05 * torch.randn(parameter.shape, generator=generator)
+                chosen = torch.rand(parameter.shape, generator=generator) < share
+                changed = parameter + 0.05 * chosen * torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(changed.to(self._dtype))
 
     def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
@@ -71,8 +73,8 @@ class Syncs:
         async def play(client: SGLangClient) -> None:
             sync = make_sync(transport, bucket_bytes=BUCKET, folder=tmp_path, check=engine.traits.check, timeout_s=30)
             try:
-                for version in (11, 12, 13):
-                    learner.change(version)
+                for version, share in ((11, 1.0), (12, 1.0), (13, 0.02)):
+                    learner.change(version, share)
                     await sync.push(learner, [client], version)
                     first, again = await sample(client, ids, GREEDY), await sample(client, ids, GREEDY)
                     assert first.versions == again.versions == ((0, version),)

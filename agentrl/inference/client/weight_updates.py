@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.distributed.base import LOAD_FORMAT, TensorSpec, WeightGroup
+from agentrl.distributed.sglang_loader import FOLDER, LOADER
 from agentrl.inference.base import LoraAdapter
 from agentrl.inference.client.adapters import SGLangAdapters
 from agentrl.inference.client.control import ControlEndpoint, ControlRefused
@@ -64,6 +65,8 @@ class SGLangWeightUpdates:
         self._in_progress = False
         self._brackets = True
         """The engine has /begin_weight_update, as far as is known."""
+        self._takes_changes = False
+        """The engine has reported that it has the loader of changes."""
         self._changed = False
         """The update in progress may have changed weights."""
         self._unfit: str | None = None
@@ -172,6 +175,20 @@ class SGLangWeightUpdates:
         entries = [serialize_tensors(named)] * ranks
         body: dict[str, Any] = {"load_format": LOAD_FORMAT, "serialized_named_tensors": entries}
         await self._bucket("/update_weights_from_tensor", body, version, last=last)
+
+    async def from_changes(self, changes: str, version: int, *, last: bool, ranks: int = 1) -> None:
+        """Load one bucket of changes of weights."""
+        if not self._takes_changes:
+            info = await self._control.call("/server_info", None)
+            if not isinstance(info, dict) or LOADER not in (info.get("custom_weight_loader") or []):
+                raise EngineError(
+                    f"the engine at {self._control.url} does not take changes of weights: start it with "
+                    f"--custom-weight-loader {LOADER} and PYTHONPATH={FOLDER}, or set weights.transport=tensor"
+                )
+            self._takes_changes = True
+        body: dict[str, Any] = {"load_format": LOADER, "serialized_named_tensors": [changes] * ranks}
+        # Sent a second time, they would be changes to other weights.
+        await self._bucket("/update_weights_from_tensor", body, version, last=last, once=True)
 
     async def from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
         """Load one bucket of weights from memory of the engine's GPUs, one handle a rank."""

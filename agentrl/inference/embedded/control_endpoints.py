@@ -8,6 +8,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from agentrl.distributed.sglang_loader import LOADER
 from agentrl.inference.embedded.replies import Body, json_reply, with_body
 from agentrl.inference.embedded.scheduler import MEMORY_PARTS, Scheduler
 
@@ -68,7 +69,7 @@ class ControlEndpoints:
             return Response(status_code=503)
         model = self._scheduler.model
         found = {"tp_size": 1, "device": "cpu", "dtype": model.dtype, "whole_updates": True}
-        return json_reply(found | {"max_req_input_len": model.context})
+        return json_reply(found | {"max_req_input_len": model.context, "custom_weight_loader": [LOADER]})
 
     async def loads(self, http: HttpRequest) -> Response:
         """Return the requests in progress, those that wait for a slot, and the share of slots in use."""

@@ -8,12 +8,13 @@ from pathlib import Path
 from starlette.responses import Response
 from starlette.routing import Route
 
+from agentrl.distributed.sglang_loader import LOADER
 from agentrl.inference.embedded.adapters import check_sums
 from agentrl.inference.embedded.errors import BadRequestError
 from agentrl.inference.embedded.replies import Body, json_reply, with_body
 from agentrl.inference.embedded.scheduler import Scheduler
 from agentrl.inference.embedded.weight_staging import WeightStaging
-from agentrl.inference.embedded.weights import check_load_format, read_bucket
+from agentrl.inference.embedded.weights import check_load_format, read_bucket, read_named
 
 
 class WeightEndpoints:
@@ -56,8 +57,14 @@ class WeightEndpoints:
 
     async def update_from_tensor(self, body: Body) -> Response:
         """Load the tensors in the body; begin and end are optional, as in SGLang before 0.5.23."""
+        serialized = body.get("serialized_named_tensors") or []
+        if body.get("load_format") == LOADER:
+            await self._staging.stage_changes(
+                read_named(serialized), _version(body), last=_is_last(body), flush=_flushes(body)
+            )
+            return _updated()
         check_load_format(body)
-        named = read_bucket(body.get("serialized_named_tensors") or [])
+        named = read_bucket(serialized)
         await self._staging.stage(named, _version(body), last=_is_last(body), flush=_flushes(body))
         return _updated()
 
@@ -67,6 +74,7 @@ class WeightEndpoints:
         if not isinstance(folder, str) or not Path(folder).is_dir():
             raise BadRequestError(f"model_path={folder!r} is not a folder")
         async with self._scheduler.update(_version(body), flush=_flushes(body)):
+            self._staging.forget()
             self._scheduler.model.load_folder(Path(folder))
         return _updated()
 

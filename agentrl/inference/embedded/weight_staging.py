@@ -13,6 +13,7 @@ from agentrl.core.errors import EngineError
 from agentrl.distributed.base import TensorSpec, WeightGroup
 from agentrl.distributed.broadcast_group import BroadcastGroup
 from agentrl.distributed.flat_bucket import bytes_of, views
+from agentrl.distributed.sglang_loader.agentrl_weight_delta import HeldWeights, WeightChangesError
 from agentrl.inference.embedded.errors import BadRequestError
 from agentrl.inference.embedded.scheduler import Scheduler
 from agentrl.inference.embedded.weights import check_load_format
@@ -32,11 +33,18 @@ class WeightStaging:
         """Stage weights for the model of ``scheduler``."""
         self._scheduler = scheduler
         self._staged: dict[str, Tensor] = {}
+        self._held = HeldWeights()
         self._groups: dict[str, BroadcastGroup] = {}
 
     def discard(self) -> None:
         """Drop the staged buckets of an update that did not complete."""
+        if self._staged:
+            self.forget()
         self._staged.clear()
+
+    def forget(self) -> None:
+        """Record that the weights have no name: changes to weights with a name are refused."""
+        self._held.name = None
 
     async def stage(self, named: Sequence[tuple[str, Tensor]], version: str | None, *, last: bool, flush: bool) -> None:
         """Stage a bucket; after the ``last`` one load all of them as ``version``, and drop the prefix cache with ``flush``.
@@ -44,12 +52,43 @@ class WeightStaging:
         Raises:
             BadRequestError: it does not fit the model; nothing of it is staged.
         """
+        self.forget()
+        await self._stage(named, version, last=last, flush=flush)
+
+    async def stage_changes(
+        self, named: Sequence[tuple[str, Tensor]], version: str | None, *, last: bool, flush: bool
+    ) -> None:
+        """Stage a bucket of changes; otherwise like `stage`.
+
+        Raises:
+            BadRequestError: it is damaged, or of other weights than the model has.
+        """
+        weights = dict(self._scheduler.model.parameters())
+        try:
+            found, after = self._held.receive(named)
+        except (WeightChangesError, KeyError, TypeError, ValueError) as error:
+            raise BadRequestError(str(error)) from error
+        self._scheduler.model.check_weights([(part.name, torch.Size(part.shape)) for part, _, _ in found])
+        whole = []
+        for part, indices, values in found:
+            tensor = weights[part.name].detach().clone()
+            if indices is None:
+                tensor.copy_(values.view(part.shape))
+            else:
+                tensor.view(-1)[indices] = values.to(tensor.dtype)
+            whole.append((part.name, tensor))
+        await self._stage(whole, version, last=last, flush=flush)
+        self._held.name = after
+
+    async def _stage(
+        self, named: Sequence[tuple[str, Tensor]], version: str | None, *, last: bool, flush: bool
+    ) -> None:
         self._scheduler.model.check_weights([(name, tensor.shape) for name, tensor in named])
         self._staged.update(named)
         if last:
             async with self._scheduler.update(version, flush=flush):
                 self._scheduler.model.load_weights(list(self._staged.items()))
-            self.discard()
+            self._staged.clear()
 
     async def join_group(self, body: Mapping[str, Any]) -> None:
         """Join the group of an ``/init_weights_update_group`` body.

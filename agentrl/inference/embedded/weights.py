@@ -49,21 +49,37 @@ def check_load_format(body: Mapping[str, Any]) -> None:
         raise BadRequestError(f"load_format={found!r}: the embedded engine supports {LOAD_FORMAT} only")
 
 
+def read_named(serialized: Sequence[str]) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a list of names and tensors; see `read_bucket`."""
+    found = _read(serialized)
+    try:
+        return [(str(name), tensor) for name, tensor in found if isinstance(tensor, Tensor)]
+    except (TypeError, ValueError) as error:
+        raise BadRequestError(f"serialized_named_tensors holds no named tensors: {error}") from error
+
+
 def read_bucket(serialized: Sequence[str]) -> list[tuple[str, Tensor]]:
     """Return the tensors of a bucket by name: views. SGLang takes one string per tensor-parallel rank; here is one rank.
 
     Raises:
         BadRequestError: it cannot be read, or is not a bucket.
     """
-    if not serialized or not isinstance(serialized[0], str):
-        raise BadRequestError("serialized_named_tensors must hold one base64 string")
+    bucket = _read(serialized)
     try:
-        bucket = _Unpickler(io.BytesIO(base64.b64decode(serialized[0], validate=True))).load()
         flat = bucket["flattened_tensor"]
         return [
             (str(one.name), flat[one.start_idx : one.end_idx].view(one.dtype).reshape(one.shape))
             for one in bucket["metadata"]
         ]
+    except Exception as error:  # its parts may be anything
+        raise BadRequestError(f"serialized_named_tensors cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _read(serialized: Sequence[str]) -> Any:
+    if not serialized or not isinstance(serialized[0], str):
+        raise BadRequestError("serialized_named_tensors must hold one base64 string")
+    try:
+        return _Unpickler(io.BytesIO(base64.b64decode(serialized[0], validate=True))).load()
     except BadRequestError:
         raise
     except Exception as error:  # a broken pickle can raise anything

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ import psutil
 
 from agentrl.core.child_process import LOOPBACK, ChildProcess, answers, held_port
 from agentrl.core.errors import AgentrlError, ConfigError, EngineError
+from agentrl.distributed.sglang_loader import FOLDER, LOADER
 from agentrl.inference.launch import cpu_sglang
 from agentrl.inference.launch.interpreter import Interpreter
 from agentrl.inference.launch.startup_log import StartupLog, StartupPhase, last_error
@@ -203,6 +205,9 @@ def launch_sglang(
             env |= cpu_sglang.environment()
             flags |= _dashed(cpu_sglang.OPTIONS)
     flags |= _dashed(options)
+    if LOADER in (flags.get("custom-weight-loader") or []):
+        path = env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+        env["PYTHONPATH"] = os.pathsep.join([str(FOLDER), *filter(None, [path])])
     guard = [sys.executable, "-S", str(GUARD)]
     with held_port(host, port, key="sampler.port") as held:
         server = [str(interpreter.python), "-m", "sglang.launch_server", *command_flags(flags)]

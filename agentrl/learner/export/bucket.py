@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from agentrl.core.errors import LearnerError
 from agentrl.core.file_modes import give_default_mode
 from agentrl.distributed.base import TensorSpec, spec_of
 from agentrl.distributed.flat_bucket import broadcast_as_one, bytes_of, packed, views
+from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes, WeightChangesError, encode
 from agentrl.learner.base import WeightSource
 from agentrl.learner.export.broadcaster import WeightBroadcaster
 from agentrl.learner.export.cuda_ipc import SharedMemory
@@ -44,16 +46,21 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Plan]:
     return [Plan(packed(chosen), size, chosen is parts[-1][0]) for chosen, size in parts]
 
 
+SentWeights = dict[str, tuple[str, torch.Tensor]]
+"""By weight: the name under which it was sent with `RankBucket.changes`, and a copy on the CPU."""
+
+
 class RankBucket:
     """Implements `agentrl.learner.base.WeightBucket` on one rank. Valid until the next bucket is requested."""
 
-    def __init__(self, plan: Plan, memory: SharedMemory, broadcaster: WeightBroadcaster) -> None:
-        """Hold the weights in ``memory``, to be sent by ``broadcaster``."""
+    def __init__(self, plan: Plan, memory: SharedMemory, broadcaster: WeightBroadcaster, sent: SentWeights) -> None:
+        """Hold the weights in ``memory``, to be sent by ``broadcaster``; those of `changes` are kept in ``sent``."""
         self.specs = plan.specs
         self.last = plan.last
         self._size = plan.size
         self._memory = memory
         self._broadcaster = broadcaster
+        self._sent = sent
 
     def on_device(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weights by name on the device where they were gathered."""
@@ -76,6 +83,24 @@ class RankBucket:
         save_file(dict(self.tensors()), file, metadata={"format": "pt"})
         give_default_mode(file)
 
+    def changes(self, base: str | None, held: str) -> Changes:
+        """Return how the weights differ from those of an earlier call; see `WeightBucket.changes`."""
+        parts, pieces = [], []
+        for name, new in self.on_device():
+            before, old = self._sent.get(name, (None, None))
+            if base is not None and before != base:
+                raise LearnerError(f"the learner has no copy of {name} as it was sent in {base}, only of {before}")
+            try:
+                found = encode(name, new, None if base is None or old is None else old.to(new.device))
+            except WeightChangesError as error:
+                raise LearnerError(str(error)) from error
+            if found is not None:
+                parts.append(found[0])
+                pieces += found[1]
+            self._sent[name] = held, new.detach().clone().cpu() if old is None else old.copy_(new)
+        payload = torch.cat(pieces).cpu() if pieces else torch.empty(0, dtype=torch.uint8)
+        return Changes(parts, payload)
+
     def broadcast(self) -> None:
         """Send the weights; see `WeightBucket.broadcast`."""
         if broadcast_as_one(self.specs):
@@ -89,7 +114,11 @@ class RankBucket:
 
 
 def rank_buckets(
-    source: WeightSource, bucket_bytes: int, dtype: str | None, broadcaster: WeightBroadcaster
+    source: WeightSource,
+    bucket_bytes: int,
+    dtype: str | None,
+    broadcaster: WeightBroadcaster,
+    sent: SentWeights | None = None,
 ) -> Iterator[RankBucket]:
     """Iterate over buckets, all in the same memory. Collective: every rank takes every bucket."""
     specs = [replace(spec, dtype=dtype or spec.dtype) for spec in source.specs()]
@@ -98,7 +127,7 @@ def rank_buckets(
         return
     memory = SharedMemory.of(max(plan.size for plan in plans), source.gathers_on)
     for plan in plans:
-        bucket = RankBucket(plan, memory, broadcaster)
+        bucket = RankBucket(plan, memory, broadcaster, {} if sent is None else sent)
         source.gather(bucket.on_device())
         yield bucket
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from agentrl.distributed.base import WeightGroup
 from agentrl.learner.base import WeightBucket, WeightSource
 from agentrl.learner.export.broadcaster import WeightBroadcaster
-from agentrl.learner.export.bucket import rank_buckets
+from agentrl.learner.export.bucket import SentWeights, rank_buckets
 
 if TYPE_CHECKING:
     import torch
@@ -27,10 +27,11 @@ class WeightExporter:
         self._source = source
         self._adapters = adapters
         self._broadcaster = WeightBroadcaster()
+        self._sent: SentWeights = {}
 
     def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
         """Iterate over the weights; see `LearnerGroup.buckets`. Collective."""
-        return rank_buckets(self._source, bucket_bytes, dtype, self._broadcaster)
+        return rank_buckets(self._source, bucket_bytes, dtype, self._broadcaster, self._sent)
 
     def adapters(self, dtype: str | None = None, policy: str = "main") -> list[tuple[str, torch.Tensor]]:
         """Return a policy's LoRA adapters; see `LearnerGroup.adapters`. Collective."""

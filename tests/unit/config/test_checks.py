@@ -21,6 +21,7 @@ ADAPTERS = ["weights.adapters=only", "learner.lora={}"]
         ([*IPC], "weights.transport=ipc is for GPUs"),
         ([*IPC, *GPU, "sampler.sglang={device: cpu}"], "weights.transport=ipc is for GPUs"),
         ([*IPC, *GPU, "learner.device=cpu"], "weights.transport=ipc is for GPUs"),
+        (["weights.transport=delta", "placement.mode=colocate"], "release the weights that changes are to"),
         ([*SEND, *GPU, "placement.mode=colocate"], "set weights.transport=ipc"),
         ([*SEND, *GPU, "learner.device=cpu"], "engines on GPUs receive weights from a GPU only"),
         ([*SEND, *GPU, "sampler.sglang={tp_size: 2, pp-size: 2}"], "tensor parallel ranks only"),

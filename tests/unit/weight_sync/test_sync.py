@@ -18,7 +18,8 @@ from agentrl.core.errors import EngineError, LearnerError
 from agentrl.distributed.base import TensorSpec, WeightGroup
 from agentrl.distributed.broadcast_group import BroadcastGroup
 from agentrl.distributed.flat_bucket import bytes_of, serialize_tensors, views
-from agentrl.inference.embedded.weights import read_bucket
+from agentrl.distributed.sglang_loader.agentrl_weight_delta import HeldWeights
+from agentrl.inference.embedded.weights import read_bucket, read_named
 from agentrl.learner.base import WeightBucket
 from agentrl.learner.export.bucket import NamedTensors, RankBucket
 from agentrl.learner.export.exporter import WeightExporter
@@ -63,6 +64,7 @@ class RecordingEngine:
         self.number = 0
         self.kind = "sha256"
         self.handles: list[str] = []
+        self.held = HeldWeights()
         self.updates = self.groups = self
 
     async def from_tensors(
@@ -79,6 +81,16 @@ class RecordingEngine:
     async def from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
         self.handles = list(handles)
         await self.from_tensors(read_bucket(handles), version, last=last)
+
+    async def from_changes(self, changes: str, version: int, *, last: bool, ranks: int = 1) -> None:
+        found, self.held.name = self.held.receive(read_named([changes]))
+        named = []
+        for part, indices, values in found:
+            tensor = values if indices is None else torch.tensor(self.weights[part.name], dtype=values.dtype).view(-1)
+            if indices is not None:
+                tensor[indices] = values
+            named.append((part.name, tensor.view(part.shape)))
+        await self.from_tensors(named, version, last=last)
 
     async def from_disk(self, folder: Path, version: int) -> None:
         if self.refuse:
@@ -192,6 +204,7 @@ def test_only_the_last_bucket_is_flagged():
     [
         ("tensor", r"weights of version 3, bucket 2"),
         ("ipc", r"weights of version 3, bucket 2"),
+        ("delta", r"changes of version 3, bucket 2"),
         ("disk", r"weights of version 3 from"),
         ("distributed", r"\(http://127.0.0.1:9\), weights of version 3, bucket 2"),
     ],

@@ -1,0 +1,227 @@
+"""Changes of weights: their encoding, and SGLang's custom weight loader that applies them.
+
+SGLang imports this file by itself (``--custom-weight-loader agentrl_weight_delta.load``), from the folder in which it is: it
+may import nothing of agentrl.
+
+A bucket of changes is a header and a payload of bytes. Of each weight the payload has the changed numbers, and where they are:
+the count of unchanged ones before each, in a byte. The byte 255 stands for 255 unchanged numbers, and the count goes on in the
+next byte. A weight for which that is not less is sent whole.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_SKIP = 255
+_HELD = "_agentrl_weights_held"
+"""Attribute of SGLang's model: name of the weights that it has, as far as the loader knows."""
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class WeightChangesError(ValueError):
+    """Changes cannot be applied to the weights that are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The changes of one weight in the payload: first the places, if it has any, then the numbers."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    places: int | None
+    """Bytes of the places; None: the weight is sent whole."""
+    changed: int
+    """How many numbers are sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The changes of a bucket of weights."""
+
+    parts: Sequence[Part]
+    payload: torch.Tensor
+    """uint8 bytes on the CPU."""
+
+
+def encode(name: str, new: torch.Tensor, old: torch.Tensor | None) -> tuple[Part, list[torch.Tensor]] | None:
+    """Return the changes of a weight and the pieces of their payload; None if nothing has changed.
+
+    Args:
+        name: of the weight.
+        new: the weight.
+        old: what the receiver has, of the same dtype and shape; None: nothing.
+
+    Raises:
+        WeightChangesError: a number that would be sent is not finite.
+
+    """
+    flat, size = new.detach().reshape(-1), new.element_size()
+    dtype, shape = str(new.dtype).removeprefix("torch."), tuple(new.shape)
+    if old is not None:
+        words = {2: torch.int16, 4: torch.int32}[size]
+        changed = (flat.view(words) != old.reshape(-1).view(words)).nonzero()[:, 0]
+        if not len(changed):
+            return None
+        places, values = _places(changed), flat[changed]
+        if len(places) + len(values) * size < len(flat) * size:
+            _check_finite(name, values)
+            return Part(name, dtype, shape, len(places), len(values)), [places, values.view(torch.uint8)]
+    _check_finite(name, flat)
+    return Part(name, dtype, shape, None, len(flat)), [flat.view(torch.uint8)]
+
+
+def _check_finite(name: str, values: torch.Tensor) -> None:
+    if not bool(torch.isfinite(values).all()):
+        raise WeightChangesError(f"the weight {name} has a number that is not finite")
+
+
+def _places(changed: torch.Tensor) -> torch.Tensor:
+    gaps = torch.diff(changed, prepend=changed.new_full((1,), -1)) - 1
+    ends = (gaps // _SKIP + 1).cumsum(0)
+    places = torch.full((int(ends[-1]),), _SKIP, dtype=torch.uint8, device=changed.device)
+    places[ends - 1] = (gaps % _SKIP).to(torch.uint8)
+    return places
+
+
+def positions(places: torch.Tensor) -> torch.Tensor:
+    """Return the indices of the changed numbers in the flat weight."""
+    ends = places != _SKIP
+    found = places.to(torch.int64).cumsum(0)[ends]
+    return found + torch.arange(len(found), device=places.device)
+
+
+def read(parts: Sequence[Part], payload: torch.Tensor) -> list[tuple[Part, torch.Tensor | None, torch.Tensor]]:
+    """Return each part with the indices of its numbers in the flat weight (None: all of them), and the numbers."""
+    found, at = [], 0
+    for part in parts:
+        indices = None
+        if part.places is not None:
+            indices, at = positions(payload[at : at + part.places]), at + part.places
+        dtype: torch.dtype = getattr(torch, part.dtype)
+        end = at + part.changed * dtype.itemsize
+        # A view would need an offset that the dtype divides.
+        found.append((part, indices, payload[at:end].clone().view(dtype)))
+        at = end
+    return found
+
+
+def serialize(changes: Changes, *, base: str | None, held: str, number: int, last: bool) -> str:
+    """Return a bucket of changes as an entry of SGLang's ``serialized_named_tensors``.
+
+    Args:
+        changes: of the bucket.
+        base: name of the weights to which they are changes; None: all weights are sent whole.
+        held: name of the weights that the receiver has after the last bucket.
+        number: of the bucket, from 0.
+        last: whether no bucket follows.
+
+    """
+    header = {
+        "base": base,
+        "held": held,
+        "number": number,
+        "last": last,
+        "sha256": hashlib.sha256(changes.payload.numpy().data).hexdigest(),
+        "parts": [[part.name, part.dtype, part.shape, part.places, part.changed] for part in changes.parts],
+    }
+    encoded = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+    return base64.b64encode(pickle.dumps([("header", encoded), ("payload", changes.payload)])).decode()
+
+
+class HeldWeights:
+    """The name of the weights that a receiver has."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+
+    def receive(
+        self, named: Sequence[tuple[str, torch.Tensor]]
+    ) -> tuple[list[tuple[Part, torch.Tensor | None, torch.Tensor]], str]:
+        """Check a bucket that `serialize` made; return what `read` returns, and the name of the weights after it.
+
+        Until it is applied nothing is held.
+
+        Raises:
+            WeightChangesError: it is damaged, or of other weights than are held.
+
+        """
+        tensors = dict(named)
+        header = json.loads(tensors["header"].cpu().numpy().tobytes())
+        payload = tensors["payload"]
+        if hashlib.sha256(payload.cpu().numpy().data).hexdigest() != header["sha256"]:
+            raise WeightChangesError("the changes of weights are damaged: they have another SHA-256 sum than was sent")
+        wanted = header["base"] if header["number"] == 0 else _partial(header["held"], header["number"])
+        if wanted is not None and wanted != self.name:
+            raise WeightChangesError(
+                f"the changes are to the weights {wanted}, and here are {self.name}: send all weights first"
+            )
+        self.name = None
+        parts = [Part(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in header["parts"]]
+        after = header["held"] if header["last"] else _partial(header["held"], header["number"] + 1)
+        return read(parts, payload), after
+
+
+def _partial(held: str, number: int) -> str:
+    return f"{held}, {number} buckets"
+
+
+def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Apply a bucket of changes to an SGLang model: its custom weight loader.
+
+    Every weight is passed to the model's ``load_weights`` with NaN in place of what has not changed, and NaN is not written
+    into its parameters. So fused and sharded weights are loaded as SGLang loads whole ones.
+
+    Raises:
+        WeightChangesError: they are damaged, are changes to other weights, or the model does not load weights by copies.
+
+    """
+    held = getattr(model, _HELD, None) or HeldWeights()
+    setattr(model, _HELD, held)
+    found, after = held.receive(named_tensors)
+    with _Masked(model.parameters()):
+        model.load_weights((part.name, _whole(part, indices, values)) for part, indices, values in found)
+    broken = [torch.isnan(parameter).any() for parameter in model.parameters() if parameter.dtype in _FLOATS]
+    if bool(torch.stack(broken).any()):
+        raise WeightChangesError(
+            "this model does not load weights by copies into its parameters: set weights.transport=tensor"
+        )
+    held.name = after
+
+
+def _whole(part: Part, indices: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+    """Return a weight with NaN in place of what was not sent."""
+    if indices is None:
+        return values.view(part.shape)
+    whole = torch.full((math.prod(part.shape),), float("nan"), dtype=values.dtype, device=values.device)
+    whole[indices] = values
+    return whole.view(part.shape)
+
+
+class _Masked(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Leaves out NaN in copies into parameters."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].untyped_storage().data_ptr() in self._storages:
+            into, source, *rest = args
+            if into.dtype not in _FLOATS:
+                raise WeightChangesError(
+                    f"a parameter of {into.dtype} cannot take changes: set weights.transport=tensor for quantized engines"
+                )
+            source = source.to(device=into.device, dtype=into.dtype)
+            args = (into, torch.where(torch.isnan(source), into, source), *rest)
+        return func(*args, **(kwargs or {}))

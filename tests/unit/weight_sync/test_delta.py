@@ -1,0 +1,213 @@
+"""Weight sync by changes, from a learner with real weights into engines that are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from agentrl.core.errors import LearnerError
+from agentrl.distributed.sglang_loader.agentrl_weight_delta import (
+    Changes,
+    HeldWeights,
+    WeightChangesError,
+    encode,
+    load,
+    positions,
+    read,
+    serialize,
+)
+from agentrl.inference.embedded.weights import read_named
+from agentrl.weight_sync.base import Sent
+from agentrl.weight_sync.registry import make_sync
+from tests.unit.weight_sync.test_sync import BucketLearner, RecordingEngine
+
+
+@given(st.sets(st.integers(0, 3000), min_size=1, max_size=40))
+def test_the_places_of_changes_are_read_as_they_were_written(indices: set[int]) -> None:
+    old = torch.zeros(3001, dtype=torch.bfloat16)
+    new = old.clone()
+    new[sorted(indices)] = 1.0
+    found = encode("w", new, old)
+    assert found is not None
+    part, pieces = found
+    assert positions(pieces[0]).tolist() == sorted(indices)
+    [(same, at, values)] = read([part], torch.cat(pieces))
+    assert (same, at.tolist(), values.tolist()) == (part, sorted(indices), [1.0] * len(indices))
+
+
+def test_a_weight_is_left_out_sent_in_part_or_whole() -> None:
+    old = torch.zeros(4, 100)
+    assert encode("w", old.clone(), old) is None
+    some, most = old.clone(), old + 1
+    some[2, 50] = 3.0
+    (part, pieces), (whole, flat) = encode("w", some, old), encode("w", most, old)  # type: ignore[misc]
+    assert (part.places, part.changed, sum(map(len, pieces))) == (1, 1, 5)  # 250 unchanged numbers before it
+    assert (whole.places, whole.changed, sum(map(len, flat))) == (None, 400, 1600)
+    some[0, 0] = float("inf")
+    with pytest.raises(WeightChangesError, match="the weight w has a number that is not finite"):
+        encode("w", some, old)
+
+
+class Fused(nn.Module):
+    """Loads two weights into one parameter, and has one of a number, as SGLang's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+        self.scale = nn.Parameter(torch.zeros(1), requires_grad=False)
+
+    def load_weights(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            if name == "scale":
+                self.scale.data.fill_(weight.item())
+            else:
+                self.fused.data.narrow(0, 2 * (name == "up"), 2).copy_(weight)
+
+
+def entry(
+    new: dict[str, torch.Tensor], old: dict[str, torch.Tensor], base: str | None, held: str
+) -> list[tuple[str, torch.Tensor]]:
+    found = [one for name in new if (one := encode(name, new[name], old.get(name))) is not None]
+    changes = Changes([part for part, _ in found], torch.cat([piece for _, pieces in found for piece in pieces]))
+    return read_named([serialize(changes, base=base, held=held, number=0, last=True)])
+
+
+def test_sglangs_loader_writes_only_what_has_changed() -> None:
+    model = Fused()
+    first = {"gate": torch.randn(2, 3), "up": torch.randn(2, 3), "scale": torch.ones(1)}
+    load(model, entry(first, {}, None, "a"))
+    second = {name: tensor.clone() for name, tensor in first.items()}
+    second["up"][1, 2] = 7.0
+    load(model, entry(second, first, "a", "b"))
+    assert torch.equal(model.fused, torch.cat([second["gate"], second["up"]]))
+    third = second | {"scale": torch.full((1,), 2.0)}
+    load(model, entry(third, second, "b", "c"))
+    assert model.scale.item() == 2.0
+    assert torch.equal(model.fused, torch.cat([second["gate"], second["up"]]))
+
+
+def test_sglangs_loader_refuses_changes_to_other_weights_and_damaged_ones() -> None:
+    model, weights = Fused(), {"up": torch.randn(2, 3)}
+    changed = {"up": weights["up"].clone()}
+    changed["up"][0, 0] = 3.0
+    with pytest.raises(WeightChangesError, match="changes are to the weights a, and here are None"):
+        load(model, entry(changed, weights, "a", "b"))
+    load(model, entry(weights, {}, None, "a"))
+    damaged = dict(entry(changed, weights, "a", "b"))
+    damaged["payload"][-1] += 1
+    with pytest.raises(WeightChangesError, match="another SHA-256 sum"):
+        load(model, [*damaged.items()])
+    load(model, entry(changed, weights, "a", "b"))
+    assert model.fused[2, 0] == 3.0
+
+
+def test_sglangs_loader_refuses_a_model_that_does_not_copy() -> None:
+    class Replacing(Fused):
+        def load_weights(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+            for _, weight in weights:
+                self.fused.data = torch.cat([weight, weight])
+
+    model, weights = Replacing(), {"up": torch.randn(2, 3)}
+    load(model, entry(weights, {}, None, "a"))
+    changed = {"up": weights["up"].clone()}
+    changed["up"][0, 0] = 3.0
+    with pytest.raises(WeightChangesError, match=r"set weights\.transport=tensor"):
+        load(model, entry(changed, weights, "a", "b"))
+
+
+class Large(BucketLearner):
+    """Three weights of 1,000 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named = {f"w{number}": torch.zeros(1000) for number in range(3)}
+        self._source.tensors = self.named  # type: ignore[attr-defined]
+
+
+def test_only_changes_are_sent_to_engines_that_have_the_last_weights() -> None:
+    learner, engines = Large(), [RecordingEngine(), RecordingEngine()]
+    sync = make_sync("delta", bucket_bytes=9, folder=Path())
+
+    def check(*which: RecordingEngine) -> None:
+        for engine in which:
+            assert engine.weights == {name: tensor.tolist() for name, tensor in learner.named.items()}
+
+    async def push(version: int, *which: RecordingEngine) -> Sent:
+        sent = await sync.push(learner, which, version)  # type: ignore[arg-type]
+        check(*which)
+        return sent
+
+    async def play() -> None:
+        assert (await push(1, *engines)).bytes == 12_000
+        learner.named["w1"][500] = 1.0
+        assert (await push(2, *engines)).bytes == 2 + 4, "two bytes for the place"
+        # A restarted engine gets all weights of the same version, and the others still get changes.
+        engines[1] = RecordingEngine()
+        assert (await push(2, engines[1])).bytes == 12_000
+        learner.named["w2"][0] = 2.0
+        assert (await push(3, *engines)).bytes == 1 + 4
+        # An engine that reports another version was restarted at the same address.
+        engines[0].now, engines[0].held.name = 0, None
+        learner.named["w0"][0] = 3.0
+        assert (await push(4, *engines)).bytes == 12_000
+        learner.named["w0"][0] = 4.0
+        assert (await push(5, *engines)).bytes == 1 + 4
+
+    asyncio.run(play())
+
+
+def test_an_engine_with_other_weights_is_an_error_and_gets_all_of_them_next() -> None:
+    learner, engine = Large(), RecordingEngine()
+    sync = make_sync("delta", bucket_bytes=9, folder=Path())
+
+    async def play() -> None:
+        await sync.push(learner, [engine], 1)  # type: ignore[arg-type]
+        engine.held.name = "others"
+        learner.named["w0"][0] = 1.0
+        with pytest.raises(WeightChangesError, match="send all weights first"):
+            await sync.push(learner, [engine], 2)  # type: ignore[arg-type]
+        assert (await sync.push(learner, [engine], 2)).bytes == 12_000  # type: ignore[arg-type]
+        learner.named["w0"][0] = float("nan")
+        with pytest.raises(LearnerError, match="w0 has a number that is not finite"):
+            await sync.push(learner, [engine], 3)  # type: ignore[arg-type]
+
+    asyncio.run(play())
+
+
+def test_other_weights_of_the_same_version_are_sent_whole_until_a_new_version() -> None:
+    learner, engines = Large(), [RecordingEngine(), RecordingEngine()]
+    sync = make_sync("delta", bucket_bytes=9, folder=Path())
+
+    async def play() -> None:
+        await sync.push(learner, engines[:1], 1)  # type: ignore[arg-type]
+        learner.named["w0"][0] = 1.0
+        await sync.push(learner, engines[1:], 1)  # type: ignore[arg-type]
+        learner.named["w0"][1] = 1.0
+        assert (await sync.push(learner, engines, 2)).bytes == 12_000  # type: ignore[arg-type]
+        for engine in engines:
+            assert engine.weights["w0"] == learner.named["w0"].tolist()
+
+    asyncio.run(play())
+
+
+def test_a_bucket_of_another_sync_is_refused() -> None:
+    held = HeldWeights()
+    whole, [_, pieces] = torch.ones(3), encode("w", torch.ones(3), None)  # type: ignore[misc]
+    changes = Changes([encode("w", whole, None)[0]], torch.cat(pieces))  # type: ignore[index]
+
+    def bucket(name: str, number: int, *, last: bool) -> list[tuple[str, torch.Tensor]]:
+        return read_named([serialize(changes, base=None, held=name, number=number, last=last)])
+
+    held.name = held.receive(bucket("a", 0, last=False))[1]
+    with pytest.raises(WeightChangesError, match="send all weights first"):
+        held.receive(bucket("b", 1, last=True))
+    held.name = held.receive(bucket("a", 0, last=False))[1]
+    held.name = held.receive(bucket("a", 1, last=True))[1]
+    assert held.name == "a"
