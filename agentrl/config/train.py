@@ -36,6 +36,9 @@ class TrainConfig(Section):
     """Steps between checkpoints; 0: only after the last step."""
     keep: PositiveInt = 2
     """Newest checkpoints to keep."""
+    save_episodes_s: float | None = Field(default=30.0, ge=0)
+    """Seconds after which an episode in progress is saved to the journal, and again, so that a killed run goes on with it; null
+    saves none. docs/checkpoints.md."""
     keep_best: str | None = None
     """An evaluation metric, such as ``exact_match``: the checkpoint where it is highest is kept too, and written even if
     ``save_every`` does not ask for it; null keeps the newest alone."""

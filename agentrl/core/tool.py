@@ -53,6 +53,16 @@ class ToolClient(Protocol):
 
 
 @runtime_checkable
+class SessionlessClient(Protocol):
+    """A `ToolClient` whose server may keep nothing of an episode between calls."""
+
+    @property
+    def keeps_sessions(self) -> bool:
+        """Whether it does keep something."""
+        ...
+
+
+@runtime_checkable
 class SandboxImageClient(Protocol):
     """A `ToolClient` of a server that can run an episode's sandboxes from an image of the task."""
 

@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import replace
 
-from agentrl.core.env import Step
+from agentrl.core.env import Env, Step
 from agentrl.core.errors import AgentrlError, EnvironmentFailure
 from agentrl.core.task import Task
 from agentrl.core.types import Info, Message, Observation, Rewrite, StopReason, ToolCalls, ToolResults
@@ -14,7 +14,7 @@ from agentrl.episode.context import EpisodeContext
 from agentrl.episode.conversation import Conversation
 from agentrl.episode.env_threads import ThreadedEnv
 from agentrl.episode.limits import EpisodeClock
-from agentrl.episode.state import EpisodeState
+from agentrl.episode.state import EpisodeState, SavedStates
 from agentrl.episode.tool_calls import ToolRunner
 from agentrl.obs.waiting import ROLLOUT, TURN, waiting
 
@@ -30,6 +30,8 @@ class Episode:
         state: a new one, or one from `EpisodeState.from_dict`.
         env_state: the environment's state, if the episode is resumed.
         tools: runs the tool calls; by default with the clients of ``context``.
+        saved: saves the episode after its turns, if it can be resumed: the environment's class defines ``get_state``, and no
+            tool server has a session of it.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class Episode:
         env_state: dict[str, object] | None = None,
         *,
         tools: ToolRunner | None = None,
+        saved: SavedStates | None = None,
     ) -> None:
         self.state = state
+        self._saved = saved
         self.conversation = Conversation(context, state)
         """The conversation between policy and environment."""
         self.tools = tools or ToolRunner(context.tool_clients, task, state.episode_id, context.served)
@@ -80,7 +84,9 @@ class Episode:
 
     async def snapshot(self) -> dict[str, object]:
         """Return the state of episode and environment as JSON-able data."""
-        env_state = await self._env.get_state()
+        return self._as_dict(await self._env.get_state())
+
+    def _as_dict(self, env_state: dict[str, object]) -> dict[str, object]:
         counted = self._context.limits.max_seconds - self._clock.left
         return replace(self.state, seconds=self.seconds, counted_seconds=counted).to_dict(env_state)
 
@@ -106,6 +112,15 @@ class Episode:
                 reason = await self._run_turn()
             if reason is not None:
                 return reason
+            await self._save_if_due()
+
+    async def _save_if_due(self) -> None:
+        """Save the episode, if it can be resumed and a save is due."""
+        if self._saved is None or self.tools.has_sessions or type(self._env.env).get_state is Env.get_state:
+            return
+        if self._saved.is_due(self.state.rollout_id):
+            env_state = await self._env.get_state()
+            self._saved.save(self.state.rollout_id, self._task.id, lambda: self._as_dict(env_state))
 
     async def _run_turn(self) -> StopReason | None:
         """Run one turn; return why it ended the episode, or None if the episode goes on."""

@@ -27,7 +27,7 @@ from agentrl.episode.environment_episode import Episode
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.multi_agent_episode import MultiAgentEpisode
-from agentrl.episode.state import EpisodeState
+from agentrl.episode.state import EpisodeState, SavedStates
 from agentrl.episode.tool_calls import ToolRunner
 from agentrl.obs.waiting import waiting
 from agentrl.render.base import Renderer
@@ -161,6 +161,7 @@ class EpisodeRunner:
         *,
         on_ended: Callable[[], None] = lambda: None,
         check_dropped: bool = True,
+        saved: SavedStates | None = None,
     ) -> list[Rollout]:
         """Run all jobs and return their rollouts in the jobs' order.
 
@@ -169,6 +170,7 @@ class EpisodeRunner:
             on_done: gets each rollout once it has its reward.
             on_ended: called when an episode has ended, before it is graded.
             check_dropped: see `check_dropped`, which is called with the rollouts.
+            saved: saves episodes of an environment of one agent between turns; they go on from their saved states.
 
         A grader of single rollouts is called as each episode ends, one of groups when all episodes of a task have ended;
         until then the tool sessions of these episodes stay open. So with a grader of groups a tool server holds up to
@@ -182,7 +184,7 @@ class EpisodeRunner:
         tools: dict[str, ToolRunner] = {}
         try:
             async with asyncio.TaskGroup() as group:
-                episodes = [(job, group.create_task(self._run_job(job, tools))) for job in jobs]
+                episodes = [(job, group.create_task(self._run_job(job, tools, saved))) for job in jobs]
                 for _, episode in episodes:
                     episode.add_done_callback(lambda _: on_ended())
                 for together in self._graded_together(episodes):
@@ -196,7 +198,9 @@ class EpisodeRunner:
             self.check_dropped(rollouts)
         return rollouts
 
-    async def _run_job(self, job: Job, open_tools: dict[str, ToolRunner] | None = None) -> list[Rollout]:
+    async def _run_job(
+        self, job: Job, open_tools: dict[str, ToolRunner] | None = None, saved: SavedStates | None = None
+    ) -> list[Rollout]:
         """Run one episode, again if the failure policy says so.
 
         The tool sessions of its last attempt stay open for grading if there is a grader and ``open_tools``, which then
@@ -205,8 +209,9 @@ class EpisodeRunner:
         source = self._of(job)
         context, generate, lineup = source._context, source._generate, job.lineup or source._lineup
         async with self._slots:
-            for attempt in itertools.count():
-                state = EpisodeState(job.rollout_id, job.seed, attempt, job.reset_seed)
+            begun, env_state = _begun(job, saved) if source.has_single_rollouts else (None, None)
+            for attempt in itertools.count(0 if begun is None else begun.attempt):
+                state = begun or EpisodeState(job.rollout_id, job.seed, attempt, job.reset_seed)
                 if generate is not None:
                     agent = Agent(context, job.task, state)
                     tools, raised = agent.tools, None
@@ -215,7 +220,7 @@ class EpisodeRunner:
                 elif lineup is not None:
                     rollouts, tools, raised = await _play(MultiAgentEpisode(context, job.task, state, lineup))
                 else:
-                    episode = Episode(context, job.task, state)
+                    episode = Episode(context, job.task, state, env_state, saved=saved)
                     tools, failure, raised = episode.tools, None, None
                     try:
                         async with _closed_on_error(tools):
@@ -241,6 +246,7 @@ class EpisodeRunner:
                     for rollout in rollouts:
                         rollout.dropped = rollout.dropped or action == "drop"
                     return rollouts
+                begun = env_state = None
         raise AssertionError("the loop returns or raises")
 
     def _graded_together(self, episodes: Sequence[_RunningEpisode]) -> list[list[_RunningEpisode]]:
@@ -295,6 +301,12 @@ class EpisodeRunner:
                 f"{len(failures)} of {len(rollouts)} episodes failed for good, more than "
                 f"rollout.failure.max_failed_share={self._failure.config.max_failed_share:g}; {times} of them with: {common}"
             )
+
+
+def _begun(job: Job, saved: SavedStates | None) -> tuple[EpisodeState | None, dict[str, Any] | None]:
+    """Return the saved states of an episode and of its environment, if there are any."""
+    state = None if saved is None else saved.load(job.rollout_id, job.task.id)
+    return (None, None) if state is None else EpisodeState.from_dict(state)
 
 
 @asynccontextmanager

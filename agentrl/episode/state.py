@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from agentrl.core.types import CallStatus, ForkReason, Message, ToolCall, Turn, json_state
 from agentrl.episode.trajectory import Trajectory
@@ -153,6 +153,25 @@ class EpisodeState:
             turns=[turn_from_dict(turn) for turn in data["turns"]],
             metrics=dict(data["metrics"]),
         )
+
+
+class SavedStates(Protocol):
+    """Saves episodes between two turns, and has those of an earlier process."""
+
+    def load(self, rollout_id: str, task_id: str) -> dict[str, Any] | None:
+        """Return the saved state of an episode (`EpisodeState.to_dict`), or None if there is none.
+
+        It is called when an episode begins.
+        """
+        ...
+
+    def is_due(self, rollout_id: str) -> bool:
+        """Return whether an episode is to be saved after its turn."""
+        ...
+
+    def save(self, rollout_id: str, task_id: str, state: Callable[[], dict[str, Any]]) -> None:
+        """Save the state of an episode."""
+        ...
 
 
 def message_to_dict(message: Message) -> dict[str, Any]:

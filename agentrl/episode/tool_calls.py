@@ -11,7 +11,7 @@ from typing import Any
 
 from agentrl.core.errors import AgentrlError, EnvironmentFailure, SandboxFailure, ToolFailure
 from agentrl.core.task import Task
-from agentrl.core.tool import SandboxImageClient, Tool, ToolClient, checked_call, unknown_tool
+from agentrl.core.tool import SandboxImageClient, SessionlessClient, Tool, ToolClient, checked_call, unknown_tool
 from agentrl.core.types import CallStatus, ToolCall, ToolResult, ToolStatus
 from agentrl.episode.limits import EpisodeClock
 from agentrl.obs.waiting import TOOL, waiting
@@ -44,6 +44,11 @@ class ToolRunner:
         self._closed = False
         self.seconds = 0.0
         """Wall time spent in calls so far; concurrent calls of a turn count once."""
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether a server may hold something of the episode."""
+        return any(not isinstance(one, SessionlessClient) or one.keeps_sessions for one in self._sessions.values())
 
     async def run_policy_calls(self, calls: Sequence[ToolCall], tools: Sequence[Tool]) -> tuple[ToolResult, ...]:
         """Run calls of the policy by the tools that it was offered alone. `Renderer.parse` has checked the arguments.

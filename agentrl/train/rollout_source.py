@@ -52,6 +52,8 @@ class StepRollouts:
     """In the task order, once they are trained."""
     filtered: list[Rollout] = field(default_factory=list)
     """Of groups that ``rollout.filter_groups`` dropped, which are not trained."""
+    sampled: bool = True
+    """Whether they were sampled for the step, and not read from the journal."""
 
 
 class RolloutSource(Protocol):

@@ -111,6 +111,8 @@ class Sampling:
     async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
         """Sync the weights to all engines, or only every ``weights.sync_every`` versions.
 
+        Engines that share no GPU with the learner get none before a step that is trained again, for which nothing is sampled.
+
         Raises:
             EngineError: a live engine did not take them.
             RunStopped: a signal has arrived, which may have ended the engines, too.
@@ -120,12 +122,15 @@ class Sampling:
         self._learner, self._version = learner, version
         if self._gpu_sharing is not None:
             await self._gpu_sharing.switch_to_engines(learner, self._push, watch)
-        elif self._synced is None or version - self._synced >= self.config.weights.sync_every:
+        elif self.records.journal.batch(version + 1) is None and self._sync_is_due():
             with watch("sync"):
                 await self._push(watch)
         if self.self_play is not None:
             with watch("snapshot"):
                 await self.self_play.on_weights(learner, version)
+
+    def _sync_is_due(self) -> bool:
+        return self._synced is None or self._version - self._synced >= self.config.weights.sync_every
 
     async def release_gpus_for_training(self, learner: LearnerGroup, watch: Stopwatch) -> None:
         """Release the engines' memory if they share GPUs with the learner.
@@ -281,9 +286,9 @@ class Sampling:
         return {"data": self.tasks.buffer.state(), **league}
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the fleet, the last sync, the data buffer, self-play, and the episodes in the background."""
+        """Return the metrics of the fleet, the last sync, the data buffer, self-play, and the step's episodes."""
         found = self.services.fleet.metrics() | self._sync_metrics | self.tasks.buffer.metrics()
-        found |= {} if self.self_play is None else self.self_play.metrics()
+        found |= self.records.metrics() | ({} if self.self_play is None else self.self_play.metrics())
         return found | ({} if self._background is None else self._background.metrics())
 
     async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:

@@ -172,7 +172,7 @@ class Trainer:
         finally:  # the step is trained, and saved, also if its weights do not reach the engines
             self.spent_s += time.perf_counter() - start
             times = watch.metrics() | {"time/step_s": time.perf_counter() - start}
-            sampled_s = times["time/rollout_s"] if self.source.samples else None
+            sampled_s = times["time/rollout_s"] if self.source.samples and given.sampled else None
             row = rollout_metrics(rollouts, groups, sampled_s) | self.source.metrics()
             row |= {"batch/live_share": live_share(groups, advantages)} | values
             row |= source_metrics(self.config.sources, rollouts, groups, advantages)

@@ -156,6 +156,7 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
     assert written - covered == set(), "written, but not on the page"
     elsewhere = {
         *(
+            "rollout/from_journal",
             "train/skipped",
             "train/peak_gpu_gib",
             "train/kl",

@@ -135,6 +135,8 @@ class SearchService(HostedService):
 class _LocalSearch:
     """Searches in the calling thread. There are no sessions to close."""
 
+    keeps_sessions = False
+
     def __init__(self, tool: SearchTool) -> None:
         self._tool = tool
 

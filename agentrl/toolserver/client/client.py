@@ -89,6 +89,11 @@ class ToolServerClient:
         if stateless:
             self._batcher = Batcher(self._call_batch, max_batch=BATCH, concurrent=REQUESTS * len(addresses))
 
+    @property
+    def keeps_sessions(self) -> bool:
+        """Whether a server keeps something of an episode between calls."""
+        return self._batcher is None
+
     async def check(self) -> None:
         """Check that all servers answer, have the tools of the run, and take our token.
 

@@ -35,7 +35,8 @@ async def run_group(
     """
     held = await asyncio.to_thread(journal.held, position)
     whole, single = journal.is_finished(position), runner.has_single_rollouts
-    by_id = {rollout.rollout_id: rollout for rollout in held} if whole or single else {}
+    same = single and {rollout.prompt_id for rollout in held} == {jobs[0].task.id}
+    by_id = {rollout.rollout_id: rollout for rollout in held} if whole or same else {}
     for rollout in by_id.values():
         on_done(rollout)
     if whole:
@@ -51,7 +52,8 @@ async def run_group(
             journal.ended(position, rollout)
         on_done(rollout)
 
-    rollouts = await runner.run_many(missing, done, on_ended=on_ended, check_dropped=False)
+    saved = journal.episodes.of_group(position) if single else None
+    rollouts = await runner.run_many(missing, done, on_ended=on_ended, check_dropped=False, saved=saved)
     if by_id:
         by_id |= {rollout.rollout_id: rollout for rollout in rollouts}
         rollouts = [by_id[job.rollout_id] for job in jobs]

@@ -34,6 +34,7 @@ from agentrl.obs.journal import (
     with_checksum,
 )
 from agentrl.obs.rollout_format import portable_json, rollout_from_dict, rollout_to_dict
+from agentrl.train.pipeline.saved_episodes import SavedEpisodes
 from agentrl.train.rollout_source import TaskPosition
 
 GROUPS = "groups"
@@ -47,6 +48,7 @@ class Journal:
         step: of the checkpoint that the run goes on from; 0 without one.
         position: of that checkpoint.
         keep: newest checkpoints that are kept. Rollouts that all of them have trained are removed.
+        save_episodes_s: seconds after which an episode in progress is saved; None saves none.
         settings: values of keys that decide which groups begin. If one has changed, groups that no step took are sampled again.
 
     Raises:
@@ -54,7 +56,14 @@ class Journal:
     """
 
     def __init__(
-        self, run: Path, *, step: int = 0, position: TaskPosition | None = None, keep: int = 1, **settings: int
+        self,
+        run: Path,
+        *,
+        step: int = 0,
+        position: TaskPosition | None = None,
+        keep: int = 1,
+        save_episodes_s: float | None = None,
+        **settings: int,
     ) -> None:
         done = position or TaskPosition()
         state = read_journal(run) or JournalState()
@@ -72,6 +81,8 @@ class Journal:
         self._reasons = {group.position: group.dropped for group in state.groups.values() if group.dropped}
         self._admitted, self._begun = state.admitted, state.begun
         self._stored = {number: (*batch.positions, *batch.dropped) for number, batch in state.batches.items()}
+        self.episodes = SavedEpisodes(self._log.folder / "episodes", save_episodes_s, self._version)
+        """States of episodes in progress."""
         self._remove_others()
         self._log.write("begin", step=step, first=done.first, ahead=done.ahead, settings=settings)
 
@@ -126,6 +137,7 @@ class Journal:
         """Record that a group begins while the engines have ``version``."""
         if position not in self._waiting and not self.is_finished(position):
             self._file(position).unlink(missing_ok=True)
+            self.episodes.remove(position)
             self._log.write("admitted", position=position, version=version)
 
     def ended(self, position: int, rollout: Rollout) -> None:
@@ -139,6 +151,7 @@ class Journal:
             await asyncio.to_thread(self._write_group, position, rollouts)
             self._finished.add(position)
             self._log.write("finished", position=position)
+            await asyncio.to_thread(self.episodes.remove, position)
 
     def dropped(self, position: int, reason: str) -> None:
         """Record that no step trains a finished group."""
@@ -183,6 +196,7 @@ class Journal:
     def _remove_others(self) -> None:
         """Remove rollouts of groups that are neither needed by a step nor waiting."""
         needed = {position for positions in self._stored.values() for position in positions} | self._waiting.keys()
+        self.episodes.keep(self._waiting.keys() - self._finished)
         wanted = {self._file(position) for position in needed}
         for path in self._folder.iterdir():
             if path not in wanted:

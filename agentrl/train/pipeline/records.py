@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.train.pipeline.groups import run_group
 from agentrl.train.pipeline.journal import Journal
-from agentrl.train.pipeline.staleness import mask_stale
+from agentrl.train.pipeline.staleness import mask_stale, staleness_metrics
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunRecords:
     """The two places in which rollouts are kept."""
 
@@ -30,6 +30,8 @@ class RunRecords:
     """For a resumed run."""
     mask_older_than: int | None = None
     """``async.mask_older_than``."""
+    _metrics: dict[str, float] = field(default_factory=dict, init=False)
+    """Of a step that is trained again."""
 
     @classmethod
     def of_run(cls, config: Config, folder: Path, state: Mapping[str, Any], after: int | None) -> RunRecords:
@@ -52,6 +54,7 @@ class RunRecords:
             step=state["step"],
             position=TaskPosition(state["position"], tuple(state.get("trained_ahead", ()))),
             keep=config.train.keep,
+            save_episodes_s=config.train.save_episodes_s,
             batch_size=config.rollout.batch_size,
             n_samples_per_prompt=config.rollout.n_samples_per_prompt,
             max_staleness=config.asynchronous.max_staleness,
@@ -68,10 +71,16 @@ class RunRecords:
         assert batch is not None, "the step is trained again"
         rollouts = [rollout for position in batch.positions for rollout in self.journal.held(position)]
         filtered = [rollout for position in batch.dropped for rollout in self._filtered(position)]
+        self._metrics = {"rollout/from_journal": 1.0} | staleness_metrics(rollouts, step - 1)
         if self.mask_older_than is not None:
-            mask_stale(rollouts, step - 1, self.mask_older_than)
+            self._metrics["async/masked_share"] = mask_stale(rollouts, step - 1, self.mask_older_than)
         self.recorder.write(step, [*rollouts, *filtered])
-        return StepRollouts(rollouts, TaskPosition(batch.first, batch.ahead), filtered)
+        return StepRollouts(rollouts, TaskPosition(batch.first, batch.ahead), filtered, sampled=False)
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of a step that was trained again since the last call."""
+        found, self._metrics = self._metrics, {}
+        return found
 
     def _filtered(self, position: int) -> list[Rollout]:
         """Return the rollouts of a group that was dropped, marked so."""

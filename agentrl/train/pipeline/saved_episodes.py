@@ -1,0 +1,117 @@
+"""States of episodes in progress on disk, from which a resumed run goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from agentrl.core.atomic_files import replacing
+from agentrl.core.reading import reading
+from agentrl.obs.journal import checked, with_checksum
+
+SHARE = 0.02
+"""Most of the time of the driver's event loop that goes into saving."""
+
+
+@dataclass(slots=True)
+class SavedEpisodes:
+    """Saves episodes between two turns: each one after so many seconds, and all together within `SHARE` of the time.
+
+    ::
+
+        journal/episodes/00000047/        a folder for each group that is not finished, by position
+          12%2F3%2F1.json                 the state of an episode, with a checksum, by its quoted ``rollout_id``
+    """
+
+    folder: Path
+    every_s: float | None
+    """Least seconds between two saves of an episode, and before its first; None: no episode is saved."""
+    version: int
+    """The newest policy version that a resumed run has: states with tokens of a newer one are not used."""
+    clock: Callable[[], float] = time.monotonic
+    saves: int = field(default=0, init=False)
+    seconds: float = field(default=0.0, init=False)
+    """Spent so far."""
+    _began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin to count the time."""
+        self._began = self.clock()
+
+    def keep(self, positions: Container[int]) -> None:
+        """Remove the states of all groups but those at ``positions``."""
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if int(path.name) not in positions:
+                shutil.rmtree(path)
+
+    def remove(self, position: int) -> None:
+        """Remove the states of a group."""
+        shutil.rmtree(self._group(position), ignore_errors=True)
+
+    def of_group(self, position: int) -> GroupStates:
+        """Return the states of a group's episodes."""
+        return GroupStates(self, self._group(position))
+
+    def may_save(self, since: float) -> bool:
+        """Return whether an episode may be saved whose last save, or beginning, was at ``since``."""
+        now = self.clock()
+        if self.every_s is None or now - since < self.every_s:
+            return False
+        return self.seconds <= SHARE * (now - self._began)
+
+    def add(self, seconds: float) -> None:
+        """Count a save."""
+        self.saves, self.seconds = self.saves + 1, self.seconds + seconds
+
+    def _group(self, position: int) -> Path:
+        return self.folder / f"{position:08d}"
+
+
+@dataclass(slots=True)
+class GroupStates:
+    """Implements `agentrl.episode.state.SavedStates` for a group."""
+
+    all: SavedEpisodes
+    folder: Path
+    _saved: dict[str, float] = field(default_factory=dict, init=False)
+    """When an episode began or was saved, on the clock."""
+
+    def load(self, rollout_id: str, task_id: str) -> dict[str, Any] | None:
+        """Return the saved state of an episode, or None if there is none, or one of another task or of a newer policy.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
+        self._saved[rollout_id] = self.all.clock()
+        path = self._file(rollout_id)
+        if not path.exists():
+            return None
+        with reading(path, "state of an episode"):
+            data: dict[str, Any] = json.loads(checked(path.read_bytes().removesuffix(b"\n")))
+            state: dict[str, Any] = data["state"]
+            versions = [version for node in state["trajectory"]["nodes"] for version in node["versions"]]
+            fits = data["task"] == task_id and max(versions, default=-1) <= self.all.version
+        return state if fits else None
+
+    def is_due(self, rollout_id: str) -> bool:
+        """Return whether an episode is to be saved after its turn."""
+        return self.all.may_save(self._saved[rollout_id])
+
+    def save(self, rollout_id: str, task_id: str, state: Callable[[], dict[str, Any]]) -> None:
+        """Write the state of an episode."""
+        began = time.perf_counter()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with replacing(self._file(rollout_id)) as partial:
+            # Not orjson: states of random generators have integers of 128 bits.
+            partial.write_bytes(with_checksum(json.dumps({"task": task_id, "state": state()}).encode()))
+        self.all.add(time.perf_counter() - began)
+        self._saved[rollout_id] = self.all.clock()
+
+    def _file(self, rollout_id: str) -> Path:
+        return self.folder / f"{quote(rollout_id, safe='')}.json"
