@@ -362,8 +362,12 @@ def _asynchronous(config: Config) -> Iterator[str]:
         )
     if not config.asynchronous.max_staleness:
         return
-    if config.weights.sync_every > 1:
-        yield f"{key} with weights.sync_every={config.weights.sync_every}: every version is sent; leave out weights.sync_every"
+    if config.weights.sync_every > config.asynchronous.max_staleness + 1:
+        yield (
+            f"{key} with weights.sync_every={config.weights.sync_every}: before the next sync, all tokens that engines "
+            f"sample are too old; set weights.sync_every to {config.asynchronous.max_staleness + 1} or less, or raise "
+            "async.max_staleness"
+        )
     if config.self_play is not None:
         yield f"{key} with self_play: the opponents of a step are chosen before it; leave out one"
     if config.algo.old_logprobs == "learner" and config.algo.correction.rollout_is == "none":

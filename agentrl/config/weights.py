@@ -29,7 +29,8 @@ class WeightsConfig(Section):
     hold different ones, the learner's float32 is sent."""
     sync_every: PositiveInt = 1
     """Steps between weight syncs; an evaluation always has the newest weights. Tokens have the version that sampled them,
-    and the ratio to its log-probabilities (``algo.old_logprobs=sampler``) corrects for its age."""
+    and the ratio to its log-probabilities (``algo.old_logprobs=sampler``) corrects for its age. With ``async.max_staleness`` at
+    most that plus 1."""
     pause: Literal["finish", "restart", "abort", "retract", "in_place"] = "abort"
     """What becomes of generations in progress at a sync, with ``async.max_staleness``. ``finish``: engines end them first, with
     the old weights. ``restart``: they are sampled again from their first token. With the others they go on from the same tokens

@@ -23,7 +23,7 @@ def test_the_section_is_named_async_wherever_a_user_reads_it() -> None:
 @pytest.mark.parametrize(
     ("setting", "named"),
     [
-        ("weights.sync_every=2", r"weights\.sync_every=2"),
+        ("weights.sync_every=9", r"weights\.sync_every=9"),
         ("self_play={}", "self_play"),
         ("async.mask_older_than=1", "no token is older"),
         ("algo={old_logprobs: learner, correction: {rollout_is: none}}", r"algo\.correction\.rollout_is=token"),

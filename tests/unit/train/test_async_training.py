@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.core.errors import EngineError, LearnerError, RunStopped
+from agentrl.core.errors import ConfigError, EngineError, LearnerError, RunStopped
 from agentrl.core.types import Rollout
 from agentrl.obs.rollouts import read_advantages, read_rollouts, rollout_files
 from agentrl.testing import FakeLearner
@@ -52,6 +52,19 @@ def test_no_token_is_older_than_the_bound(tmp_path: Path, staleness: int) -> Non
     assert [row["async/staleness_max"] for row in rows] == found
     assert all(row["async/staleness_mean"] <= row["async/staleness_p95"] <= row["async/staleness_max"] for row in rows)
     assert {"async/running_episodes", "async/finished_groups", "async/staleness_longest"} <= rows[0].keys()
+
+
+@pytest.mark.parametrize("every", [2, 4])
+def test_the_bound_holds_if_not_every_version_is_synced(tmp_path: Path, every: int) -> None:
+    engines = Engines(every)
+    settings = ["train.steps=12", "async.max_staleness=3", f"weights.sync_every={every}"]
+    train(tmp_path, make_config(*settings), seed=every, engines=engines)
+    pushed = [one for one in engines.paused if one.startswith("push")]
+    assert pushed == [f"push {version}" for version in range(0, 13, every)]
+    assert max(ages(tmp_path)) == 3
+    assert counted(tmp_path) == ALL
+    with pytest.raises(ConfigError, match=r"weights\.sync_every=5.* to 4 or less"):
+        make_config("async.max_staleness=3", "weights.sync_every=5")
 
 
 def same(one: Any, other: Any) -> bool:
