@@ -191,7 +191,8 @@ def test_an_engine_that_goes_during_the_push_gets_its_weights_later(tmp_path: Pa
             sync = KillingSync(second, [strike(signal.SIGKILL), lambda: None, strike(signal.SIGSTOP)])
             services: Any = SimpleNamespace(fleet=fleet)
             unused: Any = None
-            source = Sampling(config, services, unused, sync, unused, Interrupt(print))
+            records: Any = SimpleNamespace(journal=SimpleNamespace(batch=lambda step: None))
+            source = Sampling(config, services, unused, sync, records, Interrupt(print))
             learner: Any = object()
             await source.open()
             await source.sync_weights(learner, 4, Stopwatch())

@@ -69,10 +69,10 @@ class World:
         config = load_config(None, settings)
         config.placement.mode = mode  # type: ignore[assignment]
         services: Any = SimpleNamespace(fleet=self)
-        unused: Any = None
+        records: Any = SimpleNamespace(journal=SimpleNamespace(batch=lambda step: None), metrics=dict)
         sync: Any = self
         tasks: Any = SimpleNamespace(buffer=SimpleNamespace(metrics=dict))
-        return Sampling(config, services, tasks, sync, unused, Interrupt(print), restart_sync=restart_sync)
+        return Sampling(config, services, tasks, sync, records, Interrupt(print), restart_sync=restart_sync)
 
     def said(self) -> list[str]:
         """What was written down since the last call."""
