@@ -223,7 +223,7 @@ async def _passes(
         replace(script, params=[replace(one, max_new_tokens=bench.new_tokens) for one in script.params])
         for script in scripts
     ]
-    runner = _runner(services, bench.new_tokens)
+    runner = full_turns(services, bench.new_tokens)
     for number in range(2 * bench.repeats):
         by_runner = number % 4 in (0, 3)
         progress(f"pass {number + 1} of {2 * bench.repeats}")
@@ -238,11 +238,12 @@ async def _passes(
 
 async def _record(services: Services, jobs: Sequence[Job]) -> list[Script]:
     recorder = Recorder(services.fleet.sampler)
-    await _runner(services, _WARM_TOKENS, recorder).run_many(jobs)
+    await full_turns(services, _WARM_TOKENS, recorder).run_many(jobs)
     return list(recorder.scripts.values())
 
 
-def _runner(services: Services, new_tokens: int, sampler: Sampler | None = None) -> EpisodeRunner:
+def full_turns(services: Services, new_tokens: int, sampler: Sampler | None = None) -> EpisodeRunner:
+    """Return a runner in which every turn has ``new_tokens`` tokens."""
     options = services.config.sampler
     return services.runner(sampler=sampler).with_sampling(
         temperature=options.temperature,

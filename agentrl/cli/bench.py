@@ -21,6 +21,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.obs.console import make_console
 
 if TYPE_CHECKING:
+    from agentrl.bench.efficiency import EfficiencyBench
     from agentrl.bench.step_profile import StepProfile
 
 
@@ -43,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     efficiency.add_argument("--prompt-tokens", type=int, default=256, help="tokens of the first prompt, about")
     efficiency.add_argument("--observation-tokens", type=int, default=128, help="tokens of an observation, about")
     efficiency.add_argument("--repeats", type=int, default=2, help="passes of each")
+    efficiency.add_argument(
+        "--scripted",
+        metavar="NUMBERS",
+        help="without a model: cost of the runner at these numbers of concurrent episodes, comma-separated",
+    )
     add_plain_config_arguments(efficiency)
     weights = actions.add_parser(
         "weights", help="seconds and GB/s of new weights into an engine, by transport and bucket size"
@@ -109,6 +115,9 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.action == "async":
         bench_async.run(arguments, make_console())
         return
+    if arguments.action == "efficiency" and arguments.scripted is not None:
+        _concurrency(arguments, resolve_plain_config(arguments), make_console())
+        return
     if arguments.action in ("efficiency", "weights"):
         measure = _efficiency if arguments.action == "efficiency" else _weights
         asyncio.run(measure(arguments, resolve_plain_config(arguments), make_console()))
@@ -144,10 +153,10 @@ def _rollout(arguments: argparse.Namespace, config: Config, console: Console) ->
     console.print(f"runner with tools {runner:.3f} ms a turn (target under 1); HTTP client {client:.3f} ms in addition")
 
 
-async def _efficiency(arguments: argparse.Namespace, config: Config, console: Console) -> None:
-    from agentrl.bench.efficiency import EfficiencyBench, Pass, efficiency, measure_efficiency
+def _efficiency_bench(arguments: argparse.Namespace) -> EfficiencyBench:
+    from agentrl.bench.efficiency import EfficiencyBench
 
-    bench = EfficiencyBench(
+    return EfficiencyBench(
         size=arguments.size,
         episodes=arguments.episodes,
         concurrency=arguments.concurrency or arguments.episodes,
@@ -157,6 +166,34 @@ async def _efficiency(arguments: argparse.Namespace, config: Config, console: Co
         observation_tokens=arguments.observation_tokens,
         repeats=arguments.repeats,
     )
+
+
+def _concurrency(arguments: argparse.Namespace, config: Config, console: Console) -> None:
+    from agentrl.bench.concurrency import measure_concurrency
+
+    bench, numbers = _efficiency_bench(arguments), _numbers(arguments.scripted, "--scripted")
+    heads = ("episodes", "sampler", "turns", "CPU ms/turn", "of that event loop", "KiB/episode", "stall ms", "threads")
+    table = Table(*(Column(head, no_wrap=True) for head in heads), box=SIMPLE, padding=(0, 0, 0, 1))
+    try:
+        with console.status("starting") as status:
+            for one in measure_concurrency(config, bench, numbers, _teller(console, status)):
+                sampler = "HTTP" if one.over_http else "in the process"
+                cpu = (f"{one.cpu_ms_per_turn:.3f}", f"{one.loop_ms_per_turn:.3f}")
+                rest = (f"{one.kib_per_episode:.0f}", f"{one.stall_ms:.0f}", str(one.threads))
+                table.add_row(f"{one.concurrency:,}", sampler, f"{one.turns:,}", *cpu, *rest)
+    finally:
+        console.print(table)
+    console.print(
+        f"episodes: at the same time, {bench.turns} turns of {bench.new_tokens} tokens each; HTTP less in the process is the "
+        "HTTP client. KiB: growth of the process's memory, finished rollouts included. Stall: longest delay of a callback of "
+        "the event loop"
+    )
+
+
+async def _efficiency(arguments: argparse.Namespace, config: Config, console: Console) -> None:
+    from agentrl.bench.efficiency import Pass, efficiency, measure_efficiency
+
+    bench = _efficiency_bench(arguments)
     table = Table("pass", "who", "seconds", "sampled tokens/s", "CPU ms/turn")
     passes: list[Pass] = []
     try:
