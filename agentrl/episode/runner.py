@@ -51,6 +51,8 @@ class Job:
 
 
 _RunningEpisode = tuple[Job, asyncio.Task[list[Rollout]]]
+_STARTS = 64
+"""Episodes that begin in one iteration of the event loop: the start of thousands must not hold it up for seconds."""
 
 
 class EpisodeRunner:
@@ -183,9 +185,12 @@ class EpisodeRunner:
         tools: dict[str, ToolRunner] = {}
         try:
             async with asyncio.TaskGroup() as group:
-                episodes = [(job, group.create_task(self._run_job(job, tools, saved))) for job in jobs]
-                for _, episode in episodes:
-                    episode.add_done_callback(lambda _: on_ended())
+                episodes: list[_RunningEpisode] = []
+                for number, job in enumerate(jobs, 1):
+                    episodes.append((job, group.create_task(self._run_job(job, tools, saved))))
+                    episodes[-1][1].add_done_callback(lambda _: on_ended())
+                    if number % _STARTS == 0:
+                        await asyncio.sleep(0)
                 for together in self._graded_together(episodes):
                     group.create_task(self._grade(together, tools, on_done))
         except BaseExceptionGroup as errors:
