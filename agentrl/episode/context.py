@@ -20,12 +20,15 @@ from agentrl.render.base import Renderer
 
 _log = logging.getLogger(__name__)
 
+EnvFactory = Callable[[], Env | MultiAgentEnv]
+"""Builds an environment for one episode."""
+
 
 @dataclass(frozen=True, slots=True)
 class EpisodeContext:
     """Resources that all episodes of a run share."""
 
-    env_factory: Callable[[], Env | MultiAgentEnv]
+    env_factory: EnvFactory
     renderer: Renderer
     sampler: Sampler
     tool_clients: Mapping[str, ToolClient]

@@ -11,16 +11,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentrl.core.env import Env
 from agentrl.core.errors import EpisodeError, RunStopped
 from agentrl.core.lineup import Lineup
-from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.sampler import Sampler
 from agentrl.core.task import Task, source_of
 from agentrl.core.tool import CallTool, Tool, ToolClient
 from agentrl.core.types import Failure, Rollout, SamplingParams, StopReason
 from agentrl.episode.chat import Agent
-from agentrl.episode.context import EpisodeContext
+from agentrl.episode.context import EnvFactory, EpisodeContext
 from agentrl.episode.custom_loop import Generate, run_custom_loop
 from agentrl.episode.environment_episode import Episode
 from agentrl.episode.failure_policy import FailurePolicy
@@ -76,7 +74,7 @@ class EpisodeRunner:
     def __init__(
         self,
         *,
-        env_factory: Callable[[], Env | MultiAgentEnv],
+        env_factory: EnvFactory,
         renderer: Renderer,
         sampler: Sampler,
         tool_clients: Mapping[str, ToolClient],
