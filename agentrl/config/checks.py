@@ -11,8 +11,10 @@ from operator import itemgetter
 from string import Formatter
 
 from agentrl.config.algo import ADVANTAGES, LOSSES, CriticConfig, parse_options
+from agentrl.config.async_checks import check_asynchronous
 from agentrl.config.role_checks import check_who_plays
 from agentrl.config.schema import Config
+from agentrl.config.weight_checks import check_weight_sync
 from agentrl.core.errors import ConfigError, UserError
 from agentrl.core.imports import is_reference
 
@@ -40,11 +42,8 @@ def check(config: Config) -> None:
         _critic,
         _distillation,
         _batches,
-        _weights,
-        _asynchronous,
-        _background_evaluation,
-        _dynamic_sampling,
-        _adapters,
+        check_weight_sync,
+        check_asynchronous,
         check_who_plays,
     )
     faults = [fault for rule in rules for fault in rule(config)]
@@ -276,146 +275,6 @@ def _fitting(config: Config) -> str:
         return f"rollout.batch_size={wanted // samples * steps}"
     more = -(-prompts // steps) * steps
     return f"rollout.batch_size={more}" + (f" batch.global_batch_size={more // steps * samples}" if wanted else "")
-
-
-def _weights(config: Config) -> Iterator[str]:
-    """Whether ``weights.transport`` reaches the engines from the learner, and what may be checked afterwards."""
-    sampler, weights, mode = config.sampler, config.weights, config.placement.mode
-    kind, on_gpus = weights.transport, sampler.device == "cuda"
-    uncorrected = config.algo.old_logprobs == "learner" and config.algo.correction.rollout_is == "none"
-    if weights.sync_every > 1 and uncorrected:
-        yield (
-            f"algo.old_logprobs=learner with weights.sync_every={weights.sync_every}: engines sample with older weights than the "
-            "learner's, and nothing corrects for it; set algo.correction.rollout_is=token, or algo.old_logprobs=sampler"
-        )
-    if weights.check == "checksum" and sampler.engine_ranks > 1:
-        yield (
-            "weights.check=checksum: an engine with several ranks has checksums of shards only; set weights.check=version"
-        )
-    if weights.prefix_cache != "drop":
-        yield from _prefix_cache(config)
-    elif weights.pause == "in_place" and weights.adapters == "merged" and sampler.backend == "sglang":
-        yield (
-            "weights.pause=in_place with weights.prefix_cache=drop: SGLang cannot drop its cache while it keeps requests; "
-            "set weights.prefix_cache=by_version"
-        )
-    if kind == "ipc" and mode != "colocate":
-        yield (
-            f"weights.transport=ipc needs learner and engines on the same GPUs: set placement.mode=colocate, not {mode}"
-        )
-    elif kind == "delta" and mode == "colocate":
-        yield (
-            "weights.transport=delta with placement.mode=colocate: engines release the weights that changes are to; set "
-            "weights.transport=tensor, or ipc on GPUs"
-        )
-    elif kind == "ipc" and (not on_gpus or config.learner.device == "cpu"):
-        yield "weights.transport=ipc is for GPUs, and engines or learner are on the CPU: set weights.transport=tensor"
-    elif kind == "distributed" and mode == "colocate" and on_gpus:
-        yield (
-            "weights.transport=distributed: NCCL needs separate GPUs for the learner and each engine, and "
-            "placement.mode=colocate shares them; set weights.transport=ipc"
-        )
-    elif kind == "distributed" and on_gpus and config.learner.device == "cpu":
-        yield (
-            "weights.transport=distributed with learner.device=cpu: engines on GPUs receive weights from a GPU only; set "
-            "weights.transport=tensor or disk"
-        )
-    # Pipeline stages and data parallel replicas number their tensor parallel ranks from 0 again.
-    elif kind in ("ipc", "distributed") and sampler.engine_ranks != sampler.tensor_ranks:
-        yield f"weights.transport={kind} reaches SGLang's tensor parallel ranks only; set weights.transport=disk"
-
-
-def _dynamic_sampling(config: Config) -> Iterator[str]:
-    """How many groups may run ahead of a step, and whether filtered ones can be replaced."""
-    staleness, rollout = config.asynchronous.max_staleness, config.rollout
-    most = rollout.over_sampling_batch_size
-    if most is not None and not rollout.batch_size <= most <= (staleness + 1) * rollout.batch_size:
-        yield (
-            f"rollout.over_sampling_batch_size={most} with async.max_staleness={staleness}: a step takes "
-            f"rollout.batch_size={rollout.batch_size} groups, and the next async.max_staleness steps train the others; set "
-            "it from rollout.batch_size to rollout.batch_size * (async.max_staleness + 1), or raise async.max_staleness"
-        )
-    if rollout.filter_groups.filters and config.self_play is not None:
-        yield "rollout.filter_groups.filters with self_play: the opponents of a step are chosen before it; leave out one"
-
-
-def _prefix_cache(config: Config) -> Iterator[str]:
-    """Whether the engines can keep their prefix cache at a sync."""
-    key = f"weights.prefix_cache={config.weights.prefix_cache}"
-    if config.placement.mode == "colocate":
-        yield f"{key} with placement.mode=colocate: engines release the memory of their cache; leave out weights.prefix_cache"
-    if config.weights.adapters == "only":
-        yield f"{key} with weights.adapters=only: each version is an adapter with its cache; leave out weights.prefix_cache"
-    if config.weights.prefix_cache == "by_version" and config.sampler.router == "sglang":
-        yield f"{key} with sampler.router=sglang: requests through it have no key of their version; set sampler.router=builtin"
-
-
-def _asynchronous(config: Config) -> Iterator[str]:
-    """What cannot go on while the learner trains, and whether old tokens are corrected for."""
-    key, limit = f"async.max_staleness={config.asynchronous.max_staleness}", config.asynchronous.mask_older_than
-    if limit is not None and limit >= config.asynchronous.max_staleness:
-        yield f"async.mask_older_than={limit} with {key}: no token is older; set a smaller number, or leave it out"
-    if limit is not None and config.algo.needs_critic:
-        yield (
-            f"async.mask_older_than={limit} with algo.advantage.name=gae: returns need the values of all tokens; leave out "
-            "async.mask_older_than"
-        )
-    if not config.asynchronous.max_staleness:
-        return
-    if config.weights.sync_every > config.asynchronous.max_staleness + 1:
-        yield (
-            f"{key} with weights.sync_every={config.weights.sync_every}: before the next sync, all tokens that engines "
-            f"sample are too old; set weights.sync_every to {config.asynchronous.max_staleness + 1} or less, or raise "
-            "async.max_staleness"
-        )
-    if config.self_play is not None:
-        yield f"{key} with self_play: the opponents of a step are chosen before it; leave out one"
-    if config.algo.old_logprobs == "learner" and config.algo.correction.rollout_is == "none":
-        yield (
-            f"algo.old_logprobs=learner with {key}: tokens are older than the learner's weights, and nothing corrects for it; "
-            "set algo.correction.rollout_is=token, or algo.old_logprobs=sampler"
-        )
-
-
-def _background_evaluation(config: Config) -> Iterator[str]:
-    key = f"eval.engines={config.eval.engines}"
-    if config.eval.engines and not config.eval.background:
-        yield f"{key} without eval.background: engines and learner would take turns; set eval.background=true"
-    if config.eval.engines and config.placement.mode != "separate":
-        yield (
-            f"{key} with placement.mode={config.placement.mode}: engines that only evaluate are not placed; set "
-            "placement.mode=separate, or eval.engines=0"
-        )
-    if config.eval.background and config.self_play is not None:
-        yield "eval.background=true with self_play: results, ratings and snapshots are of one step; leave out eval.background"
-
-
-def _adapters(config: Config) -> Iterator[str]:
-    """Whether the engines can hold the base model and take adapters."""
-    sampler, key = config.sampler, "weights.adapters=only"
-    if config.weights.adapters != "only":
-        return
-    if config.learner.lora is None:
-        yield f"{key} without learner.lora: no adapters are trained; set learner.lora={{}}, or leave out weights.adapters"
-    if sampler.router == "sglang":
-        yield (
-            f"{key} with sampler.router=sglang: requests name the adapter of an engine, and the router chooses the engine; set "
-            "sampler.router=builtin"
-        )
-    if config.placement.mode == "colocate":
-        yield (
-            f"{key} with placement.mode=colocate: engines that release their memory lose the base model; set "
-            "weights.adapters=merged"
-        )
-    if config.weights.transport != "tensor":
-        yield (
-            f"{key} with weights.transport={config.weights.transport}: adapters are sent in the request; leave out "
-            "weights.transport"
-        )
-    if "dummy" in (sampler.sglang.get("load_format"), sampler.sglang.get("load-format")):
-        yield f"{key} with sampler.sglang.load_format=dummy: engines keep the weights that they start with; leave it out"
-    if sampler.engine_ranks != sampler.tensor_ranks:
-        yield f"{key} reaches SGLang's tensor parallel ranks only; set weights.adapters=merged"
 
 
 def check_context(config: Config, max_positions: int | None = None) -> None:

@@ -1,0 +1,69 @@
+"""Checks of what goes on while the learner trains, across sections: episodes, evaluations, and groups that are replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from agentrl.config.schema import Config
+
+
+def check_asynchronous(config: Config) -> Iterator[str]:
+    """Yield what does not fit together."""
+    yield from _asynchronous(config)
+    yield from _background_evaluation(config)
+    yield from _dynamic_sampling(config)
+
+
+def _asynchronous(config: Config) -> Iterator[str]:
+    """What cannot go on while the learner trains, and whether old tokens are corrected for."""
+    key, limit = f"async.max_staleness={config.asynchronous.max_staleness}", config.asynchronous.mask_older_than
+    if limit is not None and limit >= config.asynchronous.max_staleness:
+        yield f"async.mask_older_than={limit} with {key}: no token is older; set a smaller number, or leave it out"
+    if limit is not None and config.algo.needs_critic:
+        yield (
+            f"async.mask_older_than={limit} with algo.advantage.name=gae: returns need the values of all tokens; leave out "
+            "async.mask_older_than"
+        )
+    if not config.asynchronous.max_staleness:
+        return
+    if config.weights.sync_every > config.asynchronous.max_staleness + 1:
+        yield (
+            f"{key} with weights.sync_every={config.weights.sync_every}: before the next sync, all tokens that engines "
+            f"sample are too old; set weights.sync_every to {config.asynchronous.max_staleness + 1} or less, or raise "
+            "async.max_staleness"
+        )
+    if config.self_play is not None:
+        yield f"{key} with self_play: the opponents of a step are chosen before it; leave out one"
+    if config.algo.old_logprobs == "learner" and config.algo.correction.rollout_is == "none":
+        yield (
+            f"algo.old_logprobs=learner with {key}: tokens are older than the learner's weights, and nothing corrects for it; "
+            "set algo.correction.rollout_is=token, or algo.old_logprobs=sampler"
+        )
+
+
+def _background_evaluation(config: Config) -> Iterator[str]:
+    """Whether engines and weights can stay with an evaluation while the learner trains."""
+    key = f"eval.engines={config.eval.engines}"
+    if config.eval.engines and not config.eval.background:
+        yield f"{key} without eval.background: engines and learner would take turns; set eval.background=true"
+    if config.eval.engines and config.placement.mode != "separate":
+        yield (
+            f"{key} with placement.mode={config.placement.mode}: engines that only evaluate are not placed; set "
+            "placement.mode=separate, or eval.engines=0"
+        )
+    if config.eval.background and config.self_play is not None:
+        yield "eval.background=true with self_play: results, ratings and snapshots are of one step; leave out eval.background"
+
+
+def _dynamic_sampling(config: Config) -> Iterator[str]:
+    """How many groups may run ahead of a step, and whether filtered ones can be replaced."""
+    staleness, rollout = config.asynchronous.max_staleness, config.rollout
+    most = rollout.over_sampling_batch_size
+    if most is not None and not rollout.batch_size <= most <= (staleness + 1) * rollout.batch_size:
+        yield (
+            f"rollout.over_sampling_batch_size={most} with async.max_staleness={staleness}: a step takes "
+            f"rollout.batch_size={rollout.batch_size} groups, and the next async.max_staleness steps train the others; set "
+            "it from rollout.batch_size to rollout.batch_size * (async.max_staleness + 1), or raise async.max_staleness"
+        )
+    if rollout.filter_groups.filters and config.self_play is not None:
+        yield "rollout.filter_groups.filters with self_play: the opponents of a step are chosen before it; leave out one"
