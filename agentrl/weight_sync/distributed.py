@@ -154,6 +154,7 @@ class DistributedSync(BucketwiseSync):
         """Raise the error of the engine that made a broadcast fail, or the learner's error."""
         loading, self._loading = self._loading, []
         failed = next((one for one in loading if one.answer.done() and one.answer.exception()), None)
+        learner_failed = sent is not None and (sent.done() or failed is None)
         # This ends the wait of engines for the broadcast.
         await self.aclose()
         tasks = [one.answer for one in loading] + ([sent] if sent else [])
@@ -161,7 +162,7 @@ class DistributedSync(BucketwiseSync):
         for task in late:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if sent and isinstance(error := _error(sent), LearnerError):
+        if sent and learner_failed and isinstance(error := _error(sent), LearnerError):
             raise error
         answers = await asyncio.gather(*(_answers(engine) for engine in engines))
         silent = [one for one in loading if not answers[one.engine]]

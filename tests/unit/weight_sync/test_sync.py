@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -322,6 +324,39 @@ def test_a_learner_that_cannot_send_is_what_is_blamed():
     with pytest.raises(LearnerError, match="it sleeps"):
         asyncio.run(sync.push(Sleeping(), engines, 1))
     assert [engine.events for engine in engines] == [["leave", "cancel"]] * 2
+
+
+def test_an_engine_that_fails_before_the_learner_begins_to_send_is_what_is_blamed():
+    """The learner has left the group when it sends, and says so; this is no cause."""
+
+    class Late(BucketLearner):
+        sending, left = threading.Event(), threading.Event()
+
+        def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
+            for bucket in super().buckets(bucket_bytes, dtype):
+                bucket.broadcast = partial(self.send_late, bucket.broadcast)
+                yield bucket
+
+        def send_late(self, send: Callable[[], None]) -> None:
+            self.sending.set()
+            self.left.wait(10)
+            send()
+
+        def leave_group(self) -> None:
+            super().leave_group()
+            self.left.set()
+
+    class Failing(RecordingEngine):
+        async def from_group(
+            self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool
+        ) -> None:
+            await asyncio.to_thread(learner.sending.wait, 10)
+            raise EngineError("cannot load w0")
+
+    learner = Late()
+    sync = make_sync("distributed", bucket_bytes=9, folder=Path(), timeout_s=10)
+    with pytest.raises(EngineError, match=r"engine 0 of 1 .*, bucket 1: cannot load w0"):
+        asyncio.run(sync.push(learner, [Failing()], 1))
 
 
 class LargeLearner(WeightExporter):
