@@ -12,8 +12,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement, actor_location
+from agentrl.cluster.ray_runtime import check_ray
 from agentrl.core.child_process import LOOPBACK
-from agentrl.core.errors import AgentrlError, EngineError
+from agentrl.core.errors import AgentrlError, EngineError, LearnerError
 from agentrl.inference.launch.launcher import EngineSpec
 from agentrl.inference.launch.processes import EngineProcess
 
@@ -23,6 +24,8 @@ _ANSWER_S = 30.0
 """Time limit of calls that a host answers at once."""
 _HOST_S = 120.0
 """Time limit of a host's start."""
+_LOOK_S = 1.0
+"""Seconds between two looks at Ray's processes while an engine starts."""
 
 
 class EngineHost:
@@ -143,6 +146,8 @@ class RayLauncher:
             if isinstance(error.cause, AgentrlError):
                 raise error.cause from None
             raise EngineError(f"engine-{number}: {error}") from None
+        except LearnerError as error:  # Ray has ended
+            raise EngineError(f"engine-{number}: {error}") from error
         except GetTimeoutError as error:
             ray.kill(self._host(number))
             raise EngineError(
@@ -154,10 +159,10 @@ class RayLauncher:
     def _launch(self, number: int) -> RayEngine:
         spec, placement = self._spec, self._placement
         host = self._host(number)
-        location: ActorLocation = ray.get(host.__ray_call__.remote(actor_location), timeout=_HOST_S)
+        location: ActorLocation = _result(host.__ray_call__.remote(actor_location), _HOST_S)
         address = placement.address(location)
         start = host.start.remote(spec, number, address, self._shared_gpus(number) or location.gpus)
-        url, pid = ray.get(start, timeout=spec.config.start_timeout_s + _ANSWER_S)
+        url, pid = _result(start, spec.config.start_timeout_s + _ANSWER_S)
         log = str(spec.logs / f"engine-{number}.log") + (
             "" if address in (LOOPBACK, placement.here) else f" on {address}"
         )
@@ -176,6 +181,22 @@ class RayLauncher:
         layout = self._placement.layout
         ranks = zip(self._ranks, layout.ranks, strict=True)
         return tuple(gpu for rank, bundle in ranks if bundle == layout.engines[number] for gpu in rank.gpus)
+
+
+def _result(reference: Any, timeout_s: float) -> Any:
+    """Return the result of an actor's call. An actor that waits for a dead Ray neither starts nor fails.
+
+    Raises:
+        LearnerError: a process of Ray has ended.
+        GetTimeoutError: after ``timeout_s``.
+        RayError: the call has failed.
+    """
+    end = time.monotonic() + timeout_s
+    while not ray.wait([reference], timeout=min(_LOOK_S, max(0.0, end - time.monotonic())))[0]:
+        check_ray()
+        if time.monotonic() >= end:
+            raise GetTimeoutError(f"no result after {timeout_s:g} s")
+    return ray.get(reference)
 
 
 def _portable(spec: EngineSpec, *, colocated: bool) -> EngineSpec:
