@@ -1,4 +1,4 @@
-"""What a run's journal says: groups that were lost or trained twice, and one that does not end."""
+"""What a run's journal says: groups that were lost, trained twice or do not end."""
 
 from __future__ import annotations
 

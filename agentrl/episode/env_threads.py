@@ -92,6 +92,8 @@ class _Threaded(Generic[E]):
         def run() -> T:
             try:
                 return method()
+            except StopIteration as error:  # a future cannot hold one: the episode would wait for ever
+                raise RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__) from None
             finally:
                 self._busy = False
 

@@ -7,6 +7,7 @@ import copy
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,6 @@ from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.multi_agent_episode import MultiAgentEpisode
 from agentrl.episode.state import EpisodeState, SavedStates
-from agentrl.episode.thread_pool import EpisodeThreads
 from agentrl.episode.tool_calls import ToolRunner
 from agentrl.obs.waiting import waiting
 from agentrl.render.base import Renderer
@@ -87,7 +87,8 @@ class EpisodeRunner:
         served: Mapping[str, Tool] | None = None,
         lineup: Lineup | None = None,
     ) -> None:
-        pool = EpisodeThreads(max_concurrency)
+        # Threads are started as they are needed and end with the runner.
+        pool = ThreadPoolExecutor(max_concurrency, thread_name_prefix="env")
         self._context = EpisodeContext(
             env_factory, renderer, sampler, tool_clients, limits, sampling, pool, served=served or {}
         )

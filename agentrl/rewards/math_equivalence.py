@@ -30,7 +30,7 @@ WORKERS = max(2, min(8, os.cpu_count() or 1))
 def equivalent(answer: str, label: str) -> bool:
     r"""Return whether two expressions, LaTeX or plain, are equivalent: ``\frac{1}{2}`` and ``0.5`` are.
 
-    An answer that cannot be parsed, or not compared within `LIMIT_S`, is not equivalent, and neither is one that ends two
+    An answer that cannot be parsed, or not compared within `LIMIT_S`, is not equivalent, and neither is an answer that ends two
     workers. May be called from any thread, and blocks it.
 
     Raises:

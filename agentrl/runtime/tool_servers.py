@@ -97,7 +97,7 @@ class StartedServer:
             return self.launch(urlsplit(self.process.url).port or 0)
 
     async def aclose(self) -> None:
-        """Stop the server; one that is being started is stopped once it has started."""
+        """Stop the server. If it is being started, it is stopped once it has started."""
         if self._starting is not None:
             with suppress(AgentrlError):  # it has not started
                 self.process = await self._starting

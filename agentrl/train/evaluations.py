@@ -60,7 +60,7 @@ class Evaluations:
     """Of `_running`."""
 
     async def after(self, step: int, *, last: bool) -> bool:
-        """Begin the evaluation after ``step``, if it is due, and take the result of one that has ended.
+        """Begin the evaluation after ``step``, if it is due, and take the result of an earlier evaluation that has ended.
 
         Args:
             step: finished training steps.

@@ -70,7 +70,7 @@ class GenerationClient(ABC):
 
         """
         self.prefix_ages = PrefixAges() if knows_ages else None
-        """Which versions computed the cached prefixes; None: only the one that samples."""
+        """Which versions computed the cached prefixes; None: only the version that samples."""
         self.discarded_tokens = 0
         """Tokens of generations that began again after a pause."""
         self._http = http
@@ -131,12 +131,7 @@ class GenerationClient(ABC):
                 request.sent_id = f"{request_id}:{next(self._numbers)}"
                 body = generate_body(ids, params, left, request.sent_id, self.adapter(policy))
                 body |= experts_options(params, whole)
-                if (key := self._cache_key()) is not None:
-                    body["extra_key"] = key
-                with waiting(REQUEST, self._to):
-                    async with self._http.request("POST", "/generate", body, key=session_id) as reply:
-                        content = await reply.read()
-                segment = read_reply(content, body, request_id, self._vocabulary)
+                segment = await self._send(body, request_id, session_id)
                 if self.prefix_ages is not None:
                     self.prefix_ages.note(ids, segment.generation)
                 if request.updated and not segment.exact:
@@ -172,6 +167,15 @@ class GenerationClient(ABC):
             request.ended.set()
             del self._requests[request_id]
         return Generation((), (), FinishReason.ABORT, (), 0, request_id) if whole is None else whole.generation
+
+    async def _send(self, body: dict[str, Any], request_id: str, session_id: str) -> Segment:
+        """Send a request and read its reply."""
+        if (key := self._cache_key()) is not None:
+            body["extra_key"] = key
+        with waiting(REQUEST, self._to):
+            async with self._http.request("POST", "/generate", body, key=session_id) as reply:
+                content = await reply.read()
+        return read_reply(content, body, request_id, self._vocabulary)
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:

@@ -206,8 +206,7 @@ def launch_sglang(
             flags |= _dashed(cpu_sglang.OPTIONS)
     flags |= _dashed(options)
     if LOADER in (flags.get("custom-weight-loader") or []):
-        path = env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
-        env["PYTHONPATH"] = os.pathsep.join([str(FOLDER), *filter(None, [path])])
+        env["PYTHONPATH"] = _with_loader(env.get("PYTHONPATH", os.environ.get("PYTHONPATH")))
     guard = [sys.executable, "-S", str(GUARD)]
     with held_port(host, port, key="sampler.port") as held:
         server = [str(interpreter.python), "-m", "sglang.launch_server", *command_flags(flags)]
@@ -221,6 +220,11 @@ def launch_sglang(
             engine.stop()
             raise
     return engine
+
+
+def _with_loader(path: str | None) -> str:
+    """Return the module path with the folder of agentrl's weight loader."""
+    return os.pathsep.join([str(FOLDER), *filter(None, [path])])
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -36,7 +36,7 @@ class LengthBias:
     def __init__(self) -> None:
         self._trained, self._in_order = Lengths(), Lengths()
         self._ahead: dict[int, tuple[int, int]] = {}
-        """Rollouts and tokens of groups behind one that waits or runs, by position."""
+        """Rollouts and tokens of groups behind a group that waits or runs, by position."""
 
     def add(self, groups: Mapping[int, Sequence[Rollout]], *, trained: bool) -> None:
         """Count groups by position that were trained or filtered."""

@@ -71,6 +71,11 @@ class InStep(Env):
         return parse(action.content), 0.0, False, False, {}
 
 
+class InIterator(Env):
+    def step(self, action):
+        return next(iter(())), 0.0, False, False, {}  # no item
+
+
 class InAsyncStep(AsyncEnv):
     async def astep(self, action):
         return parse(action.content), 0.0, False, False, {}
@@ -82,6 +87,7 @@ class InAsyncStep(AsyncEnv):
         (InConstructor, "the environment's constructor raised KeyError: 'size'", "in the constructor"),
         (InReset, "InReset.reset raised ValueError: no board", "in reset"),
         (InStep, "InStep.step raised JSONDecodeError: Expecting value", "the author's line"),
+        (InIterator, "InIterator.step raised RuntimeError: StopIteration", "no item"),
         (InAsyncStep, "InAsyncStep.astep raised JSONDecodeError: Expecting value", "the author's line"),
     ],
 )

@@ -69,7 +69,7 @@ def test_a_simulated_policy_learns_faster() -> None:
 
 
 def play(seed: int, rates: list[float], steps: list[int], cut: int) -> tuple[list[str], dict[str, Any]]:
-    """The ids that a curriculum gives, and its last state; at step ``cut`` it is replaced by one that loads its state."""
+    """The ids that a curriculum gives, and its last state; at step ``cut`` another curriculum loads its state."""
     source, found = Curriculum(tasks(len(rates)), seed), list[str]()
     for number, count in enumerate(steps):
         if number == cut:

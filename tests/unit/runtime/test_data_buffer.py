@@ -47,7 +47,7 @@ def newest(buffer: Sequence[Task], num_samples: int) -> Sequence[Task]:
 
 
 def play(actions: Sequence[tuple[str, int]], cut: int) -> tuple[list[str], dict[str, Any]]:
-    """The ids that a buffer gives, and its last state; at action ``cut`` it is replaced by one that loads its state."""
+    """The ids that a buffer gives, and its last state; at action ``cut`` another buffer loads its state."""
     buffer, open_positions, given_ids, taken = DataBuffer(TaskOrder(TASKS, 3)), list[int](), list[str](), 0
     for number, (action, count) in enumerate(actions):
         if number == cut:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -70,14 +71,17 @@ class Simulation:
         assert admitted == sorted(admitted), "groups begin in the order of tasks"
 
 
-@given(
-    seed=st.integers(0, 2**32),
-    steps=st.integers(1, 12),
-    batch_size=st.integers(1, 5),
-    max_staleness=st.integers(0, 5),
-    concurrency=st.integers(1, 24),
-    killed=st.lists(st.integers(0, 12), max_size=3),
-)
+RUNS: dict[str, Any] = {
+    "seed": st.integers(0, 2**32),
+    "steps": st.integers(1, 12),
+    "batch_size": st.integers(1, 5),
+    "max_staleness": st.integers(0, 5),
+    "concurrency": st.integers(1, 24),
+    "killed": st.lists(st.integers(0, 12), max_size=3),
+}
+
+
+@given(**RUNS)
 def test_every_group_is_trained_once_and_in_time(
     seed: int, steps: int, batch_size: int, max_staleness: int, concurrency: int, killed: list[int]
 ) -> None:
@@ -95,12 +99,7 @@ def test_every_group_is_trained_once_and_in_time(
 
 
 @given(
-    seed=st.integers(0, 2**32),
-    steps=st.integers(1, 12),
-    batch_size=st.integers(1, 5),
-    max_staleness=st.integers(0, 5),
-    concurrency=st.integers(1, 24),
-    killed=st.lists(st.integers(0, 12), max_size=3),
+    **RUNS,
     dropped=st.integers(0, 9),
     over_sampled=st.floats(0, 1),
 )
